@@ -1,0 +1,30 @@
+# make bench: set up, then the main job. make test: set up, then the tests. make check: lint, format, types.
+PYTHON ?= python3
+VENV := .venv
+RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
+
+.PHONY: bench test check format clean
+
+bench: $(VENV)/ready
+	$(RUN) sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32 iters=5 warmup=1
+	$(RUN) sp_bench method=mesh gpus=256
+
+test: $(VENV)/ready
+	$(RUN) pytest
+
+check: $(VENV)/ready
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) pyright
+
+format: $(VENV)/ready
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

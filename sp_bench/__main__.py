@@ -1,0 +1,117 @@
+"""python -m sp_bench key=value ...: run or simulate one benchmark point, or a sweep of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+USAGE = """\
+python -m sp_bench [-m] [--config-dir DIR] key=value ...
+
+Runs one sequence-parallel attention benchmark point, beside a baseline. Measures if this machine has what the point
+asks for; otherwise simulates, and says so.
+
+  python -m sp_bench method=mesh gpus=256
+  python -m sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32
+  python -m sp_bench -m method=ring,mesh gpus=32,64,128,256
+
+  -m, --multirun    values may be comma-separated lists: one point for each combination, one table at the end
+  --config-dir DIR  a folder with method/, cluster/ ... of your own, beside conf/
+  --cfg             print the composed config and run nothing
+  -h, --help        this
+
+Exit codes: 0 ok, 2 a request that can't be served, 1 anything else.
+
+Keys, with their defaults (conf/config.yaml), then the choices of each group (conf/<group>/):
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg")}
+    if flags & {"-h", "--help"}:
+        print(USAGE + _keys())
+        return 0
+    from sp_bench.errors import RequestError
+
+    try:
+        own, overrides = _config_dir([a for a in arguments if a not in flags])
+        return _run(overrides, own, sweep=bool(flags & {"-m", "--multirun"}), show_config="--cfg" in flags)
+    except RequestError as error:
+        print(f"sp_bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sp_bench: interrupted; finished points are kept", file=sys.stderr)
+        return 1
+
+
+def _keys() -> str:
+    conf = Path(__file__).resolve().parent.parent / "conf"
+    keys = (conf / "config.yaml").read_text().partition("_self_\n")[2].strip()
+    groups = [
+        f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}"
+        for group in sorted(conf.iterdir())
+        if list(group.glob("*.yaml"))
+    ]
+    return "\n".join(("", keys, "", *groups))
+
+
+def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    from sp_bench.errors import RequestError
+
+    own, rest = None, list(arguments)
+    if "--config-dir" in rest:
+        at = rest.index("--config-dir")
+        if at + 1 == len(rest):
+            raise RequestError("--config-dir", "needs a folder", "--config-dir my_conf would work")
+        own = Path(rest[at + 1])
+        del rest[at : at + 2]
+    for argument in rest:
+        if argument.startswith("-"):
+            raise RequestError(argument, "there is no such flag", "known: -m, --config-dir DIR, --cfg, --help")
+    return own, rest
+
+
+def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bool) -> int:
+    from sp_bench.cli.compose import Composer
+
+    composer = Composer(own)
+    configs = [composer.compose(point) for point in composer.points(overrides, sweep=sweep)]
+    if show_config:
+        import yaml
+
+        print("---\n".join(yaml.safe_dump(config, sort_keys=False) for config in configs), end="")
+        return 0
+    from sp_bench.loggers import open_logger
+
+    folder = _results_dir(configs[0]["results_dir"])
+    settings = {"dir": str(folder), **configs[0]["logger"]}
+    with open_logger(settings) as logger:
+        from sp_bench.cli.session import run_point, run_sweep
+
+        code = (
+            run_sweep(configs, folder, logger) if sweep else run_point(configs[0], composer, overrides, folder, logger)
+        )
+        if warning := logger.close():
+            print(f"sp_bench: {warning}", file=sys.stderr)
+    return code
+
+
+def _results_dir(name: str) -> Path:
+    """The folder for records, made if need be. Raises RequestError if it can't be written."""
+    from sp_bench.errors import RequestError
+
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"results_dir={name}", f"can't be made ({error.strerror})", "results would work") from None
+    if not os.access(folder, os.W_OK):
+        raise RequestError(f"results_dir={name}", "can't be written", "results_dir=results would work")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

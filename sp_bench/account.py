@@ -1,0 +1,168 @@
+"""Count what a plan sends, computes and holds, without running it.
+
+Bytes are per GPU. A plan is the same program on every rank, so that all ranks send the same; what they compute may
+differ (contiguous causal). Payload and statistics (the lse) are kept apart, since the papers count payload only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sp_bench.plan import (
+    DTYPE_BYTES,
+    FIELDS,
+    Attend,
+    AttendBackward,
+    Chunk,
+    Kind,
+    Pass,
+    Plan,
+    Problem,
+    Stage,
+    dataflow,
+)
+
+BACKWARD_FLOPS = 2.5
+"""Backward FLOPs over forward FLOPs: five matrix products against two."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What one GPU sends in one phase."""
+
+    sent_bytes: Counter[tuple[str, str, str]]
+    """By (lane, tensor, field)."""
+    statistic_bytes: int
+    """How much of it is statistics."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload and statistics."""
+        return self.sent_bytes.total()
+
+    @property
+    def payload_bytes(self) -> int:
+        """What the papers count."""
+        return self.total_bytes - self.statistic_bytes
+
+
+def volume(plan: Plan, problem: Problem) -> Volume:
+    """Count the sends of a plan."""
+    sent: Counter[tuple[str, str, str]] = Counter()
+    statistics = 0
+    for op in plan.ops:
+        if isinstance(op, Pass) and op.send:
+            for field in FIELDS[op.send.tensor]:
+                sent[op.lane, op.send.tensor, field.name] += problem.field_bytes(field, wire=True)
+            statistics += problem.wire_statistic_bytes(op.send.tensor)
+    return Volume(sent, statistics)
+
+
+def sent_across_nodes(plan: Plan, problem: Problem, node_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Bytes that each rank sends to ranks of other nodes: (n,). `node_of` gives the node of each rank."""
+    ranks = np.arange(problem.n)
+    across = np.zeros(problem.n)
+    for op in plan.ops:
+        if isinstance(op, Pass) and op.send:
+            leaves = node_of(ranks) != node_of(op.target(ranks))
+            across += leaves * problem.chunk_bytes(op.send.tensor, wire=True)
+    return across
+
+
+def lower_bound_bytes(problem: Problem, phase: str) -> float:
+    """The least payload that a GPU can send, on average over the GPUs.
+
+    For exact attention with one owner for each token, work split by sequence only (all heads of a token together) and
+    equal work on every GPU. A GPU that touches the rows of x chunks of queries and the columns of y chunks of keys
+    computes at most x * y of the rho * n blocks that are its share (rho = 1/2 if causal). It must receive x - 1 query
+    chunks, send x - 1 partial outputs, and receive y - 1 key chunks; backward likewise for Q and dO (of O only a sum
+    for each row is needed), dQ, KV and dKV. Minimised over x with y = rho * n / x. Full attention, forward, k =
+    kv_heads / heads: 4 N d sqrt(k / n) - (2 + 2 k) N d / n elements, which Mesh-Attention reaches at a = sqrt(k n).
+    """
+    q = problem.chunk_bytes("q", wire=True)
+    kv = problem.chunk_bytes("kv", wire=True)
+    if phase == "forward":
+        per_row = q + problem.chunk_bytes("o", wire=True) - problem.wire_statistic_bytes("o")
+        per_column = kv
+    else:
+        per_row = 2 * q + problem.chunk_bytes("dq", wire=True)
+        per_column = kv + problem.chunk_bytes("dkv", wire=True)
+    blocks = problem.n / 2 if problem.causal else problem.n
+    rows = min(max(math.sqrt(blocks * per_column / per_row), 1.0), max(blocks, 1.0))
+    columns = max(blocks / rows, 1.0)
+    return max(0.0, (rows - 1) * per_row + (columns - 1) * per_column)
+
+
+def model_flops(problem: Problem, phase: str) -> float:
+    """FLOPs of the whole attention as MFU counts them: 4 N^2 H D forward, half of it if causal, 2.5 times backward."""
+    forward = 4.0 * problem.batch * problem.seqlen**2 * problem.heads * problem.head_dim
+    forward /= 2 if problem.causal else 1
+    return forward if phase == "forward" else forward * BACKWARD_FLOPS
+
+
+def blocks(plan: Plan, problem: Problem) -> np.ndarray:
+    """Blocks that each rank computes, by q chunk below, equal to, above kv chunk: (n, 3)."""
+    ranks = np.arange(problem.n)
+    counts = np.zeros((problem.n, 3), np.int64)
+    for op in plan.ops:
+        if isinstance(op, Attend | AttendBackward):
+            q = op.q if isinstance(op, Attend) else op.odoq
+            counts[ranks, np.sign(q.owner(ranks) - op.kv.owner(ranks)) + 1] += 1
+    return counts
+
+
+def pairs(plan: Plan, problem: Problem) -> np.ndarray:
+    """(query, key) pairs that each rank computes for each head and batch entry: (n,)."""
+    cases = problem.layout.cases(problem.causal)
+    return blocks(plan, problem) @ np.array(
+        [sum(region.pairs(problem.local_seqlen) for region in case) for case in cases]
+    )
+
+
+def peak_bytes(plan: Plan, problem: Problem) -> int:
+    """The most that a rank holds at once while it executes the plan, in bytes.
+
+    Counted are the plan's inputs, the receive buffers (reused as Dataflow says), the accumulators from their first
+    block until they are sent on, the staging buffer of each lane that casts, the results of the block under way, and
+    the outputs in the compute dtype. Workspace inside a kernel is not.
+    """
+    flow = dataflow(plan)
+    held = {chunk: problem.chunk_bytes(chunk.tensor, wire=chunk.stage is Stage.ARRIVING) for chunk in flow.first_use}
+    received = {op.recv for op in plan.ops if isinstance(op, Pass)}
+    fixed = sum(held[chunk] for chunk in plan.inputs)
+    fixed += sum(problem.chunk_bytes(slot.tensor, wire=slot.arriving) for slot in set(flow.slots.values()))
+    casts = {(op.lane, op.send.tensor) for op in plan.ops if isinstance(op, Pass) and op.send}
+    fixed += sum(problem.chunk_bytes(tensor, wire=True) for _, tensor in casts if problem.needs_cast(tensor))
+    change = np.zeros(len(plan.ops) + 2, np.int64)
+    for chunk, size in held.items():
+        if chunk not in received and chunk not in plan.inputs:
+            change[flow.first_use[chunk]] += size
+            change[flow.last_use[chunk] + 1] -= size
+    alive = np.cumsum(change)[: len(plan.ops)]
+    result = np.array([_block_result_bytes(op, index, flow.first_use, problem) for index, op in plan])
+    outputs = 0
+    if problem.dtype != problem.accumulate_dtype:
+        outputs = sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in plan.outputs)
+    return int(fixed + max((alive + result).max(), alive[-1] + outputs))
+
+
+def _block_result_bytes(op: object, index: int, first_use: dict[Chunk, int], problem: Problem) -> int:
+    """What a kernel returns, unless it becomes the accumulator itself."""
+    if not isinstance(op, Attend | AttendBackward):
+        return 0
+    adopts = problem.dtype == problem.accumulate_dtype
+    fresh = [chunk for chunk in op.writes if not (adopts and first_use[chunk] == index)]
+    return sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in fresh)
+
+
+def _compute_dtype_bytes(tensor: str, problem: Problem) -> int:
+    total = 0
+    for field in FIELDS[tensor]:
+        dtype = problem.accumulate_dtype if field.kind is Kind.STATISTIC else problem.dtype
+        total += math.prod(problem.field_shape(field)) * DTYPE_BYTES[dtype]
+    return total

@@ -1,0 +1,100 @@
+"""Benchmark points: resolve, check, run or simulate, account, record."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sp_bench import records
+from sp_bench.bench.choose import Choice
+from sp_bench.bench.measured import Samples, measure_points
+from sp_bench.bench.request import Request, resolve
+from sp_bench.bench.simulated import simulate_point
+from sp_bench.errors import RequestError
+from sp_bench.records import Record
+
+__all__ = ["Outcome", "Request", "resolve", "run_points", "work_of"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished point: its record, and what tables and timelines can draw from this run."""
+
+    record: Record
+    choice: Choice | None = None
+    samples: Samples | None = None
+    reused: bool = False
+
+
+def work_of(requests: Sequence[Request]) -> int:
+    """Steps that `progress` will be told of, for a bar."""
+    return sum(1 if r.mode == "simulate" else r.verify + r.warmup + r.iters for r in requests)
+
+
+def run_points(
+    requests: Sequence[Request],
+    *,
+    folder: Path,
+    reuse: bool,
+    progress: Callable[[int], None] = lambda steps: None,
+    finished: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    """Run all points, in the order given; each is written to `folder` as soon as it is finished.
+
+    Measured points with equally many ranks that follow one another share one allocation and are timed in turn.
+    `reuse` takes a point that the folder has as ok already from there. A point that fails is an outcome, not an error.
+    Raises OSError where the folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+
+    def finish(outcome: Outcome) -> None:
+        if not outcome.reused:
+            records.write(folder, outcome.record, outcome.samples)
+        outcomes.append(outcome)
+        finished(outcome)
+
+    for (mode, *_), group in itertools.groupby(requests, key=_together):
+        todo = []
+        for request in group:
+            if reuse and (kept := _kept(folder, request)):
+                finish(Outcome(kept, reused=True))
+                progress(work_of([request]))
+            else:
+                todo.append(request)
+        if mode == "measure" and todo:
+            for record, choice, samples in measure_points(todo, progress):
+                finish(Outcome(record, choice, samples))
+        elif todo:
+            for request in todo:
+                finish(_simulate(request))
+                progress(1)
+    return outcomes
+
+
+def _together(request: Request) -> tuple:
+    """Points that are equal in this run together."""
+    return (request.mode, request.problem.n, request.iters, request.warmup, request.cluster.name)
+
+
+def _simulate(request: Request) -> Outcome:
+    try:
+        record, choice = simulate_point(request)
+    except RequestError as error:
+        return Outcome(request.record("unsupported", str(error)))
+    except MemoryError:
+        return Outcome(request.record("oom", "this machine's memory is too small to simulate the point"))
+    return Outcome(record, choice)
+
+
+def _kept(folder: Path, request: Request) -> Record | None:
+    path = folder / f"{request.run_id}.json"
+    if not path.exists():
+        return None
+    try:
+        record = records.read(path)
+    except ValueError:
+        return None
+    return record if record.status == "ok" else None

@@ -1,0 +1,175 @@
+"""One benchmark point, as asked for: the resolved config, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import methods
+from sp_bench import records
+from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
+from sp_bench.errors import RequestError
+from sp_bench.plan import PHASES, Method, Problem, layout_named
+from sp_bench.records import Record
+from sp_bench.simulate import Cluster
+
+RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
+NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s")
+"""Keys that don't change what a point's numbers are, and so are left out of its run_id."""
+RANKS_PER_CORE = 64
+RANK_OVERHEAD_BYTES = 150 * 2**20
+"""Resident memory of a rank's process beside the attention's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A point whose values fit together. `mode` is measure or simulate, and `why` says why where it was chosen."""
+
+    method: Method
+    problem: Problem
+    cluster: Cluster
+    mode: str
+    why: str
+    phase: str
+    kernel: str
+    iters: int
+    warmup: int
+    verify: bool
+    seed: int
+    timeout_s: float
+    run_id: str
+    config: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """forward, or forward and backward."""
+        return RUN_PHASES[self.phase]
+
+    def record(self, status: str, error: str | None = None) -> Record:
+        """A record of this point with nothing but what was asked."""
+        problem = self.problem
+        return Record(
+            run_id=self.run_id,
+            status=status,
+            error=error,
+            mode=self.mode,
+            method=self.method.name,
+            layout=problem.layout.name,
+            gpus=problem.n,
+            nodes=self.cluster.nodes(problem.n),
+            seqlen=problem.seqlen,
+            batch=problem.batch,
+            heads=problem.heads,
+            kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+            dtype=problem.dtype,
+            wire_dtype=problem.wire_dtype,
+            phase=self.phase,
+            cluster=self.cluster.name,
+            device_name=self.cluster.device.name,
+            seed=self.seed,
+            provenance=records.provenance(),
+        )
+
+
+def resolve(config: Mapping[str, Any]) -> Request:
+    """The request of a composed config. Raises RequestError for the first value that makes no sense.
+
+    `config` is what conf/config.yaml composes to: keys as there, and the groups method, cluster, kernel, logger.
+    """
+    gpus = whole("gpus", config["gpus"])
+    heads = whole("heads", config["heads"])
+    causal = truth("causal", config["causal"])
+    options = {key: value for key, value in config["method"].items() if key != "name"}
+    method = methods.build(config["method"]["name"], options)
+    problem = Problem(
+        n=gpus,
+        seqlen=whole("seqlen", config["seqlen"]),
+        batch=whole("batch", config["batch"]),
+        heads=heads,
+        kv_heads=heads if config["kv_heads"] is None else whole("kv_heads", config["kv_heads"]),
+        head_dim=whole("head_dim", config["head_dim"]),
+        causal=causal,
+        dtype=str(config["dtype"]),
+        wire_dtype=str(config["wire_dtype"] or ""),
+        layout=layout_named(method.layout, causal=causal),
+    )
+    method.refuse(problem)
+    cluster = Cluster.build(config["cluster"])
+    known_keys("kernel.", config["kernel"], ["name"])
+    mode, why = _mode(config, gpus, cluster)
+    if mode == "simulate":
+        cluster.device.refuse(problem.dtype)
+    else:
+        _refuse_what_does_not_fit(problem)
+    return Request(
+        method=method,
+        problem=problem,
+        cluster=cluster,
+        mode=mode,
+        why=why,
+        phase=choice("phase", config["phase"], tuple(RUN_PHASES)),
+        kernel=config["kernel"]["name"],
+        iters=whole("iters", config["iters"]),
+        warmup=whole("warmup", config["warmup"], least=0),
+        verify=truth("verify", config["verify"]),
+        seed=whole("seed", config["seed"], least=0),
+        timeout_s=seconds("timeout_s", config["timeout_s"]),
+        run_id=records.run_id({key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT}),
+        config=config,
+    )
+
+
+def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, str]:
+    """Measure or simulate, and why."""
+    mode = choice("mode", config["mode"], ("auto", "measure", "simulate"))
+    device = choice("device", config["device"], ("auto", "cpu", "cuda"))
+    local = cluster.name == "local"
+    if device == "cuda":
+        raise RequestError("device=cuda", "measuring on GPUs is not supported yet", "device=cpu would work")
+    if mode == "simulate":
+        return mode, "mode=simulate asks for it"
+    if local:
+        return "measure", f"cluster=local is this machine: {gpus} processes on its CPU"
+    here = gpus_here()
+    has = f"this machine has {here} GPU{'' if here == 1 else 's'}, and the point asks for {gpus} {cluster.device.name}"
+    if mode == "measure":
+        raise RequestError(f"mode=measure on cluster={cluster.name}", has, "cluster=local or mode=simulate would work")
+    return "simulate", has
+
+
+def gpus_here() -> int:
+    """NVIDIA GPUs of this machine, without loading a driver."""
+    return sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _refuse_what_does_not_fit(problem: Problem) -> None:
+    """More ranks than this machine can hold are refused before one starts."""
+    cores = os.cpu_count() or 1
+    if problem.n > RANKS_PER_CORE * cores:
+        raise RequestError(
+            f"gpus={problem.n}",
+            f"{cores} cores hold at most {RANKS_PER_CORE * cores} ranks",
+            f"gpus={RANKS_PER_CORE * cores}, or mode=simulate, would work",
+        )
+    one_rank = RANK_OVERHEAD_BYTES + 4 * sum(problem.chunk_bytes(t, wire=False) for t in ("odoq", "kv", "dq", "dkv"))
+    free = free_bytes()
+    if problem.n * one_rank > free:
+        raise RequestError(
+            f"gpus={problem.n}, seqlen={problem.seqlen}",
+            f"its ranks need about {problem.n * one_rank / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} free",
+            "a shorter seqlen, fewer ranks, or mode=simulate, would work",
+        )
+
+
+def free_bytes() -> int:
+    """Memory that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,1 @@
+"""The command line: compose points with Hydra, run them, print what came out."""

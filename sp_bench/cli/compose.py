@@ -1,0 +1,108 @@
+"""From `key=value` arguments to composed configs, one for each point of a sweep."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from sp_bench.errors import RequestError, unknown, unknown_key
+
+CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+
+
+class Composer:
+    """conf/, and the user's own folder of the same form in front of it if there is one."""
+
+    def __init__(self, own: Path | None = None) -> None:
+        """Raises RequestError if `own` is not a folder."""
+        if own and not own.is_dir():
+            raise RequestError(
+                f"--config-dir {own}", "is not a folder", "a folder with method/, cluster/ ... would work"
+            )
+        self._folders = [*([own.resolve()] if own else []), CONF]
+        initialize_config_dir(str(CONF), version_base="1.3").__enter__()
+        self._search = [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
+
+    def points(self, arguments: Sequence[str], *, sweep: bool) -> list[tuple[str, ...]]:
+        """The overrides of each point. Methods vary fastest, so that those compared at one point are neighbours.
+
+        Raises RequestError for an argument that is no override, an unknown key or choice, or a sweep without -m.
+        """
+        axes: list[tuple[bool, list[str]]] = []
+        for argument in arguments:
+            override = self._parsed(argument)
+            if not override.is_sweep_override():
+                self._check(override, str(override.value()))
+                axes.append((False, [argument]))
+                continue
+            if not sweep:
+                raise RequestError(argument, "is a list of values", f"-m {argument} would run one point for each")
+            values = list(override.sweep_string_iterator())
+            for value in values:
+                self._check(override, value)
+            axes.append((override.key_or_group == "method", [f"{override.key_or_group}={value}" for value in values]))
+        order = sorted(range(len(axes)), key=lambda i: axes[i][0])
+        return list(itertools.product(*(axes[i][1] for i in order)))
+
+    def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """The resolved config of one point. Raises RequestError for a nested key that there is not."""
+        try:
+            config = compose("config", overrides=[*overrides, *self._search])
+        except HydraException as error:
+            raise self._explained(overrides, error) from None
+        resolved = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(resolved, dict)
+        return {str(key): value for key, value in resolved.items()}
+
+    def choices(self, group: str) -> list[str]:
+        """The files of a config group."""
+        return sorted({path.stem for folder in self._folders for path in (folder / group).glob("*.yaml")})
+
+    def groups(self) -> list[str]:
+        """The config groups."""
+        return sorted({path.name for folder in self._folders for path in folder.iterdir() if list(path.glob("*.yaml"))})
+
+    def _parsed(self, argument: str) -> Override:
+        would_work = "method=mesh gpus=256 would work"
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except HydraException:
+            raise RequestError(argument, "is not of the form key=value", would_work) from None
+        if override.is_add() or override.is_force_add() or override.is_delete():
+            raise RequestError(argument, "keys can't be added or removed", would_work)
+        return override
+
+    def _check(self, override: Override, value: str) -> None:
+        key, groups = override.key_or_group, self.groups()
+        if key in groups:
+            if value not in self.choices(key):
+                raise unknown(key, value, self.choices(key))
+        elif key.partition(".")[0] not in self._top_keys():
+            raise unknown_key(key, self._top_keys())
+
+    @cache  # noqa: B019  # one composer a process
+    def _top_keys(self) -> list[str]:
+        return [str(key) for key in compose("config")]
+
+    def _explained(self, overrides: Sequence[str], error: HydraException) -> RequestError:
+        """The override that Hydra could not apply, with the keys that its group has."""
+        choices = [o for o in overrides if "." not in o.partition("=")[0]]
+        plain = OmegaConf.to_container(compose("config", overrides=[*choices, *self._search]))
+        for override in overrides:
+            key = override.partition("=")[0]
+            *parents, name = key.split(".")
+            known: Any = plain
+            for parent in parents:
+                known = known.get(parent) if isinstance(known, dict) else None
+            if isinstance(known, dict) and name not in known:
+                return unknown_key(key, [".".join((*parents, str(k))) for k in known if k != "name"])
+        return RequestError(" ".join(overrides), str(error).splitlines()[0], "python -m sp_bench --help lists the keys")

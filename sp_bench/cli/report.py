@@ -1,0 +1,254 @@
+"""Print outcomes: one point in full beside its baseline, or a sweep as one table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+
+from sp_bench import draw
+from sp_bench.bench import Outcome
+from sp_bench.records import Record
+
+BAR = 88
+"""Columns of a timeline."""
+WIDTH = 170
+"""Columns where the output is not a terminal."""
+
+
+def make_console() -> Console:
+    """A console that doesn't wrap tables when its output goes to a file."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for a table; a dash for one that is not known."""
+    return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def amount(size: float | None) -> str:
+    """Bytes for a table, in decimal units as links are."""
+    if size is None:
+        return "-"
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size:.0f} B"
+
+
+def title(record: Record) -> str:
+    """The problem in one line."""
+    mask = "causal" if record.causal else "full"
+    heads = f"{record.heads} heads" + (f" ({record.kv_heads} kv)" if record.kv_heads != record.heads else "")
+    return (
+        f"{record.gpus} GPUs on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
+        f"{record.head_dim}, {mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
+    )
+
+
+def tokens(seqlen: int) -> str:
+    """1048576 as 1M."""
+    for unit, factor in (("M", 2**20), ("k", 2**10)):
+        if seqlen % factor == 0:
+            return f"{seqlen // factor}{unit}"
+    return str(seqlen)
+
+
+def tile(record: Record) -> str:
+    """a x b."""
+    return f"{record.tile_a}x{record.tile_b}" if record.tile_a else "-"
+
+
+def _median(record: Record) -> str:
+    if record.step_ms_median is None:
+        return "-"
+    text = f"{number(record.step_ms_median, 5)} ms"
+    if record.step_ms_ci95_low is not None:
+        text += f"  [{number(record.step_ms_ci95_low, 4)}, {number(record.step_ms_ci95_high, 4)}]"
+    return text
+
+
+def _errors(record: Record) -> str:
+    errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv]
+    return ", ".join(f"{error:.1e}" for error in errors if error is not None) or "- (nothing was executed)"
+
+
+def _expected(record: Record) -> str:
+    if record.comm_bytes_expected is None:
+        return "-"
+    equal = "=" if record.comm_bytes_expected == record.comm_bytes_per_gpu else "NOT EQUAL to the count"
+    return f"{amount(record.comm_bytes_expected)}  {equal}"
+
+
+def _over_bound(record: Record) -> str:
+    bound, sent = record.comm_bytes_lower_bound, record.comm_bytes_per_gpu
+    if bound is None or sent is None:
+        return "-"
+    payload = sent - (record.comm_bytes_statistics or 0)
+    return amount(bound) + (f"  ({payload / bound:.2f}x sent)" if bound else "")
+
+
+def _share(part_ms: float | None, record: Record) -> str:
+    if part_ms is None or not record.step_ms_median:
+        return "-"
+    return f"{number(part_ms, 4)} ms  ({part_ms / record.step_ms_median:.0%})"
+
+
+ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("mode", lambda r: "measured" if r.mode == "measure" else "SIMULATED"),
+    ("status", lambda r: r.status if r.status == "ok" else f"{r.status}: {r.error}"),
+    ("layout, tile a x b", lambda r: f"{r.layout}, {tile(r)}"),
+    ("step, median [95% interval]", _median),
+    ("  forward", lambda r: f"{number(r.forward_ms_median, 5)} ms"),
+    ("  backward", lambda r: f"{number(r.backward_ms_median, 5)} ms"),
+    ("throughput", lambda r: f"{number(r.tokens_per_s, 4)} tokens/s, {number(r.iters_per_s, 4)} iter/s"),
+    ("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
+    ("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
+    ("compute, busiest rank", lambda r: _share(r.compute_ms, r)),
+    ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
+    ("sent by each GPU, counted", lambda r: amount(r.comm_bytes_per_gpu)),
+    ("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
+    ("  closed form", _expected),
+    ("  lower bound (payload)", _over_bound),
+    ("peak memory of the attention", lambda r: amount(r.peak_mem_bytes_max)),
+    ("error against fp64 (out, dq, dk, dv)", _errors),
+)
+
+
+def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """One point and its baseline, side by side, with a timeline and the tile's candidates."""
+    first = outcomes[0].record
+    table = Table(title=title(first), title_justify="left", title_style="bold")
+    table.add_column("")
+    for outcome in outcomes:
+        table.add_column(outcome.record.method, style="bold" if outcome is outcomes[0] else "")
+    for name, cell in ROWS:
+        table.add_row(name, *(cell(outcome.record) for outcome in outcomes))
+    table.add_row(f"speed-up over {outcomes[-1].record.method}", *(speed_up(o.record, outcomes) for o in outcomes))
+    console.print(table)
+    for outcome in outcomes:
+        print_timeline(console, outcome)
+    print_candidates(console, first)
+
+
+def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
+    """How many times faster than the last of the outcomes."""
+    last = outcomes[-1].record
+    if not record.step_ms_median or not last.step_ms_median:
+        return "-"
+    return f"{last.step_ms_median / record.step_ms_median:.2f}x"
+
+
+def print_timeline(console: Console, outcome: Outcome) -> None:
+    """A simulated point: rank 0's streams over time. A measured one: each rank's step in blocks and waiting."""
+    record = outcome.record
+    if record.status != "ok":
+        return
+    if record.mode == "simulate" and outcome.choice:
+        runs = outcome.choice.runs
+        start_s, spans = 0.0, []
+        for run in runs.values():
+            spans += [(s.stream, start_s + s.start_s, start_s + s.end_s) for s in run.spans(0)]
+            start_s += run.makespan_s
+        console.print(
+            f"\n[bold]{record.method}[/bold], rank 0, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
+        )
+        for stream, bar in draw.timeline(spans, start_s, BAR).items():
+            console.print(f"  {stream:>8} |{bar}|", highlight=False)
+    elif outcome.samples:
+        console.print(
+            f"\n[bold]{record.method}[/bold], every rank's mean step, measured: █ blocks and folds, ░ waiting"
+        )
+        for rank, (blocks, waits) in enumerate(
+            zip(outcome.samples["blocks_ms"], outcome.samples["waits_ms"], strict=True)
+        ):
+            parts = [("█", float(np.mean(blocks))), ("░", float(np.mean(waits)))]
+            console.print(f"  rank {rank:>3} |{draw.shares(parts, BAR)}|", highlight=False)
+
+
+def print_candidates(console: Console, record: Record) -> None:
+    """Which tile was taken, and why."""
+    candidates = record.tile_candidates
+    if not candidates or record.status != "ok":
+        return
+    cells = []
+    for row in candidates:
+        time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
+        mark = "*" if (row["tile_a"], row["tile_b"]) == (record.tile_a, record.tile_b) else ""
+        cells.append(f"{row['tile_a']}x{row['tile_b']}{mark} {time}")
+    console.print(
+        f"\ntile={tile(record)}: the shortest simulated step of {len(candidates)} shapes, in ms (>=: a bound on its "
+        f"time is above the best already):\n  {',  '.join(cells)}",
+        highlight=False,
+    )
+
+
+def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """A sweep as one table, a row for each point."""
+    table = Table(title=f"{len(outcomes)} points", title_justify="left")
+    for name, justify in SWEEP_COLUMNS:
+        table.add_column(name, justify=justify)
+    best = _best(outcomes)
+    for outcome in outcomes:
+        record = outcome.record
+        status = record.status if record.status == "ok" else f"{record.status}: {record.error}"
+        fastest = best.get(_problem(record))
+        against = f"{record.step_ms_median / fastest:.2f}x" if record.step_ms_median and fastest else "-"
+        table.add_row(
+            record.method,
+            tile(record),
+            str(record.gpus),
+            tokens(record.seqlen),
+            record.layout or "-",
+            record.mode + (" (reused)" if outcome.reused else ""),
+            _median(record),
+            number(record.forward_ms_median, 4),
+            number(record.backward_ms_median, 4),
+            number(record.tokens_per_s, 4),
+            "-" if record.mfu is None else f"{record.mfu:.1%}",
+            amount(record.comm_bytes_per_gpu),
+            _share(record.exposed_comm_ms, record),
+            amount(record.peak_mem_bytes_max),
+            against,
+            status,
+        )
+    console.print(table)
+
+
+SWEEP_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("method", "left"),
+    ("tile", "left"),
+    ("gpus", "right"),
+    ("seqlen", "right"),
+    ("layout", "left"),
+    ("mode", "left"),
+    ("step", "right"),
+    ("fwd ms", "right"),
+    ("bwd ms", "right"),
+    ("tokens/s", "right"),
+    ("MFU", "right"),
+    ("sent/GPU", "right"),
+    ("exposed", "right"),
+    ("peak mem", "right"),
+    ("/ best", "right"),
+    ("status", "left"),
+)
+
+
+def _problem(record: Record) -> tuple:
+    """What two points must share to be compared, the mode among it."""
+    return (
+        record.mode, record.cluster, record.gpus, record.seqlen, record.batch, record.heads, record.kv_heads,
+        record.head_dim, record.causal, record.dtype, record.phase,
+    )  # fmt: skip
+
+
+def _best(outcomes: Sequence[Outcome]) -> dict[tuple, float]:
+    best: dict[tuple, float] = {}
+    for record in (outcome.record for outcome in outcomes):
+        if record.step_ms_median:
+            best[_problem(record)] = min(record.step_ms_median, best.get(_problem(record), np.inf))
+    return best

@@ -1,0 +1,138 @@
+"""One invocation: resolve the points, run them under a progress bar, log and print what came out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sp_bench import records
+from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
+from sp_bench.bench.values import choice, whole
+from sp_bench.cli import report
+from sp_bench.cli.compose import Composer
+from sp_bench.errors import RequestError
+from sp_bench.loggers import Logger
+from sp_bench.records import Record
+
+
+def run_point(
+    config: Mapping[str, Any], composer: Composer, overrides: Sequence[str], folder: Path, logger: Logger
+) -> int:
+    """One point beside its baseline. Raises RequestError if the point can't be served."""
+    console = report.make_console()
+    requests = [resolve(config)]
+    if baseline := _baseline(config, composer, overrides):
+        try:
+            requests.append(resolve(baseline))
+        except RequestError as error:
+            console.print(f"no baseline: {error}", highlight=False)
+    _say_mode(console, requests)
+    outcomes = _run(console, requests, folder, logger, reuse=_reuse(config, sweep=False))
+    if outcomes[0].record.status == "unsupported":
+        raise RequestError(outcomes[0].record.error or "", "the point can't be served", "see above")
+    report.print_points(console, outcomes)
+    console.print(f"\nrecords: {', '.join(str(folder / f'{o.record.run_id}.json') for o in outcomes)}", highlight=False)
+    return 0 if all(o.record.status == "ok" for o in outcomes) else 1
+
+
+def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger) -> int:
+    """All points, and one table. A point that can't be served is a row."""
+    console = report.make_console()
+    requests: list[Request | Record] = []
+    for config in configs:
+        try:
+            requests.append(resolve(config))
+        except RequestError as error:
+            requests.append(_unsupported(config, error))
+    served = [r for r in requests if isinstance(r, Request)]
+    if not served:
+        errors = sorted({r.error or "" for r in requests if isinstance(r, Record)})
+        raise RequestError(f"none of {len(requests)} points", "; ".join(errors[:3]), "one that works would")
+    _say_mode(console, served)
+    outcomes = {o.record.run_id: o for o in _run(console, served, folder, logger, reuse=_reuse(configs[0], sweep=True))}
+    rows = [outcomes[r.run_id] if isinstance(r, Request) else _written(folder, r, logger) for r in requests]
+    report.print_sweep(console, rows)
+    console.print(f"records: {folder}/", highlight=False)
+    return 0 if all(o.record.status in ("ok", "unsupported") for o in rows) else 1
+
+
+def _baseline(config: Mapping[str, Any], composer: Composer, overrides: Sequence[str]) -> dict[str, Any] | None:
+    """The config of the baseline: the same point with another method at its defaults."""
+    name = config["baseline"]
+    if name is None or name == config["method"]["name"]:
+        return None
+    choice("baseline", name, composer.choices("method"))
+    kept = [o for o in overrides if o.partition("=")[0].partition(".")[0] != "method"]
+    return composer.compose([*kept, f"method={name}"])
+
+
+def _reuse(config: Mapping[str, Any], *, sweep: bool) -> bool:
+    """Whether finished points are taken from their records."""
+    if config["reuse"] == "auto":
+        return sweep
+    if not isinstance(config["reuse"], bool):
+        raise RequestError(f"reuse={config['reuse']}", "must be auto, true or false", "reuse=auto would work")
+    return config["reuse"]
+
+
+def _say_mode(console: Console, requests: Sequence[Request]) -> None:
+    """One line for each reason to simulate or measure."""
+    for mode, why in dict.fromkeys((request.mode, request.why) for request in requests):
+        if mode == "simulate":
+            text = f"[bold]Simulated[/bold], not measured: {why}. Kernel and link figures are those of conf/cluster."
+        else:
+            text = f"[bold]Measured[/bold]: {why}."
+        console.print(text, highlight=False)
+
+
+def _run(console: Console, requests: Sequence[Request], folder: Path, logger: Logger, *, reuse: bool) -> list[Outcome]:
+    def finished(outcome: Outcome) -> None:
+        if not outcome.reused:
+            logger.log(outcome.record.to_dict(), outcome.samples)
+
+    with _bar(console, work_of(requests)) as advance:
+        return run_points(requests, folder=folder, reuse=reuse, progress=advance, finished=finished)
+
+
+@contextlib.contextmanager
+def _bar(console: Console, steps: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar, on a terminal only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("benchmark steps", total=steps)
+        yield lambda done: progress.advance(task, done)
+
+
+def _unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
+    """The row of a point that can't be served. Raises RequestError if not even its numbers are numbers."""
+    heads = whole("heads", config["heads"])
+    return Record(
+        run_id=records.run_id(config),
+        status="unsupported",
+        error=str(error),
+        mode="measure" if config["mode"] == "measure" else "simulate",
+        method=config["method"]["name"],
+        gpus=whole("gpus", config["gpus"]),
+        seqlen=whole("seqlen", config["seqlen"]),
+        batch=whole("batch", config["batch"]),
+        heads=heads,
+        kv_heads=heads if config["kv_heads"] is None else whole("kv_heads", config["kv_heads"]),
+        head_dim=whole("head_dim", config["head_dim"]),
+        causal=bool(config["causal"]),
+        dtype=str(config["dtype"]),
+        wire_dtype=str(config["wire_dtype"] or config["dtype"]),
+        phase=str(config["phase"]),
+        cluster=config["cluster"]["name"],
+        provenance=records.provenance(),
+    )
+
+
+def _written(folder: Path, record: Record, logger: Logger) -> Outcome:
+    records.write(folder, record)
+    logger.log(record.to_dict(), None)
+    return Outcome(record)

@@ -1,0 +1,34 @@
+"""The one error that a user's request can raise."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RequestError(ValueError):
+    """A request that can't be served, said before any rank starts.
+
+    The message names the value, the rule that it breaks and what would work, in that order.
+    """
+
+    def __init__(self, value: str, rule: str, would_work: str) -> None:
+        super().__init__(f"{value}: {rule}; {would_work}")
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """What would work in place of an unknown `word`: the nearest name first, then all of them."""
+    names = sorted(choices)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}known: {', '.join(names)}"
+
+
+def unknown(key: str, word: str, choices: Iterable[str]) -> RequestError:
+    """The error for a `key` whose value is none of the `choices`."""
+    return RequestError(f"{key}={word}", f"there is no such {key.rpartition('.')[2]}", nearest(word, choices))
+
+
+def unknown_key(key: str, known: Iterable[str]) -> RequestError:
+    """The error for a key that there is not."""
+    return RequestError(key, "there is no such key", nearest(key, known))

@@ -1,0 +1,33 @@
+"""PyTorch's own flash attention for CPUs, called below scaled_dot_product_attention since that drops the lse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels.contract import BlockKernel
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class AtenCpu(BlockKernel):
+    """Tensors go in and out as views with heads before tokens, so that nothing is copied."""
+
+    name = "aten_cpu"
+
+    @classmethod
+    def refuses(cls, device: str, dtype: str) -> str:
+        return "" if device == "cpu" else f"it runs on cpu only, not on {device}"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse = _FORWARD(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal)
+        # The lse comes as a transposed view of a (B, S, H) tensor.
+        return out.transpose(1, 2), lse.contiguous()
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        dq, dk, dv = _BACKWARD(*tensors, lse, 0.0, causal)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

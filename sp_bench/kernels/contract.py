@@ -1,0 +1,95 @@
+"""The contract of a block kernel.
+
+Shapes: q_BSHD and out_BSHD are (batch, tokens, heads, head_dim), k and v have kv_heads, lse_BHS is (batch, heads,
+tokens). heads must be a multiple of kv_heads; query head h attends to key head h // (heads / kv_heads).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sp_bench.plan import Mask, window
+
+
+class BlockKernel(ABC):
+    """Attention of one block of queries to one block of keys, forward and backward.
+
+    A backend does FULL and CAUSAL on at least one token (`_forward`, `_backward`). STRICT, empty blocks and rows that
+    saw no key are done here, since backends disagree on all of them.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def refuses(cls, device: str, dtype: str) -> str:
+        """Why the backend can't do this device or dtype; empty if it can."""
+
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """(out_BSHD in q's dtype, lse_BHS) of scores scaled by 1/sqrt(head_dim).
+
+        The lse is a natural logarithm, in fp32 (fp64 where q is fp64), contiguous.
+
+        A row that saw no key is out = 0, lse = -inf. CAUSAL and STRICT need as many keys as queries.
+        """
+        _square(q, k, mask)
+        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
+        inner_q, inner_k, inner_v = q[:, rows], k[:, columns], v[:, columns]
+        if inner_q.shape[1] and inner_k.shape[1]:
+            inner_out, inner_lse = self._forward(inner_q, inner_k, inner_v, mask is not Mask.FULL)
+            if inner_out.shape == q.shape:
+                return inner_out, inner_lse
+        out, lse = empty_output(q)
+        if inner_q.shape[1] and inner_k.shape[1]:
+            out[:, rows], lse[:, :, rows] = inner_out, inner_lse
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of this block, given the *global* out and lse of its rows; shapes and dtypes of q, k, v."""
+        _square(q, k, mask)
+        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
+        if mask is not Mask.STRICT and q.shape[1] and k.shape[1]:
+            return self._backward(dout, q, k, v, out, _harmless(lse), mask is not Mask.FULL)
+        grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+        if rows.stop > rows.start and columns.stop > columns.start:
+            inner_lse = _harmless(lse[:, :, rows])
+            parts = self._backward(
+                dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], inner_lse, True
+            )
+            for grad, part, part_slice in zip(grads, parts, (rows, columns, columns), strict=True):
+                grad[:, part_slice] = part
+        return grads[0], grads[1], grads[2]
+
+
+def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The (out, lse) of rows that saw no key: the neutral element of a fold."""
+    batch, tokens, heads, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)
+    return out, torch.full((batch, heads, tokens), -math.inf, dtype=lse_dtype, device=q.device)
+
+
+def _square(q: Tensor, k: Tensor, mask: Mask) -> None:
+    # Backends align a causal mask to different corners of a block that is not square.
+    if mask is not Mask.FULL and q.shape[1] != k.shape[1]:
+        raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys: a {mask.value} block must be square")
+
+
+def _harmless(lse: Tensor) -> Tensor:
+    """exp(score - lse) must be 0 in a row that saw no key, and is NaN for lse = -inf."""
+    return torch.where(lse == -math.inf, math.inf, lse)

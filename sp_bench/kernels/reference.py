@@ -1,0 +1,62 @@
+"""The reference kernel: textbook attention in fp64, on any device. Slow, and what the others are held against."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels.contract import BlockKernel
+
+
+class Reference(BlockKernel):
+    """softmax(q k^T / sqrt(D)) v and its gradients, written out in fp64, one (batch, query head) at a time."""
+
+    name = "reference"
+
+    @classmethod
+    def refuses(cls, device: str, dtype: str) -> str:
+        return ""
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=_statistic(q), device=q.device)
+        group = q.shape[2] // k.shape[2]
+        for b in range(q.shape[0]):
+            for h in range(q.shape[2]):
+                scores = _scores(q[b, :, h], k[b, :, h // group], causal)
+                lse64 = torch.logsumexp(scores, dim=-1)
+                out[b, :, h] = torch.exp(scores - lse64[:, None]) @ v[b, :, h // group].double()
+                lse[b, h] = lse64
+        return out, lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v))
+        group, scale = q.shape[2] // k.shape[2], 1 / math.sqrt(q.shape[3])
+        for b in range(q.shape[0]):
+            for h in range(q.shape[2]):
+                q64, k64, v64 = (x.double() for x in (q[b, :, h], k[b, :, h // group], v[b, :, h // group]))
+                dout64 = dout[b, :, h].double()
+                p = torch.exp(_scores(q64, k64, causal) - lse[b, h].double()[:, None])
+                delta = (dout64 * out[b, :, h].double()).sum(dim=-1, keepdim=True)
+                ds = p * (dout64 @ v64.T - delta) * scale
+                dq[b, :, h] = ds @ k64
+                dk[b, :, h // group] += ds.T @ q64
+                dv[b, :, h // group] += p.T @ dout64
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """(queries, keys) in fp64, -inf where masked."""
+    scores = q.double() @ k.double().T / math.sqrt(q.shape[-1])
+    if causal:
+        hidden = torch.ones(scores.shape, dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(hidden, -math.inf)
+    return scores
+
+
+def _statistic(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

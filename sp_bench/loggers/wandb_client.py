@@ -1,0 +1,163 @@
+"""The benchmark's side of W&B logging: starts the writer process, hands it records, and waits for it a bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from sp_bench.errors import RequestError, unknown
+
+MODES = ("offline", "online")
+_ROOT = Path(__file__).resolve().parents[2]
+_REAP_S = 1.0
+"""How long a killed writer may take to be gone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WandbSettings:
+    """The values of conf/logger/wandb.yaml."""
+
+    mode: str = "offline"
+    """offline writes folders that `wandb sync` can upload later, and needs neither account nor network; or online."""
+    project: str = "sp_bench"
+    """The W&B project."""
+    entity: str | None = None
+    """The W&B user or team; None is the account's default."""
+    group: str | None = None
+    """What the runs of one sweep have in common."""
+    dir: str = "."
+    """The runs are written to `<dir>/wandb`."""
+    timeout_s: float = 10.0
+    """How long closing waits for W&B, before it gives up on what isn't written."""
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a mode or a timeout_s that isn't one."""
+        if self.mode not in MODES:
+            raise unknown("logger.mode", str(self.mode), MODES)
+        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < float("inf"):
+            raise RequestError(f"logger.timeout_s={self.timeout_s}", "it isn't a time to wait", "use seconds, above 0")
+
+
+class WandbLogger:
+    """A `Logger` whose records a separate process writes to W&B, one run for each."""
+
+    def __init__(self, settings: WandbSettings) -> None:
+        self._timeout_s = settings.timeout_s
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._logged, self._closed = False, False
+        self._problem: str | None = None
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._stderr = _nameless_file()
+            self._process = _start_writer(settings, self._stderr)
+        except OSError as error:
+            self._problem = f"the writer process did not start: {error}"
+            return
+        assert self._process.stdin is not None
+        self._feeder = threading.Thread(target=_feed, args=(self._process.stdin, self._lines), daemon=True)
+        self._feeder.start()
+
+    def log(self, record: Mapping[str, Any], samples: Mapping[str, Any] | None = None) -> None:
+        """See `Logger.log`."""
+        if self._process is None or self._closed:
+            return
+        self._logged = True
+        try:
+            line = json.dumps({"record": dict(record), "samples": samples})
+        except (TypeError, ValueError) as error:
+            self._problem = f"a record was not logged: {error}"
+            return
+        if self._feeder.is_alive():
+            self._lines.put(line)
+
+    def close(self) -> str | None:
+        """See `Logger.close`."""
+        if not self._closed:
+            self._closed = True
+            if self._process is not None:
+                self._problem = self._end(self._process) or self._problem
+        return f"logger=wandb: {self._problem}" if self._problem else None
+
+    def __enter__(self) -> WandbLogger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._closed and (warning := self.close()):
+            logging.getLogger(__name__).warning(warning)
+
+    def _end(self, process: subprocess.Popen[str]) -> str | None:
+        """Ends the writer one way or the other; what went wrong, if anything did."""
+        if not self._logged and process.poll() is None:
+            _kill(process)
+        self._lines.put(None)
+        try:
+            code = process.wait(self._timeout_s if self._logged else _REAP_S)
+            why = _why(code) if self._logged or code > 0 else None
+        except subprocess.TimeoutExpired:
+            why = f"not done after {self._timeout_s:g} s, given up"
+        finally:
+            _kill(process)
+            self._feeder.join(_REAP_S)
+        last_line = self._last_line()
+        return f"{why}: {last_line}" if why and last_line else why
+
+    def _last_line(self) -> str:
+        with self._stderr:
+            self._stderr.seek(0)
+            text = self._stderr.read().decode(errors="replace").strip()
+        return text.splitlines()[-1].strip() if text else ""
+
+
+def _start_writer(settings: WandbSettings, stderr: IO[bytes]) -> subprocess.Popen[str]:
+    folder = Path(settings.dir).absolute()
+    search = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    # The staged tables belong to the runs, not to the home folder; and no crash report leaves this machine.
+    wandb = {"WANDB_DATA_DIR": str(folder / "wandb"), "WANDB_ERROR_REPORTING": "false"}
+    fields = dataclasses.asdict(settings) | {"dir": str(folder)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "sp_bench.loggers.wandb_writer", json.dumps(fields)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        text=True,
+        env={**os.environ, **wandb, "PYTHONPATH": search},
+        # Ctrl-C is for the benchmark, which then closes its logger.
+        start_new_session=True,
+    )
+
+
+def _nameless_file() -> IO[bytes]:
+    return tempfile.TemporaryFile()
+
+
+def _feed(stdin: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    """Writes lines to the writer until None. A pipe fills up when nobody reads, and the benchmark must not wait."""
+    with contextlib.suppress(OSError), stdin:
+        for line in iter(lines.get, None):
+            stdin.write(line + "\n")
+            stdin.flush()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_REAP_S)
+
+
+def _why(code: int) -> str | None:
+    if code < 0:
+        return f"the writer process was ended by {signal.Signals(-code).name}"
+    return "the writer process failed" if code else None

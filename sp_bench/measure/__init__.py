@@ -1,0 +1,1 @@
+"""Measure plans on real ranks."""

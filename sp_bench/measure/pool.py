@@ -1,0 +1,252 @@
+"""Ranks as processes of this machine, watched: a pool runs one function on all of them and survives none of them.
+
+Ranks are forked from a server that has torch imported already. A rank that dies, raises or hangs ends them all, and
+the error says which rank it was and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 2.0
+"""How long the other ranks have to answer once one has failed, or to say where they hang."""
+
+
+class RankFailure(RuntimeError):
+    """A rank that died, raised or hung. `rank` is None where no single one can be blamed."""
+
+    def __init__(self, rank: int | None, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}" if rank is not None else why)
+        self.rank, self.why = rank, why
+
+
+class RankError(RankFailure):
+    """A rank that raised; `cause` is what it raised, all ranks answered, and the pool can go on."""
+
+    def __init__(self, rank: int, why: str, cause: Exception | None) -> None:
+        super().__init__(rank, why)
+        self.cause = cause
+
+
+class RankPool:
+    """n processes, one gloo group of all of them. Use it as a context manager, or close it."""
+
+    def __init__(self, n: int, timeout_s: float = 60.0) -> None:
+        """`timeout_s` is how long all ranks may be silent before they count as hung."""
+        self.n, self.timeout_s = n, timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="sp_bench-ranks-")
+        context = _context()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(n):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, n, theirs, self._folder.name, timeout_s), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank."""
+        return [process.pid or -1 for process in self._processes]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks are there."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Callable | str, *args: object, progress: Callable[[Any], None] | None = None) -> list[Any]:
+        """function(*args) on every rank; returns what each rank returned.
+
+        The function is one at module level, or "module:name", which spares this process its imports. Inside,
+        `report(x)` of this module passes x to `progress` (rank 0's only) and shows that the rank is alive.
+        Raises RankError if a rank raised and all answered, else RankFailure, after which the pool is closed.
+        """
+        message = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(message)
+        try:
+            return self._collect(progress)
+        except RankError:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._folder.cleanup()
+
+    def _collect(self, progress: Callable[[Any], None] | None) -> list[Any]:
+        answers: dict[int, Any] = {}
+        errors: dict[int, tuple[str, Exception | None]] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while len(answers) + len(errors) < self.n:
+            pending = [rank for rank in range(self.n) if rank not in answers and rank not in errors]
+            ready = wait([self._pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if errors:
+                    break
+                raise self._blame_hang(pending)
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # pyright: ignore[reportArgumentType]
+                kind, value = self._receive(rank)
+                if kind == "progress":
+                    deadline = time.monotonic() + self.timeout_s
+                    if rank == 0 and progress:
+                        progress(value)
+                elif kind == "answer":
+                    answers[rank] = value
+                else:
+                    errors[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if errors:
+            rank, (why, cause) = next(iter(errors.items()))
+            if len(answers) + len(errors) == self.n:
+                raise RankError(rank, why, cause)
+            raise RankFailure(rank, why)
+        return [answers[rank] for rank in range(self.n)]
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, OSError):
+            self._processes[rank].join(GRACE_S)
+            raise RankFailure(rank, f"died: {_exit_reason(self._processes[rank].exitcode)}") from None
+
+    def _blame_hang(self, pending: list[int]) -> RankFailure:
+        """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
+        for rank in pending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(GRACE_S / 2)
+        where = {rank: _stack(Path(self._folder.name, f"{rank}.stack")) for rank in pending}
+        frozen = [rank for rank, stack in where.items() if not stack]
+        busy = [rank for rank, stack in where.items() if stack and not _is_waiting(stack)]
+        silent = f"no rank has answered for {self.timeout_s:g} s"
+        if frozen:
+            return RankFailure(frozen[0], f"hangs: its process is stopped or does not react ({silent})")
+        if busy:
+            return RankFailure(busy[0], f"hangs ({silent}) in {where[busy[0]][0]}")
+        return RankFailure(None, f"{silent}; all of ranks {pending} wait for each other")
+
+
+_report: Callable[[Any], None] = lambda value: None  # noqa: E731
+
+
+def report(value: Any) -> None:
+    """From inside a function that a pool runs: say that this rank is alive, and pass `value` to the caller."""
+    _report(value)
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sp_bench.measure.job"])
+    return context
+
+
+def _serve(rank: int, n: int, pipe: Connection, folder: str, timeout_s: float) -> None:
+    """A rank's process: join the group, then run what the pool sends until its pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(Path(folder, f"{rank}.stack"), "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timedelta(seconds=timeout_s)
+        )
+        global _report
+        _report = lambda value: pipe.send(("progress", value))  # noqa: E731
+        while True:
+            try:
+                function, args = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                break
+            try:
+                answer = ("answer", _found(function)(*args))
+            except Exception as error:
+                answer = ("error", (_summary(error), _portable(error)))
+            pipe.send(answer)
+    os._exit(0)
+
+
+def _found(function: Callable | str) -> Callable:
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)
+    return function
+
+
+def _die_with_parent() -> None:
+    """Linux: no orphan is left if the parent is killed."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _summary(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (at {Path(frame.filename).name}:{frame.lineno})"
+
+
+def _portable(error: Exception) -> Exception | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _stack(path: Path) -> list[str]:
+    """The stack that a rank wrote, innermost frame first."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.strip() for line in lines if line.strip().startswith("File ")]
+
+
+def _is_waiting(stack: list[str]) -> bool:
+    waiting = ("in wait", "in barrier", "in all_gather", "in broadcast", "in result")
+    return any(frame.endswith(waiting) for frame in stack[:4])

@@ -1,0 +1,85 @@
+"""What every method is: a layout, a forward plan, a backward plan, a closed form, and what it refuses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar, Self
+
+from sp_bench.errors import RequestError, unknown_key
+from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.layout import layout_named
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """One sequence-parallel attention method with its options, as fields of the subclass."""
+
+    name: ClassVar[str]
+    citation: ClassVar[str]
+    layouts: ClassVar[tuple[str, ...]]
+    """The layouts that the method can be exact and useful on."""
+
+    layout: str = "auto"
+    """The layout's name; auto is striped if causal, else contiguous."""
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The names of the options."""
+        return tuple(f.name for f in fields(cls))
+
+    @classmethod
+    def build(cls, options: Mapping[str, object]) -> Self:
+        """The method with these options. Raises RequestError with the nearest name for an unknown one."""
+        for key in options:
+            if key not in cls.options():
+                raise unknown_key(f"method.{key}", [f"method.{name}" for name in cls.options()])
+        return cls(**options)  # pyright: ignore[reportArgumentType]  # each subclass checks its values
+
+    def __post_init__(self) -> None:
+        if self.layout not in (*self.layouts, "auto"):
+            layout_named(self.layout, causal=True)
+            raise RequestError(
+                f"method.layout={self.layout}",
+                f"{self.name} is not defined on that layout",
+                f"one of {', '.join(self.layouts)} would work",
+            )
+
+    def refuse(self, problem: Problem) -> None:  # noqa: B027  # most methods take any problem
+        """Raise RequestError for a problem that the method can't do, with what it could do."""
+
+    def candidates(self, problem: Problem) -> tuple[Method, ...]:
+        """The concrete variants that an `auto` among the options stands for; itself alone if there is none."""
+        self.refuse(problem)
+        return (self,)
+
+    def tile_shape(self, n: int) -> tuple[int, int] | None:
+        """The a x b tile of the assignment matrix that a rank computes, where the method has one."""
+        return None
+
+    def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
+        """The plan of one phase."""
+        return self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
+
+    @abstractmethod
+    def forward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """q#0, kv#0 -> o#0."""
+
+    @abstractmethod
+    def backward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """odoq#0, kv#0 -> dq#0, dkv#0."""
+
+    @abstractmethod
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+        """The closed form: how many chunks of each tensor a GPU sends, on average."""
+
+    def bytes_sent(self, problem: Problem, phase: str) -> float:
+        """The closed form in bytes for each GPU, statistics included."""
+        return sum(
+            count * problem.chunk_bytes(tensor, wire=True) for tensor, count in self.chunks_sent(problem, phase).items()
+        )

@@ -1,0 +1,231 @@
+"""The words that plans are written in: groups, chunks, operations, and the plan itself.
+
+A plan is one straight-line program that all ranks run. Its operations name chunks by local index and peers by a shift
+within a group, so that what a given rank does follows from its rank by arithmetic. Everything that knows a rank takes
+a single one or a numpy array of them.
+
+Rules of time, for every reader: an operation may start once its operands are there; the transfers of one lane run one
+at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+BLOCKS = "blocks"
+"""The name of the stream that blocks and folds run on, beside the lanes."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that differ in one digit: rank = ... + stride * position + ..., 0 <= position < size.
+
+    Stride 1 and size a is a Q group of the Mesh paper (section 3.2), stride a and size b a KV group.
+    """
+
+    stride: int
+    size: int
+
+    def position(self, rank):
+        """The position of `rank` within its own group."""
+        return rank // self.stride % self.size
+
+    def member(self, rank, shift):
+        """The rank that is `shift` positions ahead of `rank` in its group, around the ring."""
+        position = self.position(rank)
+        return rank + ((position + shift) % self.size - position) * self.stride
+
+    @property
+    def span(self) -> int:
+        """Groups tile the ranks in aligned runs of this many."""
+        return self.stride * self.size
+
+
+class PlanError(Exception):
+    """A plan that is not a correct program; the message names the operation."""
+
+
+class Stage(Enum):
+    """Which buffer of a chunk is meant."""
+
+    HELD = ""
+    """The rank's own: an input, a received input, or an accumulator in fp32."""
+    ARRIVING = " arriving"
+    """A partial from a peer, in the wire dtype, to be folded into the held one."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A named piece on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
+
+    This is table 1 of the Mesh paper: Q#u on rank i is chunk a*floor(i/a) + (i+u) mod a, KV#u is (i + a*u) mod n.
+    """
+
+    tensor: str
+    index: int
+    home: Group
+    stage: Stage = Stage.HELD
+
+    def owner(self, rank):
+        """The global index of the chunk, which is the rank that owns its tokens."""
+        return self.home.member(rank, self.index)
+
+    def at(self, index: int) -> Chunk:
+        """The chunk with another local index."""
+        return Chunk(self.tensor, index % self.home.size, self.home)
+
+    def arriving(self) -> Chunk:
+        """The buffer in which a peer's partial of this chunk arrives."""
+        return Chunk(self.tensor, self.index, self.home, Stage.ARRIVING)
+
+    def __str__(self) -> str:
+        return f"{self.tensor}#{self.index}{self.stage.value}"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Send one chunk to the rank `shift` ahead in `group` while receiving one from the rank `shift` behind."""
+
+    lane: str
+    send: Chunk | None
+    recv: Chunk | None
+    group: Group
+    shift: int
+
+    @property
+    def stream(self) -> str:
+        return self.lane
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.send,) if self.send else ()
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.recv,) if self.recv else ()
+
+    def target(self, rank):
+        """The rank that `rank` sends to."""
+        return self.group.member(rank, self.shift)
+
+    def source(self, rank):
+        """The rank that `rank` receives from."""
+        return self.group.member(rank, -self.shift)
+
+    def __str__(self) -> str:
+        return f"Pass[{self.lane}] {self.send} -> {self.shift:+d}, {self.recv} <- {-self.shift:+d}"
+
+
+@dataclass(frozen=True)
+class Attend:
+    """One block forward: attention of chunk `q` to chunk `kv`, folded into the accumulator `o`."""
+
+    q: Chunk
+    kv: Chunk
+    o: Chunk
+
+    stream = BLOCKS
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.q, self.kv)
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.o,)
+
+    def __str__(self) -> str:
+        return f"Attend {self.q} x {self.kv} into {self.o}"
+
+
+@dataclass(frozen=True)
+class AttendBackward:
+    """One block backward: what chunks `odoq` and `kv` add to the gradient accumulators `dq` and `dkv`."""
+
+    odoq: Chunk
+    kv: Chunk
+    dq: Chunk
+    dkv: Chunk
+
+    stream = BLOCKS
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.odoq, self.kv)
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.dq, self.dkv)
+
+    def __str__(self) -> str:
+        return f"AttendBackward {self.odoq} x {self.kv} into {self.dq}, {self.dkv}"
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Merge a partial that arrived into the accumulator: by its lse for an output, by addition for a gradient."""
+
+    part: Chunk
+    into: Chunk
+
+    stream = BLOCKS
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.part,)
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.into,)
+
+    def __str__(self) -> str:
+        return f"Fold {self.part} into {self.into}"
+
+
+Op = Pass | Attend | AttendBackward | Fold
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The straight-line program of every rank, for one phase."""
+
+    phase: str
+    """forward or backward."""
+    n: int
+    ops: tuple[Op, ...]
+    steps: tuple[int, ...]
+    """The paper's step of each operation."""
+    inputs: tuple[Chunk, ...]
+    outputs: tuple[Chunk, ...]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes in order of first use."""
+        return tuple(dict.fromkeys(op.lane for op in self.ops if isinstance(op, Pass)))
+
+    def __iter__(self) -> Iterator[tuple[int, Op]]:
+        return iter(enumerate(self.ops))
+
+
+@dataclass
+class Steps:
+    """Collects operations step by step: `steps.next()` opens a step, `steps.do(op, ...)` adds to the open one."""
+
+    ops: list[Op] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    current: int = -1
+
+    def next(self) -> None:
+        """Open the next step."""
+        self.current += 1
+
+    def do(self, *ops: Op) -> None:
+        """Add operations to the open step."""
+        self.ops.extend(ops)
+        self.numbers.extend([self.current] * len(ops))
+
+    def plan(self, phase: str, n: int, inputs: tuple[Chunk, ...], outputs: tuple[Chunk, ...]) -> Plan:
+        """The finished plan."""
+        return Plan(phase, n, tuple(self.ops), tuple(self.numbers), inputs, outputs)

@@ -1,0 +1,142 @@
+"""The problem that a plan solves: shapes, dtypes, mask, how many ranks, and what each tensor weighs.
+
+Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim; local shapes have S = seqlen / n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.layout import Layout, Part, Regions
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+class Kind(Enum):
+    """What a field holds, which fixes its dtype."""
+
+    COMPUTE = "compute"
+    """An input of a kernel: the compute dtype, held and on the wire."""
+    PARTIAL = "partial"
+    """A partial output or gradient: accumulated in fp32, sent in the wire dtype."""
+    STATISTIC = "statistic"
+    """One number for each row (the lse): fp32."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One torch tensor of a chunk: (B, S, H, D), or (B, H, S) for a statistic."""
+
+    name: str
+    kind: Kind
+    kv: bool = False
+    """Has kv_heads heads instead of heads."""
+
+
+_Q, _OUT, _DOUT = (Field(name, Kind.COMPUTE) for name in ("q", "out", "dout"))
+_LSE = Field("lse", Kind.STATISTIC)
+
+FIELDS = {
+    "q": (_Q,),
+    "kv": (Field("k", Kind.COMPUTE, kv=True), Field("v", Kind.COMPUTE, kv=True)),
+    "o": (Field("out", Kind.PARTIAL), _LSE),
+    "odoq": (_Q, _OUT, _DOUT, _LSE),
+    "dq": (Field("dq", Kind.PARTIAL),),
+    "dkv": (Field("dk", Kind.PARTIAL, kv=True), Field("dv", Kind.PARTIAL, kv=True)),
+}
+"""The fields of each tensor that a chunk can be a piece of. `odoq` is the Mesh paper's OdOQ (section 3.6)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One exact attention, dealt out over `n` ranks. Raises RequestError where the numbers don't fit together."""
+
+    n: int
+    """Ranks."""
+    seqlen: int
+    """Tokens of the whole sequence."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int = 1
+    causal: bool = True
+    dtype: str = "bfloat16"
+    """The compute dtype: of q, k, v, out and their gradients."""
+    wire_dtype: str = ""
+    """The dtype in which partial outputs and gradients travel; the compute dtype where empty (the papers' volume)."""
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        for key in ("n", "seqlen", "heads", "kv_heads", "head_dim", "batch"):
+            if getattr(self, key) < 1:
+                name = "gpus" if key == "n" else key
+                raise RequestError(f"{name}={getattr(self, key)}", "must be at least 1", f"{name}=1 would work")
+        if self.dtype not in DTYPE_BYTES:
+            raise unknown("dtype", self.dtype, DTYPE_BYTES)
+        object.__setattr__(self, "wire_dtype", self.wire_dtype or self.dtype)
+        if self.wire_dtype not in DTYPE_BYTES:
+            raise unknown("wire_dtype", self.wire_dtype, DTYPE_BYTES)
+        if self.heads % self.kv_heads:
+            divisors = [d for d in range(1, self.heads + 1) if self.heads % d == 0]
+            raise RequestError(
+                f"kv_heads={self.kv_heads}",
+                f"must divide heads={self.heads} (each key head serves the same number of query heads)",
+                f"one of {', '.join(map(str, divisors))} would work",
+            )
+        self.layout.refuse(self.n, self.seqlen)
+
+    @property
+    def local_seqlen(self) -> int:
+        """Tokens of one chunk: S."""
+        return self.seqlen // self.n
+
+    @property
+    def accumulate_dtype(self) -> str:
+        """The dtype of accumulators and statistics."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def kv_ratio(self) -> float:
+        """k of the volume formulas: kv_heads / heads."""
+        return self.kv_heads / self.heads
+
+    def field_dtype(self, field: Field, *, wire: bool) -> str:
+        """The dtype of a field, on the wire or held by a rank."""
+        if field.kind is Kind.COMPUTE:
+            return self.dtype
+        if field.kind is Kind.PARTIAL and wire:
+            return self.wire_dtype
+        return self.accumulate_dtype
+
+    def field_shape(self, field: Field, part: Part = Part.WHOLE) -> tuple[int, ...]:
+        """The shape of a field of one chunk, or of a half of it."""
+        tokens = part.tokens(self.local_seqlen)
+        heads = self.kv_heads if field.kv else self.heads
+        if field.kind is Kind.STATISTIC:
+            return (self.batch, heads, tokens)
+        return (self.batch, tokens, heads, self.head_dim)
+
+    def field_bytes(self, field: Field, *, wire: bool) -> int:
+        """What one field of a chunk weighs."""
+        elements = 1
+        for size in self.field_shape(field):
+            elements *= size
+        return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire)]
+
+    def chunk_bytes(self, tensor: str, *, wire: bool) -> int:
+        """What one chunk of `tensor` weighs, its statistics included."""
+        return sum(self.field_bytes(field, wire=wire) for field in FIELDS[tensor])
+
+    def wire_statistic_bytes(self, tensor: str) -> int:
+        """The part of `chunk_bytes(tensor, wire=True)` that is statistics, which the papers leave out."""
+        return sum(self.field_bytes(f, wire=True) for f in FIELDS[tensor] if f.kind is Kind.STATISTIC)
+
+    def needs_cast(self, tensor: str) -> bool:
+        """Whether the held form of a chunk differs from its wire form, so that sending it takes a staging buffer."""
+        return any(self.field_dtype(f, wire=True) != self.field_dtype(f, wire=False) for f in FIELDS[tensor])
+
+    def regions(self, q_chunk: int, kv_chunk: int) -> Regions:
+        """What is computed between two chunks, by their global indices."""
+        return self.layout.regions(q_chunk, kv_chunk, self.causal)

@@ -1,0 +1,229 @@
+"""Records: one flat JSON object for each benchmark point, written whole or not at all.
+
+`python -m sp_bench` writes them to <results_dir>/<run_id>.json, raw samples beside them in <run_id>.samples.json.
+`load(dir)` gives all of them as a pandas frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+STATUSES = ("ok", "oom", "unsupported", "incorrect", "timeout", "failed")
+MODES = ("measure", "simulate")
+KEPT_VARIABLES = ("NCCL_", "TORCH_", "SLURM_", "OMP_")
+"""Prefixes of the environment variables that a record keeps; no other is."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One benchmark point: what was asked, what came out, and where it comes from. None is "not known"."""
+
+    run_id: str
+    """Hash of the resolved config and the code version."""
+    status: str
+    mode: str
+    """measure or simulate; the two are never mixed."""
+    method: str
+    gpus: int
+    seqlen: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    dtype: str
+    wire_dtype: str
+    phase: str
+    cluster: str
+    schema_version: int = SCHEMA_VERSION
+    error: str | None = None
+    layout: str | None = None
+    tile_a: int | None = None
+    tile_b: int | None = None
+    nodes: int | None = None
+    kernel: str | None = None
+    device_name: str | None = None
+    seed: int | None = None
+    iters: int | None = None
+    warmup: int | None = None
+
+    step_ms_median: float | None = None
+    step_ms_p25: float | None = None
+    step_ms_p75: float | None = None
+    step_ms_ci95_low: float | None = None
+    step_ms_ci95_high: float | None = None
+    forward_ms_median: float | None = None
+    backward_ms_median: float | None = None
+    iters_per_s: float | None = None
+    tokens_per_s: float | None = None
+    tflops_per_gpu: float | None = None
+    """Model FLOPs: causal counts half, backward 2.5 times forward."""
+    mfu: float | None = None
+    """None where the device's peak is not known."""
+
+    comm_bytes_per_gpu: int | None = None
+    """Sent, counted: from the tensors handed to the network if measured, from the plan if simulated."""
+    comm_bytes_expected: float | None = None
+    """The method's closed form."""
+    comm_bytes_lower_bound: float | None = None
+    """Payload that no method can go below (account.lower_bound_bytes)."""
+    comm_bytes_statistics: int | None = None
+    """The part of comm_bytes_per_gpu that is lse, which the papers leave out."""
+    comm_bytes_by_lane: dict[str, int] | None = None
+    """comm_bytes_per_gpu by phase, lane, tensor and field."""
+    comm_bytes_across_nodes_max: int | None = None
+    """Of the rank that sends most to other nodes."""
+    compute_ms: float | None = None
+    """Blocks and folds of the busiest rank in one step."""
+    exposed_comm_ms: float | None = None
+    """The step's time in which the busiest rank doesn't compute."""
+    peak_mem_bytes_max: int | None = None
+    """Of the rank with most: inputs, buffers, accumulators and results of the attention (account.peak_bytes)."""
+    peak_mem_bytes_min: int | None = None
+    peak_rss_bytes_max: int | None = None
+    """Resident memory of the rank's whole process, measured."""
+    peak_rss_bytes_min: int | None = None
+    rank_imbalance: float | None = None
+    """Blocks and folds of the busiest rank over the mean of all."""
+    err_out: float | None = None
+    """Relative L2 error against fp64, of the scaled-down problem of the correctness gate; so for the gradients."""
+    err_dq: float | None = None
+    err_dk: float | None = None
+    err_dv: float | None = None
+    tile_candidates: list[dict[str, Any]] | None = None
+    """With tile=auto: every candidate with its simulated or bounded time."""
+    provenance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status={self.status}: must be one of {', '.join(STATUSES)}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode}: must be one of {', '.join(MODES)}")
+
+    @property
+    def step_ms(self) -> float | None:
+        """The time that tables show."""
+        return self.step_ms_median
+
+    def to_dict(self) -> dict[str, Any]:
+        """The flat JSON object."""
+        return asdict(self)
+
+
+def run_id(config: Mapping[str, Any]) -> str:
+    """The id of a point: a hash of its resolved config and of the code that runs it."""
+    text = json.dumps({"config": config, "code": code_version()}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def code_version() -> str:
+    """A hash of the suite's sources: sp_bench/ and methods/."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for package in ("methods", "sp_bench"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def provenance() -> dict[str, Any]:
+    """Where a record comes from: code, versions, command line, the few environment variables that matter."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "numba", "hydra-core"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "code_version": code_version(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "versions": versions,
+        "argv": sys.argv[1:],
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(KEPT_VARIABLES)},
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def write(folder: Path, record: Record, samples: Mapping[str, Any] | None = None) -> Path:
+    """Write a record, and its raw samples first if it has any. Raises OSError where the folder can't be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if samples is not None:
+        _write_whole(folder / f"{record.run_id}.samples.json", samples)
+    path = folder / f"{record.run_id}.json"
+    _write_whole(path, record.to_dict())
+    return path
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def read(path: Path) -> Record:
+    """One record. Raises ValueError with what is wrong with the file."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not a whole JSON object ({error})") from None
+    if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        raise ValueError(f"{path}: schema_version={version}, and this code reads {SCHEMA_VERSION}")
+    known = {f.name for f in fields(Record)}
+    if unknown := sorted(set(content) - known):
+        raise ValueError(f"{path}: unknown fields {', '.join(unknown)}")
+    try:
+        return Record(**content)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_all(folder: Path) -> list[Record]:
+    """All records of a folder, by run_id. A file that is not a record is named in a warning and left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        if path.name.endswith(".samples.json") or path.name.startswith("."):
+            continue
+        try:
+            found.append(read(path))
+        except ValueError as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
+    return found
+
+
+def load(folder: str | Path) -> pd.DataFrame:
+    """All records of a folder as a frame, one row for each. Files that are no records are named in a warning."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        [record.to_dict() for record in read_all(Path(folder))], columns=[f.name for f in fields(Record)]
+    )

@@ -1,0 +1,1 @@
+"""Execute plans with torch.distributed and the block kernels."""

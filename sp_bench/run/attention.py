@@ -1,0 +1,173 @@
+"""SequenceParallelAttention: any method as one differentiable torch module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from methods import build
+from sp_bench.check import check
+from sp_bench.errors import RequestError
+from sp_bench.kernels import choose
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Chunk, CostProfile, Method, Problem, layout_named
+from sp_bench.run import sharding
+from sp_bench.run.executor import Executor, Spent
+from sp_bench.run.transport import GlooTransport
+
+
+class Engine:
+    """One method on one problem, on this rank: its proven plans and their executors."""
+
+    def __init__(
+        self,
+        method: Method,
+        problem: Problem,
+        group: dist.ProcessGroup | None,
+        kernel: str,
+        costs: CostProfile,
+        device: torch.device,
+    ) -> None:
+        rank = dist.get_rank(group) if problem.n > 1 else 0
+        self.method, self.problem = method, problem
+        self.kernel = choose(kernel, device.type, problem.dtype)
+        self.transport = GlooTransport(group)
+        self._inputs: dict[str, tuple[Chunk, ...]] = {}
+        self._outputs: dict[str, tuple[Chunk, ...]] = {}
+        self._executors: dict[str, Executor] = {}
+        for phase in PHASES:
+            plan = method.plan(problem, phase, costs)
+            check(plan, problem)
+            self._inputs[phase], self._outputs[phase] = plan.inputs, plan.outputs
+            self._executors[phase] = Executor(plan, problem, rank, self.transport, self.kernel, device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out_BSHD in the compute dtype, lse_BHS) of this rank's queries."""
+        ((out, lse),) = self._run("forward", (q,), (k, v))
+        return out.to(q.dtype), lse
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        """(dq, dk, dv) of this rank's tokens, in the compute dtype."""
+        (dq,), (dk, dv) = self._run("backward", (q, out, dout, lse), (k, v))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def spent(self, phase: str) -> Spent:
+        """Where the time of the last execution of a phase went."""
+        return self._executors[phase].spent
+
+    def close(self) -> None:
+        """End the executors' threads."""
+        for executor in self._executors.values():
+            executor.close()
+
+    def _run(self, phase: str, *inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        named = zip(self._inputs[phase], inputs, strict=True)
+        outputs = self._executors[phase]({chunk: tuple(x.contiguous() for x in tensors) for chunk, tensors in named})
+        return [outputs[chunk] for chunk in self._outputs[phase]]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, engine: Engine) -> Tensor:
+        out, lse = engine.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.engine = engine
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.engine.backward(grad_outputs[0], *ctx.saved_tensors), None)
+
+
+class SequenceParallelAttention(torch.nn.Module):
+    """Exact attention over a sequence that is dealt out over the ranks of `group`.
+
+    attn = SequenceParallelAttention("mesh", causal=True, tile=(2, 2)); options are those of the method. `tile="auto"`
+    takes the tile that sends least. softmax(q k^T / sqrt(D)) v, causal by global token position.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        *,
+        causal: bool = True,
+        group: dist.ProcessGroup | None = None,
+        kernel: str = "auto",
+        wire_dtype: str = "",
+        costs: CostProfile = COMPUTE_BOUND,
+        **method_options: object,
+    ) -> None:
+        """Raises RequestError for an unknown method, option or kernel, or one that doesn't fit the group."""
+        super().__init__()
+        self.method = build(method, method_options)
+        self.causal, self.group, self.kernel, self.wire_dtype, self.costs = causal, group, kernel, wire_dtype, costs
+        self.layout = layout_named(self.method.layout, causal=causal)
+        self._engines: dict[tuple, Engine] = {}
+
+    @property
+    def n(self) -> int:
+        """How many ranks share the sequence."""
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return dist.get_rank(self.group) if dist.is_initialized() else 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's attention: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D), S = seqlen / n.
+
+        Differentiable in q, k and v. All ranks must call it, with equal shapes. Raises RequestError for shapes or
+        dtypes that the method or kernel refuses.
+        """
+        return _Attention.apply(q, k, v, self.engine(q, k, v))
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's tokens of a full tensor: (B, S, H, D) -> (B, S / n, H, D)."""
+        return sharding.shard(x, self.layout, self.rank, self.n)
+
+    def unshard(self, x: Tensor) -> Tensor:
+        """The full tensor, on every rank: (B, S / n, H, D) -> (B, S, H, D). Not differentiable."""
+        return sharding.unshard(x, self.layout, self.group, self.n)
+
+    def positions(self, seqlen: int) -> Tensor:
+        """The global ids of the tokens that this rank owns of a sequence of `seqlen`: (seqlen / n,)."""
+        return sharding.positions(self.layout, self.rank, self.n, seqlen)
+
+    @property
+    def sent_bytes(self) -> Counter[tuple[str, str, str]]:
+        """What this rank has sent so far, by (lane, tensor, field)."""
+        return sum((engine.transport.sent_bytes for engine in self._engines.values()), Counter())
+
+    def engine(self, q: Tensor, k: Tensor, v: Tensor) -> Engine:
+        """The engine for these shapes and dtypes, made at their first use."""
+        if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+            raise RequestError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
+                "k and v must be alike, and like q but for the number of heads",
+                "(B, S, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D) would work",
+            )
+        key = (q.shape, k.shape, q.dtype)
+        if key not in self._engines:
+            problem = Problem(
+                n=self.n,
+                seqlen=q.shape[1] * self.n,
+                batch=q.shape[0],
+                heads=q.shape[2],
+                kv_heads=k.shape[2],
+                head_dim=q.shape[3],
+                causal=self.causal,
+                dtype=str(q.dtype).removeprefix("torch."),
+                wire_dtype=self.wire_dtype,
+                layout=self.layout,
+            )
+            # With nothing known of the machine, the variant that sends least.
+            method = min(
+                self.method.candidates(problem),
+                key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES),
+            )
+            self._engines[key] = Engine(method, problem, self.group, self.kernel, self.costs, q.device)
+        return self._engines[key]

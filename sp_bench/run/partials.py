@@ -1,0 +1,64 @@
+"""The partial outputs and gradients that a rank accumulates while it executes a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels import fold_
+from sp_bench.kernels.contract import empty_output
+from sp_bench.plan import FIELDS, Chunk, Problem
+
+Tensors = tuple[Tensor, ...]
+"""The fields of one chunk, in the order of FIELDS."""
+
+
+class Partials:
+    """Accumulators by chunk, in fp32 (fp64 for fp64 problems).
+
+    The first block of a chunk becomes its accumulator where shapes and dtypes allow, so that nothing is copied.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self._problem, self._device = problem, device
+        self._dtype = getattr(torch, problem.accumulate_dtype)
+        self._held: dict[Chunk, Tensors] = {}
+
+    def add_output(self, chunk: Chunk, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Fold (out_BSHD, lse_BHS), which cover the tokens `rows` of the chunk, into it."""
+        if chunk not in self._held and out.shape[1] == self._problem.local_seqlen:
+            self._held[chunk] = (out.to(self._dtype), lse)
+            return
+        into_out, into_lse = self.get(chunk)
+        fold_(into_out[:, rows], into_lse[:, :, rows], out, lse)
+
+    def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
+        """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
+        if chunk not in self._held and gradients[0].shape[1] == self._problem.local_seqlen:
+            self._held[chunk] = tuple(gradient.to(self._dtype) for gradient in gradients)
+            return
+        for into, gradient in zip(self.get(chunk), gradients, strict=True):
+            into[:, rows].add_(gradient)
+
+    def add(self, chunk: Chunk, part: Tensors) -> None:
+        """Fold what a peer sent of the same chunk into it."""
+        # Never adopted as the accumulator, unlike a block's: it stands in a receive buffer.
+        if chunk.tensor == "o":
+            fold_(*self.get(chunk), *part)
+        else:
+            for into, gradient in zip(self.get(chunk), part, strict=True):
+                into.add_(gradient)
+
+    def get(self, chunk: Chunk) -> Tensors:
+        """The accumulator; of a chunk that no block has touched, the neutral one."""
+        if chunk not in self._held:
+            shapes = [self._problem.field_shape(field) for field in FIELDS[chunk.tensor]]
+            if chunk.tensor == "o":
+                self._held[chunk] = empty_output(torch.empty(shapes[0], dtype=self._dtype, device=self._device))
+            else:
+                self._held[chunk] = tuple(torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
+        return self._held[chunk]
+
+    def drop(self, chunk: Chunk) -> None:
+        """Forget the accumulator: it was sent on."""
+        self._held.pop(chunk, None)

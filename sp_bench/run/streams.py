@@ -1,0 +1,42 @@
+"""Streams of one rank: how blocks and lanes tell each other how far they are."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Aborted(RuntimeError):
+    """Another stream of this rank failed; that stream raises the cause."""
+
+
+class Progress:
+    """The last operation that each stream has ended. Operations of one stream end in plan order."""
+
+    def __init__(self, streams: tuple[str, ...]) -> None:
+        self._ended = dict.fromkeys(streams, -1)
+        self._changed = threading.Condition()
+        self._failed = False
+
+    def wait(self, waits: tuple[tuple[str, int], ...]) -> None:
+        """Return when every (stream, index) has ended. Raises Aborted if another stream failed."""
+        if not waits:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._reached(waits))
+            if self._failed:
+                raise Aborted("another stream of this rank failed")
+
+    def end(self, stream: str, index: int) -> None:
+        """Operation `index` of `stream` has ended."""
+        with self._changed:
+            self._ended[stream] = index
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """Wake all streams with Aborted."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def _reached(self, waits: tuple[tuple[str, int], ...]) -> bool:
+        return all(self._ended[stream] >= index for stream, index in waits)

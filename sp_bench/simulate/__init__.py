@@ -1,0 +1,82 @@
+"""Execute a plan on a model of a cluster: a flow-level network and a table of kernel costs.
+
+What the model has: latency and max-min fair bandwidth on every GPU's switch port and NIC, the plan's waits, block and
+fold times. What it lacks as yet: kernels slowed down by transfers, fabric contention, jitter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sp_bench.errors import RequestError
+from sp_bench.plan import Pass, Plan, Problem
+from sp_bench.simulate.cluster import Cluster
+from sp_bench.simulate.flows import solve
+from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
+
+__all__ = ["Cluster", "Run", "Span", "simulate"]
+
+MAX_TASKS = 12_000_000
+"""What fits a few GB of memory."""
+FEW_TASKS = 4_000
+"""Up to here plain Python beats the start of a compiler."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one stream of a rank did from start to end."""
+
+    stream: str
+    label: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulated phase."""
+
+    plan: Plan
+    graph: PlanGraph
+    start_s: np.ndarray
+    finish_s: np.ndarray
+
+    @property
+    def makespan_s(self) -> float:
+        """Until the last rank has ended."""
+        return float(self.finish_s.max(initial=0.0))
+
+    @property
+    def busy_s(self) -> np.ndarray:
+        """Seconds that each rank computes: (n,)."""
+        return self.graph.busy_s
+
+    def spans(self, rank: int) -> list[Span]:
+        """The timeline of one rank."""
+        spans, n = [], self.plan.n
+        for number, item in enumerate(self.graph.items):
+            task = number * n + rank
+            if isinstance(item, Segment):
+                stream, label = "blocks", f"{len(item.ops)} operations from {self.plan.ops[item.ops[0]]}"
+            else:
+                op = self.plan.ops[item]
+                assert isinstance(op, Pass)
+                stream, label = op.lane, str(op.send)
+            spans.append(Span(stream, label, float(self.start_s[task]), float(self.finish_s[task])))
+        return spans
+
+
+def simulate(plan: Plan, problem: Problem, cluster: Cluster) -> Run:
+    """Run one plan on a cluster, all ranks starting together. Raises RequestError if it is too large to simulate."""
+    count = plan.n * (sum(isinstance(op, Pass) for op in plan.ops) + len(plan.ops) // 2)
+    if count > MAX_TASKS:
+        raise RequestError(
+            f"gpus={plan.n}",
+            f"this plan has about {count:.2g} transfers and blocks, more than the {MAX_TASKS:.2g} that are simulated",
+            "fewer GPUs, or a method with fewer steps, would work",
+        )
+    graph = build_graph(plan, problem, cluster)
+    timing = solve(graph.tasks, "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto")
+    return Run(plan, graph, timing.start_s, timing.finish_s)

@@ -1,0 +1,209 @@
+"""Flow-level network simulation of a task graph: when does each delay and each transfer end?
+
+The model is fluid. A transfer is a flow: `delay_s` after its predecessors are done it joins every link of its path,
+and from then on it drains at a rate which changes only when some flow joins or leaves. Rates are max-min fair: all
+flows rise together until a link is full or a flow meets its own cap, those flows stop there, and the others rise on
+(progressive filling). A path that lists a link twice loads it twice. A full-duplex cable is two links.
+
+Within that model the answer is exact up to floating point. It stands for a real network as far as the transport
+shares links evenly and reaches its share in a time that is short beside the flows: packets, queues, incast losses and
+congestion-control transients do not exist here.
+
+Rates are solved again only on the connected component of links and flows that a change touches, once per instant.
+Events closer together than 1e-12 of the time since the start count as one instant, so that rounding cannot split the
+simultaneous ends of a symmetric workload into hundreds of solves. Every task still ends at its own time; only the
+links' rates may change late, by at most that fraction of the time.
+
+Both engines run the same functions: `numba` compiles them, `python` runs them as they are on lists. Results are
+bitwise equal. Importing this module does not import numba.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sp_bench.simulate import _flows_numba as kernel
+
+Engine = Literal["auto", "numba", "python"]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskGraph:
+    """T tasks, each a pure delay or a flow, the order between them, and L links.
+
+    Arrays are converted to the type given, and copied only where that needs it. ValueError names the field and the
+    value where a shape does not fit, a number is negative, NaN or out of its range, an id does not exist, a pure delay
+    has a path, or a flow has neither a path nor a finite rate cap.
+    """
+
+    delay_s: Floats
+    """[T] Seconds from ready to done for a pure delay, from ready to joining the links (latency) for a flow."""
+    flow_bytes: Floats
+    """[T] Bytes to move. 0 makes the task a pure delay."""
+    path_start: NDArray[np.int64]
+    """[T+1] Where each task's links begin in path_links; the last entry is the length of path_links."""
+    path_links: NDArray[np.int32]
+    """Task t crosses the links path_links[path_start[t]:path_start[t+1]]."""
+    dep_start: NDArray[np.int64]
+    """[T+1] Where each task's predecessors begin in dep_tasks; the last entry is the length of dep_tasks."""
+    dep_tasks: NDArray[np.int32]
+    """Task t waits for the tasks dep_tasks[dep_start[t]:dep_start[t+1]]; duplicates do no harm."""
+    rate_cap: Floats
+    """[T] Most bytes per second that this one flow may take; inf for no cap."""
+    link_bytes_per_s: Floats
+    """[L] Positive and finite."""
+
+    def __post_init__(self) -> None:
+        for name in ("delay_s", "flow_bytes", "rate_cap", "link_bytes_per_s"):
+            object.__setattr__(self, name, _as_array(name, getattr(self, name), np.float64))
+        tasks = self.delay_s.size
+        for name in ("flow_bytes", "rate_cap"):
+            _check_size(name, getattr(self, name), tasks)
+
+        non_negative, positive = "must be finite and not negative", "must be finite and positive"
+        _check_all("delay_s", self.delay_s, np.isfinite(self.delay_s) & (self.delay_s >= 0), non_negative)
+        _check_all("flow_bytes", self.flow_bytes, np.isfinite(self.flow_bytes) & (self.flow_bytes >= 0), non_negative)
+        _check_all("rate_cap", self.rate_cap, self.rate_cap > 0, "must be positive (inf for no cap)")
+        rates = self.link_bytes_per_s
+        _check_all("link_bytes_per_s", rates, np.isfinite(rates) & (rates > 0), positive)
+
+        self._set_lists("path_start", "path_links", tasks, ids=rates.size)
+        self._set_lists("dep_start", "dep_tasks", tasks, ids=tasks)
+        hops, is_flow = np.diff(self.path_start), self.flow_bytes > 0
+        _check_all("flow_bytes", self.flow_bytes, is_flow | (hops == 0), "a task without bytes must have no path")
+        bounded = ~is_flow | (hops > 0) | np.isfinite(self.rate_cap)
+        _check_all("rate_cap", self.rate_cap, bounded, "a flow without a path needs a finite cap")
+
+    def _set_lists(self, start_name: str, ids_name: str, tasks: int, ids: int) -> None:
+        """Check and store one list of ids below `ids` for each task (a CSR pair)."""
+        starts = _as_array(start_name, getattr(self, start_name), np.int64)
+        members = _as_array(ids_name, getattr(self, ids_name), np.int64)
+        _check_size(start_name, starts, tasks + 1)
+        _check_all(start_name, starts, np.diff(starts, prepend=0) >= 0, "must not decrease, from 0 on")
+        if starts[0] != 0 or starts[-1] != members.size:
+            raise ValueError(f"{start_name} runs from {starts[0]} to {starts[-1]}: must be 0 to {members.size}")
+        _check_all(ids_name, members, (members >= 0) & (members < ids), f"must be an id from 0 to {ids - 1}")
+        object.__setattr__(self, start_name, starts)
+        object.__setattr__(self, ids_name, _as_array(ids_name, members, np.int32))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timing:
+    """When each task ran, in seconds from the start of the graph."""
+
+    start_s: Floats
+    """[T] When the last predecessor was done; for a flow, when both its ends have posted it."""
+    finish_s: Floats
+    """[T] When the delay was over, or the last byte had left."""
+
+    @property
+    def makespan_s(self) -> float:
+        """The last completion; 0.0 for an empty graph."""
+        return float(self.finish_s.max(initial=0.0))
+
+
+def solve(graph: TaskGraph, engine: Engine = "auto") -> Timing:
+    """Simulate the graph from time 0.
+
+    `auto` takes numba where it can be imported and plain Python elsewhere; the results are bitwise equal. ValueError
+    on an unknown engine, and on a dependency cycle, naming tasks that never started. ImportError where `numba` is asked
+    for and missing.
+    """
+    if engine not in ("auto", "numba", "python"):
+        raise ValueError(f"engine is {engine!r}: must be 'auto', 'numba' or 'python'")
+    arguments = _kernel_arguments(graph)
+    if engine == "numba" or (engine == "auto" and kernel.has_numba()):
+        kernel.compiled_run()(*arguments)
+    else:
+        # Indexing a list is several times faster than indexing an array, and the functions only index.
+        arguments = tuple(type(fields)(*(array.tolist() for array in fields)) for fields in arguments)
+        kernel.run(*arguments)
+    tasks = arguments[1]
+    timing = Timing(start_s=np.asarray(tasks.start_s), finish_s=np.asarray(tasks.finish_s))
+    _check_complete(timing)
+    return timing
+
+
+def _check_complete(timing: Timing) -> None:
+    stuck = np.flatnonzero(np.isnan(timing.finish_s))
+    if stuck.size:
+        some = ", ".join(map(str, stuck[:8])) + (", ..." if stuck.size > 8 else "")
+        raise ValueError(f"dependency cycle: {stuck.size} tasks never start, being on it or behind it: {some}")
+
+
+def _as_array(name: str, value: ArrayLike, dtype: type) -> NDArray[Any]:
+    array = np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}: must have one dimension")
+    kinds = "iu" if issubclass(dtype, np.integer) else "iuf"
+    if array.size and array.dtype.kind not in kinds:
+        raise ValueError(f"{name} has type {array.dtype}: must convert to {np.dtype(dtype)} without loss")
+    # Read-only or strided arrays would each make numba compile another version of the kernel.
+    return np.require(array, dtype, ["C", "A", "W"])
+
+
+def _check_size(name: str, array: NDArray[Any], size: int) -> None:
+    if array.size != size:
+        raise ValueError(f"{name} has {array.size} entries: must have {size}")
+
+
+def _check_all(name: str, array: NDArray[Any], good: NDArray[np.bool_], rule: str) -> None:
+    if not good.all():
+        first = int(np.argmin(good))
+        raise ValueError(f"{name}[{first}] is {array[first]}: {rule}")
+
+
+def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
+    tasks, links, hops = graph.delay_s.size, graph.link_bytes_per_s.size, graph.path_links.size
+    by_task = np.arange(tasks)
+    dep_count = np.diff(graph.dep_start)
+    successors = np.repeat(by_task, dep_count)[np.argsort(graph.dep_tasks, kind="stable")]
+    constants = kernel.Graph(
+        delay_s=graph.delay_s,
+        flow_bytes=graph.flow_bytes,
+        rate_cap=graph.rate_cap,
+        path_start=graph.path_start,
+        path_links=graph.path_links,
+        hop_task=np.repeat(by_task, np.diff(graph.path_start)),
+        next_start=_starts(graph.dep_tasks, tasks),
+        next_tasks=successors,
+        link_bytes_per_s=graph.link_bytes_per_s,
+        link_seat_start=_starts(graph.path_links, links),
+    )
+    task_state = kernel.Tasks(
+        start_s=np.full(tasks, np.nan),
+        finish_s=np.full(tasks, np.nan),
+        awaited=dep_count,
+        joined=np.zeros(tasks, np.bool_),
+        left_bytes=np.zeros(tasks),
+        updated_s=np.zeros(tasks),
+        rate=np.zeros(tasks),
+        new_rate=np.zeros(tasks),
+    )
+    link_state = kernel.Links(
+        seats=np.zeros(hops, np.int64),
+        seat_of_hop=np.zeros(hops, np.int64),
+        taken=np.zeros(links, np.int64),
+        unfrozen=np.zeros(links, np.int64),
+        spare_bytes_per_s=np.zeros(links),
+    )
+    component = kernel.Component(
+        links=np.zeros(links, np.int64),
+        link_mark=np.zeros(links, np.int64),
+        flows=np.zeros(tasks, np.int64),
+        flow_mark=np.zeros(tasks, np.int64),
+    )
+    return constants, task_state, link_state, component, _empty_heap(tasks), _empty_heap(links + tasks)
+
+
+def _starts(ids: NDArray[np.int32], count: int) -> NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(np.bincount(ids, minlength=count)))).astype(np.int64)
+
+
+def _empty_heap(items: int) -> kernel.Heap:
+    return kernel.Heap(np.zeros(items), np.zeros(items, np.int64), np.full(items, -1), np.zeros(1, np.int64))

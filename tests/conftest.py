@@ -1,0 +1,23 @@
+"""What all tests share: the pool of ranks, and how hard hypothesis tries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.ranks import Ranks
+
+settings.register_profile("quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "quick"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Nine rank processes for the whole session."""
+    shared = Ranks()
+    yield shared
+    shared.close()

@@ -1,0 +1,63 @@
+"""What of a record goes where."""
+
+from __future__ import annotations
+
+import pytest
+
+from sp_bench.loggers import wandb_fields as fields
+
+RECORD = {
+    "run_id": "3fa2",
+    "status": "ok",
+    "error": None,
+    "mode": "simulate",
+    "method": "mesh",
+    "tile_a": 16,
+    "tile_b": 16,
+    "gpus": 256,
+    "seed": 0,
+    "causal": True,
+    "cluster": "h100_ndr400",
+    "kernel": None,
+    "step_ms_median": 12.5,
+    "mfu": None,
+    "hosts": {"node7": 0},
+    "argv": ["-m", "sp_bench"],
+    "note": "from node7",
+}
+
+
+def test_a_record_is_split_into_what_was_asked_and_what_came_out():
+    config, summary = fields.config(RECORD), fields.summary(RECORD)
+    assert summary == {"status": "ok", "error": None, "step_ms_median": 12.5, "mfu": None}
+    assert config["gpus"] == 256
+    assert config["causal"] is True
+    assert config["kernel"] is None
+    assert config["seed"] == 0
+    assert not set(config) & set(summary)
+
+
+def test_hosts_arguments_and_other_texts_stay_here():
+    assert not {"hosts", "argv", "note"} & (set(fields.config(RECORD)) | set(fields.summary(RECORD)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({}, "mesh 16x16 256gpu"), ({"method": "ring", "tile_a": None, "tile_b": None}, "ring 256gpu")],
+)
+def test_name(changes: dict, name: str):
+    assert fields.name(RECORD | changes) == name
+
+
+def test_tags_leave_out_what_is_none_and_fit():
+    assert fields.tags(RECORD) == ["simulate", "h100_ndr400", "ok"]
+    assert fields.tags({"mode": "measure", "cluster": None, "status": "x" * 99}) == ["measure", "x" * 64]
+
+
+def test_samples_of_each_rank_and_of_none():
+    assert fields.sample_rows({"forward_ms": [[1.0, 2.0], [3.0]], "step_ms": [4.0], "backward_ms": []}) == [
+        (0, 0, "forward", 1.0),
+        (0, 1, "forward", 2.0),
+        (1, 0, "forward", 3.0),
+        (None, 0, "step", 4.0),
+    ]

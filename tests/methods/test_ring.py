@@ -1,0 +1,39 @@
+"""Ring's plans, as the paper's steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from methods.ring import Ring
+from sp_bench.plan import COMPUTE_BOUND, Attend, Pass
+from tests.problems import small_problem
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_forward_step_computes_while_the_next_chunk_arrives(n: int) -> None:
+    plan = Ring().forward(small_problem(n), COMPUTE_BOUND)
+    computed = {step: op.kv.index for step, op in zip(plan.steps, plan.ops, strict=True) if isinstance(op, Attend)}
+    arrived = {step: op.recv.index for step, op in zip(plan.steps, plan.ops, strict=True) if isinstance(op, Pass)}
+    assert computed == {s: s for s in range(n)}
+    assert arrived == {s: s + 1 for s in range(n - 1)}
+
+
+def test_backward_of_three_by_hand() -> None:
+    """dKV#1 leaves once its one block is in; what comes in of dKV#2 is folded before it leaves; dKV#0 stays."""
+    plan = Ring().backward(small_problem(3), COMPUTE_BOUND)
+    assert [f"{step}: {op}" for step, op in zip(plan.steps, plan.ops, strict=True)] == [
+        "0: Pass[kv] kv#0 -> -1, kv#1 <- +1",
+        "0: AttendBackward odoq#0 x kv#0 into dq#0, dkv#0",
+        "1: Pass[kv] kv#1 -> -1, kv#2 <- +1",
+        "1: AttendBackward odoq#0 x kv#1 into dq#0, dkv#1",
+        "2: Pass[dkv] dkv#1 -> -1, dkv#2 arriving <- +1",
+        "2: AttendBackward odoq#0 x kv#2 into dq#0, dkv#2",
+        "2: Fold dkv#2 arriving into dkv#2",
+        "3: Pass[dkv] dkv#2 -> -1, dkv#0 arriving <- +1",
+        "3: Fold dkv#0 arriving into dkv#0",
+    ]
+
+
+def test_ring_is_a_row_of_the_assignment_matrix() -> None:
+    assert Ring().tile_shape(8) == (1, 8)
+    assert Ring().candidates(small_problem(8)) == (Ring(),)

@@ -1,0 +1,162 @@
+"""Waits, receive buffers and lifetimes against what the plain order of operations demands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from sp_bench.plan import (
+    COMPUTE_BOUND,
+    Attend,
+    Chunk,
+    Dataflow,
+    Group,
+    Pass,
+    Plan,
+    PlanError,
+    Steps,
+    dataflow,
+    receive_next,
+)
+from tests.problems import Planned, all_methods, plans, small_problem
+
+
+def uses(plan: Plan, chunk: Chunk) -> list[int]:
+    """The operations that read or write a chunk."""
+    return [index for index, op in plan if chunk in (*op.reads, *op.writes)]
+
+
+def implied_order(plan: Plan, flow: Dataflow) -> list[int]:
+    """For each operation, a bit for each other that must have ended before it: by its stream or by its waits."""
+    latest: dict[str, int] = {}
+    before = []
+    for index, op in plan:
+        direct = [other for _, other in flow.waits[index]]
+        direct += [latest[op.stream]] if op.stream in latest else []
+        before.append(0)
+        for other in direct:
+            before[index] |= before[other] | 1 << other
+        latest[op.stream] = index
+    return before
+
+
+@given(plans())
+def test_waits_point_backwards_at_other_streams(planned: Planned) -> None:
+    plan = planned.plan
+    for index, waits in enumerate(dataflow(plan).waits):
+        assert len({stream for stream, _ in waits}) == len(waits)
+        for stream, other in waits:
+            assert other < index
+            assert stream == plan.ops[other].stream != plan.ops[index].stream
+
+
+@given(plans())
+def test_waits_order_every_conflict(planned: Planned) -> None:
+    """Two operations of which one writes what the other uses, or whose chunks share a buffer, never overlap."""
+    plan = planned.plan
+    flow = dataflow(plan)
+    before = implied_order(plan, flow)
+    for second, op in plan:
+        for first in range(second):
+            other = plan.ops[first]
+            if {*op.writes} & {*other.reads, *other.writes} or {*op.reads} & {*other.writes}:
+                assert before[second] >> first & 1, f"{other} ({first}) may still run when {op} ({second}) does"
+    for index, slot in flow.slots.items():
+        for earlier, same in flow.slots.items():
+            if earlier < index and same == slot:
+                for user in uses(plan, plan.ops[earlier].recv):
+                    assert user < index and before[index] >> user & 1, f"operation {user} may still use {slot}"
+
+
+@given(plans())
+def test_slots_are_never_shared_by_chunks_alive_at_once(planned: Planned) -> None:
+    plan = planned.plan
+    flow = dataflow(plan)
+    assert set(flow.slots) == {index for index, op in plan if isinstance(op, Pass)}
+    lives: dict[int, list[tuple[int, int]]] = {}
+    for index, slot in flow.slots.items():
+        chunk = plan.ops[index].recv
+        assert (slot.tensor, slot.arriving) == (chunk.tensor, bool(chunk.stage.value))
+        lives.setdefault(slot.number, []).append((index, max(uses(plan, chunk))))
+    for spans in lives.values():
+        for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
+            assert end < start
+
+
+@given(plans())
+def test_no_more_slots_than_chunks_alive_at_once(planned: Planned) -> None:
+    """The buffers of a tensor are as few as its received chunks that are alive at one time."""
+    plan = planned.plan
+    flow = dataflow(plan)
+    kinds = {(slot.tensor, slot.arriving) for slot in flow.slots.values()}
+    for kind in kinds:
+        received = [i for i, slot in flow.slots.items() if (slot.tensor, slot.arriving) == kind]
+        spans = [(i, max(uses(plan, plan.ops[i].recv))) for i in received]
+        most = max(sum(start <= now <= end for start, end in spans) for now in range(len(plan.ops)))
+        assert len({flow.slots[i] for i in received}) == most
+
+
+@given(plans())
+def test_lifetimes(planned: Planned) -> None:
+    plan = planned.plan
+    flow = dataflow(plan)
+    chunks = {chunk for op in plan.ops for chunk in (*op.reads, *op.writes)} | {*plan.inputs, *plan.outputs}
+    assert set(flow.first_use) == set(flow.last_use) == chunks
+    for chunk in chunks:
+        used = uses(plan, chunk)
+        assert flow.first_use[chunk] == (0 if chunk in plan.inputs else min(used))
+        to_the_end = chunk in (*plan.inputs, *plan.outputs)
+        assert flow.last_use[chunk] == (len(plan.ops) if to_the_end else max(used))
+
+
+@pytest.mark.parametrize("n", range(1, 17))
+def test_ring_forward_needs_two_receive_buffers(n: int) -> None:
+    """One chunk is computed with while the next one arrives; a single hop needs just one."""
+    ring = all_methods(n)[0]
+    plan = ring.plan(small_problem(n), "forward", COMPUTE_BOUND)
+    assert len(set(dataflow(plan).slots.values())) == min(n - 1, 2)
+
+
+def tiny(*ops: Pass | Attend) -> Plan:
+    q, kv, o = chunks()
+    steps = Steps()
+    steps.next()
+    steps.do(*ops)
+    return steps.plan("forward", 3, (q, kv), (o,))
+
+
+def chunks() -> tuple[Chunk, Chunk, Chunk]:
+    ring = Group(1, 3)
+    return Chunk("q", 0, ring), Chunk("kv", 0, ring), Chunk("o", 0, ring)
+
+
+def test_a_chunk_received_again_waits_for_its_readers() -> None:
+    q, kv, o = chunks()
+    hop = receive_next(kv, 0, "kv")
+    flow = dataflow(tiny(hop, Attend(q, kv.at(1), o), hop))
+    assert flow.slots[0] == flow.slots[2]
+    assert flow.waits == ((), (("kv", 0),), (("blocks", 1),))
+
+
+def test_errors_name_the_operation() -> None:
+    q, kv, o = chunks()
+    own, other = Attend(q, kv, o), Attend(q, kv.at(1), o)
+    with pytest.raises(PlanError, match=r"operation 1, Attend q#0 x kv#1 into o#0: reads kv#1 before"):
+        dataflow(tiny(own, other, receive_next(kv, 0, "kv")))
+    with pytest.raises(PlanError, match=r"operation 0, Pass\[kv\] kv#1 -> -1, kv#2 <- \+1: reads kv#1 before"):
+        dataflow(tiny(receive_next(kv, 1, "kv"), own))
+    over_own = replace(receive_next(kv, 0, "kv"), recv=kv)
+    with pytest.raises(PlanError, match=r"operation 1, Pass.* receives over kv#0, which the rank has already"):
+        dataflow(tiny(own, over_own))
+    with pytest.raises(PlanError, match="never computes its output o#0"):
+        dataflow(tiny(receive_next(kv, 0, "kv")))
+
+
+@pytest.mark.xfail(strict=True, reason="an input counts as first used by operation 0, not before it")
+def test_first_operation_may_not_receive_over_an_input() -> None:
+    q, kv, o = chunks()
+    over_own = replace(receive_next(kv, 0, "kv"), recv=kv)
+    with pytest.raises(PlanError, match=r"operation 0, Pass.* receives over kv#0, which the rank has already"):
+        dataflow(tiny(over_own, Attend(q, kv, o)))

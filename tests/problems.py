@@ -1,0 +1,56 @@
+"""Problems, methods and costs for the tests of plans, and hypothesis strategies that draw them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from methods import build
+from methods.mesh import tiles
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Plan, Problem
+
+
+def small_problem(n: int, layout: str = "striped", *, causal: bool = True) -> Problem:
+    """A problem of two tokens a rank, for plans whose tensors don't matter."""
+    return Problem(n=n, seqlen=2 * n, heads=4, kv_heads=2, head_dim=8, causal=causal, layout=LAYOUTS[layout])
+
+
+def all_methods(n: int) -> list[Method]:
+    """Ring, and every tile of mesh."""
+    return [build("ring", {}), *(build("mesh", {"tile": tile}) for tile in tiles(n))]
+
+
+class Planned(NamedTuple):
+    """A plan and the problem it is for."""
+
+    plan: Plan
+    problem: Problem
+
+
+def cost_profiles() -> st.SearchStrategy[CostProfile]:
+    """Machines on which one hop takes from nothing to several blocks, other for each tensor and group."""
+    speeds = st.sampled_from([50.0, 100.0, 300.0, 1e9])
+    latencies = st.sampled_from([0.0, 0.5, 1.5, 4.0])
+    block_s = st.sampled_from([0.3, 1.0, 2.0])
+    return st.builds(
+        CostProfile,
+        forward_block_s=block_s,
+        backward_block_s=block_s,
+        node_size=st.sampled_from([1, 2, 3, 4, 8]),
+        intra_latency_s=latencies,
+        intra_bytes_per_s=speeds,
+        inter_latency_s=latencies,
+        inter_bytes_per_s=speeds,
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, min_n: int = 1, max_n: int = 16) -> Planned:
+    """The plan of any method, tile, layout, mask, phase and cost profile."""
+    n = draw(st.integers(min_n, max_n))
+    problem = small_problem(n, draw(st.sampled_from(sorted(LAYOUTS))), causal=draw(st.booleans()))
+    options = {"tile": draw(st.sampled_from(tiles(n))), "lanes": draw(st.sampled_from(["one", "each"]))}
+    method = draw(st.sampled_from([build("ring", {}), build("mesh", options)]))
+    costs = draw(st.just(COMPUTE_BOUND) | cost_profiles())
+    return Planned(method.plan(problem, draw(st.sampled_from(PHASES)), costs), problem)

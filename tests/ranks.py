@@ -1,0 +1,57 @@
+"""The rank processes that all tests of a session share. Imported inside the ranks too, so it stays light."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sp_bench.measure.pool import RankFailure, RankPool, report
+
+WORLD = 9
+"""Ranks of the shared pool: enough for the Mesh paper's 3 x 3 example."""
+
+SIZES = (1, 2, 3, 4, 6, 8, 9)
+"""The group sizes that are run."""
+
+
+class Ranks:
+    """One RankPool of WORLD ranks, started at its first use and again after a test has ended it."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self._timeout_s = timeout_s
+        self._pool: RankPool | None = None
+
+    def run(self, function: Callable, *args: object) -> list[Any]:
+        """function(*args) on every rank. A failure carries the last case that rank 0 reported."""
+        if self._pool is None or not self._pool.alive:
+            self.close()
+            self._pool = RankPool(WORLD, timeout_s=self._timeout_s)
+        reported: list[object] = []
+        try:
+            return self._pool.run(function, *args, progress=reported.append)
+        except RankFailure as failure:
+            failure.add_note(f"the last case begun: {reported[-1] if reported else 'none'}")
+            raise
+
+    def close(self) -> None:
+        """End the ranks, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+_groups: dict[int, Any] = {}
+
+
+def group_of(n: int, case: object) -> Any:
+    """Inside a rank: the gloo group of ranks 0 .. n-1, made once, or None on the ranks beyond. All ranks must call it.
+
+    `case` is what the group is for, reported so that a failure can name it.
+    """
+    import torch.distributed as dist
+
+    if n not in _groups:
+        _groups[n] = dist.new_group(list(range(n)))
+    if dist.get_rank() == 0:
+        report(str(case))
+    return _groups[n] if dist.get_rank() < n else None

@@ -1,0 +1,244 @@
+"""What the ranks do in the tests of sp_bench.run. Imported inside the ranks: no pytest, no hypothesis.
+
+Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the whole sequence have S = n * tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from sp_bench import SequenceParallelAttention
+from sp_bench.plan import COMPUTE_BOUND, CostProfile
+from tests.ranks import group_of
+
+BATCH, HEADS, HEAD_DIM = 2, 4, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention on the first `n` ranks."""
+
+    n: int
+    method: str
+    tile: tuple[int, int] | None = None
+    lanes: str = ""
+    layout: str = "striped"
+    causal: bool = True
+    kv_heads: int = HEADS
+    dtype: str = "float64"
+    wire_dtype: str = ""
+    kernel: str = "auto"
+    tokens: int = 8
+    """Tokens of each rank."""
+    costs: CostProfile = COMPUTE_BOUND
+
+    def __str__(self) -> str:
+        shape = f"{self.tile[0]}x{self.tile[1]} " if self.tile else ""
+        words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
+        words += [f"heads={HEADS}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}"]
+        words += [f"lanes={self.lanes}"] if self.lanes else []
+        words += [f"wire={self.wire_dtype}"] if self.wire_dtype else []
+        words += [f"kernel={self.kernel}"] if self.kernel != "auto" else []
+        words += [str(self.costs)] if self.costs is not COMPUTE_BOUND else []
+        return " ".join(words)
+
+    def attention(self, group: dist.ProcessGroup | None) -> SequenceParallelAttention:
+        options: dict[str, object] = {"layout": self.layout}
+        options |= {"tile": self.tile} if self.tile else {}
+        options |= {"lanes": self.lanes} if self.lanes else {}
+        return SequenceParallelAttention(
+            self.method,
+            causal=self.causal,
+            group=group,
+            kernel=self.kernel,
+            wire_dtype=self.wire_dtype,
+            costs=self.costs,
+            **options,
+        )
+
+
+class Inputs(NamedTuple):
+    """Of the whole sequence, in the compute dtype."""
+
+    q_BSHD: Tensor
+    k_BSKD: Tensor
+    v_BSKD: Tensor
+    dout_BSHD: Tensor
+
+
+class Results(NamedTuple):
+    """Of the whole sequence or of one rank."""
+
+    out_BSHD: Tensor
+    dq_BSHD: Tensor
+    dk_BSKD: Tensor
+    dv_BSKD: Tensor
+
+
+class Difference(NamedTuple):
+    """One rank's share of a relative L2 error."""
+
+    error2: float
+    norm2: float
+    elements: int
+
+
+@lru_cache
+def inputs(seqlen: int, kv_heads: int, dtype: str, seed: int = 0) -> Inputs:
+    """Unit normal tensors, equal on all ranks."""
+    source = torch.Generator().manual_seed(1000 * seqlen + 10 * kv_heads + seed)
+    heads = (HEADS, kv_heads, kv_heads, HEADS)
+    tensors = (torch.randn(BATCH, seqlen, h, HEAD_DIM, generator=source, dtype=torch.float64) for h in heads)
+    return Inputs(*(x.to(getattr(torch, dtype)) for x in tensors))
+
+
+@lru_cache
+def reference(seqlen: int, kv_heads: int, dtype: str, causal: bool) -> Results:
+    """torch's own attention, from its parts and in fp64, on the whole sequence."""
+    q, k, v, dout = (x.double() for x in inputs(seqlen, kv_heads, dtype))
+    leaves = [x.requires_grad_() if x.requires_grad else x.clone().requires_grad_() for x in (q, k, v)]
+    q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(HEADS // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=causal).transpose(1, 2)
+    return Results(out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+
+def attend(attention: SequenceParallelAttention, full: Inputs) -> Results:
+    """Forward and backward of this rank's tokens."""
+    leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
+    out = attention(*leaves)
+    return Results(out.detach(), *torch.autograd.grad(out, leaves, attention.shard(full.dout_BSHD)))
+
+
+def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:
+    """For each case, how far this rank's out, dq, dk and dv are from the fp64 reference."""
+    found = {}
+    for case in cases:
+        if (group := group_of(case.n, case)) is None:
+            continue
+        seqlen, attention = case.n * case.tokens, case.attention(group)
+        got = attend(attention, inputs(seqlen, case.kv_heads, case.dtype))
+        wanted = reference(seqlen, case.kv_heads, case.dtype, case.causal)
+        found[case] = tuple(_difference(x, attention.shard(y)) for x, y in zip(got, wanted, strict=True))
+    return found
+
+
+def _difference(got: Tensor, wanted: Tensor) -> Difference:
+    assert got.shape == wanted.shape, f"{got.shape} instead of {wanted.shape}"
+    return Difference(float((got.double() - wanted).square().sum()), float(wanted.square().sum()), wanted.numel())
+
+
+def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
+    """For each case, the bytes that this rank had sent after the forward and after the backward."""
+    found = {}
+    for case in cases:
+        if (group := group_of(case.n, case)) is None:
+            continue
+        attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype)
+        leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
+        out = attention(*leaves)
+        after_forward = dict(attention.sent_bytes)
+        out.backward(attention.shard(full.dout_BSHD))
+        found[case] = (after_forward, dict(attention.sent_bytes))
+    return found
+
+
+def round_trip(cases: Sequence[Case]) -> dict[Case, tuple[list[int], bool, bool]]:
+    """For each case: this rank's positions; whether shard takes those tokens, and whether unshard undoes it."""
+    found = {}
+    for case in cases:
+        if (group := group_of(case.n, case)) is None:
+            continue
+        attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype).k_BSKD
+        positions, local = attention.positions(full.shape[1]), attention.shard(full)
+        back = attention.unshard(local.requires_grad_())
+        found[case] = (positions.tolist(), torch.equal(local, full[:, positions]), torch.equal(back, full))
+    return found
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same numbers in heads-first memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def differ_when_strided(case: Case) -> list[str]:
+    """The results that differ in any bit if the inputs and the gradient are not contiguous."""
+    if (group := group_of(case.n, case)) is None:
+        return []
+    attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype)
+    plain = attend(attention, full)
+    q, k, v, dout = (attention.shard(x) for x in full)
+    kv = torch.cat((k, v), dim=3).requires_grad_()
+    q = _strided(q).requires_grad_()
+    assert not q.is_contiguous()
+    out = attention(q, *kv.split(HEAD_DIM, dim=3))
+    dq, dkv = torch.autograd.grad(out, (q, kv), _strided(dout))
+    return _unequal(Results(out, dq, *dkv.split(HEAD_DIM, dim=3)), plain)
+
+
+def differ_with_broadcast_gradient(case: Case) -> list[str]:
+    """The same for the gradient of out.sum(), which has strides of zero."""
+    if (group := group_of(case.n, case)) is None:
+        return []
+    attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype)
+    plain = attend(attention, full._replace(dout_BSHD=torch.ones_like(full.dout_BSHD)))
+    leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
+    out = attention(*leaves)
+    return _unequal(Results(out, *torch.autograd.grad(out.sum(), leaves)), plain)
+
+
+def differ_when_repeated(case: Case, seqlens: Sequence[int]) -> list[str]:
+    """The results that differ in any bit if a shape comes again after others have used the module."""
+    if (group := group_of(case.n, case)) is None:
+        return []
+    attention, wrong = case.attention(group), []
+    first = [attend(attention, inputs(seqlen, case.kv_heads, case.dtype)) for seqlen in seqlens]
+    kept = [Results(*(x.clone() for x in results)) for results in first]
+    for seqlen, results, copy in zip(seqlens, first, kept, strict=True):
+        attend(attention, inputs(seqlen, case.kv_heads, case.dtype, seed=1))
+        again = attend(attention, inputs(seqlen, case.kv_heads, case.dtype))
+        fresh = attend(case.attention(group), inputs(seqlen, case.kv_heads, case.dtype))
+        wrong += [f"seqlen {seqlen}: {name}, again" for name in _unequal(again, copy)]
+        wrong += [f"seqlen {seqlen}: {name}, in a module of its own" for name in _unequal(fresh, copy)]
+        wrong += [f"seqlen {seqlen}: {name}, kept while others ran" for name in _unequal(results, copy)]
+    return wrong
+
+
+def differ_when_interleaved(case: Case) -> list[str]:
+    """The results that differ in any bit if two forwards come before their two backwards."""
+    if (group := group_of(case.n, case)) is None:
+        return []
+    attention, wrong = case.attention(group), []
+    both = [inputs(case.n * case.tokens, case.kv_heads, case.dtype, seed) for seed in (0, 1)]
+    plain = [attend(attention, full) for full in both]
+    leaves = [[attention.shard(x).requires_grad_() for x in full[:3]] for full in both]
+    outs = [attention(*three) for three in leaves]
+    for i in (0, 1):
+        gradients = torch.autograd.grad(outs[i], leaves[i], attention.shard(both[i].dout_BSHD))
+        wrong += [f"call {i}: {name}" for name in _unequal(Results(outs[i], *gradients), plain[i])]
+    return wrong
+
+
+def _unequal(got: Results, wanted: Results) -> list[str]:
+    pairs = zip(Results._fields, got, wanted, strict=True)
+    return [f"{name} on rank {dist.get_rank()}" for name, x, y in pairs if not torch.equal(x, y)]
+
+
+def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> str:
+    """What an attention of these shapes is refused with."""
+    if (group := group_of(case.n, case)) is None:
+        return ""
+    try:
+        case.attention(group)(torch.zeros(q_shape), torch.zeros(k_shape), torch.zeros(k_shape))
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"

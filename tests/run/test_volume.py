@@ -1,0 +1,139 @@
+"""The bytes that the run path counts, against the closed forms of the papers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from methods import build
+from methods.mesh import tiles
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
+from tests.ranks import SIZES, Ranks
+from tests.run import jobs
+from tests.run.jobs import BATCH, HEAD_DIM, HEADS, Case
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+LSE_BYTES = 4
+Volume = Mapping[tuple[str, str, str], int]
+"""Bytes by (lane, tensor, field)."""
+
+
+def closed_form(case: Case) -> tuple[Volume, Volume]:
+    """What each rank sends forward and backward. Mesh-Attention, section 3.8; Ring is its tile 1 x n."""
+    a, b = case.tile or (1, case.n)
+    rows = BATCH * case.tokens
+    compute, wire = ELEMENT_BYTES[case.dtype], ELEMENT_BYTES[case.wire_dtype or case.dtype]
+    q, k = rows * HEADS * HEAD_DIM, rows * case.kv_heads * HEAD_DIM
+    lse = rows * HEADS * LSE_BYTES
+    gathered_kv = {("kv", "k"): (b - 1) * k * compute, ("kv", "v"): (b - 1) * k * compute}
+    forward = gathered_kv | {
+        ("q", "q"): (a - 1) * q * compute,
+        ("o", "out"): (a - 1) * q * wire,
+        ("o", "lse"): (a - 1) * lse,
+    }
+    backward = gathered_kv | {
+        **{("odoq", field): (a - 1) * q * compute for field in ("q", "out", "dout")},
+        ("odoq", "lse"): (a - 1) * lse,
+        ("dq", "dq"): (a - 1) * q * wire,
+        ("dkv", "dk"): (b - 1) * k * wire,
+        ("dkv", "dv"): (b - 1) * k * wire,
+    }
+
+    def on_lanes(volume: dict[tuple[str, str], int]) -> Volume:
+        one_lane = case.method == "mesh" and case.lanes != "each"
+        return {("rings" if one_lane else t, t, f): count for (t, f), count in volume.items() if count}
+
+    return on_lanes(forward), on_lanes(backward)
+
+
+def count(ranks: Ranks, cases: Iterable[Case]) -> dict[Case, list[tuple[Volume, Volume]]]:
+    """(forward, backward) of each rank of each case."""
+    wanted = list(cases)
+    answers = ranks.run(jobs.find_sent, wanted)
+    return {
+        case: [(sent, dict(Counter(total) - Counter(sent))) for sent, total in (a[case] for a in answers[: case.n])]
+        for case in wanted
+    }
+
+
+def total_bytes(volume: Volume, *, statistics: bool) -> int:
+    """All payload, or all statistics."""
+    return sum(n_bytes for (_, _, field), n_bytes in volume.items() if (field == "lse") == statistics)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_every_lane_tensor_and_field_is_the_closed_form(ranks: Ranks, n: int) -> None:
+    shapes = [Case(n=n, method="mesh", tile=tile, tokens=3) for tile in tiles(n)]
+    cases = [
+        replace(shape, kv_heads=kv_heads, dtype=dtype)
+        for shape in (Case(n=n, method="ring", tokens=3), *shapes)
+        for kv_heads in (HEADS, 1)
+        for dtype in ELEMENT_BYTES
+    ]
+    cases += [replace(shape, lanes="each", kv_heads=2, dtype="bfloat16", wire_dtype="float32") for shape in shapes]
+    wrong = [
+        f"{case}, rank {rank}: {phase} {sent} instead of {expected}"
+        for case, by_rank in count(ranks, cases).items()
+        for rank, both in enumerate(by_rank)
+        for phase, sent, expected in zip(PHASES, both, closed_form(case), strict=True)
+        if sent != expected
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_masks_and_layouts_do_not_change_the_volume(ranks: Ranks) -> None:
+    variants = [Case(n=6, method="mesh", tile=(2, 3), dtype="float32"), Case(n=6, method="ring", dtype="float32")]
+    cases = [
+        replace(v, layout=layout, causal=causal) for v in variants for layout in LAYOUTS for causal in (True, False)
+    ]
+    for case, by_rank in count(ranks, cases).items():
+        assert by_rank == [closed_form(case)] * case.n, case
+
+
+def test_nine_ranks_send_72_units_where_ring_sends_144(ranks: Ranks) -> None:
+    """Mesh-Attention, sections 1 and 3.2: a unit is one Q chunk, over all ranks, without the lse."""
+    mesh = Case(n=9, method="mesh", tile=(3, 3), dtype="bfloat16")
+    ring = Case(n=9, method="ring", dtype="bfloat16")
+    unit = BATCH * mesh.tokens * HEADS * HEAD_DIM * 2
+    volumes = count(ranks, [mesh, ring])
+    for case, units in ((mesh, 72), (ring, 144)):
+        assert sum(total_bytes(forward, statistics=False) for forward, _ in volumes[case]) == units * unit
+    # Two hops of O forward and two of OdOQ backward bring an lse each, a number for each row and head.
+    lse = BATCH * mesh.tokens * HEADS * LSE_BYTES
+    for forward, backward in volumes[mesh]:
+        assert total_bytes(forward, statistics=True) == total_bytes(backward, statistics=True) == 2 * lse
+    assert all(total_bytes(volume, statistics=True) == 0 for both in volumes[ring] for volume in both)
+
+
+def planned_payload(method: str, problem: Problem, phase: str, **options: object) -> int:
+    """Bytes that each rank sends by the plan, without statistics."""
+    plan = build(method, options).plan(problem, phase, COMPUTE_BOUND)
+    sent = [op.send.tensor for op in plan.ops if isinstance(op, Pass) and op.send]
+    return sum(problem.chunk_bytes(tensor, wire=True) - problem.wire_statistic_bytes(tensor) for tensor in sent)
+
+
+def test_256_ranks_send_60_of_510_units() -> None:
+    problem = Problem(n=256, seqlen=256 * 8, heads=2, kv_heads=2, head_dim=4, layout=LAYOUTS["striped"])
+    unit = 8 * 2 * 4 * 2
+    assert planned_payload("mesh", problem, "forward", tile=(16, 16)) == 60 * unit
+    assert planned_payload("ring", problem, "forward") == 510 * unit
+    assert planned_payload("mesh", problem, "backward", tile=(16, 16)) == (4 * 15 + 4 * 15) * unit
+    assert planned_payload("ring", problem, "backward") == 4 * 255 * unit
+
+
+@pytest.mark.parametrize("n", [*range(1, 17), 64])
+def test_plans_send_what_their_method_says(n: int) -> None:
+    """Method.bytes_sent is the closed form that the records carry."""
+    problem = Problem(
+        n=n, seqlen=4 * n, heads=4, kv_heads=2, head_dim=8, wire_dtype="float32", layout=LAYOUTS["zigzag"]
+    )
+    for method in (build("ring", {}), *(build("mesh", {"tile": tile}) for tile in tiles(n))):
+        for phase in PHASES:
+            plan = method.plan(problem, phase, COMPUTE_BOUND)
+            sent = Counter(op.send.tensor for op in plan.ops if isinstance(op, Pass) and op.send)
+            assert sent == Counter({tensor: c for tensor, c in method.chunks_sent(problem, phase).items() if c})
+            weights = (problem.chunk_bytes(tensor, wire=True) * c for tensor, c in sent.items())
+            assert method.bytes_sent(problem, phase) == sum(weights)

@@ -1,0 +1,359 @@
+"""The flow simulator against an exact reference of another structure, closed forms and conservation laws."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sp_bench.simulate import _flows_numba as kernel
+from sp_bench.simulate.flows import Engine, TaskGraph, Timing, solve
+
+ENGINES = [
+    "python",
+    pytest.param("numba", marks=pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")),
+]
+RELATIVE = 1e-9
+
+
+@dataclass(frozen=True)
+class Task:
+    delay_s: float = 0.0
+    bytes: float = 0.0
+    path: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    cap: float = float("inf")
+
+
+def graph_of(tasks: Sequence[Task], link_bytes_per_s: Iterable[float]) -> TaskGraph:
+    return TaskGraph(
+        delay_s=np.array([t.delay_s for t in tasks], float),
+        flow_bytes=np.array([t.bytes for t in tasks], float),
+        path_start=np.cumsum([0] + [len(t.path) for t in tasks]),
+        path_links=np.array([link for t in tasks for link in t.path], np.int32),
+        dep_start=np.cumsum([0] + [len(t.after) for t in tasks]),
+        dep_tasks=np.array([other for t in tasks for other in t.after], np.int32),
+        rate_cap=np.array([t.cap for t in tasks], float),
+        link_bytes_per_s=np.array(list(link_bytes_per_s), float),
+    )
+
+
+def fair_rates(tasks: Sequence[Task], active: Sequence[int], link_rates: Sequence[Fraction]) -> dict[int, Fraction]:
+    """Textbook progressive filling: raise all unfrozen flows by the largest equal step, freeze, repeat."""
+    rates = dict.fromkeys(active, Fraction(0))
+    rising = set(active)
+    while rising:
+        spare = list(link_rates)
+        crossings = [0] * len(spare)
+        for flow in active:
+            for link in tasks[flow].path:
+                spare[link] -= rates[flow]
+                crossings[link] += flow in rising
+        capped = [flow for flow in rising if tasks[flow].cap != float("inf")]
+        steps = [spare[link] / n for link, n in enumerate(crossings) if n]
+        steps += [Fraction(tasks[flow].cap) - rates[flow] for flow in capped]
+        step = min(steps)
+        full = {link for link, n in enumerate(crossings) if n and spare[link] == n * step}
+        for flow in rising:
+            rates[flow] += step
+        rising -= {flow for flow in rising if full.intersection(tasks[flow].path)}
+        rising -= {flow for flow in capped if rates[flow] == Fraction(tasks[flow].cap)}
+    return rates
+
+
+def exact_finish_s(tasks: Sequence[Task], link_bytes_per_s: Sequence[float]) -> list[float]:
+    """Step from event to event in rational numbers, with every rate found anew at each."""
+    link_rates = [Fraction(rate) for rate in link_bytes_per_s]
+    now = Fraction(0)
+    waiting = set(range(len(tasks)))
+    timers: dict[int, Fraction] = {}
+    draining: dict[int, Fraction] = {}
+    finish: dict[int, Fraction] = {}
+    while waiting or timers or draining:
+        for task in [t for t in waiting if all(other in finish for other in tasks[t].after)]:
+            waiting.remove(task)
+            timers[task] = Fraction(tasks[task].delay_s)
+        rates = fair_rates(tasks, list(draining), link_rates)
+        step = min([*timers.values(), *(left / rates[flow] for flow, left in draining.items())])
+        now += step
+        draining = {flow: left - rates[flow] * step for flow, left in draining.items()}
+        timers = {task: left - step for task, left in timers.items()}
+        for flow in [f for f, left in draining.items() if left == 0]:
+            del draining[flow]
+            finish[flow] = now
+        for task in [t for t, left in timers.items() if left == 0]:
+            del timers[task]
+            if tasks[task].bytes > 0:
+                draining[task] = Fraction(tasks[task].bytes)
+            else:
+                finish[task] = now
+    return [float(finish[task]) for task in range(len(tasks))]
+
+
+# Coarse values make ties, fine ones make irregular times: both have to come up.
+durations = st.one_of(st.sampled_from([0.0, 0.0, 1.0, 2.0]), st.floats(1e-6, 3.0))
+sizes = st.one_of(st.sampled_from([1.0, 2.0, 6.0]), st.floats(1e-3, 10.0))
+speeds = st.one_of(st.sampled_from([1.0, 2.0, 4.0]), st.floats(0.1, 5.0))
+
+
+@st.composite
+def random_dags(draw: st.DrawFn) -> tuple[list[Task], list[float]]:
+    link_rates = draw(st.lists(speeds, min_size=1, max_size=5))
+    links = st.integers(0, len(link_rates) - 1)
+    tasks: list[Task] = []
+    for task in range(draw(st.integers(1, 14))):
+        after = tuple(draw(st.lists(st.integers(0, task - 1), max_size=3))) if task else ()
+        if draw(st.integers(0, 3)) == 0:
+            tasks.append(Task(draw(durations), after=after))
+            continue
+        path = tuple(draw(st.lists(links, max_size=3)))
+        cap = draw(speeds) if not path or draw(st.booleans()) else float("inf")
+        tasks.append(Task(draw(durations), draw(sizes), path, after, cap))
+    # Ids in dependency order would hide a solver that relies on it.
+    order = draw(st.permutations(range(len(tasks))))
+    place = {old: new for new, old in enumerate(order)}
+    shuffled = [tasks[old] for old in order]
+    return [Task(t.delay_s, t.bytes, t.path, tuple(place[o] for o in t.after), t.cap) for t in shuffled], link_rates
+
+
+def permutation_rounds(seed: int, ranks: int, rounds: int, ranks_per_link: int) -> tuple[list[Task], list[float]]:
+    """Irregular sends along random permutations, each after its rank's send and receive of the round before."""
+    rng = np.random.default_rng(seed)
+    nodes = ranks // ranks_per_link
+    tasks: list[Task] = []
+    before: list[tuple[int, ...]] = [() for _ in range(ranks)]
+    for _ in range(rounds):
+        targets = rng.permutation(ranks)
+        sent = list(range(len(tasks), len(tasks) + ranks))
+        for rank, target in enumerate(targets):
+            path = (rank // ranks_per_link, nodes + int(target) // ranks_per_link)
+            cap = float(rng.choice([0.7, np.inf]))
+            tasks.append(Task(float(rng.uniform(0, 0.1)), float(rng.uniform(0.1, 2)), path, before[rank], cap))
+        before = [(sent[rank], sent[int(np.argwhere(targets == rank)[0, 0])]) for rank in range(ranks)]
+    return tasks, [float(rate) for rate in rng.uniform(0.5, 2, 2 * nodes)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=150, deadline=None)
+@given(case=random_dags())
+def test_random_graphs_agree_with_the_exact_reference(engine: Engine, case: tuple[list[Task], list[float]]) -> None:
+    timing = solve(graph_of(*case), engine)
+    exact = exact_finish_s(*case)
+    np.testing.assert_allclose(timing.finish_s, exact, rtol=RELATIVE, atol=0)
+    starts = [max((exact[other] for other in task.after), default=0.0) for task in case[0]]
+    np.testing.assert_allclose(timing.start_s, starts, rtol=RELATIVE, atol=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("ranks_per_link", [1, 4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_irregular_permutations_agree_with_the_exact_reference(engine: Engine, ranks_per_link: int, seed: int) -> None:
+    case = permutation_rounds(seed, ranks=8, rounds=4, ranks_per_link=ranks_per_link)
+    exact = exact_finish_s(*case)
+    timing = solve(graph_of(*case), engine)
+    np.testing.assert_allclose(timing.finish_s, exact, rtol=RELATIVE, atol=0)
+    assert timing.makespan_s == pytest.approx(max(exact), rel=RELATIVE)
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_both_engines_give_the_same_bits() -> None:
+    for seed in range(3):
+        graph = graph_of(*permutation_rounds(seed, ranks=32, rounds=12, ranks_per_link=4))
+        python, numba = solve(graph, "python"), solve(graph, "numba")
+        np.testing.assert_array_equal(python.finish_s, numba.finish_s)
+        np.testing.assert_array_equal(python.start_s, numba.start_s)
+
+
+def assert_within_capacity(tasks: Sequence[Task], link_rates: Sequence[float], timing: Timing) -> None:
+    """In no span of time may a link carry more than its rate allows."""
+    join = timing.start_s + [t.delay_s for t in tasks]
+    for link, rate in enumerate(link_rates):
+        users = [i for i, t in enumerate(tasks) if link in t.path]
+        load = np.array([tasks[i].bytes * tasks[i].path.count(link) for i in users])
+        for begin in join[users]:
+            for end in timing.finish_s[users]:
+                inside = (join[users] >= begin) & (timing.finish_s[users] <= end)
+                assert load[inside].sum() <= rate * (end - begin) * (1 + RELATIVE) or not inside.any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=st.one_of(random_dags(), st.builds(permutation_rounds, st.integers(0, 99), *map(st.just, (8, 6, 2)))))
+def test_nothing_is_faster_than_its_links_allow(case: tuple[list[Task], list[float]]) -> None:
+    tasks, link_rates = case
+    timing = solve(graph_of(*case), "python")
+    for task, start, finish in zip(tasks, timing.start_s, timing.finish_s, strict=True):
+        narrowest = min([task.cap, *(link_rates[link] / task.path.count(link) for link in task.path)])
+        assert finish >= (start + task.delay_s + task.bytes / narrowest) * (1 - RELATIVE)
+    assert_within_capacity(tasks, link_rates, timing)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_flows_of_unlike_latency_share_fairly(engine: Engine) -> None:
+    # Alone for 1..4 s, the first moves 6 of its 10 bytes at 2 B/s; then both run at 1 B/s until it ends at 8 s, when
+    # the second has 6 of its 10 bytes left for 2 B/s.
+    graph = graph_of([Task(1.0, 10.0, (0,)), Task(4.0, 10.0, (0,))], [2.0])
+    np.testing.assert_allclose(solve(graph, engine).finish_s, [8.0, 11.0], rtol=1e-15)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bandwidth_a_flow_cannot_use_goes_to_the_others(engine: Engine) -> None:
+    # Link 0 has 9 B/s for a capped flow (1), a flow held to 2 by link 1, and one which takes the other 6.
+    tasks = [Task(bytes=10.0, path=(0,), cap=1.0), Task(bytes=20.0, path=(0, 1)), Task(bytes=60.0, path=(0,))]
+    np.testing.assert_allclose(solve(graph_of(tasks, [9.0, 2.0]), engine).finish_s, 10.0, rtol=1e-15)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_flow_without_links_runs_at_its_cap(engine: Engine) -> None:
+    timing = solve(graph_of([Task(1.0, 6.0, cap=2.0), Task(0.5, after=(0, 0))], []), engine)
+    assert timing.start_s.tolist() == [0.0, 4.0]
+    assert timing.finish_s.tolist() == [4.0, 4.5]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_close_but_distinct_instants_stay_distinct(engine: Engine) -> None:
+    # The first flow has the link to itself for 1e-8 s, and both then share it to the end.
+    late = 1.0 + 1e-8
+    timing = solve(graph_of([Task(1.0, 1.0, (0,)), Task(late, 1.0, (0,))], [1.0]), engine)
+    np.testing.assert_allclose(timing.finish_s, [late + 2 * (1.0 - 1e-8), 3.0], rtol=1e-15)
+
+
+def test_ends_that_differ_by_rounding_share_one_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = [float(rate) for rate in np.random.default_rng(0).uniform(1.0, 2.0, 64)]
+    graph = graph_of([Task(0.1, 0.3 * rate, (link,)) for link, rate in enumerate(rates)], rates)
+    solves = []
+    fill = kernel._fill
+    monkeypatch.setattr(kernel, "_fill", lambda *arguments: solves.append(fill(*arguments)))
+    timing = solve(graph, "python")
+    assert len(set(timing.finish_s)) > 1
+    assert len(solves) == 2  # one as they join, one as they leave
+
+
+def ring_tasks(ranks: int, steps: int, block_bytes: float, latency_s: float, compute_s: float) -> list[Task]:
+    """Task 2 * (step * ranks + rank) is a rank's send to its right neighbour in a step, the next one its computation.
+
+    A send waits for the rank's send and receive of the step before; the computation runs beside it, on the block that
+    the rank then holds, after the computation before. The block received last is not computed on.
+    """
+    tasks = []
+    for step in range(steps):
+        for rank in range(ranks):
+            right, left = (rank + 1) % ranks, (rank - 1) % ranks
+            own, received = 2 * ((step - 1) * ranks + rank), 2 * ((step - 1) * ranks + left)
+            path = (rank, ranks + right)
+            tasks.append(Task(latency_s, block_bytes, path, (own, received) if step else ()))
+            tasks.append(Task(compute_s, after=(own + 1, received) if step else ()))
+    return tasks
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("compute_s", "makespan_s"), [(100e-6, 43.8019008e-3), (300e-6, 76.5e-3)])
+def test_a_ring_of_256_takes_the_longer_of_transfer_and_compute(
+    engine: Engine, compute_s: float, makespan_s: float
+) -> None:
+    # 255 x (4 us + 8 MiB / 50 GB/s = 171.77216 us) = 43.8019008 ms hides 100 us of computation, and 300 us hide it.
+    graph = graph_of(ring_tasks(256, 255, 8 * 2.0**20, 4e-6, compute_s), [50e9] * 512)
+    timing = solve(graph, engine)
+    assert timing.makespan_s == pytest.approx(makespan_s, rel=1e-12)
+    sends = timing.finish_s[::2].reshape(255, 256)
+    np.testing.assert_allclose(sends, np.arange(1, 256)[:, None] * np.full(256, 171.77216e-6), rtol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_empty_graph_takes_no_time(engine: Engine) -> None:
+    assert solve(graph_of([], []), engine).makespan_s == 0.0
+
+
+def test_the_callers_arrays_stay_as_they_were() -> None:
+    graph = graph_of(*permutation_rounds(0, ranks=8, rounds=2, ranks_per_link=2))
+    before = {name: value.copy() for name, value in vars(graph).items()}
+    first, second = solve(graph, "python"), solve(graph, "python")
+    np.testing.assert_array_equal(first.finish_s, second.finish_s)
+    for name, value in before.items():
+        np.testing.assert_array_equal(getattr(graph, name), value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cycle_is_named(engine: Engine) -> None:
+    tasks = [Task(1.0), Task(1.0, after=(0, 2)), Task(1.0, after=(1,)), Task(1.0, after=(2,))]
+    with pytest.raises(ValueError, match=r"dependency cycle: 3 tasks never start.*: 1, 2, 3$"):
+        solve(graph_of(tasks, []), engine)
+
+
+VALID: dict[str, Any] = dict(
+    delay_s=[1.0, 0.5],
+    flow_bytes=[0.0, 8.0],
+    path_start=[0, 0, 1],
+    path_links=[0],
+    dep_start=[0, 0, 1],
+    dep_tasks=[0],
+    rate_cap=[np.inf, np.inf],
+    link_bytes_per_s=[4.0],
+)
+
+
+def test_lists_are_taken_as_arrays() -> None:
+    assert solve(TaskGraph(**VALID), "python").finish_s.tolist() == [1.0, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(delay_s=[1.0, -2.5]), r"delay_s\[1\] is -2.5: must be finite and not negative"),
+        (dict(delay_s=[np.nan, 0.5]), r"delay_s\[0\] is nan"),
+        (dict(delay_s=[[1.0, 0.5]]), r"delay_s has shape \(1, 2\)"),
+        (dict(delay_s=["1", "2"]), r"delay_s has type <U1"),
+        (dict(flow_bytes=[0.0, -8.0]), r"flow_bytes\[1\] is -8.0"),
+        (dict(flow_bytes=[0.0, np.inf]), r"flow_bytes\[1\] is inf"),
+        (dict(flow_bytes=[0.0]), "flow_bytes has 1 entries: must have 2"),
+        (dict(flow_bytes=[0.0, 0.0]), r"flow_bytes\[1\] is 0.0: a task without bytes must have no path"),
+        (dict(rate_cap=[np.inf, 0.0]), r"rate_cap\[1\] is 0.0: must be positive"),
+        (dict(rate_cap=[np.inf, np.nan]), r"rate_cap\[1\] is nan"),
+        (dict(path_start=[0, 0, 0], path_links=[]), r"rate_cap\[1\] is inf: a flow without a path needs a finite cap"),
+        (dict(link_bytes_per_s=[-4.0]), r"link_bytes_per_s\[0\] is -4.0: must be finite and positive"),
+        (dict(link_bytes_per_s=[0.0]), r"link_bytes_per_s\[0\] is 0.0"),
+        (dict(link_bytes_per_s=[np.inf]), r"link_bytes_per_s\[0\] is inf"),
+        (dict(path_links=[1]), r"path_links\[0\] is 1: must be an id from 0 to 0"),
+        (dict(path_links=[2**32]), r"path_links\[0\] is 4294967296"),
+        (dict(path_links=[0.5]), "path_links has type float64"),
+        (dict(path_start=[0, 1]), "path_start has 2 entries: must have 3"),
+        (dict(path_start=[0, 0, 2]), "path_start runs from 0 to 2: must be 0 to 1"),
+        (dict(path_start=[0, 2, 1]), r"path_start\[2\] is 1: must not decrease"),
+        (dict(dep_tasks=[-1]), r"dep_tasks\[0\] is -1: must be an id from 0 to 1"),
+        (dict(dep_start=[1, 1, 1]), "dep_start runs from 1 to 1: must be 0 to 1"),
+    ],
+)
+def test_invalid_graphs_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskGraph(**{**VALID, **changes})
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="engine is 'fast'"):
+        solve(graph_of([], []), "fast")  # type: ignore[arg-type]
+
+
+def test_the_python_engine_never_imports_numba() -> None:
+    script = """
+import sys
+from sp_bench.simulate.flows import TaskGraph, solve
+empty = dict.fromkeys(("delay_s", "flow_bytes", "path_links", "dep_tasks", "rate_cap", "link_bytes_per_s"), [])
+solve(TaskGraph(**empty, path_start=[0], dep_start=[0]), "python")
+print("numba" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.stdout.strip() == "False", ran.stderr
+
+
+def test_auto_does_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(kernel, "compiled_run", None)
+    assert solve(TaskGraph(**VALID), "auto").finish_s.tolist() == [1.0, 3.5]
