@@ -208,9 +208,8 @@ class Mesh(Method):
         shape = f"method.tile={self.tile}".replace(" ", "")
         rule, would_work = "must be auto or two integers [a,b] of at least 1", "method.tile=[2,2] would work on 4 ranks"
         if self.tile != "auto":
-            if isinstance(self.tile, str) or len(self.tile) != 2:
-                raise RequestError(shape, rule, would_work)
-            if any(type(side) is not int or side < 1 for side in self.tile):
+            sides = self.tile if isinstance(self.tile, list | tuple) else ()
+            if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
                 raise RequestError(shape, rule, would_work)
             object.__setattr__(self, "tile", tuple(self.tile))
         if self.lanes not in ("one", "each"):

@@ -77,23 +77,22 @@ def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
 def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bool) -> int:
     from sp_bench.cli.compose import Composer
 
-    composer = Composer(own)
-    configs = [composer.compose(point) for point in composer.points(overrides, sweep=sweep)]
-    if show_config:
-        import yaml
+    with Composer(own) as composer:
+        configs = [composer.compose(point) for point in composer.points(overrides, sweep=sweep)]
+        if show_config:
+            import yaml
 
-        print("---\n".join(yaml.safe_dump(config, sort_keys=False) for config in configs), end="")
-        return 0
+            print("---\n".join(yaml.safe_dump(config, sort_keys=False) for config in configs), end="")
+            return 0
+        baseline = None if sweep else composer.baseline(configs[0], overrides)
     from sp_bench.loggers import open_logger
 
     folder = _results_dir(configs[0]["results_dir"])
-    settings = {"dir": str(folder), **configs[0]["logger"]}
-    with open_logger(settings) as logger:
+    # The writer starts before the suite's own imports, so that it gets ready beside them.
+    with open_logger({"dir": str(folder), **configs[0]["logger"]}) as logger:
         from sp_bench.cli.session import run_point, run_sweep
 
-        code = (
-            run_sweep(configs, folder, logger) if sweep else run_point(configs[0], composer, overrides, folder, logger)
-        )
+        code = run_sweep(configs, folder, logger) if sweep else run_point(configs[0], baseline, folder, logger)
         if warning := logger.close():
             print(f"sp_bench: {warning}", file=sys.stderr)
     return code

@@ -23,7 +23,6 @@ from sp_bench.plan import (
     Pass,
     Plan,
     Problem,
-    Stage,
     dataflow,
 )
 
@@ -109,10 +108,10 @@ def blocks(plan: Plan, problem: Problem) -> np.ndarray:
     """Blocks that each rank computes, by q chunk below, equal to, above kv chunk: (n, 3)."""
     ranks = np.arange(problem.n)
     counts = np.zeros((problem.n, 3), np.int64)
-    for op in plan.ops:
-        if isinstance(op, Attend | AttendBackward):
-            q = op.q if isinstance(op, Attend) else op.odoq
-            counts[ranks, np.sign(q.owner(ranks) - op.kv.owner(ranks)) + 1] += 1
+    computed = [op for op in plan.ops if isinstance(op, Attend | AttendBackward)]
+    owner = {chunk: chunk.owner(ranks) for chunk in {c for op in computed for c in (op.q, op.kv)}}
+    for op in computed:
+        counts[ranks, np.sign(owner[op.q] - owner[op.kv]) + 1] += 1
     return counts
 
 
@@ -132,7 +131,7 @@ def peak_bytes(plan: Plan, problem: Problem) -> int:
     the outputs in the compute dtype. Workspace inside a kernel is not.
     """
     flow = dataflow(plan)
-    held = {chunk: problem.chunk_bytes(chunk.tensor, wire=chunk.stage is Stage.ARRIVING) for chunk in flow.first_use}
+    held = {chunk: problem.chunk_bytes(chunk.tensor, wire=chunk.is_arriving) for chunk in flow.first_use}
     received = {op.recv for op in plan.ops if isinstance(op, Pass)}
     fixed = sum(held[chunk] for chunk in plan.inputs)
     fixed += sum(problem.chunk_bytes(slot.tensor, wire=slot.arriving) for slot in set(flow.slots.values()))

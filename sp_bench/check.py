@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sp_bench.plan import Attend, AttendBackward, Chunk, Fold, Op, Pass, Plan, PlanError, Problem, Stage, dataflow
+from sp_bench.plan import Attend, AttendBackward, Chunk, Fold, Op, Pass, Plan, PlanError, Problem, dataflow
 
 Ranks = np.ndarray
 PARTIALS = ("o", "dq", "dkv")
@@ -80,7 +80,7 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
     partial = op.send.tensor in PARTIALS
-    if partial != (op.recv.stage is Stage.ARRIVING):
+    if partial != (op.recv.is_arriving):
         raise PlanError(f"{where}: {op.recv} is {'not ' if partial else ''}a buffer for arriving partials")
     if op.recv in facts.blocks and facts.blocks[op.recv].any():
         raise PlanError(f"{where}: {op.recv} is received over one that was not folded yet")

@@ -123,8 +123,12 @@ def is_fold(op: Op) -> bool:
     return isinstance(op, Fold)
 
 
+def is_arriving(chunk: Chunk) -> bool:
+    return chunk == chunk.arriving()
+
+
 def is_reduce(op: Op) -> bool:
-    return isinstance(op, Pass) and op.recv.arriving() == op.recv
+    return isinstance(op, Pass) and is_arriving(op.recv)
 
 
 def arrival(plan: Plan, chunk: Chunk) -> int:
@@ -138,9 +142,10 @@ def departure(plan: Plan, chunk: Chunk) -> int | None:
 
 
 def other_index(draw: st.DrawFn, chunk: Chunk) -> Chunk:
-    """The chunk with any other local index."""
+    """The same buffer of any other local index."""
     assume(chunk.home.size > 1)
-    return replace(chunk, index=(chunk.index + draw(st.integers(1, chunk.home.size - 1))) % chunk.home.size)
+    other = chunk.at(chunk.index + draw(st.integers(1, chunk.home.size - 1)))
+    return other.arriving() if is_arriving(chunk) else other
 
 
 @mutation
@@ -203,12 +208,13 @@ def change_shift(draw: st.DrawFn, plan: Plan) -> Broken:
 
 @mutation
 def change_group(draw: st.DrawFn, plan: Plan) -> Broken:
-    """A Q chunk travels along the KV group, or the other way round."""
-    groups = {chunk.home for chunk in plan.inputs if chunk.home.size > 1}
-    assume(len(groups) == 2)
+    """A Q chunk travels along the KV group, or any chunk along a group that is no one's."""
     index = pick(draw, plan, is_pass)
-    (other,) = groups - {plan.ops[index].group}
-    return with_changed(plan, index, group=other)
+    divisors = [d for d in range(1, plan.n + 1) if plan.n % d == 0]
+    groups = {Group(stride, size) for stride in divisors for size in divisors if plan.n % (stride * size) == 0}
+    groups = {group for group in groups if group.size > 1} - {plan.ops[index].group}
+    assume(groups)
+    return with_changed(plan, index, group=draw(st.sampled_from(sorted(groups, key=str))))
 
 
 @mutation
@@ -228,7 +234,7 @@ def receive_another_chunk(draw: st.DrawFn, plan: Plan) -> Broken:
 def send_partial_as_input(draw: st.DrawFn, plan: Plan) -> Broken:
     """A partial is received where only inputs are, and would never be folded."""
     index = pick(draw, plan, is_reduce)
-    held = replace(plan.ops[index].recv, stage=plan.ops[index].send.stage)
+    held = plan.ops[index].recv._replace(is_arriving=plan.ops[index].send.is_arriving)
     return replace(with_changed(plan, index, recv=held), culprit=None)
 
 
@@ -296,10 +302,11 @@ def swap_kv(draw: st.DrawFn, plan: Plan) -> Broken:
 @mutation
 def retarget_block(draw: st.DrawFn, plan: Plan) -> Broken:
     """Its output, or one of its gradients, goes to another chunk's accumulator."""
+    # What then has no block at all is named first.
     index = pick(draw, plan, is_block)
     op = plan.ops[index]
     field = "o" if isinstance(op, Attend) else draw(st.sampled_from(["dq", "dkv"]))
-    return with_changed(plan, index, **{field: other_index(draw, getattr(op, field))})
+    return replace(with_changed(plan, index, **{field: other_index(draw, getattr(op, field))}), culprit=None)
 
 
 @mutation
@@ -337,7 +344,7 @@ def assert_names_what_is_wrong(message: str, broken: Broken) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 @given(data=st.data())
 def test_broken_plans_are_refused(name: str, data: st.DataObject) -> None:
-    planned = data.draw(plans(max_n=9))
+    planned = data.draw(plans(min_n=2, max_n=9))
     check(*planned)
     broken = data.draw(st.composite(lambda draw: MUTATIONS[name](draw, planned.plan))())
     try:
@@ -388,9 +395,16 @@ def test_a_chunk_received_twice_is_wasteful_but_right() -> None:
 
 def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
     plan, _ = ring_of_three()
-    for n in (1, 2, 6, 9):
+    for n in (6, 9):
         with pytest.raises(PlanError):
             check(plan, small_problem(n, "contiguous", causal=False))
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="check takes for granted that groups tile the ranks")
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_groups_that_do_not_tile_the_ranks_are_refused(n: int) -> None:
+    with pytest.raises(PlanError):
+        check(ring_of_three()[0], small_problem(n, "contiguous", causal=False))
 
 
 def test_kinds_of_chunks_are_not_mixed_up() -> None:
@@ -404,3 +418,18 @@ def test_kinds_of_chunks_are_not_mixed_up() -> None:
         check(with_op(plan, 0, into_arriving), problem)
     with pytest.raises(PlanError, match=r"operation 5, Pass.*o#1 is not a buffer for arriving partials"):
         check(with_op(plan, 5, receive_next(o, 0, "o")), problem)
+
+
+@pytest.mark.xfail(strict=True, reason="check compares which tokens a chunk holds, not which tensor it is")
+@pytest.mark.parametrize(
+    ("phase", "changes"),
+    [("forward", {"q": "kv"}), ("forward", {"kv": "q"}), ("forward", {"o": "dq"}), ("backward", {"odoq": "kv"})],
+)
+def test_blocks_of_the_wrong_tensors_are_refused(phase: str, changes: dict[str, str]) -> None:
+    """Such a block would be attention of K to K, or leave its output where nobody looks for it."""
+    problem = small_problem(1)
+    plan = all_methods(1)[0].plan(problem, phase, COMPUTE_BOUND)
+    (block,) = plan.ops
+    wrong = replace(block, **{field: Chunk(tensor, 0, Group(1, 1)) for field, tensor in changes.items()})
+    with pytest.raises(PlanError, match="operation 0"):
+        check(replace(plan, ops=(wrong,), outputs=wrong.writes), problem)

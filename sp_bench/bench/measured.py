@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sp_bench import records
 from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.outcome import account_for, by_lane, rates_for
 from sp_bench.bench.request import Request
@@ -60,6 +62,7 @@ def measure_points(
 def _point(request: Request, choice: Choice, ranks: list[Measured]) -> tuple[Record, Choice | None, Samples | None]:
     record = request.record("ok")
     record.iters, record.warmup = request.iters, request.warmup
+    record.provenance = {**records.provenance(), "ranks_by_host": {platform.node(): list(range(request.problem.n))}}
     account_for(record, request, choice)
     errors = ranks[0].errors
     record.err_out, record.err_dq = errors.get("out"), errors.get("dq")

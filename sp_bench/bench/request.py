@@ -134,11 +134,12 @@ def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, 
     if mode == "simulate":
         return mode, "mode=simulate asks for it"
     if local:
-        return "measure", f"cluster=local is this machine: {gpus} processes on its CPU"
+        return "measure", "cluster=local is this machine, and ranks are processes on its CPU"
     here = gpus_here()
-    has = f"this machine has {here} GPU{'' if here == 1 else 's'}, and the point asks for {gpus} {cluster.device.name}"
+    has = f"this machine has {here} GPU{'' if here == 1 else 's'}"
     if mode == "measure":
-        raise RequestError(f"mode=measure on cluster={cluster.name}", has, "cluster=local or mode=simulate would work")
+        asks = f"{has}, and the point asks for {gpus} {cluster.device.name}"
+        raise RequestError(f"mode=measure on cluster={cluster.name}", asks, "cluster=local or mode=simulate would work")
     return "simulate", has
 
 

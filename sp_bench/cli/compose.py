@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 
 
 class Composer:
-    """conf/, and the user's own folder of the same form in front of it if there is one."""
+    """conf/, and the user's own folder of the same form beside it if there is one. A context manager, as Hydra's is."""
 
     def __init__(self, own: Path | None = None) -> None:
         """Raises RequestError if `own` is not a folder."""
@@ -29,8 +29,15 @@ class Composer:
                 f"--config-dir {own}", "is not a folder", "a folder with method/, cluster/ ... would work"
             )
         self._folders = [*([own.resolve()] if own else []), CONF]
-        initialize_config_dir(str(CONF), version_base="1.3").__enter__()
+        self._hydra = initialize_config_dir(str(CONF), version_base="1.3")
         self._search = [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
+
+    def __enter__(self) -> Composer:
+        self._hydra.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hydra.__exit__(None, None, None)
 
     def points(self, arguments: Sequence[str], *, sweep: bool) -> list[tuple[str, ...]]:
         """The overrides of each point. Methods vary fastest, so that those compared at one point are neighbours.
@@ -63,6 +70,16 @@ class Composer:
         assert isinstance(resolved, dict)
         return {str(key): value for key, value in resolved.items()}
 
+    def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
+        """The config of a point's baseline: the same point with another method at its defaults; None for no other."""
+        name = config["baseline"]
+        if name is None or name == config["method"]["name"]:
+            return None
+        if name not in self.choices("method"):
+            raise unknown("baseline", str(name), self.choices("method"))
+        kept = [o for o in overrides if o.partition("=")[0].partition(".")[0] != "method"]
+        return self.compose([*kept, f"method={name}"])
+
     def choices(self, group: str) -> list[str]:
         """The files of a config group."""
         return sorted({path.stem for folder in self._folders for path in (folder / group).glob("*.yaml")})
@@ -91,7 +108,8 @@ class Composer:
 
     @cache  # noqa: B019  # one composer a process
     def _top_keys(self) -> list[str]:
-        return [str(key) for key in compose("config")]
+        config = OmegaConf.load(CONF / "config.yaml")
+        return [str(key) for key in config if key != "defaults"] + self.groups()
 
     def _explained(self, overrides: Sequence[str], error: HydraException) -> RequestError:
         """The override that Hydra could not apply, with the keys that its group has."""

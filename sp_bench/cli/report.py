@@ -135,11 +135,21 @@ def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 
 def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
-    """How many times faster than the last of the outcomes."""
+    """How many times faster than the last of the outcomes; no ranking where their intervals overlap."""
     last = outcomes[-1].record
     if not record.step_ms_median or not last.step_ms_median:
         return "-"
-    return f"{last.step_ms_median / record.step_ms_median:.2f}x"
+    ratio = f"{last.step_ms_median / record.step_ms_median:.2f}x"
+    return f"{ratio}  (not told apart: the intervals overlap)" if _overlap(record, last) else ratio
+
+
+def _overlap(one: Record, other: Record) -> bool:
+    """Whether two measured records are not told apart."""
+    if one is other or one.step_ms_ci95_low is None or other.step_ms_ci95_low is None:
+        return False
+    assert one.step_ms_ci95_high is not None
+    assert other.step_ms_ci95_high is not None
+    return one.step_ms_ci95_low <= other.step_ms_ci95_high and other.step_ms_ci95_low <= one.step_ms_ci95_high
 
 
 def print_timeline(console: Console, outcome: Outcome) -> None:
@@ -194,7 +204,6 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
     best = _best(outcomes)
     for outcome in outcomes:
         record = outcome.record
-        status = record.status if record.status == "ok" else f"{record.status}: {record.error}"
         fastest = best.get(_problem(record))
         against = f"{record.step_ms_median / fastest:.2f}x" if record.step_ms_median and fastest else "-"
         table.add_row(
@@ -213,9 +222,13 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
             _share(record.exposed_comm_ms, record),
             amount(record.peak_mem_bytes_max),
             against,
-            status,
+            record.status,
         )
     console.print(table)
+    for record in (outcome.record for outcome in outcomes):
+        if record.status != "ok":
+            where = f"{record.method}, {record.gpus} GPUs, seqlen {tokens(record.seqlen)}"
+            console.print(f"{where}: {record.status}: {record.error}", highlight=False)
 
 
 SWEEP_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (

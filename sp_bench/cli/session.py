@@ -12,21 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sp_bench import records
 from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
-from sp_bench.bench.values import choice, whole
+from sp_bench.bench.values import whole
 from sp_bench.cli import report
-from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.loggers import Logger
 from sp_bench.records import Record
 
 
-def run_point(
-    config: Mapping[str, Any], composer: Composer, overrides: Sequence[str], folder: Path, logger: Logger
-) -> int:
+def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, folder: Path, logger: Logger) -> int:
     """One point beside its baseline. Raises RequestError if the point can't be served."""
     console = report.make_console()
     requests = [resolve(config)]
-    if baseline := _baseline(config, composer, overrides):
+    if baseline:
         try:
             requests.append(resolve(baseline))
         except RequestError as error:
@@ -61,16 +58,6 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
     return 0 if all(o.record.status in ("ok", "unsupported") for o in rows) else 1
 
 
-def _baseline(config: Mapping[str, Any], composer: Composer, overrides: Sequence[str]) -> dict[str, Any] | None:
-    """The config of the baseline: the same point with another method at its defaults."""
-    name = config["baseline"]
-    if name is None or name == config["method"]["name"]:
-        return None
-    choice("baseline", name, composer.choices("method"))
-    kept = [o for o in overrides if o.partition("=")[0].partition(".")[0] != "method"]
-    return composer.compose([*kept, f"method={name}"])
-
-
 def _reuse(config: Mapping[str, Any], *, sweep: bool) -> bool:
     """Whether finished points are taken from their records."""
     if config["reuse"] == "auto":
@@ -81,12 +68,17 @@ def _reuse(config: Mapping[str, Any], *, sweep: bool) -> bool:
 
 
 def _say_mode(console: Console, requests: Sequence[Request]) -> None:
-    """One line for each reason to simulate or measure."""
+    """What is measured and what is simulated, on what, and why: a line each."""
     for mode, why in dict.fromkeys((request.mode, request.why) for request in requests):
+        points = [request for request in requests if (request.mode, request.why) == (mode, why)]
+        counts = sorted({request.problem.n for request in points})
+        gpus = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        device = points[0].cluster.device.name
         if mode == "simulate":
-            text = f"[bold]Simulated[/bold], not measured: {why}. Kernel and link figures are those of conf/cluster."
+            text = f"[bold]Simulated[/bold], not measured: {why}, and asked for are {gpus} {device}. "
+            text += f"Link and kernel figures are those of cluster={points[0].cluster.name}."
         else:
-            text = f"[bold]Measured[/bold]: {why}."
+            text = f"[bold]Measured[/bold] on {gpus} ranks: {why}."
         console.print(text, highlight=False)
 
 

@@ -15,7 +15,6 @@ from sp_bench.plan.ops import (
     Pass,
     Plan,
     PlanError,
-    Stage,
     Steps,
 )
 from sp_bench.plan.patterns import receive_next, reduce_next
@@ -48,7 +47,6 @@ __all__ = [
     "Problem",
     "Region",
     "Regions",
-    "Stage",
     "Steps",
     "dataflow",
     "layout_named",

@@ -7,6 +7,7 @@ counted is what is executed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from sp_bench.plan.ops import Chunk, Pass, Plan, PlanError
 
@@ -35,13 +36,22 @@ class Dataflow:
     last_use: dict[Chunk, int]
 
 
+_CACHE: WeakKeyDictionary[Plan, Dataflow] = WeakKeyDictionary()
+
+
 def dataflow(plan: Plan) -> Dataflow:
-    """The waits, buffers and lifetimes of a plan.
+    """The waits, buffers and lifetimes of a plan, worked out once.
 
     Raises PlanError for an operation that reads what is not there yet. Waits point backwards only, and a Pass has
     the same index on both its ends, so that a plan which gets through here and whose sends all have their receives
     can't deadlock: the first operation not yet ended, on any rank, can always run.
     """
+    if plan not in _CACHE:
+        _CACHE[plan] = _dataflow(plan)
+    return _CACHE[plan]
+
+
+def _dataflow(plan: Plan) -> Dataflow:
     first_use, last_use = _lifetimes(plan)
     slots, before = _slots(plan, first_use, last_use)
     users: dict[Chunk, list[int]] = {}
@@ -97,7 +107,7 @@ def _slots(plan: Plan, first: dict[Chunk, int], last: dict[Chunk, int]) -> tuple
     for index, op in plan:
         if not isinstance(op, Pass) or op.recv is None:
             continue
-        kind = (op.recv.tensor, bool(op.recv.stage.value))
+        kind = (op.recv.tensor, op.recv.is_arriving)
         if first[op.recv] < index:
             reused = next((slot for slot, chunk in occupants.items() if chunk == op.recv), None)
             if reused is None:

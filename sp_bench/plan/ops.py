@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import NamedTuple
 
 BLOCKS = "blocks"
 """The name of the stream that blocks and folds run on, beside the lanes."""
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Ranks that differ in one digit: rank = ... + stride * position + ..., 0 <= position < size.
 
     Stride 1 and size a is a Q group of the Mesh paper (section 3.2), stride a and size b a KV group.
@@ -47,17 +46,7 @@ class PlanError(Exception):
     """A plan that is not a correct program; the message names the operation."""
 
 
-class Stage(Enum):
-    """Which buffer of a chunk is meant."""
-
-    HELD = ""
-    """The rank's own: an input, a received input, or an accumulator in fp32."""
-    ARRIVING = " arriving"
-    """A partial from a peer, in the wire dtype, to be folded into the held one."""
-
-
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A named piece on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
 
     This is table 1 of the Mesh paper: Q#u on rank i is chunk a*floor(i/a) + (i+u) mod a, KV#u is (i + a*u) mod n.
@@ -66,7 +55,8 @@ class Chunk:
     tensor: str
     index: int
     home: Group
-    stage: Stage = Stage.HELD
+    is_arriving: bool = False
+    """The buffer of a partial from a peer, in the wire dtype, to be folded into the rank's own (held) one."""
 
     def owner(self, rank):
         """The global index of the chunk, which is the rank that owns its tokens."""
@@ -78,10 +68,10 @@ class Chunk:
 
     def arriving(self) -> Chunk:
         """The buffer in which a peer's partial of this chunk arrives."""
-        return Chunk(self.tensor, self.index, self.home, Stage.ARRIVING)
+        return self._replace(is_arriving=True)
 
     def __str__(self) -> str:
-        return f"{self.tensor}#{self.index}{self.stage.value}"
+        return f"{self.tensor}#{self.index}{' arriving' if self.is_arriving else ''}"
 
 
 @dataclass(frozen=True)
@@ -152,6 +142,10 @@ class AttendBackward:
     stream = BLOCKS
 
     @property
+    def q(self) -> Chunk:
+        return self.odoq
+
+    @property
     def reads(self) -> tuple[Chunk, ...]:
         return (self.odoq, self.kv)
 
@@ -187,9 +181,9 @@ class Fold:
 Op = Pass | Attend | AttendBackward | Fold
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """The straight-line program of every rank, for one phase."""
+    """The straight-line program of every rank, for one phase. Plans are equal by identity."""
 
     phase: str
     """forward or backward."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sp_bench.plan import BLOCKS, Attend, AttendBackward, Dataflow, Fold, Pass, Plan, Problem, dataflow
+from sp_bench.plan import BLOCKS, Attend, AttendBackward, Chunk, Dataflow, Fold, Pass, Plan, Problem, dataflow
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph
 
@@ -65,6 +65,7 @@ class _Builder:
         self.flow = dataflow(plan)
         self.ranks = np.arange(problem.n)
         self.block_s = cluster.block_s(problem, plan.phase)
+        self.owners: dict[Chunk, np.ndarray] = {}
         self.item_of: dict[int, int] = {}
         """The item that an operation belongs to."""
 
@@ -109,14 +110,18 @@ class _Builder:
                 seconds += self._fold_s(op.into.tensor, first=False, arriving=True)
                 continue
             assert isinstance(op, Attend | AttendBackward)
-            q = op.q if isinstance(op, Attend) else op.odoq
-            order = np.sign(q.owner(self.ranks) - op.kv.owner(self.ranks)) + 1
+            order = np.sign(self._owner(op.q) - self._owner(op.kv)) + 1
             seconds += self.block_s[order]
             computed = self.block_s[order] > 0
             for chunk in op.writes:
                 first = self.flow.first_use[chunk] == index
                 seconds += computed * self._fold_s(chunk.tensor, first=first, arriving=False)
         return seconds
+
+    def _owner(self, chunk: Chunk) -> np.ndarray:
+        if chunk not in self.owners:
+            self.owners[chunk] = chunk.owner(self.ranks)
+        return self.owners[chunk]
 
     def _fold_s(self, tensor: str, *, first: bool, arriving: bool) -> float:
         fold_s = self.cluster.device.fold_s(self.problem, tensor, first=first, arriving=arriving)

@@ -78,7 +78,7 @@ def test_slots_are_never_shared_by_chunks_alive_at_once(planned: Planned) -> Non
     lives: dict[int, list[tuple[int, int]]] = {}
     for index, slot in flow.slots.items():
         chunk = plan.ops[index].recv
-        assert (slot.tensor, slot.arriving) == (chunk.tensor, bool(chunk.stage.value))
+        assert (slot.tensor, slot.arriving) == (chunk.tensor, chunk.is_arriving)
         lives.setdefault(slot.number, []).append((index, max(uses(plan, chunk))))
     for spans in lives.values():
         for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):

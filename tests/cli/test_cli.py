@@ -1,0 +1,257 @@
+"""The command line: what it prints, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sp_bench import records
+from sp_bench.__main__ import main
+
+LOCAL = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "iters=3", "warmup=1", "logger=none"]
+
+
+def run(arguments: list[str], folder: Path) -> int:
+    return main([*arguments, f"results_dir={folder}", "logger=none"])
+
+
+def test_help_is_light(tmp_path: Path) -> None:
+    """No torch, hydra or numpy before --help has printed; and no torch for a simulated point at all."""
+    code = (
+        "import sys; from sp_bench.__main__ import main; main(['--help']);"
+        "assert not {'torch', 'hydra', 'numpy', 'wandb'} & set(sys.modules);"
+        f"main(['gpus=16', 'logger=none', 'results_dir={tmp_path}']);"
+        "assert not {'torch', 'wandb', 'pandas'} & set(sys.modules), 'simulating imports what it must not'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for word in ("gpus: 256", "method: mesh, ring", "cluster: h100_ndr400, local", "Exit codes"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("gpus=0", "gpus=0: must be at least 1; gpus=1 would work"),
+        ("gpus=16 method.tile=[3,5]", r"method.tile=\[3,5\]: a \* b must be gpus=16; one of \[1,16\], \[2,8\]"),
+        ("method.tile=[0,256]", r"method.tile=\[0,256\]: must be auto or two integers"),
+        ("method.tile=[4]", r"method.tile=\[4\]: must be auto or two"),
+        ("method.tile=4", "method.tile=4: must be auto or two"),
+        ("seqlen=1000001", "seqlen=1000001: .*striped layout.*; seqlen=999936 or 1000192 would work"),
+        ("seqlen=10q", "seqlen=10q: must be a whole number; .*8k"),
+        ("seqlen=-4", "seqlen=-4: must be at least 1"),
+        ("kv_heads=5", "kv_heads=5: must divide heads=32 .*; one of 1, 2, 4, 8, 16, 32 would work"),
+        ("causal=maybe", "causal=maybe: must be true or false"),
+        ("method=mehs", "method=mehs: there is no such method; did you mean mesh"),
+        ("dtype=bfloat", "dtype=bfloat: there is no such dtype; did you mean bfloat16"),
+        ("cluster=h100", "cluster=h100: there is no such cluster; did you mean h100_ndr400"),
+        ("gpu=4", "gpu: there is no such key; did you mean gpus"),
+        ("method.tiel=auto", "method.tiel: there is no such key; did you mean method.tile"),
+        (
+            "cluster.intra.latency=1",
+            "cluster.intra.latency: there is no such key; did you mean cluster.intra.latency_s",
+        ),
+        ("cluster.inter.bytes_per_s=-1", "cluster.inter.bytes_per_s=-1: must be a number of at least 0"),
+        ("cluster.inter.bytes_per_s=0", "cluster.inter.bytes_per_s=0: a link must move bytes"),
+        ("method.layout=stripe", "method.layout=stripe: there is no such layout; did you mean striped"),
+        ("baseline=rign", "baseline=rign: there is no such baseline; did you mean ring"),
+        ("logger=wand", "logger=wand: there is no such logger; did you mean wandb"),
+        ("kernel=flesh", "kernel=flesh: there is no such kernel"),
+        ("phase=backward", "phase=backward: there is no such phase; .*forward, forward_backward"),
+        ("mode=measured", "mode=measured: there is no such mode; did you mean measure"),
+        ("mode=measure", "mode=measure on cluster=h100_ndr400: this machine has"),
+        ("dtype=float32", "dtype=float32: there are no kernel figures for it on NVIDIA H100 SXM.*bfloat16, float16"),
+        ("cluster=local gpus=1048576", "gpus=1048576: .* cores hold at most .* ranks"),
+        (
+            "cluster=local gpus=4 seqlen=512M",
+            "gpus=4, seqlen=536870912: its ranks need about .* GiB and this machine has",
+        ),
+        ("iters=0 gpus=8", "iters=0: must be at least 1"),
+        ("timeout_s=0", "timeout_s=0: must be a positive number of seconds"),
+        ("gpus=32,64", "gpus=32,64: is a list of values; -m gpus=32,64 would run"),
+        ("reuse=perhaps", "reuse=perhaps: must be auto, true or false"),
+        ("+extra=1", r"\+extra=1: keys can't be added or removed"),
+        ("mesh", "mesh: is not of the form key=value"),
+        ("--fast", "--fast: there is no such flag"),
+        ("--config-dir /nowhere", "--config-dir /nowhere: is not a folder"),
+        ("-m method=ring,mehs", "method=mehs: there is no such method"),
+        ("-m seqlen=8k,10q", "seqlen=10q: must be a whole number"),
+        ("-m gpus=3,5", "none of 2 points: .*would work"),
+    ],
+)
+def test_bad_requests(arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 2, one message with the value, the rule and what would work; no rank, no record."""
+    assert run(arguments.split(), tmp_path) == 2
+    captured = capsys.readouterr()
+    assert re.match(f"sp_bench: {message}", captured.err), captured.err
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err + captured.out
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_results_dir_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logger=none", "results_dir=/proc/results"]) == 2
+    assert "results_dir=/proc/results: can't be made" in capsys.readouterr().err
+
+
+def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """256 GPUs simulated, said so, with the tile and why, beside Ring."""
+    assert run(["method=mesh", "gpus=256"], tmp_path) == 0
+    text = capsys.readouterr().out
+    assert "Simulated, not measured: this machine has" in text
+    for words in ("MFU", "throughput", "closed form", "lower bound", "peak memory", "exposed", "forward", "backward"):
+        assert words in text
+    assert "the shortest simulated step of 9 shapes" in text
+    by_method = {r.method: r for r in records.read_all(tmp_path)}
+    mesh, ring = by_method["mesh"], by_method["ring"]
+    assert mesh.mode == ring.mode == "simulate"
+    assert mesh.nodes == 32
+    assert mesh.tile_a * mesh.tile_b == 256
+    assert mesh.comm_bytes_per_gpu == mesh.comm_bytes_expected > mesh.comm_bytes_lower_bound
+    assert mesh.step_ms_median == pytest.approx(mesh.forward_ms_median + mesh.backward_ms_median)
+    assert mesh.step_ms_median == pytest.approx(min(c["step_ms"] for c in mesh.tile_candidates if c["step_ms"]))
+    assert all(c["step_ms"] or c["bound_ms"] > mesh.step_ms_median for c in mesh.tile_candidates)
+    flops = 3.5 * 4 * 2**40 * 4096 / 2
+    assert mesh.mfu == pytest.approx(flops / 256 / 989.4e12 / (mesh.step_ms_median / 1e3))
+    assert mesh.err_out is None, "nothing was executed"
+    # Ring sends 255 KV chunks forward and as many dKV chunks backward: 3 * 255 * 2 * 4096 * 4096 * 2 bytes.
+    assert ring.comm_bytes_per_gpu == 3 * 255 * 2 * 4096 * 4096 * 2
+    assert ring.step_ms_median > mesh.step_ms_median
+
+
+def test_records_have_the_contract_s_fields(tmp_path: Path) -> None:
+    contract = """schema_version run_id status error mode method tile_a tile_b gpus nodes seqlen batch heads kv_heads
+    head_dim causal dtype phase cluster kernel device_name step_ms_median step_ms_p25 step_ms_p75 step_ms_ci95_low
+    step_ms_ci95_high forward_ms_median backward_ms_median iters_per_s tokens_per_s tflops_per_gpu mfu
+    comm_bytes_per_gpu comm_bytes_expected comm_bytes_lower_bound compute_ms exposed_comm_ms peak_mem_bytes_max
+    peak_mem_bytes_min rank_imbalance err_out err_dq err_dk err_dv provenance""".split()
+    assert run(["gpus=8", "seqlen=64k", "baseline=null"], tmp_path) == 0
+    (path,) = tmp_path.glob("*.json")
+    content = json.loads(path.read_text())
+    assert set(contract) <= set(content)
+    assert path.stem == content["run_id"]
+    assert all(k.startswith(records.KEPT_VARIABLES) for k in content["provenance"]["environment"])
+    frame = records.load(tmp_path)
+    assert len(frame) == 1
+    assert frame.tokens_per_s[0] == content["tokens_per_s"]
+
+
+def test_a_sweep_is_one_table_and_reuses_finished_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["-m", "method=ring,mesh", "gpus=6,8,16", "seqlen=64k"]
+    assert run(arguments, tmp_path) == 0, "6 GPUs can't take 64k tokens, which is a row"
+    text = capsys.readouterr().out
+    assert text.count("unsupported: seqlen=65536") == 2
+    assert text.count("│ ok") == 4
+    assert "reused" not in text
+    (tmp_path / "broken.json").write_text("{")
+    one = next(path for path in tmp_path.glob("*.json") if '"ok"' in path.read_text())
+    one.unlink()
+    with pytest.warns(UserWarning, match=r"left out: .*broken.json: not a whole JSON object"):
+        assert len(records.read_all(tmp_path)) == 5
+    assert run(arguments, tmp_path) == 0
+    assert capsys.readouterr().out.count("(reused)") == 3
+    assert one.exists()
+
+
+def test_a_config_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own" / "cluster"
+    own.mkdir(parents=True)
+    source = Path(__file__).parents[2] / "conf" / "cluster" / "h100_ndr400.yaml"
+    (own / "mine.yaml").write_text(source.read_text().replace("name: h100_ndr400", "name: mine"))
+    assert run(["--config-dir", str(own.parent), "cluster=mine", "gpus=8", "seqlen=64k"], tmp_path / "r") == 0
+    assert "8 GPUs on mine" in capsys.readouterr().out
+    assert main(["--cfg", "gpus=8"]) == 0
+    assert "gpus: 8" in capsys.readouterr().out
+
+
+def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real ranks: mesh beside ring, gate passed, sent bytes = plan = closed form, every raw sample kept."""
+    assert run([*LOCAL, "gpus=4", "seqlen=1k", "kv_heads=2"], tmp_path) == 0
+    text = capsys.readouterr().out
+    assert "Measured on 4 ranks: cluster=local is this machine" in text
+    assert "every rank" in text
+    found = records.read_all(tmp_path)
+    assert sorted(r.method for r in found) == ["mesh", "ring"]
+    for record in found:
+        assert (record.mode, record.status, record.kernel, record.mfu) == ("measure", "ok", "aten_cpu", None)
+        assert 0 < max(record.err_out, record.err_dq, record.err_dk, record.err_dv) < 2e-6
+        assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+        assert record.step_ms_ci95_low <= record.step_ms_median <= record.step_ms_ci95_high
+        assert record.provenance["ranks_by_host"] == {os.uname().nodename: [0, 1, 2, 3]}
+        samples = json.loads((tmp_path / f"{record.run_id}.samples.json").read_text())
+        assert set(samples) == {"forward_ms", "backward_ms", "step_ms", "blocks_ms", "waits_ms"}
+        assert all(len(ranks) == 4 and all(len(rank) == 3 for rank in ranks) for ranks in samples.values())
+        slowest = sorted(max(column) for column in zip(*samples["step_ms"], strict=True))
+        assert record.step_ms_median == pytest.approx(slowest[1])
+
+
+def test_measured_forward_only_on_one_rank(tmp_path: Path) -> None:
+    assert run([*LOCAL, "gpus=1", "seqlen=100", "phase=forward", "causal=false", "baseline=null"], tmp_path) == 0
+    (record,) = records.read_all(tmp_path)
+    assert record.backward_ms_median is None
+    assert record.err_dq is None
+    assert record.comm_bytes_per_gpu == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [(signal.SIGKILL, r"rank \d: died: killed by SIGKILL"), (signal.SIGSTOP, r"rank \d: hangs: its process")],
+)
+def test_a_rank_that_dies_or_hangs(sent: signal.Signals, why: str, tmp_path: Path) -> None:
+    """Exit 1 within the timeout, a record that says which rank and why, and no process left."""
+    command = [sys.executable, "-m", "sp_bench", *LOCAL, "gpus=4", "seqlen=4k", "iters=100000", "timeout_s=5"]
+    process = subprocess.Popen(
+        [*command, f"results_dir={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    ranks = _wait_for_ranks(process.pid, 4)
+    time.sleep(2)  # let them work
+    os.kill(ranks[2], sent)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, out + err
+    assert "Traceback" not in err
+    for record in records.read_all(tmp_path):
+        assert record.status == "failed"
+        assert re.match(why, record.error or ""), record.error
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert not [rank for rank in ranks if _alive(rank)]
+
+
+def _wait_for_ranks(parent: int, n: int) -> list[int]:
+    """The rank processes below `parent`, in order of their start."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        below = {parent}
+        for _ in range(3):
+            below |= {pid for pid, ppid in _processes() if ppid in below}
+        servers = {ppid for pid, ppid in _processes() if pid in below and ppid in below and ppid != parent}
+        ranks = sorted(pid for pid, ppid in _processes() if ppid in servers)
+        if len(ranks) == n:
+            return ranks
+        time.sleep(0.1)
+    raise AssertionError("the ranks did not start")
+
+
+def _processes() -> list[tuple[int, int]]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found.append((int(path.parent.name), int(fields[1])))
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

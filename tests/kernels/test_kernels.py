@@ -1,0 +1,250 @@
+"""Every block kernel that runs on this machine's CPU against dense attention in fp64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sp_bench.errors import RequestError
+from sp_bench.kernels import KERNELS, BlockKernel, choose, fold_
+from sp_bench.kernels.contract import empty_output
+from sp_bench.plan import Mask
+from tests.kernels.dense import HEADS, LSE_TOLERANCE, TOLERANCE, Block, attention, block_of, relative_error
+
+ON_CPU = sorted(name for name, kernel in KERNELS.items() if not kernel.refuses("cpu", "float32"))
+SIZES = (1, 2, 5, 33, 64)
+
+kernel_names = pytest.mark.parametrize("name", ON_CPU)
+masks = pytest.mark.parametrize("mask", list(Mask), ids=lambda mask: mask.value)
+dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def kernel_for(name: str, dtype: torch.dtype) -> BlockKernel:
+    if why := KERNELS[name].refuses("cpu", str(dtype).removeprefix("torch.")):
+        pytest.skip(why)
+    return KERNELS[name]()
+
+
+def backward(kernel: BlockKernel, block: Block, out: Tensor, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    return kernel.backward(block.dout, block.q, block.k, block.v, out, lse, mask)
+
+
+def assert_normal_form(out: Tensor, lse: Tensor, q: Tensor) -> None:
+    """What every backend must return, however its library does it."""
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.is_contiguous()
+    assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@kernel_names
+@masks
+@dtypes
+def test_block(name: str, mask: Mask, dtype: torch.dtype) -> None:
+    """Forward, and backward with the block's own out and lse, MHA and GQA and MQA, odd sizes and one token."""
+    kernel = kernel_for(name, dtype)
+    for tokens, kv_heads in itertools.product(SIZES, (HEADS, 2, 1)):
+        block = block_of(tokens, tokens, kv_heads, dtype)
+        wanted = attention(block, mask)
+        out, lse = kernel.forward(block.q, block.k, block.v, mask)
+        case = f"{tokens} tokens, {kv_heads} kv_heads"
+        assert_normal_form(out, lse, block.q)
+        assert relative_error(out, wanted.out) <= TOLERANCE[dtype], case
+        torch.testing.assert_close(lse.double(), wanted.lse, rtol=0, atol=LSE_TOLERANCE[dtype], msg=case)
+        gradients = backward(kernel, block, out, lse, mask)
+        for operand, gradient, exact in zip(block[:3], gradients, wanted[2:], strict=True):
+            assert gradient.shape == operand.shape and gradient.dtype == operand.dtype
+            assert relative_error(gradient, exact) <= TOLERANCE[dtype], case
+
+
+@kernel_names
+@dtypes
+def test_full_blocks_need_not_be_square(name: str, dtype: torch.dtype) -> None:
+    kernel = kernel_for(name, dtype)
+    for queries, keys in ((1, 9), (9, 1), (7, 40), (40, 7)):
+        block = block_of(queries, keys, 2, dtype)
+        wanted = attention(block, Mask.FULL)
+        out, lse = kernel.forward(block.q, block.k, block.v, Mask.FULL)
+        assert_normal_form(out, lse, block.q)
+        assert relative_error(out, wanted.out) <= TOLERANCE[dtype]
+        torch.testing.assert_close(lse.double(), wanted.lse, rtol=0, atol=LSE_TOLERANCE[dtype])
+        for gradient, exact in zip(backward(kernel, block, out, lse, Mask.FULL), wanted[2:], strict=True):
+            assert relative_error(gradient, exact) <= TOLERANCE[dtype]
+
+
+@kernel_names
+@pytest.mark.parametrize("mask", [Mask.CAUSAL, Mask.STRICT], ids=lambda mask: mask.value)
+def test_masked_blocks_must_be_square(name: str, mask: Mask) -> None:
+    block, kernel = block_of(4, 6), KERNELS[name]()
+    with pytest.raises(ValueError, match=f"4 queries and 6 keys: a {mask.value} block must be square"):
+        kernel.forward(block.q, block.k, block.v, mask)
+    out, lse = empty_output(block.q)
+    with pytest.raises(ValueError, match="must be square"):
+        backward(kernel, block, out, lse, mask)
+
+
+@kernel_names
+@dtypes
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_empty_blocks(name: str, dtype: torch.dtype, queries: int, keys: int) -> None:
+    kernel = kernel_for(name, dtype)
+    for mask in Mask if queries == keys else (Mask.FULL,):
+        block = block_of(queries, keys, 2, dtype)
+        out, lse = kernel.forward(block.q, block.k, block.v, mask)
+        assert_normal_form(out, lse, block.q)
+        assert (out == 0).all() and (lse == -math.inf).all()
+        for operand, gradient in zip(block[:3], backward(kernel, block, out, lse, mask), strict=True):
+            assert gradient.shape == operand.shape and gradient.dtype == operand.dtype
+            assert (gradient == 0).all()
+
+
+@kernel_names
+@dtypes
+def test_the_first_row_of_strict_saw_no_key(name: str, dtype: torch.dtype) -> None:
+    kernel = kernel_for(name, dtype)
+    for tokens in SIZES:
+        block = block_of(tokens, tokens, 2, dtype)
+        out, lse = kernel.forward(block.q, block.k, block.v, Mask.STRICT)
+        assert (out[:, 0] == 0).all() and (lse[:, :, 0] == -math.inf).all()
+        assert torch.isfinite(lse[:, :, 1:]).all()
+        dq, dk, dv = backward(kernel, block, out, lse, Mask.STRICT)
+        assert (dq[:, 0] == 0).all() and (dk[:, -1] == 0).all() and (dv[:, -1] == 0).all()
+
+
+@kernel_names
+@masks
+@dtypes
+def test_rows_that_saw_no_key_add_nothing_backward(name: str, mask: Mask, dtype: torch.dtype) -> None:
+    """Their global lse is -inf; one of them must not turn the gradients of the others into NaN."""
+    kernel = kernel_for(name, dtype)
+    block = block_of(9, 9, 2, dtype)
+    blind = torch.zeros(9, dtype=torch.bool)
+    blind[[0, 4, 8]] = True
+    wanted = attention(block._replace(dout=block.dout * ~blind[:, None, None]), mask)
+    out, lse = kernel.forward(block.q, block.k, block.v, mask)
+    out[:, blind], lse[:, :, blind] = 0, -math.inf
+    for gradient, exact in zip(backward(kernel, block, out, lse, mask), wanted[2:], strict=True):
+        assert relative_error(gradient, exact) <= TOLERANCE[dtype]
+    everyone = torch.full_like(lse, -math.inf)
+    for gradient in backward(kernel, block, torch.zeros_like(out), everyone, mask):
+        assert (gradient == 0).all()
+
+
+@kernel_names
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(0, 24), max_size=5), kv_heads=st.sampled_from([HEADS, 2, 1]), causal=st.booleans())
+def test_blocks_fold_to_the_whole(name: str, cuts: list[int], kv_heads: int, causal: bool) -> None:
+    """Keys in blocks of any size, empty ones too; backward adds up with the global out and lse."""
+    kernel, block = KERNELS[name](), block_of(24, 24, kv_heads)
+    wanted = attention(block, Mask.CAUSAL if causal else Mask.FULL)
+    out, lse = empty_output(block.q)
+    edges = [0, *sorted(cuts), 24]
+    pieces = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        columns = slice(start, stop)
+        # Causal: rows above the piece see none of it, rows below all, and in between it has a diagonal of its own.
+        pieces += (
+            [(slice(start, stop), columns, Mask.CAUSAL), (slice(stop, 24), columns, Mask.FULL)]
+            if causal
+            else [(slice(0, 24), columns, Mask.FULL)]
+        )
+    for rows, columns, mask in pieces:
+        part = kernel.forward(block.q[:, rows], block.k[:, columns], block.v[:, columns], mask)
+        fold_(out[:, rows], lse[:, :, rows], *part)
+    assert relative_error(out, wanted.out) <= 1e-13
+    torch.testing.assert_close(lse, wanted.lse, rtol=0, atol=1e-13)
+    sums = [torch.zeros_like(x) for x in block[:3]]
+    for rows, columns, mask in pieces:
+        inner = Block(block.q[:, rows], block.k[:, columns], block.v[:, columns], block.dout[:, rows])
+        parts = backward(kernel, inner, out[:, rows], lse[:, :, rows], mask)
+        for total, part, where in zip(sums, parts, (rows, columns, columns), strict=True):
+            total[:, where] += part
+    for total, exact in zip(sums, wanted[2:], strict=True):
+        assert relative_error(total, exact) <= 1e-13
+
+
+@kernel_names
+@pytest.mark.parametrize("mask", [Mask.CAUSAL, Mask.STRICT], ids=lambda mask: mask.value)
+@dtypes
+def test_striped_blocks_fold_to_causal_attention(name: str, mask: Mask, dtype: torch.dtype) -> None:
+    """The masks as the layouts use them: even and odd tokens, whose blocks are CAUSAL and STRICT."""
+    kernel, whole = kernel_for(name, dtype), block_of(18, 18, 2, dtype)
+    wanted = attention(whole, Mask.CAUSAL)
+    mine, other = (0, 1) if mask is Mask.STRICT else (1, 0)
+    rows = [x[:, mine::2] for x in (whole.q, whole.k, whole.v)]
+    out, lse = (x.clone() for x in kernel.forward(*rows, Mask.CAUSAL))
+    out = out.to(lse.dtype)
+    fold_(out, lse, *kernel.forward(rows[0], whole.k[:, other::2], whole.v[:, other::2], mask))
+    assert relative_error(out, wanted.out[:, mine::2]) <= TOLERANCE[dtype]
+    torch.testing.assert_close(lse.double(), wanted.lse[:, :, mine::2], rtol=0, atol=LSE_TOLERANCE[dtype])
+
+
+def assert_strides_do_not_matter(name: str, mask: Mask, strided: Block) -> None:
+    """`strided` holds the numbers of block_of(12, 12, 2, float32) in another memory layout."""
+    kernel, block = KERNELS[name](), block_of(12, 12, 2, torch.float32)
+    assert torch.equal(strided.q, block.q) and not strided.q.is_contiguous()
+    out, lse = kernel.forward(block.q, block.k, block.v, mask)
+    wanted = (out, lse, *backward(kernel, block, out, lse, mask))
+    strided_out, strided_lse = kernel.forward(strided.q, strided.k, strided.v, mask)
+    assert strided_lse.is_contiguous()
+    got = (strided_out, strided_lse, *backward(kernel, strided, out, lse, mask))
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    for operand, original in zip(strided, block, strict=True):
+        assert torch.equal(operand, original), "a kernel must leave its operands as they are"
+
+
+@kernel_names
+@masks
+def test_tokens_heads_and_batch_may_have_any_strides(name: str, mask: Mask) -> None:
+    heads_first = (x.permute(2, 0, 1, 3).contiguous() for x in block_of(12, 12, 2, torch.float32))
+    assert_strides_do_not_matter(name, mask, Block(*(x.permute(1, 2, 0, 3) for x in heads_first)))
+
+
+@masks
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(strict=True, reason="the aten kernel reads head_dim as if its stride were 1")
+            if name == "aten_cpu"
+            else (),
+        )
+        for name in ON_CPU
+    ],
+)
+def test_head_dim_may_have_any_stride(name: str, mask: Mask) -> None:
+    doubled = [x.repeat_interleave(2, dim=3) for x in block_of(12, 12, 2, torch.float32)]
+    # What lies between must not be taken for the operand.
+    for x in doubled:
+        x[..., 1::2] = 7.0
+    assert_strides_do_not_matter(name, mask, Block(*(x[..., ::2] for x in doubled)))
+
+
+@kernel_names
+def test_large_scores_do_not_overflow(name: str) -> None:
+    """Scores of several thousands: exp of any one is infinite in fp32."""
+    block = block_of(16, 16, 2, torch.float32)
+    block = block._replace(q=block.q * 1000)
+    out, lse = KERNELS[name]().forward(block.q, block.k, block.v, Mask.CAUSAL)
+    exact_out, exact_lse = KERNELS["reference"]().forward(*(x.double() for x in block[:3]), Mask.CAUSAL)
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+    assert relative_error(lse, exact_lse) < 1e-5 and float(lse.abs().max()) > 1000
+    assert relative_error(out, exact_out) < 1e-2
+
+
+def test_choose() -> None:
+    assert choose("auto", "cpu", "bfloat16").name == "aten_cpu"
+    assert choose("auto", "cuda", "float64").name != "aten_cpu"
+    for name in ON_CPU:
+        assert choose(name, "cpu", "float32").name == name
+    with pytest.raises(RequestError, match="kernel=referense: there is no such kernel; did you mean reference"):
+        choose("referense", "cpu", "float32")
+    with pytest.raises(RequestError, match="kernel=aten_cpu: it runs on cpu only, not on cuda"):
+        choose("aten_cpu", "cuda", "float32")

@@ -1,0 +1,102 @@
+"""What ranks do in the tests of the pool. Imported inside the ranks: no pytest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from sp_bench import SequenceParallelAttention
+from sp_bench.errors import RequestError
+from sp_bench.measure.pool import report
+
+BAD = 1
+"""The rank that goes wrong."""
+
+
+def rank_and_world(*extra: object) -> tuple:
+    return (dist.get_rank(), dist.get_world_size(), *extra)
+
+
+def total() -> float:
+    """A sum over all ranks, to see that the group still works."""
+    x = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(x)
+    return float(x)
+
+
+def report_often(times: int, seconds: float) -> int:
+    """Rank r reports (r, 0), (r, 1), ..."""
+    for i in range(times):
+        time.sleep(seconds)
+        report((dist.get_rank(), i))
+    return times
+
+
+class Unpicklable(Exception):
+    """Exceptions of libraries often are."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def fail(kind: str, who: int | None) -> int:
+    """Raise on one rank, or on all."""
+    if who is None or dist.get_rank() == who:
+        match kind:
+            case "value":
+                raise ValueError("seven is not even")
+            case "request":
+                raise RequestError("tile=[2,2]", "a * b must be gpus=3", "tile=[1,3] would work")
+            case "unpicklable":
+                raise Unpicklable(3, 5)
+    return dist.get_rank()
+
+
+def answer_with_a_lambda() -> object:
+    return lambda: None
+
+
+def go_wrong(how: str, others: str, reports: int = 0) -> None:
+    """Rank BAD goes wrong, after some reports half a second apart, while the others wait for it."""
+    if dist.get_rank() != BAD:
+        return wait_in(others)
+    for i in range(reports):
+        time.sleep(0.5)
+        report(i)
+    match how:
+        case "exit":
+            os._exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise ValueError("seven is not even")
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(10_000)
+        case "spin":
+            while True:
+                pass
+
+
+def wait_in(others: str) -> None:
+    """Wait for rank BAD, which never comes."""
+    x = torch.ones(1, 2 * dist.get_world_size(), 2, 4)
+    match others:
+        case "barrier":
+            dist.barrier()
+        case "all_gather":
+            dist.all_gather([torch.empty_like(x) for _ in range(dist.get_world_size())], x)
+        case "all_reduce":
+            dist.all_reduce(x)
+        case "recv":
+            dist.recv(x, BAD)
+        case "work":
+            dist.irecv(x, BAD).wait()
+        case "attention":
+            attention = SequenceParallelAttention("mesh", causal=True)
+            attention(*(attention.shard(x) for _ in range(3)))

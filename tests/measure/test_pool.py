@@ -1,0 +1,260 @@
+"""The pool of ranks: what it answers, and that no way of failing leaves it hanging or a process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sp_bench.errors import RequestError
+from sp_bench.measure.pool import RankError, RankFailure, RankPool
+from tests.measure import jobs
+
+N = 3
+SHORT_S = 4.0
+"""A pool's patience in the tests of hangs: more than its ranks need to start."""
+LONG_S = 30.0
+"""How long a test waits for what should take a second or two."""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RankPool]:
+    """For tests that leave the pool usable."""
+    with RankPool(N) as pool:
+        yield pool
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def survivors(pids: list[int]) -> list[int]:
+    """The processes still there after a while."""
+    deadline = time.monotonic() + LONG_S
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def failure_of(how: str, others: str, *, timeout_s: float = 60.0, reports: int = 0) -> RankFailure:
+    """What a new pool says when rank BAD goes wrong; its processes must be gone by then."""
+    with RankPool(N, timeout_s) as pool:
+        pids = pool.pids
+        pool.run(jobs.total)
+        started = time.monotonic()
+        with pytest.raises(RankFailure) as caught:
+            pool.run(jobs.go_wrong, how, others, reports)
+        assert time.monotonic() - started < min(timeout_s, LONG_S) + LONG_S
+        assert not pool.alive
+        assert survivors(pids) == []
+    return caught.value
+
+
+def test_answers_are_in_rank_order(shared: RankPool) -> None:
+    assert shared.run(jobs.rank_and_world) == [(0, 3), (1, 3), (2, 3)]
+    assert shared.run(jobs.rank_and_world, "a", {"b": 1}) == [(rank, 3, "a", {"b": 1}) for rank in range(3)]
+    assert shared.run("tests.measure.jobs:rank_and_world") == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_ranks_are_processes_in_one_group(shared: RankPool) -> None:
+    assert shared.alive
+    assert len({os.getpid(), *shared.pids}) == N + 1
+    assert all(is_running(pid) for pid in shared.pids)
+    assert shared.run(os.getpid) == shared.pids
+    assert shared.run(jobs.total) == [3.0] * N
+
+
+def test_progress_is_that_of_rank_0(shared: RankPool) -> None:
+    seen: list[object] = []
+    assert shared.run(jobs.report_often, 4, 0.0, progress=seen.append) == [4] * N
+    assert seen == [(0, i) for i in range(4)]
+    assert shared.run(jobs.report_often, 2, 0.0) == [2] * N, "nobody has to listen"
+
+
+def test_ranks_that_report_are_not_hung() -> None:
+    """A run may take longer than the pool's patience."""
+    with RankPool(2, timeout_s=SHORT_S) as pool:
+        assert pool.run(jobs.report_often, 6, SHORT_S / 4) == [6, 6]
+
+
+@pytest.mark.parametrize("who", [0, 2, None])
+def test_a_rank_that_raises(shared: RankPool, who: int | None) -> None:
+    """All answer, so the pool can go on, with the same processes."""
+    pids = shared.pids
+    with pytest.raises(RankError, match="ValueError: seven is not even") as caught:
+        shared.run(jobs.fail, "value", who)
+    assert caught.value.rank in ((who,) if who is not None else range(N))
+    assert str(caught.value).startswith(f"rank {caught.value.rank}: ")
+    assert "jobs.py:" in str(caught.value), "where it was raised"
+    assert isinstance(caught.value.cause, ValueError) and str(caught.value.cause) == "seven is not even"
+    assert shared.run(jobs.total) == [3.0] * N
+    assert shared.pids == pids
+
+
+def test_a_refused_request_is_told_in_full(shared: RankPool) -> None:
+    with pytest.raises(RankError, match=r"RequestError: tile=\[2,2\]: a \* b must be gpus=3; tile=\[1,3\] would work"):
+        shared.run(jobs.fail, "request", None)
+    assert shared.run(jobs.total) == [3.0] * N
+
+
+@pytest.mark.xfail(strict=True, reason="RequestError can't be unpickled: its arguments are not those of __init__")
+def test_a_refused_request_is_the_cause(shared: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        shared.run(jobs.fail, "request", None)
+    assert isinstance(caught.value.cause, RequestError)
+    assert str(caught.value.cause) == "tile=[2,2]: a * b must be gpus=3; tile=[1,3] would work"
+
+
+def test_exceptions_that_do_not_pickle_are_told_in_words(shared: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 1: Unpicklable: 3 and 5") as caught:
+        shared.run(jobs.fail, "unpicklable", 1)
+    assert caught.value.cause is None
+    assert shared.run(jobs.total) == [3.0] * N
+
+
+def test_what_can_not_be_sent_is_refused_before_any_rank_starts(shared: RankPool) -> None:
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        shared.run(lambda: None)
+    assert shared.run(jobs.total) == [3.0] * N
+
+
+@pytest.mark.xfail(strict=True, reason="the rank dies of it, and the pool says no more than exit code 1")
+def test_an_answer_that_does_not_pickle_is_named() -> None:
+    with RankPool(1) as pool, pytest.raises(RankFailure, match="pickle"):
+        pool.run(jobs.answer_with_a_lambda)
+
+
+@pytest.mark.parametrize("others", ["barrier", "all_reduce", "attention"])
+@pytest.mark.parametrize(("how", "why"), [("exit", "exit code 3"), ("kill", "killed by SIGKILL")])
+def test_a_rank_that_dies(how: str, why: str, others: str) -> None:
+    """The others, which fail or wait because of it, are not blamed."""
+    failure = failure_of(how, others)
+    assert not isinstance(failure, RankError)
+    assert (failure.rank, str(failure)) == (jobs.BAD, f"rank {jobs.BAD}: died: {why}")
+
+
+@pytest.mark.parametrize("others", ["barrier", "all_reduce", "attention"])
+def test_a_rank_that_raises_while_the_others_wait(others: str) -> None:
+    failure = failure_of("raise", others)
+    assert not isinstance(failure, RankError)
+    assert failure.rank == jobs.BAD
+    assert "ValueError: seven is not even" in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("how", "others"),
+    [
+        ("stop", "barrier"),
+        ("stop", "attention"),
+        ("sleep", "all_gather"),
+        ("spin", "attention"),
+        *(
+            pytest.param(
+                "sleep",
+                others,
+                marks=pytest.mark.xfail(strict=True, reason="only some of torch's waits are known as waits"),
+            )
+            for others in ("all_reduce", "work")
+        ),
+    ],
+)
+def test_a_rank_that_hangs(how: str, others: str) -> None:
+    """The one that doesn't wait for anybody is to blame."""
+    failure = failure_of(how, others, timeout_s=SHORT_S)
+    assert failure.rank == jobs.BAD
+    assert "hangs" in str(failure) and f"{SHORT_S:g} s" in str(failure)
+    assert how == "stop" or "jobs.py" in str(failure), "where it hangs"
+
+
+@pytest.mark.xfail(
+    strict=True, reason="gloo's patience is the pool's, so after a report the waiting ranks give up first"
+)
+def test_a_rank_that_hangs_after_it_reported() -> None:
+    failure = failure_of("sleep", "barrier", timeout_s=SHORT_S, reports=3)
+    assert (failure.rank, "hangs" in str(failure)) == (jobs.BAD, True)
+
+
+def test_an_interrupt_ends_the_ranks() -> None:
+    """As Ctrl-C does, which reaches the caller only."""
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with RankPool(2) as pool:
+        pids = pool.pids
+        pool.run(jobs.total)
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        assert pool.run(jobs.total) == [1.0, 1.0]
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(jobs.report_often, 10_000, 0.1, progress=interrupt)
+        assert survivors(pids) == []
+
+
+def test_close_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = RankPool(2)
+    pids = pool.pids
+    assert pool.run(jobs.total) == [1.0, 1.0]
+    assert list(tmp_path.iterdir())
+    pool.close()
+    assert not pool.alive and pool.pids == []
+    assert survivors(pids) == []
+    assert not list(tmp_path.iterdir())
+    pool.close()
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="a closed pool is not told from an open one")
+def test_a_closed_pool_says_so() -> None:
+    pool = RankPool(1)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(jobs.total)
+
+
+PARENT = """
+import sys
+from sp_bench.measure.pool import RankPool
+from tests.measure import jobs
+
+pool = RankPool(3)
+pool.run(jobs.total)
+print(*pool.pids, flush=True)
+if sys.argv[1] == "busy":
+    pool.run(jobs.go_wrong, "spin", "barrier")
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_a_killed_parent_leaves_no_orphan(state: str, tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, state],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)},
+    )
+    assert parent.stdout is not None
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == N and all(is_running(pid) for pid in pids)
+        time.sleep(0.5)
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert survivors(pids) == []

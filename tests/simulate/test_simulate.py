@@ -1,0 +1,217 @@
+"""simulate: the task graphs of plans against closed forms and an independent execution of the rules of time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from methods import build
+from methods.mesh import tiles
+from sp_bench.errors import RequestError
+from sp_bench.plan import BLOCKS, PHASES, Fold, Group, Pass, Plan, Problem, dataflow, layout_named
+from sp_bench.simulate import Cluster, simulate
+from sp_bench.simulate.graph import Segment, segments
+
+RATES = {f"{phase}_{shape}": {512: 100, 1024: 200} for phase in PHASES for shape in ("full", "causal")}
+
+
+def cluster(*, gpus_per_node: int | None = None, bytes_per_s: float = 1e9, launch_s: float = 0.0, **other) -> Cluster:
+    """A cluster with round numbers; folds cost nothing unless memory_bytes_per_s says so."""
+    return Cluster.build(
+        {
+            "name": "test",
+            "gpus_per_node": gpus_per_node,
+            "intra": {"bytes_per_s": bytes_per_s, "latency_s": 1e-5},
+            "inter": {"bytes_per_s": bytes_per_s / 4, "latency_s": 3e-5},
+            "device": {
+                "name": "test",
+                "rates": RATES,
+                "dtypes": {"bfloat16": 1.0, "float32": 0.5},
+                "peak_tflops": {},
+                "memory_bytes_per_s": 1e30,
+                "launch_s": launch_s,
+                **other,
+            },
+        }
+    )
+
+
+def problem(
+    n: int, *, tokens: int = 1024, causal: bool = False, layout: str = "auto", dtype: str = "bfloat16"
+) -> Problem:
+    return Problem(
+        n=n,
+        seqlen=tokens * n,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        causal=causal,
+        dtype=dtype,
+        layout=layout_named(layout, causal=causal),
+    )
+
+
+def block_s(p: Problem, *, flops_per_pair: int = 4, rate: float = 200e12) -> float:
+    return flops_per_pair * p.local_seqlen**2 * p.heads * p.head_dim / rate
+
+
+def test_ring_bound_by_transfers() -> None:
+    """n - 1 hops of latency + KV / bandwidth, then the last block."""
+    p = problem(16)
+    run = simulate(build("ring", {}).plan(p, "forward", cluster().profile(p)), p, cluster())
+    hop_s = 1e-5 + p.chunk_bytes("kv", wire=True) / 1e9
+    assert hop_s > block_s(p)
+    assert run.makespan_s == pytest.approx(15 * hop_s + block_s(p), rel=1e-9)
+    assert run.busy_s == pytest.approx(np.full(16, 16 * block_s(p)))
+
+
+def test_ring_bound_by_blocks() -> None:
+    """n blocks and nothing else, forward and (2.5 times as long) backward, where the last dKV hop is left over."""
+    p, fast = problem(16, tokens=8192), cluster(bytes_per_s=1e12)
+    forward = simulate(build("ring", {}).plan(p, "forward", fast.profile(p)), p, fast)
+    assert forward.makespan_s == pytest.approx(16 * block_s(p), rel=1e-9)
+    backward = simulate(build("ring", {}).plan(p, "backward", fast.profile(p)), p, fast)
+    hop_s = 1e-5 + p.chunk_bytes("dkv", wire=True) / 1e12
+    assert backward.makespan_s == pytest.approx(16 * block_s(p, flops_per_pair=10) + hop_s, rel=1e-9)
+
+
+def test_a_node_boundary_is_the_slow_hop() -> None:
+    p, two_nodes = problem(8), cluster(gpus_per_node=4)
+    run = simulate(build("ring", {}).plan(p, "forward", two_nodes.profile(p)), p, two_nodes)
+    hop_s = 3e-5 + p.chunk_bytes("kv", wire=True) / 0.25e9
+    assert run.makespan_s == pytest.approx(7 * hop_s + block_s(p), rel=1e-9)
+
+
+def test_lanes_share_a_port_fairly() -> None:
+    """Ring backward, bound by transfers: KV and dKV cross the same port, so it takes their bytes together."""
+    p = problem(32, tokens=512)
+    slow = cluster(bytes_per_s=1e7)
+    run = simulate(build("ring", {}).plan(p, "backward", slow.profile(p)), p, slow)
+    both = 31 * (p.chunk_bytes("kv", wire=True) + p.chunk_bytes("dkv", wire=True))
+    assert both / 1e7 < run.makespan_s < 1.05 * both / 1e7
+
+
+def test_contiguous_causal_is_as_slow_as_its_last_rank() -> None:
+    p, fast = problem(8, causal=True, layout="contiguous"), cluster(bytes_per_s=1e12)
+    run = simulate(build("ring", {"layout": "contiguous"}).plan(p, "forward", fast.profile(p)), p, fast)
+    half = block_s(p) * (p.local_seqlen + 1) / (2 * p.local_seqlen)
+    assert run.busy_s == pytest.approx(np.arange(8) * block_s(p) + half)
+
+
+def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
+    """The makespan by the rules in DESIGN, operation by operation and rank by rank, for plans with one lane.
+
+    With one lane no two flows ever share a port, so that a transfer takes latency + bytes / bandwidth.
+    """
+    flow, cost = dataflow(plan), on.block_s(p, plan.phase)
+    end = np.zeros((len(plan.ops), p.n))
+    free = {stream: np.zeros(p.n) for stream in (BLOCKS, *plan.lanes)}
+    for index, op in plan:
+        ready = free[op.stream].copy()
+        for _, other in flow.waits[index]:
+            ready = np.maximum(ready, end[other])
+        if isinstance(op, Pass):
+            assert op.send
+            taken = np.empty(p.n)
+            for rank in range(p.n):
+                target = op.target(rank)
+                inside = on.node_of(np.array(rank)) == on.node_of(np.array(target))
+                link = on.intra if inside else on.inter
+                hop_s = link.latency_s + p.chunk_bytes(op.send.tensor, wire=True) / link.bytes_per_s
+                taken[rank] = max(ready[rank], ready[target]) + hop_s
+            end[index] = np.maximum(taken, [taken[op.source(rank)] for rank in range(p.n)])
+        else:
+            for rank in range(p.n):
+                order = 0 if isinstance(op, Fold) else int(np.sign(op.q.owner(rank) - op.kv.owner(rank))) + 1
+                end[index, rank] = ready[rank] + (0.0 if isinstance(op, Fold) else cost[order])
+        free[op.stream] = end[index]
+    return float(end.max())
+
+
+@given(st.data())
+def test_graphs_follow_the_rules_of_time(data: st.DataObject) -> None:
+    n = data.draw(st.sampled_from([1, 2, 4, 6, 12, 16]))
+    tile = data.draw(st.sampled_from(tiles(n)))
+    layout = data.draw(st.sampled_from(["contiguous", "striped", "zigzag"]))
+    p = problem(n, causal=data.draw(st.booleans()), layout=layout, dtype="float32")
+    on = cluster(gpus_per_node=data.draw(st.sampled_from([None, 2, 4])), bytes_per_s=data.draw(st.floats(1e8, 1e12)))
+    phase = data.draw(st.sampled_from(PHASES))
+    plan = build("mesh", {"tile": tile, "layout": layout}).plan(p, phase, on.profile(p))
+    assert simulate(plan, p, on).makespan_s == pytest.approx(rules_of_time(plan, p, on), rel=1e-9)
+
+
+@given(st.data())
+def test_segments_hold_every_block_once_and_end_where_others_wait(data: st.DataObject) -> None:
+    n = data.draw(st.sampled_from([1, 2, 4, 6, 12, 16]))
+    p = problem(n)
+    method = data.draw(st.sampled_from([build("ring", {}), *build("mesh", {}).candidates(p)]))
+    plan = method.plan(p, data.draw(st.sampled_from(PHASES)), cluster().profile(p))
+    flow = dataflow(plan)
+    found = segments(plan, flow)
+    ops = [index for segment in found.values() for index in segment.ops]
+    assert ops == [index for index, op in plan if not isinstance(op, Pass)]
+    last_of = {segment.ops[-1] for segment in found.values()}
+    for index, _ in plan:
+        assert all(other in last_of for stream, other in flow.waits[index] if stream == BLOCKS)
+    assert all(isinstance(segment, Segment) and segment.ops for segment in found.values())
+
+
+def test_many_blocks_are_few_tasks() -> None:
+    """64 x 64 blocks on a rank, but at most a few hundred segments."""
+    p = Problem(n=4096, seqlen=4096 * 256, heads=4, kv_heads=4, head_dim=64, layout=layout_named("auto", causal=True))
+    plan = build("mesh", {"tile": (64, 64)}).plan(p, "forward", cluster().profile(p))
+    assert len(plan.ops) > 4096
+    assert len(segments(plan, dataflow(plan))) < 400
+
+
+def test_folds_and_casts_cost_memory_traffic() -> None:
+    """Ring in bf16: the first block is cast (6 D + lse copy none), every other one folded: part + 2 accumulators."""
+    p, on = problem(4), cluster(bytes_per_s=1e15, memory_bytes_per_s=1e9)
+    run = simulate(build("ring", {}).plan(p, "forward", on.profile(p)), p, on)
+    rows = p.local_seqlen * p.heads
+    first = rows * 64 * (2 + 4)
+    others = 3 * rows * (64 * (2 + 2 * 4) + (4 + 2 * 4))
+    assert run.busy_s[0] == pytest.approx(4 * block_s(p) + (first + others) / 1e9)
+
+
+def test_rates_are_interpolated_in_log_tokens_and_flat_outside() -> None:
+    def seconds(tokens: int) -> float:
+        return float(cluster().device.block_s(problem(1, tokens=tokens), "forward")[0])
+
+    def rate(tokens: int) -> float:
+        return block_s(problem(1, tokens=tokens), rate=1.0) / seconds(tokens) / 1e12
+
+    assert rate(64) == pytest.approx(100)
+    assert rate(724) == pytest.approx(100 + 100 * (math.log2(724) - 9))
+    assert rate(4096) == pytest.approx(200)
+
+
+def test_profile_counts_blocks_that_hide_a_hop() -> None:
+    p, on = problem(16), cluster(gpus_per_node=4)
+    costs = on.profile(p)
+    one = block_s(p)
+    hop_s = 1e-5 + p.chunk_bytes("q", wire=True) / 1e9
+    assert costs.hiding_blocks(p, "q", Group(1, 4), "forward") == math.ceil(hop_s / one)
+    hop_s = 3e-5 + p.chunk_bytes("kv", wire=True) / 0.25e9
+    assert costs.hiding_blocks(p, "kv", Group(4, 4), "forward") == math.ceil(hop_s / one)
+    assert costs.hiding_blocks(p, "q", Group(1, 8), "forward") > costs.hiding_blocks(p, "q", Group(1, 4), "forward")
+
+
+def test_spans_cover_what_a_rank_does() -> None:
+    p = problem(6)
+    run = simulate(build("mesh", {"tile": (2, 3)}).plan(p, "forward", cluster().profile(p)), p, cluster())
+    for rank in range(6):
+        spans = run.spans(rank)
+        busy_s = sum(span.end_s - span.start_s for span in spans if span.stream == BLOCKS)
+        assert busy_s == pytest.approx(run.busy_s[rank])
+        assert sum(span.stream == "rings" for span in spans) == 1 + 2 + 1
+
+
+def test_too_large_a_graph_is_refused() -> None:
+    p = Problem(n=8192, seqlen=8192, heads=1, kv_heads=1, head_dim=8, layout=layout_named("auto", causal=True))
+    with pytest.raises(RequestError, match="gpus=8192: .* more than"):
+        simulate(build("ring", {}).plan(p, "forward", cluster().profile(p)), p, cluster())
