@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from methods.double_ring import DoubleRing
 from methods.mesh import Mesh
+from methods.pass_q import PassQ
+from methods.reference import Reference
 from methods.ring import Ring
+from methods.striped import Striped
+from methods.tokenring import TokenRing
+from methods.zigzag import Zigzag
 from sp_bench.errors import unknown
 from sp_bench.plan import Method
 
-REGISTRY: dict[str, type[Method]] = {method.name: method for method in (Ring, Mesh)}
+REGISTRY: dict[str, type[Method]] = {
+    method.name: method for method in (Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, TokenRing, Mesh)
+}
 """Every method by its name. A new one is imported above and listed here."""
 
 

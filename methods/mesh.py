@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from sp_bench.errors import RequestError
 from sp_bench.plan import (
     Attend,
     AttendBackward,
@@ -34,7 +33,9 @@ from sp_bench.plan import (
     Op,
     Plan,
     Problem,
+    RequestError,
     Steps,
+    line_of,
     receive_next,
     reduce_next,
 )
@@ -238,15 +239,14 @@ class Mesh(Method):
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 2 as a plan."""
         q, kv, o = self._chunks(problem, "q", "kv", "o")
-        c = {t.tensor: costs.hiding_blocks(problem, t.tensor, t.home, "forward") for t in (q, kv, o)}
-        schedule = forward_schedule(*self.tile_shape(problem.n), c)
+        schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", q, kv, o))
         steps = self._emit(schedule, {"q": q, "kv": kv}, {"o": o}, lambda u, v: Attend(q.at(u), kv.at(v), o.at(u)))
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 3 as a plan."""
         odoq, kv, dq, dkv = self._chunks(problem, "odoq", "kv", "dq", "dkv")
-        c = {t.tensor: costs.hiding_blocks(problem, t.tensor, t.home, "backward") for t in (odoq, kv, dq, dkv)}
+        c = _hiding(problem, costs, "backward", odoq, kv, dq, dkv)
         schedule = backward_schedule(*self.tile_shape(problem.n), c)
         steps = self._emit(
             schedule,
@@ -297,6 +297,11 @@ class Mesh(Method):
         before = [unfolded.pop(tensor)] if tensor in unfolded else []
         hop, unfolded[tensor] = reduce_next(reduced[tensor], hops[tensor] - 1, lane)
         return [*before, hop]
+
+
+def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> dict[str, int]:
+    """c_Q, c_KV and the others, by tensor."""
+    return {x.tensor: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x in chunks}
 
 
 def tiles(n: int) -> list[tuple[int, int]]:

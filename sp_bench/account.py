@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from sp_bench.plan import (
     FIELDS,
     Attend,
     AttendBackward,
-    Chunk,
+    Dataflow,
     Kind,
     Pass,
     Plan,
@@ -26,7 +26,7 @@ from sp_bench.plan import (
     dataflow,
 )
 
-BACKWARD_FLOPS = 2.5
+BACKWARD_OVER_FORWARD = 2.5
 """Backward FLOPs over forward FLOPs: five matrix products against two."""
 
 
@@ -76,8 +76,9 @@ def sent_across_nodes(plan: Plan, problem: Problem, node_of: Callable[[np.ndarra
 def lower_bound_bytes(problem: Problem, phase: str) -> float:
     """The least payload that a GPU can send, on average over the GPUs.
 
-    For exact attention with one owner for each token, work split by sequence only (all heads of a token together) and
-    equal work on every GPU. A GPU that touches the rows of x chunks of queries and the columns of y chunks of keys
+    For exact attention with one owner for each token, work split by sequence only (all heads of a token together),
+    equal work on every GPU, and nothing that came forward kept for the backward. A GPU that touches the rows of x
+    chunks of queries and the columns of y chunks of keys
     computes at most x * y of the rho * n blocks that are its share (rho = 1/2 if causal). It must receive x - 1 query
     chunks, send x - 1 partial outputs, and receive y - 1 key chunks; backward likewise for Q and dO (of O only a sum
     for each row is needed), dQ, KV and dKV. Minimised over x with y = rho * n / x. Full attention, forward, k =
@@ -101,7 +102,7 @@ def model_flops(problem: Problem, phase: str) -> float:
     """FLOPs of the whole attention as MFU counts them: 4 N^2 H D forward, half of it if causal, 2.5 times backward."""
     forward = 4.0 * problem.batch * problem.seqlen**2 * problem.heads * problem.head_dim
     forward /= 2 if problem.causal else 1
-    return forward if phase == "forward" else forward * BACKWARD_FLOPS
+    return forward if phase == "forward" else forward * BACKWARD_OVER_FORWARD
 
 
 def blocks(plan: Plan, problem: Problem) -> np.ndarray:
@@ -123,39 +124,79 @@ def pairs(plan: Plan, problem: Problem) -> np.ndarray:
     )
 
 
-def peak_bytes(plan: Plan, problem: Problem) -> int:
-    """The most that a rank holds at once while it executes the plan, in bytes.
+def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
+    """The most that a rank can hold at once while it executes the plans one after the other, in bytes.
 
-    Counted are the plan's inputs, the receive buffers (reused as Dataflow says), the accumulators from their first
-    block until they are sent on, the staging buffer of each lane that casts, the results of the block under way, and
-    the outputs in the compute dtype. Workspace inside a kernel is not.
+    Counted are a plan's inputs, the receive and staging buffers (which the plans share and which stay), the
+    accumulators from their first block until their transfer has surely ended, the results of the block under way,
+    and the outputs in the compute dtype. Workspace inside a kernel is not.
     """
+    plans = list(plans)
+    kept: Counter[tuple] = Counter()
+    for plan in plans:
+        kept |= _buffers(plan, problem)
+    buffers = sum(math.prod(shape) * DTYPE_BYTES[dtype] * number for (shape, dtype), number in kept.items())
+    return buffers + max(_moving_bytes(plan, problem) for plan in plans)
+
+
+def _buffers(plan: Plan, problem: Problem) -> Counter[tuple]:
+    """How many buffers of each (shape, dtype) a plan receives into and casts into."""
+    tensors = [(slot.tensor, slot.arriving) for slot in set(dataflow(plan).slots.values())]
+    sends = {(op.lane, op.send.tensor) for op in plan.ops if isinstance(op, Pass) and op.send}
+    tensors += [(tensor, True) for _, tensor in sends if problem.needs_cast(tensor)]
+    return Counter(
+        (problem.field_shape(field), problem.field_dtype(field, wire=wire))
+        for tensor, wire in tensors
+        for field in FIELDS[tensor]
+    )
+
+
+def _moving_bytes(plan: Plan, problem: Problem) -> int:
+    """The most that inputs, accumulators, block results and outputs come to at one time."""
     flow = dataflow(plan)
-    held = {chunk: problem.chunk_bytes(chunk.tensor, wire=chunk.is_arriving) for chunk in flow.first_use}
     received = {op.recv for op in plan.ops if isinstance(op, Pass)}
-    fixed = sum(held[chunk] for chunk in plan.inputs)
-    fixed += sum(problem.chunk_bytes(slot.tensor, wire=slot.arriving) for slot in set(flow.slots.values()))
-    casts = {(op.lane, op.send.tensor) for op in plan.ops if isinstance(op, Pass) and op.send}
-    fixed += sum(problem.chunk_bytes(tensor, wire=True) for _, tensor in casts if problem.needs_cast(tensor))
+    inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False) for chunk in plan.inputs)
     change = np.zeros(len(plan.ops) + 2, np.int64)
-    for chunk, size in held.items():
-        if chunk not in received and chunk not in plan.inputs:
-            change[flow.first_use[chunk]] += size
-            change[flow.last_use[chunk] + 1] -= size
+    released = _released(plan)
+    for value in flow.first_use:
+        if value.chunk not in received and value.chunk not in plan.inputs:
+            size, last = problem.chunk_bytes(value.chunk.tensor, wire=False), flow.last_use[value]
+            change[flow.first_use[value]] += size
+            change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
-    result = np.array([_block_result_bytes(op, index, flow.first_use, problem) for index, op in plan])
+    result = np.array([_block_result_bytes(op, index, flow, problem) for index, op in plan])
     outputs = 0
     if problem.dtype != problem.accumulate_dtype:
         outputs = sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in plan.outputs)
-    return int(fixed + max((alive + result).max(), alive[-1] + outputs))
+    return int(inputs + max((alive + result).max(), alive[-1] + outputs))
 
 
-def _block_result_bytes(op: object, index: int, first_use: dict[Chunk, int], problem: Problem) -> int:
+def _released(plan: Plan) -> dict[int, int]:
+    """For each Pass, the first later block or fold that waits until its lane is past it: till then it may be under way.
+
+    Blocks run ahead of the lanes, so that what a Pass sends may be held much longer than its place in the plan says.
+    """
+    flow = dataflow(plan)
+    pending: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
+    released: dict[int, int] = {}
+    for index, op in plan:
+        if isinstance(op, Pass):
+            pending[op.lane].append(index)
+            continue
+        for lane, last in flow.waits[index]:
+            ended = [other for other in pending[lane] if other <= last]
+            released |= dict.fromkeys(ended, index)
+            pending[lane] = pending[lane][len(ended) :]
+    end = len(plan.ops) - 1
+    return released | {index: end for lane in pending.values() for index in lane}
+
+
+def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem) -> int:
     """What a kernel returns, unless it becomes the accumulator itself."""
     if not isinstance(op, Attend | AttendBackward):
         return 0
     adopts = problem.dtype == problem.accumulate_dtype
-    fresh = [chunk for chunk in op.writes if not (adopts and first_use[chunk] == index)]
+    fresh = [chunk for chunk in op.writes if not (adopts and flow.starts(index, chunk))]
     return sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in fresh)
 
 

@@ -14,16 +14,29 @@ Sets are exact, one bit for each (rank, chunk) pair; n = 4096 takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sp_bench.plan import Attend, AttendBackward, Chunk, Fold, Op, Pass, Plan, PlanError, Problem, dataflow
+from sp_bench.plan import (
+    Attend,
+    AttendBackward,
+    Chunk,
+    Fold,
+    Grid,
+    Group,
+    Join,
+    Op,
+    Pass,
+    Plan,
+    PlanError,
+    Problem,
+    dataflow,
+    is_partial,
+)
 
 Ranks = np.ndarray
-PARTIALS = ("o", "dq", "dkv")
-"""The tensors whose chunks are sums of blocks."""
 
 
 @dataclass
@@ -34,10 +47,10 @@ class _Facts:
     ranks: Ranks
     content: dict[Chunk, Ranks] = field(default_factory=dict)
     """The global chunk that a chunk is on each rank: (n,)."""
+    last: dict[Chunk, str] = field(default_factory=dict)
+    """The operation that was the last to add to a partial."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each."""
-    gone: set[Chunk] = field(default_factory=set)
-    """Partials that were sent on: what is folded in later would be lost."""
     visible: np.ndarray = field(init=False)
     """Whether a block has anything to compute, for q chunk below, equal to, above kv chunk: (3,)."""
 
@@ -56,14 +69,46 @@ class _Facts:
 
 def check(plan: Plan, problem: Problem) -> None:
     """Prove the plan for every rank. Raises PlanError, with the operation named, for the first thing wrong with it."""
+    if plan.n != problem.n:
+        raise PlanError(f"the plan is for {plan.n} ranks and the problem has {problem.n}")
     dataflow(plan)
     facts = _Facts(problem, np.arange(problem.n))
+    _interface(plan)
     for chunk in plan.inputs:
         facts.content[chunk] = facts.ranks
         _placed(facts, chunk, "the plan's input")
     for index, op in plan:
-        _RULES[type(op)](facts, op, f"operation {index}, {op}")
+        where = f"operation {index}, {op}"
+        _tiles(problem.n, op, where)
+        _RULES[type(op)](facts, op, where)
     _complete(facts, plan)
+
+
+INTERFACES = {"forward": (("q", "kv"), ("o",)), "backward": (("odoq", "kv"), ("dq", "dkv"))}
+"""What each phase starts from and ends with: a rank's own chunks."""
+
+
+def _interface(plan: Plan) -> None:
+    for given, tensors, name in zip((plan.inputs, plan.outputs), INTERFACES[plan.phase], ("in", "out"), strict=True):
+        if [(chunk.tensor, chunk.index, chunk.arrival) for chunk in given] != [(tensor, 0, 0) for tensor in tensors]:
+            wanted = ", ".join(f"{tensor}#0" for tensor in tensors)
+            raise PlanError(f"the plan's {name}puts are {', '.join(map(str, given))}: {plan.phase} has {wanted}")
+
+
+def _tiles(n: int, op: Op, where: str) -> None:
+    """The groups that an operation names must tile the ranks."""
+    groups: list[Group] = [op.group] if isinstance(op, Pass) else []
+    for chunk in (*op.reads, *op.writes):
+        groups += [chunk.home.inner, chunk.home.outer] if isinstance(chunk.home, Grid) else [chunk.home]
+    for group in groups:
+        if n % group.span:
+            raise PlanError(f"{where}: {group} doesn't tile {n} ranks")
+
+
+def _tensors(where: str, chunks: Sequence[Chunk], wanted: Sequence[str]) -> None:
+    for chunk, tensor in zip(chunks, wanted, strict=True):
+        if chunk.tensor != tensor or chunk.is_arriving:
+            raise PlanError(f"{where}: {chunk} stands where a held chunk of {tensor} should")
 
 
 def _placed(facts: _Facts, chunk: Chunk, where: str) -> None:
@@ -79,7 +124,7 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
         raise PlanError(f"{where}: the {what}, on rank 0 and all others")
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
-    partial = op.send.tensor in PARTIALS
+    partial = is_partial(op.send.tensor)
     if partial != (op.recv.is_arriving):
         raise PlanError(f"{where}: {op.recv} is {'not ' if partial else ''}a buffer for arriving partials")
     if op.recv in facts.blocks and facts.blocks[op.recv].any():
@@ -88,20 +133,12 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     facts.content[op.recv] = facts.content[op.send][source]
     _placed(facts, op.recv, where)
     if partial:
-        _not_gone(facts, op.send, where)
-        facts.gone.add(op.send)
         facts.blocks[op.recv] = facts.blocks.pop(op.send)[source]
-        facts.gone.discard(op.recv)
-
-
-def _not_gone(facts: _Facts, chunk: Chunk, where: str) -> None:
-    if chunk in facts.gone:
-        raise PlanError(f"{where}: {chunk} was sent on already, so this would be folded twice or lost")
+        facts.last[op.recv] = where
 
 
 def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.ndarray, where: str) -> None:
     """One block, (chunk `into`, `counterpart`), is folded into a partial."""
-    _not_gone(facts, into, where)
     facts.content.setdefault(into, into.owner(facts.ranks))
     blocks = facts.blocks.setdefault(into, facts.empty())
     word, bit = facts.bit(counterpart)
@@ -109,15 +146,18 @@ def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.nda
     if (rank := _first(visible & ((old & bit) != 0))) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
     blocks[facts.ranks, word] = np.where(visible, old | bit, old)
+    facts.last[into] = where
 
 
 def _attend(facts: _Facts, op: Attend, where: str) -> None:
+    _tensors(where, (op.q, op.kv, op.o), ("q", "kv", "o"))
     q, kv = facts.content[op.q], facts.content[op.kv]
     _serves(facts, op.o, q, where)
     _count_block(facts, op.o, kv, facts.sees(q, kv), where)
 
 
 def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
+    _tensors(where, (op.odoq, op.kv, op.dq, op.dkv), ("odoq", "kv", "dq", "dkv"))
     q, kv = facts.content[op.odoq], facts.content[op.kv]
     visible = facts.sees(q, kv)
     _serves(facts, op.dq, q, where)
@@ -136,9 +176,8 @@ def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
 
 
 def _fold(facts: _Facts, op: Fold, where: str) -> None:
-    if op.part not in facts.blocks:
-        raise PlanError(f"{where}: {op.part} is folded twice")
-    _not_gone(facts, op.into, where)
+    if not op.part.is_arriving or op.part.tensor != op.into.tensor or op.into.is_arriving:
+        raise PlanError(f"{where}: folds {op.part} into {op.into}")
     _serves(facts, op.into, facts.content[op.part], where)
     part = facts.blocks.pop(op.part)
     facts.content.setdefault(op.into, op.into.owner(facts.ranks))
@@ -146,16 +185,26 @@ def _fold(facts: _Facts, op: Fold, where: str) -> None:
     if (rank := _first((into & part).any(axis=1))) is not None:
         raise PlanError(f"{where}: on rank {rank}, a block of {op.part} is in {op.into} already")
     into |= part
+    facts.last[op.into] = where
 
 
-_RULES: dict[type[Op], Callable] = {Pass: _pass, Attend: _attend, AttendBackward: _attend_backward, Fold: _fold}
+def _join(facts: _Facts, op: Join, where: str) -> None:
+    """Order only."""
+
+
+_RULES: dict[type[Op], Callable] = {
+    Pass: _pass,
+    Attend: _attend,
+    AttendBackward: _attend_backward,
+    Fold: _fold,
+    Join: _join,
+}
 
 
 def _complete(facts: _Facts, plan: Plan) -> None:
     """Every output has all its blocks, and no partial is left over."""
     n = facts.problem.n
     for chunk in plan.outputs:
-        _not_gone(facts, chunk, "the end of the plan")
         blocks = facts.blocks.pop(chunk)
         for counterpart in range(n):
             mine, other = (facts.ranks, np.full(n, counterpart))
@@ -165,7 +214,7 @@ def _complete(facts: _Facts, plan: Plan) -> None:
                 raise PlanError(f"the end of the plan: {chunk} of rank {rank} lacks its block with chunk {counterpart}")
     for chunk, blocks in facts.blocks.items():
         if (rank := _first(blocks.any(axis=1))) is not None:
-            raise PlanError(f"the end of the plan: rank {rank} has a partial {chunk} that was never sent or folded")
+            raise PlanError(f"{facts.last[chunk]}: on rank {rank}, {chunk} is never sent on or folded after it")
 
 
 def _first(wrong: np.ndarray | np.bool) -> int | None:

@@ -14,6 +14,10 @@ class RequestError(ValueError):
 
     def __init__(self, value: str, rule: str, would_work: str) -> None:
         super().__init__(f"{value}: {rule}; {would_work}")
+        self._parts = (value, rule, would_work)
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._parts
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ class Record:
     """One benchmark point: what was asked, what came out, and where it comes from. None is "not known"."""
 
     run_id: str
-    """Hash of the resolved config and the code version."""
+    """Hash of the resolved config, the code version and, if measured, the machine."""
     status: str
     mode: str
     """measure or simulate; the two are never mixed."""
@@ -90,15 +90,13 @@ class Record:
     comm_bytes_across_nodes_max: int | None = None
     """Of the rank that sends most to other nodes."""
     compute_ms: float | None = None
-    """Blocks and folds of the busiest rank in one step."""
+    """Blocks and folds of the busiest rank in one step; on shared cores this includes waiting for a core."""
     exposed_comm_ms: float | None = None
     """The step's time in which the busiest rank doesn't compute."""
     peak_mem_bytes_max: int | None = None
-    """Of the rank with most: inputs, buffers, accumulators and results of the attention (account.peak_bytes)."""
+    """Computed from the plans: what a rank can hold at most for the attention (account.peak_bytes)."""
     peak_mem_bytes_min: int | None = None
-    peak_rss_bytes_max: int | None = None
-    """Resident memory of the rank's whole process, measured."""
-    peak_rss_bytes_min: int | None = None
+    """Of the rank with least, where memory is measured."""
     rank_imbalance: float | None = None
     """Blocks and folds of the busiest rank over the mean of all."""
     err_out: float | None = None
@@ -108,6 +106,8 @@ class Record:
     err_dv: float | None = None
     tile_candidates: list[dict[str, Any]] | None = None
     """With tile=auto: every candidate with its simulated or bounded time."""
+    notes: list[str] | None = None
+    """What a reader must know about these numbers."""
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -133,6 +133,28 @@ def run_id(config: Mapping[str, Any]) -> str:
 
 
 @cache
+def machine() -> dict[str, Any]:
+    """What a measured number depends on beside its config: host, processor, cores, torch, thread settings."""
+    model = ""
+    if (info := Path("/proc/cpuinfo")).exists():
+        model = next((line for line in info.read_text().splitlines() if line.startswith("model name")), "")
+    return {
+        "host": platform.node(),
+        "cpu": model.partition(":")[2].strip() or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": _version("torch"),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "GLOO_"))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
 def code_version() -> str:
     """A hash of the suite's sources: sp_bench/ and methods/."""
     root = Path(__file__).resolve().parent.parent
@@ -146,17 +168,12 @@ def code_version() -> str:
 @cache
 def provenance() -> dict[str, Any]:
     """Where a record comes from: code, versions, command line, the few environment variables that matter."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "numba", "hydra-core"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    versions = {package: _version(package) for package in ("torch", "numpy", "numba", "hydra-core")}
     return {
         "code_version": code_version(),
         "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
-        "versions": versions,
+        "git_dirty": None if (changed := _git("status", "--porcelain")) is None else bool(changed),
+        "versions": {"python": platform.python_version(), **versions},
         "argv": sys.argv[1:],
         "host": platform.node(),
         "platform": platform.platform(),

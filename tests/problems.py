@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from methods import build
+from methods import REGISTRY, build
 from methods.mesh import tiles
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Plan, Problem
 
@@ -16,9 +16,26 @@ def small_problem(n: int, layout: str = "striped", *, causal: bool = True) -> Pr
     return Problem(n=n, seqlen=2 * n, heads=4, kv_heads=2, head_dim=8, causal=causal, layout=LAYOUTS[layout])
 
 
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def option_sets(name: str, n: int) -> list[dict[str, object]]:
+    """The options of a method that make different plans for n ranks."""
+    match name:
+        case "mesh":
+            return [{"tile": tile} for tile in tiles(n)]
+        case "double_ring":
+            return [{"inner": d} for d in divisors(n)]
+        case "tokenring":
+            return [{"nodes": d} for d in divisors(n)]
+    return [{}]
+
+
 def all_methods(n: int) -> list[Method]:
-    """Ring, and every tile of mesh."""
-    return [build("ring", {}), *(build("mesh", {"tile": tile}) for tile in tiles(n))]
+    """Every method that takes n ranks, with every variant of it."""
+    built = [build(name, options) for name in REGISTRY for options in option_sets(name, n)]
+    return [method for method in built if n == 1 or method.name != "reference"]
 
 
 class Planned(NamedTuple):
@@ -47,10 +64,10 @@ def cost_profiles() -> st.SearchStrategy[CostProfile]:
 
 @st.composite
 def plans(draw: st.DrawFn, min_n: int = 1, max_n: int = 16) -> Planned:
-    """The plan of any method, tile, layout, mask, phase and cost profile."""
+    """The plan of any method, option, layout, mask, phase and cost profile."""
     n = draw(st.integers(min_n, max_n))
     problem = small_problem(n, draw(st.sampled_from(sorted(LAYOUTS))), causal=draw(st.booleans()))
-    options = {"tile": draw(st.sampled_from(tiles(n))), "lanes": draw(st.sampled_from(["one", "each"]))}
-    method = draw(st.sampled_from([build("ring", {}), build("mesh", options)]))
+    lanes_each = build("mesh", {"tile": draw(st.sampled_from(tiles(n))), "lanes": "each"})
+    method = draw(st.sampled_from([*all_methods(n), lanes_each]))
     costs = draw(st.just(COMPUTE_BOUND) | cost_profiles())
     return Planned(method.plan(problem, draw(st.sampled_from(PHASES)), costs), problem)

@@ -107,12 +107,12 @@ def test_peak_memory_of_ring() -> None:
     tokens = 8 * 4  # of all heads
     q, lse, accumulator = tokens * 16 * 2, tokens * 4, tokens * 16 * 4
     wanted = q + 2 * q + 2 * (2 * q) + (accumulator + lse) + (q + lse)
-    assert account.peak_bytes(build("ring", {}).forward(p, COMPUTE_BOUND), p) == wanted
+    assert account.peak_bytes([build("ring", {}).forward(p, COMPUTE_BOUND)], p) == wanted
 
 
 def test_peak_memory_does_not_grow_with_ring_but_with_the_tile() -> None:
-    sizes = [account.peak_bytes(build("ring", {}).forward(problem(n), COMPUTE_BOUND), problem(n)) for n in (4, 16)]
+    sizes = [account.peak_bytes([build("ring", {}).forward(problem(n), COMPUTE_BOUND)], problem(n)) for n in (4, 16)]
     assert sizes[0] == sizes[1]
     p = problem(16)
-    by_tile = {t: account.peak_bytes(build("mesh", {"tile": t}).forward(p, COMPUTE_BOUND), p) for t in tiles(16)}
+    by_tile = {t: account.peak_bytes([build("mesh", {"tile": t}).forward(p, COMPUTE_BOUND)], p) for t in tiles(16)}
     assert by_tile[4, 4] > by_tile[1, 16] == sizes[1]

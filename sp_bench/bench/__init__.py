@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sp_bench import records
-from sp_bench.bench.choose import Choice
+from sp_bench.bench.choose import Choice, DeviceMemoryError
 from sp_bench.bench.measured import Samples, measure_points
 from sp_bench.bench.request import Request, resolve
 from sp_bench.bench.simulated import simulate_point
@@ -65,8 +65,8 @@ def run_points(
             else:
                 todo.append(request)
         if mode == "measure" and todo:
-            for record, choice, samples in measure_points(todo, progress):
-                finish(Outcome(record, choice, samples))
+            for outcome in _measure(todo, progress):
+                finish(outcome)
         elif todo:
             for request in todo:
                 finish(_simulate(request))
@@ -79,14 +79,29 @@ def _together(request: Request) -> tuple:
     return (request.mode, request.problem.n, request.iters, request.warmup, request.cluster.name)
 
 
+def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
+    try:
+        return [Outcome(*point) for point in measure_points(requests, progress)]
+    except Exception as error:
+        if len(requests) > 1:
+            return [outcome for request in requests for outcome in _measure([request], progress)]
+        return [_failed(requests[0], error)]
+
+
 def _simulate(request: Request) -> Outcome:
     try:
-        record, choice = simulate_point(request)
-    except RequestError as error:
+        return Outcome(*simulate_point(request))
+    except Exception as error:
+        return _failed(request, error)
+
+
+def _failed(request: Request, error: Exception) -> Outcome:
+    """The row of a point that could not be done, and whose fault that is."""
+    if isinstance(error, DeviceMemoryError | MemoryError):
+        return Outcome(request.record("oom", str(error) or "this machine's memory is too small for the point"))
+    if isinstance(error, RequestError):
         return Outcome(request.record("unsupported", str(error)))
-    except MemoryError:
-        return Outcome(request.record("oom", "this machine's memory is too small to simulate the point"))
-    return Outcome(record, choice)
+    return Outcome(request.record("failed", f"{type(error).__name__}: {error}"))
 
 
 def _kept(folder: Path, request: Request) -> Record | None:

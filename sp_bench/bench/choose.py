@@ -7,6 +7,7 @@ from typing import Any
 
 from sp_bench import account
 from sp_bench.bench.request import Request
+from sp_bench.errors import RequestError
 from sp_bench.plan import CostProfile, Method, Plan
 from sp_bench.simulate import Run, simulate
 
@@ -29,28 +30,54 @@ def choose(request: Request) -> Choice:
     """The variant with the least simulated time over the request's phases.
 
     Variants are simulated in order of a lower bound on their time, max(blocks of the busiest rank, bytes over each
-    port), and those whose bound is above the best time so far are not simulated.
+    port), and those whose bound is above the best time so far are not simulated, nor those that don't fit the memory.
+    Raises DeviceMemoryError if none fits, RequestError if those that do are too large to simulate.
     """
     costs = request.cluster.profile(request.problem)
     variants = request.method.candidates(request.problem)
     planned = [(method, _plans(method, request, costs)) for method in variants]
     bounded = sorted(((_bound_s(request, plans), i) for i, (_, plans) in enumerate(planned)))
+    memory = request.cluster.device.memory_bytes
     best: Choice | None = None
     rows: dict[int, dict[str, Any]] = {}
+    refused: RequestError | None = None
     for bound_s, i in bounded:
         method, plans = planned[i]
-        a_b = method.tile_shape(request.problem.n) or (None, None)
-        rows[i] = {"tile_a": a_b[0], "tile_b": a_b[1], "bound_ms": bound_s * 1e3, "step_ms": None}
+        a, b = method.tile_shape(request.problem.n) or (None, None)
+        peak = account.peak_bytes(plans.values(), request.problem)
+        rows[i] = {"tile_a": a, "tile_b": b, "bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
+        if memory and peak > memory:
+            rows[i]["refused"] = "more than the device's memory"
+            continue
         if best and bound_s >= best.total_s:
             continue
-        runs = {phase: simulate(plan, request.problem, request.cluster) for phase, plan in plans.items()}
+        try:
+            runs = {phase: simulate(plan, request.problem, request.cluster) for phase, plan in plans.items()}
+        except RequestError as error:
+            refused = error
+            rows[i]["refused"] = str(error)
+            continue
         here = Choice(method, plans, runs, None)
         rows[i]["step_ms"] = here.total_s * 1e3
         if best is None or here.total_s < best.total_s:
             best = here
-    assert best is not None, "a method has at least one variant"
+    if best is None:
+        raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     ordered = [rows[i] for i in sorted(rows)]
     return Choice(best.method, best.plans, best.runs, ordered if len(variants) > 1 else None)
+
+
+class DeviceMemoryError(RequestError):
+    """No variant of the method fits the device."""
+
+
+def _too_large(request: Request, least: int) -> DeviceMemoryError:
+    device = request.cluster.device
+    return DeviceMemoryError(
+        f"seqlen={request.problem.seqlen} on gpus={request.problem.n}",
+        f"{request.method.name} holds at least {least / 1e9:.4g} GB on a rank, {device.name} {device.memory_bytes:.3g}",
+        "more GPUs or a shorter seqlen would work",
+    )
 
 
 def _plans(method: Method, request: Request, costs: CostProfile) -> dict[str, Plan]:

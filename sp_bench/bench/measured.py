@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sp_bench import records
+from sp_bench import account, records
 from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.outcome import account_for, by_lane, rates_for
-from sp_bench.bench.request import Request
+from sp_bench.bench.request import Request, refuse_what_does_not_fit
 from sp_bench.check import check
+from sp_bench.errors import RequestError
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.measure.spec import Measured, Spec
 from sp_bench.measure.stats import summarise
@@ -21,45 +22,58 @@ Samples = dict[str, list[list[float]]]
 """Milliseconds by name, then rank, then iteration."""
 
 
-def measure_points(
-    requests: Sequence[Request], progress: Callable[[int], None]
-) -> list[tuple[Record, Choice | None, Samples | None]]:
-    """Measure points of equal gpus, iters and warmup in one pool of ranks.
+Point = tuple[Record, Choice | None, Samples | None]
 
-    `progress` is called with the number of steps done. A rank that fails makes all of these points fail.
+
+def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Point]:
+    """Measure points of equal gpus, iters and warmup in one pool of ranks, iteration by iteration in turn.
+
+    `progress` is called with the number of steps done. Where a rank fails, the point under way is to blame, and the
+    others are measured again without it.
     """
-    first = requests[0]
     choices = [choose(request) for request in requests]
     for request, choice in zip(requests, choices, strict=True):
         for plan in choice.plans.values():
             check(plan, request.problem)
+    first = requests[0]
+    together = sum(account.peak_bytes(c.plans.values(), r.problem) for r, c in zip(requests, choices, strict=True))
+    refuse_what_does_not_fit(first.problem.n, together, first.config)
     specs = [
         Spec(
-            method=choice.method,
-            problem=request.problem,
-            costs=request.cluster.profile(request.problem),
-            kernel=request.kernel,
-            backward="backward" in request.phases,
-            verify=request.verify,
-            seed=request.seed,
+            plans=choice.plans, problem=request.problem, kernel=request.kernel, verify=request.verify, seed=request.seed
         )
         for request, choice in zip(requests, choices, strict=True)
     ]
+    under_way = 0
+
+    def advance(index: int) -> None:
+        nonlocal under_way
+        under_way = index
+        progress(1)
+
     try:
         with RankPool(first.problem.n, max(request.timeout_s for request in requests)) as pool:
-            by_rank = pool.run(
-                "sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=lambda _: progress(1)
-            )
-    except RankFailure as failure:
-        status = "oom" if isinstance(failure, RankError) and isinstance(failure.cause, MemoryError) else "failed"
-        return [(request.record(status, str(failure)), None, None) for request in requests]
+            by_rank = pool.run("sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=advance)
+    except (RankFailure, OSError) as failure:
+        failed: Point = (requests[under_way].record(_status(failure), str(failure)), None, None)
+        others = [request for i, request in enumerate(requests) if i != under_way]
+        points = measure_points(others, progress) if others else []
+        return [*points[:under_way], failed, *points[under_way:]]
     return [
         _point(request, choice, [rank[i] for rank in by_rank])
         for i, (request, choice) in enumerate(zip(requests, choices, strict=True))
     ]
 
 
-def _point(request: Request, choice: Choice, ranks: list[Measured]) -> tuple[Record, Choice | None, Samples | None]:
+def _status(failure: Exception) -> str:
+    """What a failure is in a record; torch says that memory is out in words only."""
+    if isinstance(failure, RankError) and isinstance(failure.cause, RequestError):
+        return "unsupported"
+    out_of_memory = ("MemoryError", "DefaultCPUAllocator", "out of memory")
+    return "oom" if any(words in str(failure) for words in out_of_memory) else "failed"
+
+
+def _point(request: Request, choice: Choice, ranks: list[Measured]) -> Point:
     record = request.record("ok")
     record.iters, record.warmup = request.iters, request.warmup
     record.provenance = {**records.provenance(), "ranks_by_host": {platform.node(): list(range(request.problem.n))}}
@@ -67,26 +81,25 @@ def _point(request: Request, choice: Choice, ranks: list[Measured]) -> tuple[Rec
     errors = ranks[0].errors
     record.err_out, record.err_dq = errors.get("out"), errors.get("dq")
     record.err_dk, record.err_dv = errors.get("dk"), errors.get("dv")
-    if not ranks[0].passes(request.problem.dtype):
-        record.status, record.error = "incorrect", f"the correctness gate found errors {errors}; not timed"
+    wrong = next(filter(None, (rank.wrong(request.problem.dtype) for rank in ranks)), "")
+    if wrong:
+        record.status, record.error = "incorrect", f"the correctness gate: {wrong}"
         return record, choice, None
-    _count_sent(record, request, ranks)
-    step_ms = _slowest(ranks, "step_s")
-    spread = summarise(step_ms, request.seed)
+    _count_sent(record, ranks)
+    forward_ms, backward_ms = _slowest(ranks, "forward_s"), _slowest(ranks, "backward_s")
+    spread = summarise(forward_ms + backward_ms, request.seed)
     record.step_ms_median, record.step_ms_p25, record.step_ms_p75 = spread.median, spread.p25, spread.p75
     record.step_ms_ci95_low, record.step_ms_ci95_high = spread.ci95_low, spread.ci95_high
-    record.forward_ms_median = float(np.median(_slowest(ranks, "forward_s")))
+    record.forward_ms_median = float(np.median(forward_ms))
     if "backward" in request.phases:
-        record.backward_ms_median = float(np.median(_slowest(ranks, "backward_s")))
+        record.backward_ms_median = float(np.median(backward_ms))
     blocks_ms = 1e3 * np.median([rank.blocks_s for rank in ranks], axis=1)
     record.compute_ms = float(blocks_ms.max())
     record.exposed_comm_ms = record.step_ms_median - record.compute_ms
     record.rank_imbalance = float(blocks_ms.max() / blocks_ms.mean())
     record.kernel = ranks[0].kernel
-    record.peak_rss_bytes_max = max(rank.peak_rss_bytes for rank in ranks)
-    record.peak_rss_bytes_min = min(rank.peak_rss_bytes for rank in ranks)
     rates_for(record, request)
-    names = ("forward_s", "backward_s", "step_s", "blocks_s", "waits_s")
+    names = ("forward_s", "backward_s", "blocks_s", "waits_s")
     samples = {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in names}
     return record, choice, samples
 
@@ -96,7 +109,7 @@ def _slowest(ranks: list[Measured], name: str) -> np.ndarray:
     return 1e3 * np.array([getattr(rank, name) for rank in ranks]).max(axis=0)
 
 
-def _count_sent(record: Record, request: Request, ranks: list[Measured]) -> None:
+def _count_sent(record: Record, ranks: list[Measured]) -> None:
     """Volume from the tensors that were sent, which must be what the plan says on every rank."""
     planned = record.comm_bytes_by_lane
     for rank, measured in enumerate(ranks):

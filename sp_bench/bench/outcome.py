@@ -25,8 +25,11 @@ def account_for(record: Record, request: Request, choice: Choice) -> None:
     record.comm_bytes_statistics = sum(volume.statistic_bytes for volume in volumes.values())
     record.comm_bytes_by_lane = by_lane({phase: volume.sent_bytes for phase, volume in volumes.items()})
     record.comm_bytes_across_nodes_max = int(np.sum(across, axis=0).max())
-    record.peak_mem_bytes_max = max(account.peak_bytes(plan, problem) for plan in choice.plans.values())
-    record.peak_mem_bytes_min = record.peak_mem_bytes_max
+    record.peak_mem_bytes_max = account.peak_bytes(choice.plans.values(), problem)
+    record.notes = request.notes or None
+    if record.comm_bytes_per_gpu != record.comm_bytes_expected:
+        counted, formula = record.comm_bytes_per_gpu, record.comm_bytes_expected
+        record.status, record.error = "incorrect", f"the plan sends {counted} bytes, the closed form says {formula}"
 
 
 def by_lane(sent: Mapping[str, Mapping[tuple[str, str, str], int]]) -> dict[str, int]:

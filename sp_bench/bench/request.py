@@ -19,6 +19,7 @@ from sp_bench.simulate import Cluster
 RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s")
 """Keys that don't change what a point's numbers are, and so are left out of its run_id."""
+_ALL_TENSORS = ("odoq", "kv", "dq", "dkv")
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
 """Resident memory of a rank's process beside the attention's own."""
@@ -34,6 +35,8 @@ class Request:
     mode: str
     why: str
     phase: str
+    notes: list[str]
+    """What a reader of the numbers must know."""
     kernel: str
     iters: int
     warmup: int
@@ -102,10 +105,14 @@ def resolve(config: Mapping[str, Any]) -> Request:
     cluster = Cluster.build(config["cluster"])
     known_keys("kernel.", config["kernel"], ["name"])
     mode, why = _mode(config, gpus, cluster)
+    notes = []
     if mode == "simulate":
-        cluster.device.refuse(problem.dtype)
-    else:
-        _refuse_what_does_not_fit(problem)
+        cluster.device.refuse(problem)
+        notes = cluster.device.notes(problem)
+    elif gpus > cores_here():
+        notes = [f"{gpus} ranks share {cores_here()} cores: their compute time includes waiting for one"]
+    if mode == "measure":
+        refuse_what_does_not_fit(problem.n, 4 * sum(problem.chunk_bytes(t, wire=False) for t in _ALL_TENSORS), config)
     return Request(
         method=method,
         problem=problem,
@@ -119,24 +126,32 @@ def resolve(config: Mapping[str, Any]) -> Request:
         verify=truth("verify", config["verify"]),
         seed=whole("seed", config["seed"], least=0),
         timeout_s=seconds("timeout_s", config["timeout_s"]),
-        run_id=records.run_id({key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT}),
+        notes=notes,
+        run_id=point_id(config, mode),
         config=config,
     )
+
+
+def point_id(config: Mapping[str, Any], mode: str) -> str:
+    """The run_id of a point: what its numbers depend on."""
+    kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT}
+    return records.run_id({**kept, "mode": mode, "machine": records.machine() if mode == "measure" else None})
 
 
 def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, str]:
     """Measure or simulate, and why."""
     mode = choice("mode", config["mode"], ("auto", "measure", "simulate"))
     device = choice("device", config["device"], ("auto", "cpu", "cuda"))
-    local = cluster.name == "local"
-    if device == "cuda":
-        raise RequestError("device=cuda", "measuring on GPUs is not supported yet", "device=cpu would work")
     if mode == "simulate":
         return mode, "mode=simulate asks for it"
-    if local:
-        return "measure", "cluster=local is this machine, and ranks are processes on its CPU"
+    if device == "cuda":
+        raise RequestError("device=cuda", "measuring on GPUs is not supported yet", "device=cpu would work")
+    if cluster.this_machine:
+        return "measure", f"cluster={cluster.name} is this machine, and ranks are processes on its CPU"
     here = gpus_here()
     has = f"this machine has {here} GPU{'' if here == 1 else 's'}"
+    if here >= gpus:
+        has += ", on which measuring is not supported yet"
     if mode == "measure":
         asks = f"{has}, and the point asks for {gpus} {cluster.device.name}"
         raise RequestError(f"mode=measure on cluster={cluster.name}", asks, "cluster=local or mode=simulate would work")
@@ -148,21 +163,23 @@ def gpus_here() -> int:
     return sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _refuse_what_does_not_fit(problem: Problem) -> None:
-    """More ranks than this machine can hold are refused before one starts."""
-    cores = os.cpu_count() or 1
-    if problem.n > RANKS_PER_CORE * cores:
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:
+    """Raise RequestError, before a rank starts, for more ranks than this machine can hold."""
+    most = RANKS_PER_CORE * cores_here()
+    if n > most:
         raise RequestError(
-            f"gpus={problem.n}",
-            f"{cores} cores hold at most {RANKS_PER_CORE * cores} ranks",
-            f"gpus={RANKS_PER_CORE * cores}, or mode=simulate, would work",
+            f"gpus={n}", f"{cores_here()} cores hold at most {most} ranks", f"gpus={most}, or mode=simulate, would work"
         )
-    one_rank = RANK_OVERHEAD_BYTES + 4 * sum(problem.chunk_bytes(t, wire=False) for t in ("odoq", "kv", "dq", "dkv"))
-    free = free_bytes()
-    if problem.n * one_rank > free:
+    need, free = n * (RANK_OVERHEAD_BYTES + rank_bytes), free_bytes()
+    if need > free:
         raise RequestError(
-            f"gpus={problem.n}, seqlen={problem.seqlen}",
-            f"its ranks need about {problem.n * one_rank / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} free",
+            f"gpus={n}, seqlen={config['seqlen']}",
+            f"its ranks need about {need / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} free",
             "a shorter seqlen, fewer ranks, or mode=simulate, would work",
         )
 

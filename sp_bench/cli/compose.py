@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 
@@ -45,8 +46,12 @@ class Composer:
         Raises RequestError for an argument that is no override, an unknown key or choice, or a sweep without -m.
         """
         axes: list[tuple[bool, list[str]]] = []
+        keys: set[str] = set()
         for argument in arguments:
             override = self._parsed(argument)
+            if override.key_or_group in keys:
+                raise RequestError(argument, f"{override.key_or_group} is given twice", "one of them would work")
+            keys.add(override.key_or_group)
             if not override.is_sweep_override():
                 self._check(override, str(override.value()))
                 axes.append((False, [argument]))
@@ -66,7 +71,11 @@ class Composer:
             config = compose("config", overrides=[*overrides, *self._search])
         except HydraException as error:
             raise self._explained(overrides, error) from None
-        resolved = OmegaConf.to_container(config, resolve=True)
+        try:
+            resolved = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            what = str(error).splitlines()[0]
+            raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         assert isinstance(resolved, dict)
         return {str(key): value for key, value in resolved.items()}
 

@@ -15,7 +15,9 @@ from sp_bench.records import Record
 
 BAR = 88
 """Columns of a timeline."""
-WIDTH = 170
+FEWEST_ITERATIONS = 5
+"""With fewer, an interval says nothing."""
+WIDTH = 190
 """Columns where the output is not a terminal."""
 
 
@@ -47,6 +49,14 @@ def title(record: Record) -> str:
         f"{record.gpus} GPUs on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
         f"{record.head_dim}, {mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     )
+
+
+def shape(record: Record) -> str:
+    """Batch, heads, mask and dtype in a few letters."""
+    kv = f"/{record.kv_heads}" if record.kv_heads != record.heads else ""
+    batch = f"{record.batch}x" if record.batch > 1 else ""
+    mask, dtype = "causal" if record.causal else "full", record.dtype.replace("bfloat", "bf").replace("float", "fp")
+    return f"{batch}{record.heads}{kv}x{record.head_dim} {mask} {dtype}"
 
 
 def tokens(seqlen: int) -> str:
@@ -129,6 +139,7 @@ def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
         table.add_row(name, *(cell(outcome.record) for outcome in outcomes))
     table.add_row(f"speed-up over {outcomes[-1].record.method}", *(speed_up(o.record, outcomes) for o in outcomes))
     console.print(table)
+    print_notes(console, [outcome.record for outcome in outcomes])
     for outcome in outcomes:
         print_timeline(console, outcome)
     print_candidates(console, first)
@@ -144,12 +155,20 @@ def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
 
 
 def _overlap(one: Record, other: Record) -> bool:
-    """Whether two measured records are not told apart."""
+    """Whether two measured records are not told apart: by their intervals, or for too few iterations to have any."""
     if one is other or one.step_ms_ci95_low is None or other.step_ms_ci95_low is None:
         return False
+    if min(one.iters or 0, other.iters or 0) < FEWEST_ITERATIONS:
+        return True
     assert one.step_ms_ci95_high is not None
     assert other.step_ms_ci95_high is not None
     return one.step_ms_ci95_low <= other.step_ms_ci95_high and other.step_ms_ci95_low <= one.step_ms_ci95_high
+
+
+def print_notes(console: Console, records: Sequence[Record]) -> None:
+    """What a reader must know, once."""
+    for note in dict.fromkeys(note for record in records for note in record.notes or ()):
+        console.print(f"note: {note}", highlight=False)
 
 
 def print_timeline(console: Console, outcome: Outcome) -> None:
@@ -187,6 +206,7 @@ def print_candidates(console: Console, record: Record) -> None:
     cells = []
     for row in candidates:
         time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
+        time = row.get("refused") or time
         mark = "*" if (row["tile_a"], row["tile_b"]) == (record.tile_a, record.tile_b) else ""
         cells.append(f"{row['tile_a']}x{row['tile_b']}{mark} {time}")
     console.print(
@@ -205,12 +225,16 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         record = outcome.record
         fastest = best.get(_problem(record))
-        against = f"{record.step_ms_median / fastest:.2f}x" if record.step_ms_median and fastest else "-"
+        against = "-"
+        if record.step_ms_median and fastest and fastest.step_ms_median:
+            against = f"{record.step_ms_median / fastest.step_ms_median:.2f}x"
+            against += " ~" if _overlap(record, fastest) else ""
         table.add_row(
             record.method,
             tile(record),
             str(record.gpus),
             tokens(record.seqlen),
+            shape(record),
             record.layout or "-",
             record.mode + (" (reused)" if outcome.reused else ""),
             _median(record),
@@ -225,6 +249,9 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
             record.status,
         )
     console.print(table)
+    if any(_overlap(o.record, best[_problem(o.record)]) for o in outcomes if o.record.step_ms_median):
+        console.print("~: not told apart from the best, the intervals overlap", highlight=False)
+    print_notes(console, [outcome.record for outcome in outcomes])
     for record in (outcome.record for outcome in outcomes):
         if record.status != "ok":
             where = f"{record.method}, {record.gpus} GPUs, seqlen {tokens(record.seqlen)}"
@@ -236,6 +263,7 @@ SWEEP_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("tile", "left"),
     ("gpus", "right"),
     ("seqlen", "right"),
+    ("shape", "left"),
     ("layout", "left"),
     ("mode", "left"),
     ("step", "right"),
@@ -255,13 +283,16 @@ def _problem(record: Record) -> tuple:
     """What two points must share to be compared, the mode among it."""
     return (
         record.mode, record.cluster, record.gpus, record.seqlen, record.batch, record.heads, record.kv_heads,
-        record.head_dim, record.causal, record.dtype, record.phase,
+        record.head_dim, record.causal, record.dtype, record.wire_dtype, record.phase,
     )  # fmt: skip
 
 
-def _best(outcomes: Sequence[Outcome]) -> dict[tuple, float]:
-    best: dict[tuple, float] = {}
+def _best(outcomes: Sequence[Outcome]) -> dict[tuple, Record]:
+    """The fastest record of each problem."""
+    best: dict[tuple, Record] = {}
     for record in (outcome.record for outcome in outcomes):
         if record.step_ms_median:
-            best[_problem(record)] = min(record.step_ms_median, best.get(_problem(record), np.inf))
+            best[_problem(record)] = min(
+                record, best.get(_problem(record), record), key=lambda r: r.step_ms_median or 0
+            )
     return best

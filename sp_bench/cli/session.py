@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sp_bench import records
 from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
-from sp_bench.bench.values import whole
+from sp_bench.bench.request import point_id
+from sp_bench.bench.values import truth, whole
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.loggers import Logger
@@ -31,10 +33,12 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
     _say_mode(console, requests)
     outcomes = _run(console, requests, folder, logger, reuse=_reuse(config, sweep=False))
     if outcomes[0].record.status == "unsupported":
-        raise RequestError(outcomes[0].record.error or "", "the point can't be served", "see above")
+        print(f"sp_bench: {outcomes[0].record.error}", file=sys.stderr)
+        return 2
     report.print_points(console, outcomes)
     console.print(f"\nrecords: {', '.join(str(folder / f'{o.record.run_id}.json') for o in outcomes)}", highlight=False)
-    return 0 if all(o.record.status == "ok" for o in outcomes) else 1
+    failed = [o for o in outcomes if o.record.status not in ("ok", "unsupported")]
+    return 1 if failed else 0
 
 
 def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger) -> int:
@@ -103,11 +107,13 @@ def _bar(console: Console, steps: int) -> Iterator[Callable[[int], None]]:
 def _unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     """The row of a point that can't be served. Raises RequestError if not even its numbers are numbers."""
     heads = whole("heads", config["heads"])
+    here = config["mode"] == "measure" or (config["mode"] == "auto" and config["cluster"].get("this_machine") is True)
+    mode = "measure" if here else "simulate"
     return Record(
-        run_id=records.run_id(config),
+        run_id=point_id(config, mode),
         status="unsupported",
         error=str(error),
-        mode="measure" if config["mode"] == "measure" else "simulate",
+        mode=mode,
         method=config["method"]["name"],
         gpus=whole("gpus", config["gpus"]),
         seqlen=whole("seqlen", config["seqlen"]),
@@ -115,7 +121,7 @@ def _unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
         heads=heads,
         kv_heads=heads if config["kv_heads"] is None else whole("kv_heads", config["kv_heads"]),
         head_dim=whole("head_dim", config["head_dim"]),
-        causal=bool(config["causal"]),
+        causal=truth("causal", config["causal"]),
         dtype=str(config["dtype"]),
         wire_dtype=str(config["wire_dtype"] or config["dtype"]),
         phase=str(config["phase"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     on either side stay out = 0, lse = -inf.
     """
     total = torch.logaddexp(lse, part_lse)
-    weight = torch.exp(part_lse - total).nan_to_num_(nan=0.0)
+    # Only what saw no key weighs nothing; any other lse that is not finite must show in the result.
+    weight = torch.where(part_lse == -math.inf, 0.0, torch.exp(part_lse - total))
     out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
     lse.copy_(total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections import Counter
 from dataclasses import replace
@@ -22,26 +21,32 @@ from sp_bench.run.sharding import shard, unshard
 GATE_TOKENS = 32
 """Tokens of a rank in the correctness gate."""
 NAMES = ("out", "dq", "dk", "dv")
+CPU = torch.device("cpu")
 
 
 def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
     """Measure all points in turn, iteration by iteration, so that drift of the machine meets all of them alike.
 
-    Runs on every rank of the default group. A point that fails the gate is not timed.
+    Runs on every rank of the default group. A point that fails the gate is not timed. Before each piece of work the
+    index of its point is reported, so that a failure can be put down to it.
     """
     results = [Measured() for _ in specs]
-    for spec, result in zip(specs, results, strict=True):
+    for index, (spec, result) in enumerate(zip(specs, results, strict=True)):
         if spec.verify:
-            result.errors = _gate(spec)
-            report("gate")
-    timed = [
-        (_Bench(spec), result) for spec, result in zip(specs, results, strict=True) if result.passes(spec.problem.dtype)
-    ]
+            report(index)
+            _gate(spec, result)
+    timed = []
+    for index, (spec, result) in enumerate(zip(specs, results, strict=True)):
+        if not result.wrong(spec.problem.dtype):
+            report(index)
+            timed.append((index, _Bench(spec), result))
     for iteration in range(warmup + iters):
-        for bench, result in timed:
+        for index, bench, result in timed:
+            report(index)
             bench.step(None if iteration < warmup else result)
-            report("step")
-    for bench, _ in timed:
+    for _, bench, result in timed:
+        result.finite = bench.finite()
+        result.kernel = bench.engine.kernel.name
         bench.engine.close()
     return results
 
@@ -50,37 +55,41 @@ class _Bench:
     """A point ready to be timed: inputs made, engine built."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec = spec
         problem = spec.problem
         generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + _rank())
         self.q, self.dout = (_random(problem, problem.heads, generator) for _ in range(2))
         self.k, self.v = (_random(problem, problem.kv_heads, generator) for _ in range(2))
-        self.engine = Engine(spec.method, problem, None, spec.kernel, spec.costs, torch.device("cpu"))
+        self.engine = Engine(spec.plans, problem, None, spec.kernel, CPU)
+        self.last: list[Tensor] = []
 
     def step(self, result: Measured | None) -> None:
-        """One iteration, all ranks starting together; recorded in `result` if given."""
+        """One iteration, recorded in `result` if given. All ranks start each of its phases together."""
         sent = self.engine.transport.sent_bytes
         sent.clear()
         _barrier()
         start = time.perf_counter()
         out, lse = self.engine.forward(self.q, self.k, self.v)
-        middle = end = time.perf_counter()
+        forward_s, backward_s = time.perf_counter() - start, 0.0
+        self.last = [out]
         by_phase = {"forward": Counter(sent)}
-        if self.spec.backward:
-            self.engine.backward(self.dout, self.q, self.k, self.v, out, lse)
-            end = time.perf_counter()
-            by_phase["backward"] = Counter({key: size - by_phase["forward"][key] for key, size in sent.items()})
+        if "backward" in self.engine.plans:
+            _barrier()
+            start = time.perf_counter()
+            self.last += self.engine.backward(self.dout, self.q, self.k, self.v, out, lse)
+            backward_s = time.perf_counter() - start
+            by_phase["backward"] = sent - by_phase["forward"]
         if result is None:
             return
         spent = [self.engine.spent(phase) for phase in by_phase]
-        result.forward_s.append(middle - start)
-        result.backward_s.append(end - middle)
-        result.step_s.append(end - start)
+        result.forward_s.append(forward_s)
+        result.backward_s.append(backward_s)
         result.blocks_s.append(sum(s.blocks_s for s in spent))
         result.waits_s.append(sum(s.waits_s for s in spent))
-        result.sent_bytes = {phase: +counts for phase, counts in by_phase.items()}
-        result.kernel = self.engine.kernel.name
-        result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        result.sent_bytes = by_phase
+
+    def finite(self) -> bool:
+        """Whether the results of the last step are."""
+        return all(bool(x.isfinite().all()) for x in self.last)
 
 
 def _random(problem: Problem, heads: int, generator: torch.Generator) -> Tensor:
@@ -97,32 +106,37 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _gate(spec: Spec) -> dict[str, float]:
-    """Relative L2 errors against fp64 of a problem scaled down in its sequence only, on every rank."""
-    problem = spec.problem
-    tokens = min(GATE_TOKENS, problem.local_seqlen)
-    small = replace(problem, seqlen=tokens * problem.n)
+def _gate(spec: Spec, result: Measured) -> None:
+    """Errors against fp64 of the same plans on a problem scaled down in its sequence only, into every rank's result.
+
+    Everything runs twice with the same buffers, and the second run is judged.
+    """
+    small = replace(spec.problem, seqlen=min(GATE_TOKENS, spec.problem.local_seqlen) * spec.problem.n)
     generator = torch.Generator().manual_seed(spec.seed)
-    dtype = getattr(torch, problem.dtype)
+    dtype = getattr(torch, small.dtype)
     q, k, v, dout = (
         torch.randn((small.batch, small.seqlen, heads, small.head_dim), generator=generator).to(dtype)
         for heads in (small.heads, small.kv_heads, small.kv_heads, small.heads)
     )
     my_q, my_k, my_v, my_dout = (shard(x, small.layout, _rank(), small.n) for x in (q, k, v, dout))
-    engine = Engine(spec.method, small, None, spec.kernel, spec.costs, torch.device("cpu"))
-    out, lse = engine.forward(my_q, my_k, my_v)
-    found = [out]
-    if spec.backward:
-        found += engine.backward(my_dout, my_q, my_k, my_v, out, lse)
+    engine = Engine(spec.plans, small, None, spec.kernel, CPU)
+    found: list[Tensor] = []
+    for _ in range(2):
+        out, lse = engine.forward(my_q, my_k, my_v)
+        found = [out]
+        if "backward" in spec.plans:
+            found += engine.backward(my_dout, my_q, my_k, my_v, out, lse)
     engine.close()
     full = [unshard(x, small.layout, None, small.n) for x in found]
-    errors = torch.zeros(len(full), dtype=torch.float64)
+    errors = torch.zeros(2, len(full), dtype=torch.float64)
     if _rank() == 0:
         wanted = _exact(q, k, v, dout, small.causal)[: len(full)]
-        errors = torch.stack([_relative(x, y) for x, y in zip(full, wanted, strict=True)])
+        errors[0] = torch.stack([_relative(x, y, dims=(0, 1, 2, 3)) for x, y in zip(full, wanted, strict=True)])
+        errors[1] = torch.stack([_relative(x, y, dims=(0, 1, 3)).max() for x, y in zip(full, wanted, strict=True)])
     if dist.is_initialized():
         dist.broadcast(errors, 0)
-    return dict(zip(NAMES, errors.tolist(), strict=False))
+    result.errors = dict(zip(NAMES, errors[0].tolist(), strict=False))
+    result.worst_head_errors = dict(zip(NAMES, errors[1].tolist(), strict=False))
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple[Tensor, ...]:
@@ -133,6 +147,10 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple
     return (out, *kernel.backward(dout, q, k, v, out, lse, mask))
 
 
-def _relative(found: Tensor, wanted: Tensor) -> Tensor:
-    error = (found.double() - wanted).norm() / wanted.norm()
+def _relative(found: Tensor, wanted: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """L2 error over `dims` in relation to the norm, or to unit elements where the exact result is rounding noise."""
+    error2 = (found.double() - wanted).square().sum(dims)
+    norm2 = wanted.square().sum(dims)
+    elements = wanted.numel() / max(norm2.numel(), 1)
+    error = (error2 / torch.where(norm2 > 1e-20 * elements, norm2, elements)).sqrt()
     return torch.where(error.isfinite(), error, math.inf)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import linecache
 import multiprocessing
 import os
 import pickle
+import re
 import signal
-import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -53,15 +55,20 @@ class RankPool:
         context = _context()
         self._pipes: list[Connection] = []
         self._processes = []
+        lifeline, self._lifeline = context.Pipe(duplex=False)
         for rank in range(n):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, n, theirs, self._folder.name, timeout_s), name=f"rank {rank}", daemon=True
+                target=_serve,
+                args=(rank, n, theirs, lifeline, self._folder.name, timeout_s),
+                name=f"rank {rank}",
+                daemon=True,
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        lifeline.close()
 
     def __enter__(self) -> RankPool:
         return self
@@ -86,6 +93,8 @@ class RankPool:
         `report(x)` of this module passes x to `progress` (rank 0's only) and shows that the rank is alive.
         Raises RankError if a rank raised and all answered, else RankFailure, after which the pool is closed.
         """
+        if not self._pipes:
+            raise RuntimeError("this pool of ranks is closed; a new one would work")
         message = pickle.dumps((function, args))
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
@@ -106,6 +115,7 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
+        self._lifeline.close()
         self._processes, self._pipes = [], []
         self._folder.cleanup()
 
@@ -177,20 +187,20 @@ def _context() -> Any:
     return context
 
 
-def _serve(rank: int, n: int, pipe: Connection, folder: str, timeout_s: float) -> None:
+def _serve(rank: int, n: int, pipe: Connection, lifeline: Connection, folder: str, timeout_s: float) -> None:
     """A rank's process: join the group, then run what the pool sends until its pipe closes."""
     import torch
     import torch.distributed as dist
 
-    _die_with_parent()
+    threading.Thread(target=_end_with_the_pool, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(Path(folder, f"{rank}.stack"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=timedelta(seconds=timeout_s)
-        )
+        # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
+        patience = timedelta(seconds=60 + 4 * timeout_s)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=patience)
         global _report
         _report = lambda value: pipe.send(("progress", value))  # noqa: E731
         while True:
@@ -199,10 +209,9 @@ def _serve(rank: int, n: int, pipe: Connection, folder: str, timeout_s: float) -
             except (EOFError, OSError):
                 break
             try:
-                answer = ("answer", _found(function)(*args))
+                pipe.send(("answer", _found(function)(*args)))
             except Exception as error:
-                answer = ("error", (_summary(error), _portable(error)))
-            pipe.send(answer)
+                pipe.send(("error", (_summary(error), _portable(error))))
     os._exit(0)
 
 
@@ -213,13 +222,11 @@ def _found(function: Callable | str) -> Callable:
     return function
 
 
-def _die_with_parent() -> None:
-    """Linux: no orphan is left if the parent is killed."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _end_with_the_pool(lifeline: Connection) -> None:
+    """No orphan is left when the process that has the pool dies, however it does."""
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os._exit(1)
 
 
 def _summary(error: Exception) -> str:
@@ -248,5 +255,9 @@ def _stack(path: Path) -> list[str]:
 
 
 def _is_waiting(stack: list[str]) -> bool:
-    waiting = ("in wait", "in barrier", "in all_gather", "in broadcast", "in result")
-    return any(frame.endswith(waiting) for frame in stack[:4])
+    """Whether a stack, innermost frame first, waits for other ranks."""
+    for frame in stack[:4]:
+        match = re.match(r'File "(.*)", line (\d+) in (.*)', frame)
+        if match and ("torch/distributed" in match[1] or ".wait(" in linecache.getline(match[1], int(match[2]))):
+            return True
+    return False

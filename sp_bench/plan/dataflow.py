@@ -1,4 +1,4 @@
-"""What the order of a plan implies: what each operation waits for, which buffer it uses, how long each chunk lives.
+"""What the order of a plan implies: what each operation waits for, which buffer it uses, how long each value lives.
 
 run and simulate both take their waits from here, and run and account their buffers, so that what is simulated and
 counted is what is executed.
@@ -6,15 +6,24 @@ counted is what is executed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from sp_bench.plan.ops import Chunk, Pass, Plan, PlanError
+from sp_bench.plan.ops import Chunk, Fold, Join, Op, Pass, Plan, PlanError
+from sp_bench.plan.problem import is_partial
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A receive buffer, reused by chunks that are never alive together."""
+class Value(NamedTuple):
+    """One content of a chunk. A chunk that is received again, or accumulated again after it was sent on, is another."""
+
+    chunk: Chunk
+    version: int
+
+
+class Slot(NamedTuple):
+    """A receive buffer, reused by values that are never alive together."""
 
     number: int
     tensor: str
@@ -32,8 +41,16 @@ class Dataflow:
     """
     slots: dict[int, Slot]
     """For each Pass that receives, by its index: the buffer it receives into."""
-    first_use: dict[Chunk, int]
-    last_use: dict[Chunk, int]
+    writes: tuple[tuple[Value, ...], ...]
+    """The values that each operation writes."""
+    first_use: dict[Value, int]
+    """The operation that makes a value; 0 for the plan's inputs."""
+    last_use: dict[Value, int]
+    """The operation that uses it last; one past the end for inputs and outputs."""
+
+    def starts(self, index: int, chunk: Chunk) -> bool:
+        """Whether operation `index` makes a new value of `chunk`, rather than adding to one."""
+        return any(value.chunk == chunk and self.first_use[value] == index for value in self.writes[index])
 
 
 _CACHE: WeakKeyDictionary[Plan, Dataflow] = WeakKeyDictionary()
@@ -42,22 +59,91 @@ _CACHE: WeakKeyDictionary[Plan, Dataflow] = WeakKeyDictionary()
 def dataflow(plan: Plan) -> Dataflow:
     """The waits, buffers and lifetimes of a plan, worked out once.
 
-    Raises PlanError for an operation that reads what is not there yet. Waits point backwards only, and a Pass has
-    the same index on both its ends, so that a plan which gets through here and whose sends all have their receives
-    can't deadlock: the first operation not yet ended, on any rank, can always run.
+    Raises PlanError for an operation that reads what is not there. Waits point backwards only, and a Pass has the same
+    index on both its ends, so that a plan which gets through here and whose sends all have their receives can't
+    deadlock: the first operation not yet ended, on any rank, can always run.
     """
     if plan not in _CACHE:
-        _CACHE[plan] = _dataflow(plan)
+        reads, writes = _values(plan)
+        first_use, last_use = _lifetimes(plan, reads, writes)
+        slots, before = _slots(plan, writes, first_use, last_use)
+        _CACHE[plan] = Dataflow(_waits(plan, reads, writes, before), slots, writes, first_use, last_use)
     return _CACHE[plan]
 
 
-def _dataflow(plan: Plan) -> Dataflow:
-    first_use, last_use = _lifetimes(plan)
-    slots, before = _slots(plan, first_use, last_use)
-    users: dict[Chunk, list[int]] = {}
+Values = tuple[tuple[Value, ...], ...]
+
+
+def _values(plan: Plan) -> tuple[Values, Values]:
+    """The values that each operation reads and writes."""
+    versions = dict.fromkeys(plan.inputs, 0)
+    there = set(plan.inputs)
+    reads, writes = [], []
+    for index, op in plan:
+        for chunk in op.reads:
+            if chunk not in there:
+                gone = "that was sent on or folded already" if chunk in versions else "before anything has put it there"
+                raise PlanError(f"operation {index}, {op}: reads {chunk} {gone}")
+        reads.append(tuple(Value(chunk, versions[chunk]) for chunk in op.reads))
+        if isinstance(op, Fold) or (isinstance(op, Pass) and op.send and is_partial(op.send.tensor)):
+            there -= set(op.reads)  # a partial is folded or sent on once
+        for chunk in op.writes:
+            if chunk in plan.inputs:
+                raise PlanError(f"operation {index}, {op}: receives over {chunk}, which the rank has already")
+            if isinstance(op, Pass) or chunk not in there:
+                versions[chunk] = versions.get(chunk, -1) + 1
+                there.add(chunk)
+        writes.append(tuple(Value(chunk, versions[chunk]) for chunk in op.writes))
+    for chunk in plan.outputs:
+        if chunk not in there:
+            raise PlanError(f"the end of the plan: its output {chunk} was never computed, or sent on")
+    return tuple(reads), tuple(writes)
+
+
+def _lifetimes(plan: Plan, reads: Values, writes: Values) -> tuple[dict[Value, int], dict[Value, int]]:
+    """The first and the last operation that uses each value; inputs live from the start, outputs to the end."""
+    end = len(plan.ops)
+    first = {Value(chunk, 0): 0 for chunk in plan.inputs}
+    last = {Value(chunk, 0): end for chunk in plan.inputs}
+    newest: dict[Chunk, Value] = {}
+    for index in range(end):
+        for value in (*reads[index], *writes[index]):
+            first.setdefault(value, index)
+            last[value] = max(index, last.get(value, index))
+            newest[value.chunk] = value
+    for chunk in plan.outputs:
+        last[newest[chunk]] = end
+    return first, last
+
+
+def _slots(
+    plan: Plan, writes: Values, first: dict[Value, int], last: dict[Value, int]
+) -> tuple[dict[int, Slot], dict[int, Value]]:
+    """A buffer for each Pass that receives, and the value that was in it before."""
+    slots: dict[int, Slot] = {}
+    before: dict[int, Value] = {}
+    occupants: dict[Slot, Value] = {}
+    for index, op in plan:
+        if not isinstance(op, Pass) or op.recv is None:
+            continue
+        kind = (op.recv.tensor, op.recv.is_arriving)
+        free = [slot for slot, value in occupants.items() if slot[1:] == kind and last[value] < index]
+        if free:
+            slots[index] = min(free, key=lambda slot: last[occupants[slot]])
+            before[index] = occupants[slots[index]]
+        else:
+            slots[index] = Slot(len(occupants), *kind)
+        occupants[slots[index]] = writes[index][0]
+    return slots, before
+
+
+def _waits(plan: Plan, reads: Values, writes: Values, before: dict[int, Value]) -> tuple:
+    """For each operation, the last operation of each other stream that it must wait for."""
     streams = [op.stream for op in plan.ops]
     writer: dict[Chunk, int] = {}
     readers: dict[Chunk, list[int]] = {}
+    users: dict[Value, list[int]] = {}
+    joined: int | None = None
     waits = []
     for index, op in plan:
         hazards = [writer[chunk] for chunk in op.reads if chunk in writer]
@@ -69,57 +155,20 @@ def _dataflow(plan: Plan) -> Dataflow:
             readers.setdefault(chunk, []).append(index)
         if index in before:
             hazards += users[before[index]]
-        for chunk in (*op.reads, *op.writes):
-            users.setdefault(chunk, []).append(index)
-        latest: dict[str, int] = {}
-        for other in hazards:
-            latest[streams[other]] = max(other, latest.get(streams[other], -1))
-        latest.pop(op.stream, None)
-        waits.append(tuple(sorted(latest.items())))
-    return Dataflow(tuple(waits), slots, first_use, last_use)
+        for value in (*reads[index], *writes[index]):
+            users.setdefault(value, []).append(index)
+        if isinstance(op, Join):
+            hazards += range(index)
+            joined = index
+        elif joined is not None:
+            hazards.append(joined)
+        waits.append(_latest(op, hazards, streams))
+    return tuple(waits)
 
 
-def _lifetimes(plan: Plan) -> tuple[dict[Chunk, int], dict[Chunk, int]]:
-    """The first and the last operation that uses each chunk; inputs live from the start, outputs to the end."""
-    first = dict.fromkeys(plan.inputs, 0)
-    last = dict.fromkeys(plan.inputs, len(plan.ops))
-    for index, op in plan:
-        for chunk in op.reads:
-            if chunk not in first:
-                raise PlanError(f"operation {index}, {op}: reads {chunk} before anything has put it there")
-            last[chunk] = max(index, last[chunk])
-        for chunk in op.writes:
-            first.setdefault(chunk, index)
-            last[chunk] = max(index, last.get(chunk, index))
-    for chunk in plan.outputs:
-        if chunk not in first:
-            raise PlanError(f"the plan never computes its output {chunk}")
-        last[chunk] = len(plan.ops)
-    return first, last
-
-
-def _slots(plan: Plan, first: dict[Chunk, int], last: dict[Chunk, int]) -> tuple[dict[int, Slot], dict[int, Chunk]]:
-    """A buffer for each Pass that receives, and the chunk that was in it before."""
-    slots: dict[int, Slot] = {}
-    before: dict[int, Chunk] = {}
-    occupants: dict[Slot, Chunk] = {}
-    made = 0
-    for index, op in plan:
-        if not isinstance(op, Pass) or op.recv is None:
-            continue
-        kind = (op.recv.tensor, op.recv.is_arriving)
-        if first[op.recv] < index:
-            reused = next((slot for slot, chunk in occupants.items() if chunk == op.recv), None)
-            if reused is None:
-                raise PlanError(f"operation {index}, {op}: receives over {op.recv}, which the rank has already")
-            slots[index], before[index] = reused, op.recv
-            continue
-        free = [s for s, chunk in occupants.items() if (s.tensor, s.arriving) == kind and last[chunk] < index]
-        if free:
-            slots[index] = min(free, key=lambda slot: last[occupants[slot]])
-            before[index] = occupants[slots[index]]
-        else:
-            slots[index] = Slot(made, *kind)
-            made += 1
-        occupants[slots[index]] = op.recv
-    return slots, before
+def _latest(op: Op, hazards: Iterable[int], streams: list[str]) -> tuple[tuple[str, int], ...]:
+    latest: dict[str, int] = {}
+    for other in hazards:
+        latest[streams[other]] = max(other, latest.get(streams[other], -1))
+    latest.pop(op.stream, None)
+    return tuple(sorted(latest.items()))

@@ -43,7 +43,7 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         if self.layout not in (*self.layouts, "auto"):
-            layout_named(self.layout, causal=True)
+            layout_named(str(self.layout), causal=True)
             raise RequestError(
                 f"method.layout={self.layout}",
                 f"{self.name} is not defined on that layout",

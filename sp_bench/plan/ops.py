@@ -42,6 +42,24 @@ class Group(NamedTuple):
         return self.stride * self.size
 
 
+class Grid(NamedTuple):
+    """Ranks that differ in two digits. Position inner + inner.size * outer; a shift is made of two in the same way.
+
+    The home of chunks that move along rings of two levels, such as inside a node and across nodes.
+    """
+
+    inner: Group
+    outer: Group
+
+    @property
+    def size(self) -> int:
+        return self.inner.size * self.outer.size
+
+    def member(self, rank, shift):
+        """The rank that is shift % inner.size ahead along the inner ring and shift // inner.size along the outer."""
+        return self.outer.member(self.inner.member(rank, shift % self.inner.size), shift // self.inner.size)
+
+
 class PlanError(Exception):
     """A plan that is not a correct program; the message names the operation."""
 
@@ -54,9 +72,10 @@ class Chunk(NamedTuple):
 
     tensor: str
     index: int
-    home: Group
-    is_arriving: bool = False
-    """The buffer of a partial from a peer, in the wire dtype, to be folded into the rank's own (held) one."""
+    home: Group | Grid
+    arrival: int = 0
+    """0 is the rank's own (held). Others are partials from peers, in the wire dtype, to be folded into the held one:
+    as many numbers as are there at once."""
 
     def owner(self, rank):
         """The global index of the chunk, which is the rank that owns its tokens."""
@@ -66,12 +85,18 @@ class Chunk(NamedTuple):
         """The chunk with another local index."""
         return Chunk(self.tensor, index % self.home.size, self.home)
 
-    def arriving(self) -> Chunk:
-        """The buffer in which a peer's partial of this chunk arrives."""
-        return self._replace(is_arriving=True)
+    def arriving(self, number: int = 1) -> Chunk:
+        """A peer's partial of this chunk."""
+        return self._replace(arrival=number)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether it is a peer's partial."""
+        return self.arrival > 0
 
     def __str__(self) -> str:
-        return f"{self.tensor}#{self.index}{' arriving' if self.is_arriving else ''}"
+        arrival = {0: "", 1: " arriving"}.get(self.arrival, f" arriving {self.arrival}")
+        return f"{self.tensor}#{self.index}{arrival}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +203,46 @@ class Fold:
         return f"Fold {self.part} into {self.into}"
 
 
-Op = Pass | Attend | AttendBackward | Fold
+@dataclass(frozen=True)
+class Join:
+    """A rank's own barrier: what stands before it ends before anything behind it starts (a paper's lock-step)."""
+
+    stream = BLOCKS
+    reads: tuple[Chunk, ...] = ()
+    writes: tuple[Chunk, ...] = ()
+
+    def __str__(self) -> str:
+        return "Join"
+
+
+Op = Pass | Attend | AttendBackward | Fold | Join
+
+
+class Line(NamedTuple):
+    """The chunks that a rank sees along one ring: at(u) is that of the rank u ahead in `group`.
+
+    For chunks at home in a Grid, `first` and `stride` pick the ring: index first.index + stride * u.
+    """
+
+    first: Chunk
+    group: Group
+    stride: int = 1
+
+    def at(self, u: int) -> Chunk:
+        """The chunk u ahead, around the ring."""
+        return self.first.at(self.first.index + self.stride * (u % self.group.size))
+
+
+def inner(chunk: Chunk, outer_index: int) -> Line:
+    """The inner ring of chunks that belong `outer_index` ahead along the outer one."""
+    assert isinstance(chunk.home, Grid)
+    return Line(chunk.at(chunk.home.inner.size * outer_index), chunk.home.inner)
+
+
+def outer(chunk: Chunk) -> Line:
+    """The outer ring of a rank's own inner position."""
+    assert isinstance(chunk.home, Grid)
+    return Line(chunk.at(0), chunk.home.outer, chunk.home.inner.size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,25 +5,45 @@ Chunk indices are local (Chunk): index u belongs to the rank u ahead, so everyth
 
 from __future__ import annotations
 
-from sp_bench.plan.ops import Chunk, Fold, Pass
+from sp_bench.plan.ops import Chunk, Fold, Group, Line, Pass
 
 BACK = -1
 
 
-def receive_next(chunk: Chunk, have: int, lane: str) -> Pass:
-    """One hop of a ring all-gather: send chunk #have on, receive #(have + 1).
+def receive_next(chunks: Chunk | Line, have: int, lane: str) -> Pass:
+    """One hop of a ring all-gather: send chunk #have on, receive #(have + 1). A Chunk stands for its home's ring.
 
     This is Recv Q / Recv KV of the Mesh paper, section 3.4, and the step of Ring Attention.
     """
-    return Pass(lane, send=chunk.at(have), recv=chunk.at(have + 1), group=chunk.home, shift=BACK)
+    line = line_of(chunks)
+    return Pass(lane, send=line.at(have), recv=line.at(have + 1), group=line.group, shift=BACK)
 
 
-def reduce_next(partial: Chunk, sent: int, lane: str) -> tuple[Pass, Fold]:
+def reduce_next(partials: Chunk | Line, sent: int, lane: str, arrival: int = 1) -> tuple[Pass, Fold]:
     """One hop of a ring reduce-scatter after `sent` others: send partial #(sent + 1), fold what arrives into the next.
 
     The last of the `size - 1` hops brings what all others have for this rank's own chunk #0. This is Send O,
-    Send dQ and Send dKV of the Mesh paper, sections 3.4 and 3.6.
+    Send dQ and Send dKV of the Mesh paper, sections 3.4 and 3.6. `arrival` tells apart what arrives at one time.
     """
-    into = partial.at(sent + 2)
-    hop = Pass(lane, send=partial.at(sent + 1), recv=into.arriving(), group=partial.home, shift=BACK)
-    return hop, Fold(into.arriving(), into)
+    line = line_of(partials)
+    into = line.at(sent + 2)
+    arriving = into.arriving(arrival)
+    hop = Pass(lane, send=line.at(sent + 1), recv=arriving, group=line.group, shift=BACK)
+    return hop, Fold(arriving, into)
+
+
+def return_home(partial: Chunk, lane: str) -> tuple[Pass, Fold]:
+    """Send partial #u straight to its owner, while the partial of this rank's own chunk comes from the other side."""
+    assert isinstance(partial.home, Group)
+    own = partial.at(0)
+    arriving = own.arriving(partial.index)
+    hop = Pass(lane, send=partial, recv=arriving, group=partial.home, shift=partial.index)
+    return hop, Fold(arriving, own)
+
+
+def line_of(chunks: Chunk | Line) -> Line:
+    """The ring of chunks that are at home in one group."""
+    if isinstance(chunks, Line):
+        return chunks
+    assert isinstance(chunks.home, Group)
+    return Line(chunks.at(0), chunks.home)

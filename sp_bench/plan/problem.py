@@ -49,6 +49,11 @@ FIELDS = {
 """The fields of each tensor that a chunk can be a piece of. `odoq` is the Mesh paper's OdOQ (section 3.6)."""
 
 
+def is_partial(tensor: str) -> bool:
+    """Whether chunks of the tensor are sums of blocks: o, dq, dkv."""
+    return any(field.kind is Kind.PARTIAL for field in FIELDS[tensor])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One exact attention, dealt out over `n` ranks. Raises RequestError where the numbers don't fit together."""

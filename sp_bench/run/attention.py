@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from methods import build
 from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Chunk, CostProfile, Method, Problem, layout_named
+from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Plan, Problem, layout_named
 from sp_bench.run import sharding
+from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Executor, Spent
 from sp_bench.run.transport import GlooTransport
 
 
 class Engine:
-    """One method on one problem, on this rank: its proven plans and their executors."""
+    """Proven plans on one problem, on this rank, with buffers that they share."""
 
     def __init__(
         self,
-        method: Method,
+        plans: Mapping[str, Plan],
         problem: Problem,
         group: dist.ProcessGroup | None,
         kernel: str,
-        costs: CostProfile,
         device: torch.device,
     ) -> None:
-        rank = dist.get_rank(group) if problem.n > 1 else 0
-        self.method, self.problem = method, problem
+        """`plans` by phase. Raises RequestError for a kernel that refuses the device or dtype."""
+        if problem.n > 1:
+            group = group or dist.group.WORLD
+        self.plans, self.problem = plans, problem
         self.kernel = choose(kernel, device.type, problem.dtype)
-        self.transport = GlooTransport(group)
-        self._inputs: dict[str, tuple[Chunk, ...]] = {}
-        self._outputs: dict[str, tuple[Chunk, ...]] = {}
+        self.transport = GlooTransport(group if problem.n > 1 else None)
+        self._rank = dist.get_rank(group) if problem.n > 1 else 0
+        self._device, self._buffers = device, Buffers(problem, device)
         self._executors: dict[str, Executor] = {}
-        for phase in PHASES:
-            plan = method.plan(problem, phase, costs)
-            check(plan, problem)
-            self._inputs[phase], self._outputs[phase] = plan.inputs, plan.outputs
-            self._executors[phase] = Executor(plan, problem, rank, self.transport, self.kernel, device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BSHD in the compute dtype, lse_BHS) of this rank's queries."""
@@ -63,10 +62,18 @@ class Engine:
         for executor in self._executors.values():
             executor.close()
 
+    def _executor(self, phase: str) -> Executor:
+        if phase not in self._executors:
+            self._executors[phase] = Executor(
+                self.plans[phase], self.problem, self._rank, self.transport, self.kernel, self._buffers, self._device
+            )
+        return self._executors[phase]
+
     def _run(self, phase: str, *inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        named = zip(self._inputs[phase], inputs, strict=True)
-        outputs = self._executors[phase]({chunk: tuple(x.contiguous() for x in tensors) for chunk, tensors in named})
-        return [outputs[chunk] for chunk in self._outputs[phase]]
+        plan = self.plans[phase]
+        named = zip(plan.inputs, inputs, strict=True)
+        outputs = self._executor(phase)({chunk: tuple(x.contiguous() for x in tensors) for chunk, tensors in named})
+        return [outputs[chunk] for chunk in plan.outputs]
 
 
 class _Attention(torch.autograd.Function):
@@ -78,6 +85,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return (*ctx.engine.backward(grad_outputs[0], *ctx.saved_tensors), None)
 
@@ -144,13 +152,19 @@ class SequenceParallelAttention(torch.nn.Module):
 
     def engine(self, q: Tensor, k: Tensor, v: Tensor) -> Engine:
         """The engine for these shapes and dtypes, made at their first use."""
+        if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
+            raise RequestError(
+                f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}",
+                "must be of one dtype and on one device",
+                f"{q.dtype} on {q.device} for all would work",
+            )
         if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
             raise RequestError(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
                 "k and v must be alike, and like q but for the number of heads",
                 "(B, S, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D) would work",
             )
-        key = (q.shape, k.shape, q.dtype)
+        key = (q.shape, k.shape, q.dtype, q.device)
         if key not in self._engines:
             problem = Problem(
                 n=self.n,
@@ -169,5 +183,8 @@ class SequenceParallelAttention(torch.nn.Module):
                 self.method.candidates(problem),
                 key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES),
             )
-            self._engines[key] = Engine(method, problem, self.group, self.kernel, self.costs, q.device)
+            plans = {phase: method.plan(problem, phase, self.costs) for phase in PHASES}
+            for plan in plans.values():
+                check(plan, problem)
+            self._engines[key] = Engine(plans, problem, self.group, self.kernel, q.device)
         return self._engines[key]

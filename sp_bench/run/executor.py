@@ -21,6 +21,7 @@ from sp_bench.plan import (
     AttendBackward,
     Chunk,
     Fold,
+    Join,
     Mask,
     Pass,
     Plan,
@@ -28,8 +29,9 @@ from sp_bench.plan import (
     dataflow,
     window,
 )
+from sp_bench.run.buffers import Buffers
 from sp_bench.run.partials import Partials, Tensors
-from sp_bench.run.streams import Aborted, Progress
+from sp_bench.run.streams import Progress
 from sp_bench.run.transport import GlooTransport
 
 
@@ -53,6 +55,7 @@ class Executor:
         rank: int,
         transport: GlooTransport,
         kernel: BlockKernel,
+        buffers: Buffers,
         device: torch.device,
     ) -> None:
         self._plan, self._problem, self._rank = plan, problem, rank
@@ -61,13 +64,9 @@ class Executor:
         self._lanes = {
             lane: [(index, op) for index, op in plan if isinstance(op, Pass) and op.lane == lane] for lane in plan.lanes
         }
+        self._lane_ids = {lane: number for number, lane in enumerate(self._lanes)}
         self._threads = ThreadPoolExecutor(len(self._lanes), "sp_bench-lane") if self._lanes else None
-        self._slots = {slot: self._buffer(slot.tensor, wire=slot.arriving) for slot in set(self._flow.slots.values())}
-        self._staging = {
-            (op.lane, op.send.tensor): self._buffer(op.send.tensor, wire=True)
-            for op in plan.ops
-            if isinstance(op, Pass) and op.send and problem.needs_cast(op.send.tensor)
-        }
+        self._slots, self._staging = buffers.of(plan, self._flow)
         self._start({})
 
     def __call__(self, inputs: Mapping[Chunk, Tensors]) -> dict[Chunk, Tensors]:
@@ -75,19 +74,19 @@ class Executor:
 
         Raises what a transfer raises (RuntimeError from torch.distributed when a peer is gone or late).
         """
+        self._transport.check()
         self._start(inputs)
         lanes = [self._threads.submit(self._run_lane, lane) for lane in self._lanes] if self._threads else []
         try:
             self._run_blocks()
-        except Aborted:
-            causes = [lane.exception() for lane in lanes]
-            raise next(cause for cause in causes if cause and not isinstance(cause, Aborted)) from None
-        except BaseException:
-            self._progress.fail()
-            raise
-        started = time.perf_counter()
-        for lane in lanes:
-            lane.result()
+            started = time.perf_counter()
+            for lane in lanes:
+                lane.result()
+        except BaseException as error:
+            self._progress.fail(error)
+            assert self._progress.cause is not None
+            self._transport.give_up(str(self._progress.cause))
+            raise self._progress.cause from None
         self.spent.waits_s += time.perf_counter() - started
         outputs = {chunk: self._partials.get(chunk) for chunk in self._plan.outputs}
         self._start({})
@@ -105,11 +104,6 @@ class Executor:
         if inputs:
             self.spent = Spent()
 
-    def _buffer(self, tensor: str, *, wire: bool) -> Tensors:
-        dtypes = [getattr(torch, self._problem.field_dtype(field, wire=wire)) for field in FIELDS[tensor]]
-        shapes = [self._problem.field_shape(field) for field in FIELDS[tensor]]
-        return tuple(torch.empty(s, dtype=d, device=self._device) for s, d in zip(shapes, dtypes, strict=True))
-
     # Lanes
 
     def _run_lane(self, lane: str) -> None:
@@ -118,21 +112,21 @@ class Executor:
                 self._progress.wait(self._flow.waits[index])
                 self._transfer(index, op)
                 self._progress.end(lane, index)
-        except BaseException:
-            self._progress.fail()
+        except BaseException as error:
+            self._progress.fail(error)
             raise
 
     def _transfer(self, index: int, op: Pass) -> None:
-        assert op.send and op.recv, "a checked plan"
-        lane, received = list(self._lanes).index(op.lane), self._slots[self._flow.slots[index]]
+        assert op.send is not None
+        assert op.recv is not None
+        lane, received = self._lane_ids[op.lane], self._slots[self._flow.slots[index]]
         works = self._transport.receive(lane, int(op.source(self._rank)), received)
         counted_as = [(op.lane, op.send.tensor, field.name) for field in FIELDS[op.send.tensor]]
         works += self._transport.send(lane, int(op.target(self._rank)), self._outgoing(op.lane, op.send), counted_as)
         for work in works:
             work.wait()
         self._held[op.recv] = received
-        if self._flow.last_use[op.send] == index:
-            self._partials.drop(op.send)
+        self._partials.drop(op.send)
 
     def _outgoing(self, lane: str, chunk: Chunk) -> Tensors:
         """The chunk in its wire form: itself, or cast into the lane's staging buffer."""
@@ -160,6 +154,8 @@ class Executor:
                     self._attend_backward(op)
                 case Fold():
                     self._partials.add(op.into, self._held[op.part])
+                case Join():
+                    pass  # its waits were all there is to it
             self._progress.end(BLOCKS, index)
             self.spent.waits_s += ready - started
             self.spent.blocks_s += time.perf_counter() - ready

@@ -15,16 +15,17 @@ class Progress:
     def __init__(self, streams: tuple[str, ...]) -> None:
         self._ended = dict.fromkeys(streams, -1)
         self._changed = threading.Condition()
-        self._failed = False
+        self.cause: BaseException | None = None
+        """What the first stream to fail raised."""
 
     def wait(self, waits: tuple[tuple[str, int], ...]) -> None:
         """Return when every (stream, index) has ended. Raises Aborted if another stream failed."""
         if not waits:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._reached(waits))
-            if self._failed:
-                raise Aborted("another stream of this rank failed")
+            self._changed.wait_for(lambda: self.cause or self._reached(waits))
+            if self.cause:
+                raise Aborted("another stream of this rank failed") from self.cause
 
     def end(self, stream: str, index: int) -> None:
         """Operation `index` of `stream` has ended."""
@@ -32,10 +33,10 @@ class Progress:
             self._ended[stream] = index
             self._changed.notify_all()
 
-    def fail(self) -> None:
+    def fail(self, cause: BaseException) -> None:
         """Wake all streams with Aborted."""
         with self._changed:
-            self._failed = True
+            self.cause = self.cause or cause
             self._changed.notify_all()
 
     def _reached(self, waits: tuple[tuple[str, int], ...]) -> bool:

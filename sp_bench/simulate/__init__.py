@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sp_bench.errors import RequestError
 from sp_bench.plan import Pass, Plan, Problem
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import solve
@@ -18,8 +17,6 @@ from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
 
 __all__ = ["Cluster", "Run", "Span", "simulate"]
 
-MAX_TASKS = 12_000_000
-"""What fits a few GB of memory."""
 FEW_TASKS = 4_000
 """Up to here plain Python beats the start of a compiler."""
 
@@ -70,13 +67,6 @@ class Run:
 
 def simulate(plan: Plan, problem: Problem, cluster: Cluster) -> Run:
     """Run one plan on a cluster, all ranks starting together. Raises RequestError if it is too large to simulate."""
-    count = plan.n * (sum(isinstance(op, Pass) for op in plan.ops) + len(plan.ops) // 2)
-    if count > MAX_TASKS:
-        raise RequestError(
-            f"gpus={plan.n}",
-            f"this plan has about {count:.2g} transfers and blocks, more than the {MAX_TASKS:.2g} that are simulated",
-            "fewer GPUs, or a method with fewer steps, would work",
-        )
     graph = build_graph(plan, problem, cluster)
     timing = solve(graph.tasks, "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto")
     return Run(plan, graph, timing.start_s, timing.finish_s)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from sp_bench.errors import RequestError, unknown_key
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.simulate.costs import DeviceCosts
+from sp_bench.simulate.values import count, number, section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,13 @@ class Link:
     latency_s: float
 
     @classmethod
-    def build(cls, name: str, config: Mapping[str, Any]) -> Self:
-        """The link that a conf/cluster file has under `name`. Raises RequestError for values that make no sense."""
-        for key, value in config.items():
-            if key not in ("bytes_per_s", "latency_s"):
-                raise unknown_key(f"cluster.{name}.{key}", [f"cluster.{name}.{f.name}" for f in fields(cls)])
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise RequestError(f"cluster.{name}.{key}={value}", "must be a number of at least 0", "47e9 would work")
-        if config["bytes_per_s"] == 0:
-            raise RequestError(f"cluster.{name}.bytes_per_s=0", "a link must move bytes", "47e9 would work")
-        return cls(bytes_per_s=float(config["bytes_per_s"]), latency_s=float(config["latency_s"]))
+    def build(cls, path: str, config: Any) -> Self:
+        """The link that a conf/cluster file has at `path`. Raises RequestError for values that make no sense."""
+        config = section(path, config, ("bytes_per_s", "latency_s"))
+        return cls(
+            bytes_per_s=number(f"{path}.bytes_per_s", config["bytes_per_s"]),
+            latency_s=number(f"{path}.latency_s", config["latency_s"], zero=True),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +39,12 @@ class Cluster:
     """
 
     name: str
+    this_machine: bool
+    """Whether its ranks are processes of this machine, so that points on it are measured."""
     gpus_per_node: int | None
     """None: all ranks are on one node."""
+    cores: int | None
+    """CPU cores that all ranks share, where ranks have no device of their own."""
     intra: Link
     """NVLink through a switch, for each GPU and direction."""
     inter: Link
@@ -51,29 +52,25 @@ class Cluster:
     device: DeviceCosts
     sources: Mapping[str, str]
     """Where the numbers are from."""
-    cores: int | None = None
-    """CPU cores that all ranks share, where ranks have no device of their own."""
 
     @classmethod
-    def build(cls, config: Mapping[str, Any]) -> Self:
+    def build(cls, config: Any) -> Self:
         """The cluster of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
-        known = {f.name for f in fields(cls)}
-        for key in config:
-            if key not in known:
-                raise unknown_key(f"cluster.{key}", [f"cluster.{name}" for name in known])
+        required = ("name", "gpus_per_node", "intra", "inter", "device")
+        config = section("cluster", config, required, ("this_machine", "cores", "sources"))
+        per_node, cores = config["gpus_per_node"], config.get("cores")
+        if cores == "auto":
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return cls(
-            name=config["name"],
-            gpus_per_node=config["gpus_per_node"],
-            intra=Link.build("intra", config["intra"]),
-            inter=Link.build("inter", config["inter"]),
+            name=str(config["name"]),
+            this_machine=config.get("this_machine") is True,
+            gpus_per_node=None if per_node is None else count("cluster.gpus_per_node", per_node),
+            cores=None if cores is None else count("cluster.cores", cores),
+            intra=Link.build("cluster.intra", config["intra"]),
+            inter=Link.build("cluster.inter", config["inter"]),
             device=DeviceCosts.build(config["device"]),
-            sources=config.get("sources", {}),
-            cores=os.cpu_count() if config.get("cores") == "auto" else config.get("cores"),
+            sources=config.get("sources") or {},
         )
-
-    def __post_init__(self) -> None:
-        if self.gpus_per_node is not None and self.gpus_per_node < 1:
-            raise RequestError(f"cluster.gpus_per_node={self.gpus_per_node}", "must be at least 1", "8 would work")
 
     def nodes(self, gpus: int) -> int:
         """How many nodes that many GPUs take."""
@@ -91,12 +88,24 @@ class Cluster:
         """Seconds of one block without its fold, for q chunk below, equal to, above kv chunk: (3,)."""
         return self.device.block_s(problem, phase) * self.slowdown(problem.n)
 
+    def fold_s(self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False) -> float:
+        """Seconds of folding one chunk's partial into its accumulator."""
+        return self.device.fold_s(problem, tensor, first=first, arriving=arriving) * self.slowdown(problem.n)
+
+    def cast_s(self, problem: Problem, tensor: str, *, wire: bool) -> float:
+        """Seconds of casting an accumulator to its wire dtype, or to the compute dtype of a result."""
+        return self.device.cast_s(problem, tensor, wire=wire) * self.slowdown(problem.n)
+
     def profile(self, problem: Problem) -> CostProfile:
         """What a schedule may know of this cluster."""
         one_node = self.nodes(problem.n) == 1
+
+        def block_s(phase: str, *folded: str) -> float:
+            return float(self.block_s(problem, phase).max()) + sum(self.fold_s(problem, t) for t in folded)
+
         return CostProfile(
-            forward_block_s=float(self.block_s(problem, "forward").max()),
-            backward_block_s=float(self.block_s(problem, "backward").max()),
+            forward_block_s=block_s("forward", "o"),
+            backward_block_s=block_s("backward", "dq", "dkv"),
             node_size=problem.n if one_node or self.gpus_per_node is None else self.gpus_per_node,
             intra_latency_s=self.intra.latency_s,
             intra_bytes_per_s=self.intra.bytes_per_s,

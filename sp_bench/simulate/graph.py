@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sp_bench.plan import BLOCKS, Attend, AttendBackward, Chunk, Dataflow, Fold, Pass, Plan, Problem, dataflow
+from sp_bench.errors import RequestError
+from sp_bench.plan import BLOCKS, Attend, AttendBackward, Chunk, Dataflow, Fold, Join, Pass, Plan, Problem, dataflow
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph
 
+MAX_TASKS = 12_000_000
+"""What fits a few GB of memory."""
 
-@dataclass
+
+@dataclass(eq=False)
 class Segment:
     """Blocks and folds that run without a wait between them."""
 
@@ -79,11 +83,20 @@ class _Builder:
             elif index in starts:
                 self.item_of |= dict.fromkeys(starts[index].ops, len(items))
                 items.append(starts[index])
+        if n * len(items) > MAX_TASKS:
+            raise RequestError(
+                f"gpus={n}",
+                f"this plan has {n * len(items):,} transfers and runs of blocks; at most {MAX_TASKS:,} are simulated",
+                "fewer GPUs, or a method with fewer steps, would work",
+            )
+        outputs, last = self.plan.outputs, next(item for item in reversed(items) if isinstance(item, Segment))
         delays, sizes, paths, deps = [], [], [], []
         busy_s, previous = np.zeros(n), {}
         for number, item in enumerate(items):
             if isinstance(item, Segment):
                 seconds = self._segment_s(item)
+                if item is last:
+                    seconds = seconds + sum(self.cluster.cast_s(self.problem, x.tensor, wire=False) for x in outputs)
                 busy_s += seconds
                 delays.append(seconds)
                 sizes.append(np.zeros(n))
@@ -94,7 +107,8 @@ class _Builder:
                 op = self.plan.ops[item]
                 assert isinstance(op, Pass) and op.send
                 latency_s, path = self._path(op)
-                delays.append(latency_s)
+                # The lane casts what it sends before it posts it.
+                delays.append(latency_s + self.cluster.cast_s(self.problem, op.send.tensor, wire=True))
                 sizes.append(np.full(n, float(self.problem.chunk_bytes(op.send.tensor, wire=True))))
                 paths.append(path)
                 deps.append(self._pass_deps(item, op, previous.get(op.lane)))
@@ -106,26 +120,24 @@ class _Builder:
         seconds = np.zeros(self.problem.n)
         for index in segment.ops:
             op = self.plan.ops[index]
+            if isinstance(op, Join):
+                continue
             if isinstance(op, Fold):
-                seconds += self._fold_s(op.into.tensor, first=False, arriving=True)
+                seconds += self.cluster.fold_s(self.problem, op.into.tensor, arriving=True)
                 continue
             assert isinstance(op, Attend | AttendBackward)
             order = np.sign(self._owner(op.q) - self._owner(op.kv)) + 1
             seconds += self.block_s[order]
             computed = self.block_s[order] > 0
             for chunk in op.writes:
-                first = self.flow.first_use[chunk] == index
-                seconds += computed * self._fold_s(chunk.tensor, first=first, arriving=False)
+                first = self.flow.starts(index, chunk)
+                seconds += computed * self.cluster.fold_s(self.problem, chunk.tensor, first=first)
         return seconds
 
     def _owner(self, chunk: Chunk) -> np.ndarray:
         if chunk not in self.owners:
             self.owners[chunk] = chunk.owner(self.ranks)
         return self.owners[chunk]
-
-    def _fold_s(self, tensor: str, *, first: bool, arriving: bool) -> float:
-        fold_s = self.cluster.device.fold_s(self.problem, tensor, first=first, arriving=arriving)
-        return fold_s * self.cluster.slowdown(self.problem.n)
 
     def _path(self, op: Pass) -> tuple[np.ndarray, np.ndarray]:
         """The latency of each rank's flow, (n,), and the two links it crosses, (n, 2): the sender's, the receiver's."""

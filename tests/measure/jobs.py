@@ -63,7 +63,8 @@ def answer_with_a_lambda() -> object:
 def go_wrong(how: str, others: str, reports: int = 0) -> None:
     """Rank BAD goes wrong, after some reports half a second apart, while the others wait for it."""
     if dist.get_rank() != BAD:
-        return wait_in(others)
+        wait_in(others)
+        return
     for i in range(reports):
         time.sleep(0.5)
         report(i)
@@ -96,7 +97,9 @@ def wait_in(others: str) -> None:
         case "recv":
             dist.recv(x, BAD)
         case "work":
-            dist.irecv(x, BAD).wait()
+            work = dist.irecv(x, BAD)
+            assert work is not None
+            work.wait()
         case "attention":
             attention = SequenceParallelAttention("mesh", causal=True)
             attention(*(attention.shard(x) for _ in range(3)))

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from methods import build
 from methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
 from sp_bench.errors import RequestError
-from sp_bench.plan import COMPUTE_BOUND, Attend, AttendBackward, Pass
+from sp_bench.plan import COMPUTE_BOUND, Attend, AttendBackward, Group, Pass
 from tests.problems import cost_profiles, small_problem
 
 sides = st.integers(1, 9)
 blocks_to_hide = st.integers(1, 6)
 forward_costs = st.fixed_dictionaries(dict.fromkeys(("q", "kv", "o"), blocks_to_hide))
 backward_costs = st.fixed_dictionaries(dict.fromkeys(("odoq", "kv", "dq", "dkv"), blocks_to_hide))
-ONES = dict.fromkeys(("q", "kv", "o", "odoq", "dq", "dkv"), 1)
+ONES: Mapping[str, int] = dict.fromkeys(("q", "kv", "o", "odoq", "dq", "dkv"), 1)
 
 Block = tuple[int, int]
 
@@ -147,15 +147,15 @@ def test_plans_follow_their_schedules(n: int, data: st.DataObject) -> None:
         ("backward", backward_schedule, ("odoq", "kv", "dq", "dkv")),
     ):
         plan = mesh.plan(problem, phase, costs)
-        homes = {chunk.tensor: chunk.home for chunk in (*plan.inputs, *plan.outputs)}
-        assert tuple(homes) == names
-        c = {tensor: costs.hiding_blocks(problem, tensor, homes[tensor], phase) for tensor in names}
+        assert tuple(chunk.tensor for chunk in (*plan.inputs, *plan.outputs)) == names
+        groups = {tensor: Group(a, b) if "kv" in tensor else Group(1, a) for tensor in names}
+        c = {tensor: costs.hiding_blocks(problem, tensor, groups[tensor], phase) for tensor in names}
         steps = schedule(a, b, c)
         transferred, computed = {}, {}
         for step, op in zip(plan.steps, plan.ops, strict=True):
             if isinstance(op, Pass):
                 assert step not in transferred
-                transferred[step] = op.send.tensor
+                transferred[step] = op.reads[0].tensor
             elif isinstance(op, Attend):
                 computed.setdefault(step, []).append((op.q.index, op.kv.index))
             elif isinstance(op, AttendBackward):
@@ -168,7 +168,7 @@ def test_plans_follow_their_schedules(n: int, data: st.DataObject) -> None:
 def test_lanes(lanes: str, expected: set[str]) -> None:
     plan = Mesh(tile=(3, 3), lanes=lanes).backward(small_problem(9), COMPUTE_BOUND)
     assert set(plan.lanes) == expected
-    assert all(op.lane == op.send.tensor for op in plan.ops if isinstance(op, Pass)) == (lanes == "each")
+    assert all(op.lane == op.reads[0].tensor for op in plan.ops if isinstance(op, Pass)) == (lanes == "each")
 
 
 def test_tiles() -> None:

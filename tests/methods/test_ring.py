@@ -13,7 +13,7 @@ from tests.problems import small_problem
 def test_forward_step_computes_while_the_next_chunk_arrives(n: int) -> None:
     plan = Ring().forward(small_problem(n), COMPUTE_BOUND)
     computed = {step: op.kv.index for step, op in zip(plan.steps, plan.ops, strict=True) if isinstance(op, Attend)}
-    arrived = {step: op.recv.index for step, op in zip(plan.steps, plan.ops, strict=True) if isinstance(op, Pass)}
+    arrived = {step: op.writes[0].index for step, op in zip(plan.steps, plan.ops, strict=True) if isinstance(op, Pass)}
     assert computed == {s: s for s in range(n)}
     assert arrived == {s: s + 1 for s in range(n - 1)}
 

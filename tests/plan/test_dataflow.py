@@ -7,12 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
+    PHASES,
     Attend,
     Chunk,
     Dataflow,
+    Fold,
     Group,
+    Join,
+    Op,
     Pass,
     Plan,
     PlanError,
@@ -20,12 +25,20 @@ from sp_bench.plan import (
     dataflow,
     receive_next,
 )
-from tests.problems import Planned, all_methods, plans, small_problem
+from tests.problems import Planned, plans, small_problem
 
 
 def uses(plan: Plan, chunk: Chunk) -> list[int]:
     """The operations that read or write a chunk."""
     return [index for index, op in plan if chunk in (*op.reads, *op.writes)]
+
+
+def stay(plan: Plan, index: int) -> list[int]:
+    """The operations that use what a Pass receives: until the same chunk is received again."""
+    (chunk,) = plan.ops[index].writes
+    again = (i for i, op in plan if i > index and isinstance(op, Pass) and op.recv == chunk)
+    end = next(again, len(plan.ops))
+    return [user for user in uses(plan, chunk) if index <= user < end]
 
 
 def implied_order(plan: Plan, flow: Dataflow) -> list[int]:
@@ -66,7 +79,7 @@ def test_waits_order_every_conflict(planned: Planned) -> None:
     for index, slot in flow.slots.items():
         for earlier, same in flow.slots.items():
             if earlier < index and same == slot:
-                for user in uses(plan, plan.ops[earlier].recv):
+                for user in stay(plan, earlier):
                     assert user < index and before[index] >> user & 1, f"operation {user} may still use {slot}"
 
 
@@ -77,9 +90,9 @@ def test_slots_are_never_shared_by_chunks_alive_at_once(planned: Planned) -> Non
     assert set(flow.slots) == {index for index, op in plan if isinstance(op, Pass)}
     lives: dict[int, list[tuple[int, int]]] = {}
     for index, slot in flow.slots.items():
-        chunk = plan.ops[index].recv
+        (chunk,) = plan.ops[index].writes
         assert (slot.tensor, slot.arriving) == (chunk.tensor, chunk.is_arriving)
-        lives.setdefault(slot.number, []).append((index, max(uses(plan, chunk))))
+        lives.setdefault(slot.number, []).append((index, max(stay(plan, index))))
     for spans in lives.values():
         for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
             assert end < start
@@ -93,33 +106,72 @@ def test_no_more_slots_than_chunks_alive_at_once(planned: Planned) -> None:
     kinds = {(slot.tensor, slot.arriving) for slot in flow.slots.values()}
     for kind in kinds:
         received = [i for i, slot in flow.slots.items() if (slot.tensor, slot.arriving) == kind]
-        spans = [(i, max(uses(plan, plan.ops[i].recv))) for i in received]
+        spans = [(i, max(stay(plan, i))) for i in received]
         most = max(sum(start <= now <= end for start, end in spans) for now in range(len(plan.ops)))
         assert len({flow.slots[i] for i in received}) == most
 
 
 @given(plans())
 def test_lifetimes(planned: Planned) -> None:
+    """A chunk's values follow each other without overlap, and every use falls into the life of one of them."""
     plan = planned.plan
     flow = dataflow(plan)
     chunks = {chunk for op in plan.ops for chunk in (*op.reads, *op.writes)} | {*plan.inputs, *plan.outputs}
-    assert set(flow.first_use) == set(flow.last_use) == chunks
+    assert flow.first_use.keys() == flow.last_use.keys()
+    assert {value.chunk for value in flow.first_use} == chunks
     for chunk in chunks:
         used = uses(plan, chunk)
-        assert flow.first_use[chunk] == (0 if chunk in plan.inputs else min(used))
-        to_the_end = chunk in (*plan.inputs, *plan.outputs)
-        assert flow.last_use[chunk] == (len(plan.ops) if to_the_end else max(used))
+        values = sorted((value for value in flow.first_use if value.chunk == chunk), key=lambda value: value.version)
+        lives = [(flow.first_use[value], flow.last_use[value]) for value in values]
+        assert [value.version for value in values] == list(range(len(values)))
+        assert all(end < start for (_, end), (start, _) in zip(lives, lives[1:], strict=False))
+        assert all(any(start <= index <= end for start, end in lives) for index in used)
+        # Only inputs begin and only inputs and outputs end where no operation uses them.
+        begins, ends = lives[0][0], lives[-1][1]
+        assert begins == (0 if chunk in plan.inputs else min(used))
+        assert ends == (len(plan.ops) if chunk in (*plan.inputs, *plan.outputs) else max(used))
+        assert all(start in used for start, _ in lives[1:]) and all(end in used for _, end in lives[:-1])
+
+
+@given(plans())
+def test_each_receive_and_each_new_sum_is_a_value_of_its_own(planned: Planned) -> None:
+    plan = planned.plan
+    flow = dataflow(plan)
+    there = {*plan.inputs}
+    for index, op in plan:
+        for chunk in op.writes:
+            assert flow.starts(index, chunk) == (isinstance(op, Pass) or chunk not in there)
+        if isinstance(op, Fold) or (isinstance(op, Pass) and op.writes[0].is_arriving):
+            there -= {*op.reads}
+        there |= {*op.writes}
+
+
+def test_join_stands_between_all_before_and_all_behind() -> None:
+    q, kv, o = chunks()
+    own, first, second = Attend(q, kv, o), receive_next(kv, 0, "kv"), receive_next(kv, 1, "kv")
+    flow = dataflow(tiny(own, first, Join(), second, Attend(q, kv.at(1), o)))
+    assert flow.waits[2] == (("kv", 1),), "its own stream is in order anyway"
+    assert flow.waits[3] == (("blocks", 2),)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_joins_in_plans(phase: str) -> None:
+    for n in range(2, 10):
+        plan = build("pass_q", {}).plan(small_problem(n), phase, COMPUTE_BOUND)
+        before = implied_order(plan, dataflow(plan))
+        (join,) = (index for index, op in plan if isinstance(op, Join))
+        assert before[join] == (1 << join) - 1
+        assert all(later >> join & 1 for later in before[join + 1 :])
 
 
 @pytest.mark.parametrize("n", range(1, 17))
 def test_ring_forward_needs_two_receive_buffers(n: int) -> None:
     """One chunk is computed with while the next one arrives; a single hop needs just one."""
-    ring = all_methods(n)[0]
-    plan = ring.plan(small_problem(n), "forward", COMPUTE_BOUND)
+    plan = build("ring", {}).plan(small_problem(n), "forward", COMPUTE_BOUND)
     assert len(set(dataflow(plan).slots.values())) == min(n - 1, 2)
 
 
-def tiny(*ops: Pass | Attend) -> Plan:
+def tiny(*ops: Op) -> Plan:
     q, kv, o = chunks()
     steps = Steps()
     steps.next()
@@ -140,6 +192,13 @@ def test_a_chunk_received_again_waits_for_its_readers() -> None:
     assert flow.waits == ((), (("kv", 0),), (("blocks", 1),))
 
 
+def test_a_write_waits_for_whoever_still_reads() -> None:
+    """The block may not add to O#0 while it is being sent."""
+    q, kv, o = chunks()
+    block, hop = Attend(q, kv, o), Pass("o", o, o.arriving(), Group(1, 3), shift=0)
+    assert dataflow(tiny(block, hop, block)).waits == ((), (("blocks", 0),), (("o", 1),))
+
+
 def test_errors_name_the_operation() -> None:
     q, kv, o = chunks()
     own, other = Attend(q, kv, o), Attend(q, kv.at(1), o)
@@ -150,11 +209,10 @@ def test_errors_name_the_operation() -> None:
     over_own = replace(receive_next(kv, 0, "kv"), recv=kv)
     with pytest.raises(PlanError, match=r"operation 1, Pass.* receives over kv#0, which the rank has already"):
         dataflow(tiny(own, over_own))
-    with pytest.raises(PlanError, match="never computes its output o#0"):
+    with pytest.raises(PlanError, match="its output o#0 was never computed"):
         dataflow(tiny(receive_next(kv, 0, "kv")))
 
 
-@pytest.mark.xfail(strict=True, reason="an input counts as first used by operation 0, not before it")
 def test_first_operation_may_not_receive_over_an_input() -> None:
     q, kv, o = chunks()
     over_own = replace(receive_next(kv, 0, "kv"), recv=kv)

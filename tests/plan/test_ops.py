@@ -63,7 +63,7 @@ def test_receive_next_goes_round_once(size: int) -> None:
         hop = receive_next(chunk, have, "kv")
         assert (hop.send, hop.recv) == (chunk.at(have), chunk.at(have + 1))
         held = held[hop.source(ranks)]
-        np.testing.assert_array_equal(held, hop.recv.owner(ranks))
+        np.testing.assert_array_equal(held, hop.writes[0].owner(ranks))
 
 
 @given(st.integers(2, 12))
@@ -76,7 +76,7 @@ def test_reduce_next_brings_every_partial_home(size: int) -> None:
     for sent in range(size - 1):
         hop, fold = reduce_next(partial, sent, "o")
         assert hop.recv == fold.part == fold.into.arriving()
-        arrived = held.pop(hop.send.index)[hop.source(ranks)]
+        arrived = held.pop(hop.reads[0].index)[hop.source(ranks)]
         held[fold.into.index] = held[fold.into.index] + arrived
     assert list(held) == [0]
     np.testing.assert_array_equal(held[0], values.sum(axis=0))

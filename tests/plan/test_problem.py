@@ -11,7 +11,7 @@ from sp_bench.plan import FIELDS, LAYOUTS, Kind, Part, Problem
 
 
 def problem(**changes: Any) -> Problem:
-    defaults = {"n": 4, "seqlen": 32, "heads": 6, "kv_heads": 2, "head_dim": 10, "batch": 3}
+    defaults: dict[str, Any] = {"n": 4, "seqlen": 32, "heads": 6, "kv_heads": 2, "head_dim": 10, "batch": 3}
     return Problem(**(defaults | {"layout": LAYOUTS["striped"]} | changes))
 
 

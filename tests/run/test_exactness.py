@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from methods import REGISTRY
 from methods.mesh import tiles
 from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
 from sp_bench.plan import LAYOUTS, CostProfile
+from tests.problems import divisors
 from tests.ranks import SIZES, WORLD, Ranks
 from tests.run import jobs
 from tests.run.jobs import HEADS, Case
@@ -35,6 +37,18 @@ UNEVEN = CostProfile(
 def variants(n: int) -> list[Case]:
     """Ring, and every tile of mesh."""
     return [Case(n=n, method="ring"), *(Case(n=n, method="mesh", tile=tile) for tile in tiles(n))]
+
+
+def others(n: int) -> list[Case]:
+    """Every method but ring and mesh, in every variant."""
+    cases = [Case(n=n, method="striped"), Case(n=n, method="zigzag", layout="zigzag"), Case(n=n, method="pass_q")]
+    cases += [Case(n=n, method="tokenring", nodes=nodes) for nodes in divisors(n)]
+    cases += [Case(n=n, method="double_ring", inner=inner) for inner in divisors(n)]
+    return cases + [Case(n=n, method="reference")] * (n == 1)
+
+
+def test_others_are_all_the_others() -> None:
+    assert {case.method for case in others(1) + variants(1)} == set(REGISTRY)
 
 
 def measure(ranks: Ranks, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
@@ -79,6 +93,22 @@ def test_every_tile_layout_and_dtype(ranks: Ranks, n: int, causal: bool, kv_head
             for layout in LAYOUTS
             for dtype in BOUNDS
             if n < 8 or layout == "striped" or dtype == "float64"
+        ),
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("n", SIZES)
+def test_every_other_method(ranks: Ranks, n: int, causal: bool) -> None:
+    """MHA and GQA, fp32 and bf16, on every layout that the method has."""
+    assert_exact(
+        ranks,
+        (
+            replace(case, causal=causal, kv_heads=kv_heads, layout=layout, dtype=dtype)
+            for case in others(n)
+            for layout in REGISTRY[case.method].layouts
+            for kv_heads, dtype in ((HEADS, "float32"), (2, "bfloat16"), (1, "float64"))
+            if n < 8 or layout != "contiguous"
         ),
     )
 
@@ -155,6 +185,7 @@ REUSED = [
     Case(n=6, method="mesh", tile=(3, 2), lanes="each", dtype="float32"),
     Case(n=8, method="mesh", tile=(8, 1), layout="zigzag", dtype="float32"),
     Case(n=2, method="mesh", tile=(1, 2), layout="contiguous", causal=False, kv_heads=1),
+    Case(n=6, method="tokenring", options=(("nodes", 2),), kv_heads=2, dtype="float32"),
 ]
 
 
@@ -211,16 +242,12 @@ def test_one_process_needs_no_group() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(RequestError, match="method=rong.*did you mean ring"):
         SequenceParallelAttention("rong")
-    with pytest.raises(RequestError, match="method.tiles=.*known: method.lanes, method.layout, method.tile"):
+    with pytest.raises(
+        RequestError, match="method.tiles.*did you mean method.tile.*known: method.lanes, method.layout"
+    ):
         SequenceParallelAttention("mesh", tiles=(1, 1))
     with pytest.raises(RequestError, match="layout=stripes.*did you mean striped"):
         SequenceParallelAttention("ring", layout="stripes")
-
-
-@pytest.mark.xfail(strict=True, reason="Method.build compares the option's value, not its name, with the known names")
-def test_unknown_option_suggests_the_nearest() -> None:
-    with pytest.raises(RequestError, match="did you mean method.tile"):
-        SequenceParallelAttention("mesh", tiles=(1, 1))
 
 
 def test_the_pool_has_room_for_every_size() -> None:

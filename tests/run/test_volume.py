@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from methods import build
 from methods.mesh import tiles
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
+from tests.problems import all_methods
 from tests.ranks import SIZES, Ranks
 from tests.run import jobs
 from tests.run.jobs import BATCH, HEAD_DIM, HEADS, Case
@@ -124,13 +126,36 @@ def test_256_ranks_send_60_of_510_units() -> None:
     assert planned_payload("ring", problem, "backward") == 4 * 255 * unit
 
 
+@pytest.mark.parametrize("n", [4, 6])
+def test_every_method_sends_what_it_says(ranks: Ranks, n: int) -> None:
+    """Method.bytes_sent is the closed form that the records carry: here against what goes over the wire."""
+    methods = all_methods(n)
+    cases = [
+        Case(
+            n=n,
+            method=method.name,
+            options=tuple((name, getattr(method, name)) for name in method.options() if name != "layout"),
+            layout=method.layouts[0],
+            kv_heads=2,
+            dtype="bfloat16",
+        )
+        for method in methods
+    ]
+    volumes = count(ranks, cases)
+    shape: dict[str, Any] = {"heads": HEADS, "kv_heads": 2, "head_dim": HEAD_DIM, "batch": BATCH}
+    for method, case in zip(methods, cases, strict=True):
+        problem = Problem(n=n, seqlen=n * case.tokens, layout=LAYOUTS[case.layout], **shape)
+        for phase, by_rank in zip(PHASES, zip(*volumes[case], strict=True), strict=True):
+            sent = sum(sum(volume.values()) for volume in by_rank)
+            assert sent == n * method.bytes_sent(problem, phase), f"{case} {phase}"
+
+
 @pytest.mark.parametrize("n", [*range(1, 17), 64])
 def test_plans_send_what_their_method_says(n: int) -> None:
-    """Method.bytes_sent is the closed form that the records carry."""
     problem = Problem(
         n=n, seqlen=4 * n, heads=4, kv_heads=2, head_dim=8, wire_dtype="float32", layout=LAYOUTS["zigzag"]
     )
-    for method in (build("ring", {}), *(build("mesh", {"tile": tile}) for tile in tiles(n))):
+    for method in all_methods(n):
         for phase in PHASES:
             plan = method.plan(problem, phase, COMPUTE_BOUND)
             sent = Counter(op.send.tensor for op in plan.ops if isinstance(op, Pass) and op.send)

@@ -29,6 +29,7 @@ def cluster(*, gpus_per_node: int | None = None, bytes_per_s: float = 1e9, launc
             "inter": {"bytes_per_s": bytes_per_s / 4, "latency_s": 3e-5},
             "device": {
                 "name": "test",
+                "head_dim": 64,
                 "rates": RATES,
                 "dtypes": {"bfloat16": 1.0, "float32": 0.5},
                 "peak_tflops": {},
@@ -75,7 +76,7 @@ def test_ring_bound_by_blocks() -> None:
     forward = simulate(build("ring", {}).plan(p, "forward", fast.profile(p)), p, fast)
     assert forward.makespan_s == pytest.approx(16 * block_s(p), rel=1e-9)
     backward = simulate(build("ring", {}).plan(p, "backward", fast.profile(p)), p, fast)
-    hop_s = 1e-5 + p.chunk_bytes("dkv", wire=True) / 1e12
+    hop_s = 1e-5 + p.chunk_bytes("dkv", wire=True) / 1e12  # casts cost nothing at this memory rate
     assert backward.makespan_s == pytest.approx(16 * block_s(p, flops_per_pair=10) + hop_s, rel=1e-9)
 
 
@@ -169,13 +170,14 @@ def test_many_blocks_are_few_tasks() -> None:
 
 
 def test_folds_and_casts_cost_memory_traffic() -> None:
-    """Ring in bf16: the first block is cast (6 D + lse copy none), every other one folded: part + 2 accumulators."""
+    """Ring in bf16: the first block is cast, every other one folded (part + 2 accumulators), the result cast."""
     p, on = problem(4), cluster(bytes_per_s=1e15, memory_bytes_per_s=1e9)
     run = simulate(build("ring", {}).plan(p, "forward", on.profile(p)), p, on)
     rows = p.local_seqlen * p.heads
     first = rows * 64 * (2 + 4)
     others = 3 * rows * (64 * (2 + 2 * 4) + (4 + 2 * 4))
-    assert run.busy_s[0] == pytest.approx(4 * block_s(p) + (first + others) / 1e9)
+    result = rows * 64 * (4 + 2)
+    assert run.busy_s[0] == pytest.approx(4 * block_s(p) + (first + others + result) / 1e9)
 
 
 def test_rates_are_interpolated_in_log_tokens_and_flat_outside() -> None:
@@ -213,5 +215,5 @@ def test_spans_cover_what_a_rank_does() -> None:
 
 def test_too_large_a_graph_is_refused() -> None:
     p = Problem(n=8192, seqlen=8192, heads=1, kv_heads=1, head_dim=8, layout=layout_named("auto", causal=True))
-    with pytest.raises(RequestError, match="gpus=8192: .* more than"):
+    with pytest.raises(RequestError, match="gpus=8192: this plan has 134,209,536 transfers"):
         simulate(build("ring", {}).plan(p, "forward", cluster().profile(p)), p, cluster())

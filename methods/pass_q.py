@@ -1,0 +1,82 @@
+"""Pass-Q ring attention: KV stays, Q goes round the ring, and at the end all partial outputs go home at once.
+
+Source: Yang et al., "Context Parallelism for Scalable Million-Token Inference", 2024, section 3.5.3: the ring passes Q,
+then an all-to-all returns the partial (out, lse) of every rank to the owners of the queries. It is column-wise in the
+assignment matrix. Backward (the paper is about inference): OdOQ goes round, dQ comes home at the end, dKV stays.
+
+Volume sent by each GPU, in chunks, lse apart: forward (n - 1) Q + (n - 1) O; backward 3 (n - 1) OdOQ + (n - 1) dQ.
+KV heads don't matter, so that it loses to Ring the more, the fewer there are.
+
+Layouts: zigzag, striped, contiguous. Refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sp_bench.plan import (
+    Attend,
+    AttendBackward,
+    Chunk,
+    CostProfile,
+    Group,
+    Join,
+    Method,
+    Plan,
+    Problem,
+    Steps,
+    receive_next,
+    return_home,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassQ(Method):
+    """Pass-Q ring attention."""
+
+    name: ClassVar[str] = "pass_q"
+    citation: ClassVar[str] = "Yang et al. 2024"
+    layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+
+    def tile_shape(self, n: int) -> tuple[int, int]:
+        """A column of the assignment matrix."""
+        return (n, 1)
+
+    def forward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """Step s: compute with Q#s while Q#(s+1) comes in; then O#s of all s go home."""
+        ring = Group(1, problem.n)
+        q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
+        steps = self._ring(q, [Attend(q.at(s), kv, o.at(s)) for s in range(problem.n)])
+        self._all_home(steps, o)
+        return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
+
+    def backward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """The same with OdOQ and dQ."""
+        ring = Group(1, problem.n)
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, ring) for tensor in ("odoq", "kv", "dq", "dkv"))
+        steps = self._ring(odoq, [AttendBackward(odoq.at(s), kv, dq.at(s), dkv) for s in range(problem.n)])
+        self._all_home(steps, dq)
+        return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+        """All Q chunks but its own, and as many partials."""
+        hops = problem.n - 1
+        return {"q": hops, "o": hops} if phase == "forward" else {"odoq": hops, "dq": hops}
+
+    def _ring(self, q: Chunk, blocks: list[Attend] | list[AttendBackward]) -> Steps:
+        steps = Steps()
+        for s, block in enumerate(blocks):
+            steps.next()
+            if s + 1 < len(blocks):
+                steps.do(receive_next(q, s, lane="q"))
+            steps.do(block)
+        return steps
+
+    def _all_home(self, steps: Steps, partial: Chunk) -> None:
+        """The all-to-all at the end: a pair of ranks after the other, none before the last block."""
+        steps.next()
+        homeward = [return_home(partial.at(s), lane="o") for s in range(1, partial.home.size)]
+        if homeward:
+            steps.do(Join(), *(hop for hop, _ in homeward), *(fold for _, fold in homeward))

@@ -1,0 +1,48 @@
+"""One GPU holds everything: the single-device baseline that others can be put in ratio to.
+
+No volume. Refuses more than one GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sp_bench.plan import Attend, AttendBackward, Chunk, CostProfile, Group, Method, Plan, Problem, RequestError, Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference(Method):
+    """One block on one GPU."""
+
+    name: ClassVar[str] = "reference"
+    citation: ClassVar[str] = "Dao et al. 2022"
+    layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+
+    layout: str = "contiguous"
+
+    def refuse(self, problem: Problem) -> None:
+        """One rank only."""
+        if problem.n != 1:
+            raise RequestError(f"gpus={problem.n}", "reference keeps everything on one GPU", "gpus=1 would work")
+
+    def forward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """The whole attention as one block."""
+        q, kv, o = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("q", "kv", "o"))
+        steps = Steps()
+        steps.next()
+        steps.do(Attend(q, kv, o))
+        return steps.plan("forward", 1, inputs=(q, kv), outputs=(o,))
+
+    def backward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """Its backward as one block."""
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("odoq", "kv", "dq", "dkv"))
+        steps = Steps()
+        steps.next()
+        steps.do(AttendBackward(odoq, kv, dq, dkv))
+        return steps.plan("backward", 1, inputs=(odoq, kv), outputs=(dq, dkv))
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+        """Nothing."""
+        return {}
