@@ -41,6 +41,7 @@ class DoubleRing(Method):
     name: ClassVar[str] = "double_ring"
     citation: ClassVar[str] = "Gu et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 
     inner: str | int = "auto"
     """Ranks of an inner ring; auto stands for every divisor of n."""

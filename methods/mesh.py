@@ -198,6 +198,7 @@ class Mesh(Method):
     name: ClassVar[str] = "mesh"
     citation: ClassVar[str] = "Chen et al. 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {"forward": "2*(a-1) + 2*k*(b-1)", "backward": "4*(a-1) + 4*k*(b-1)"}
 
     tile: str | tuple[int, int] = "auto"
     """(a, b): a ranks in a Q group, b in a KV group; auto stands for every factorisation of n."""
@@ -235,6 +236,11 @@ class Mesh(Method):
         """(a, b)."""
         assert not isinstance(self.tile, str), "a caller picks one of the candidates first"
         return self.tile
+
+    def symbols(self, n: int) -> Mapping[str, int]:
+        """The tile's sides."""
+        a, b = self.tile_shape(n)
+        return {"a": a, "b": b}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 2 as a plan."""

@@ -39,6 +39,7 @@ class PassQ(Method):
     name: ClassVar[str] = "pass_q"
     citation: ClassVar[str] = "Yang et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "4*(n-1)"}
 
     def tile_shape(self, n: int) -> tuple[int, int]:
         """A column of the assignment matrix."""

@@ -19,6 +19,7 @@ class Reference(Method):
     name: ClassVar[str] = "reference"
     citation: ClassVar[str] = "Dao et al. 2022"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {"forward": "0", "backward": "0"}
 
     layout: str = "contiguous"
 

@@ -40,6 +40,7 @@ class Ring(Method):
     name: ClassVar[str] = "ring"
     citation: ClassVar[str] = "Liu et al. 2023"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 
     def tile_shape(self, n: int) -> tuple[int, int]:
         """A row of the assignment matrix."""

@@ -51,6 +51,10 @@ class TokenRing(Method):
     name: ClassVar[str] = "tokenring"
     citation: ClassVar[str] = "Wang et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {
+        "forward": "2*(n-nodes) + 2*k*(nodes-1)",
+        "backward": "4*(n-nodes) + 4*k*(nodes-1)",
+    }
 
     nodes: int = 1
     """How many nodes exchange KV by Ring Attention; 1 is TokenRing among all ranks."""
@@ -91,6 +95,10 @@ class TokenRing(Method):
                 unfolded = [fold]
         steps.do(*unfolded)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+
+    def symbols(self, n: int) -> Mapping[str, int]:
+        """How many nodes."""
+        return {"nodes": self.nodes}
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
         """The header's formulas."""

@@ -1,8 +1,12 @@
-"""Draw timelines as text."""
+"""Draw plans and timelines as text: assignment matrices, a rank's tile by step, bars over time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from sp_bench.plan import Attend, AttendBackward, Join, Plan
 
 SHADES = " ░▒▓█"
 
@@ -34,3 +38,45 @@ def shares(parts: Sequence[tuple[str, float]], width: int) -> str:
 
 def _shade(share: float) -> str:
     return SHADES[min(len(SHADES) - 1, max(0, round(share * (len(SHADES) - 1))))]
+
+
+def assignment(plan: Plan) -> np.ndarray:
+    """The assignment matrix: the rank that computes each block, (n, n) by query chunk and key chunk; -1 for none."""
+    ranks, matrix = np.arange(plan.n), np.full((plan.n, plan.n), -1)
+    for op in plan.ops:
+        if isinstance(op, Attend | AttendBackward):
+            matrix[op.q.owner(ranks), op.kv.owner(ranks)] = ranks
+    return matrix
+
+
+def block_steps(plan: Plan) -> np.ndarray:
+    """The step of each block of a rank's tile: (rows, columns) by local query and key index; -1 for none."""
+    blocks = [
+        (op, step) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Attend | AttendBackward)
+    ]
+    rows = 1 + max(op.q.index for op, _ in blocks)
+    columns = 1 + max(op.kv.index for op, _ in blocks)
+    matrix = np.full((rows, columns), -1)
+    for op, step in blocks:
+        matrix[op.q.index, op.kv.index] = step
+    return matrix
+
+
+def grid(matrix: np.ndarray, row_name: str, column_name: str) -> str:
+    """A matrix of small integers as text, with its indices; -1 is a dot."""
+    width = max(3, len(str(matrix.max())) + 1, len(str(max(matrix.shape))) + 1)
+    head = f"{row_name:>8} \\ {column_name:<4}" + "".join(f"{v:>{width}}" for v in range(matrix.shape[1]))
+    lines = [
+        f"{u:>8}   " + " " * 4 + "".join(f"{value if value >= 0 else '.':>{width}}" for value in row)
+        for u, row in enumerate(matrix)
+    ]
+    return "\n".join((head, *lines))
+
+
+def steps(plan: Plan) -> list[str]:
+    """The program of a rank, a line for each step."""
+    by_step: dict[int, list[str]] = {}
+    for op, step in zip(plan.ops, plan.steps, strict=True):
+        if not isinstance(op, Join):
+            by_step.setdefault(step, []).append(str(op))
+    return [f"step {step:>3}: {'; '.join(ops)}" for step, ops in by_step.items()]

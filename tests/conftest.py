@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +13,15 @@ from tests.ranks import Ranks
 settings.register_profile("quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "quick"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where SP_BENCH_CI is set, everything a test may need is there: a skip is a failure."""
+    report = yield
+    if report.skipped and os.environ.get("SP_BENCH_CI") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+    return report
 
 
 @pytest.fixture(scope="session")

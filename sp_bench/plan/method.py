@@ -24,6 +24,9 @@ class Method(ABC):
     citation: ClassVar[str]
     layouts: ClassVar[tuple[str, ...]]
     """The layouts that the method can be exact and useful on."""
+    formula: ClassVar[Mapping[str, str]]
+    """Payload that a GPU sends in each phase, as an expression in n, k = kv_heads / heads and the method's own numbers
+    (`symbols`); in chunks of N/n tokens x heads * head_dim elements."""
 
     layout: str = "auto"
     """The layout's name; auto is striped if causal, else contiguous."""
@@ -61,6 +64,10 @@ class Method(ABC):
     def tile_shape(self, n: int) -> tuple[int, int] | None:
         """The a x b tile of the assignment matrix that a rank computes, where the method has one."""
         return None
+
+    def symbols(self, n: int) -> Mapping[str, int]:
+        """The values of the names in `formula`, beside n and k."""
+        return {}
 
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
         """The plan of one phase."""

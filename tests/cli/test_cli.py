@@ -223,10 +223,13 @@ def test_a_rank_that_dies_or_hangs(sent: signal.Signals, why: str, tmp_path: Pat
     process = subprocess.Popen(
         [*command, "logger=none", f"results_dir={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    ranks = _wait_for_ranks(process.pid, 4)
-    time.sleep(0.5)  # let them begin
-    os.kill(ranks[2], sent)
-    out, err = process.communicate(timeout=200)
+    try:
+        ranks = _wait_for_ranks(process.pid, 4)
+        time.sleep(0.5)  # let them begin
+        os.kill(ranks[2], sent)
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
     assert process.returncode == 1, out + err
     assert "Traceback" not in err
     by_status = {record.status: record for record in records.read_all(tmp_path)}

@@ -12,7 +12,8 @@ from sp_bench.plan import FIELDS, LAYOUTS, Kind, Part, Problem
 
 def problem(**changes: Any) -> Problem:
     defaults: dict[str, Any] = {"n": 4, "seqlen": 32, "heads": 6, "kv_heads": 2, "head_dim": 10, "batch": 3}
-    return Problem(**(defaults | {"layout": LAYOUTS["striped"]} | changes))
+    defaults["layout"] = LAYOUTS["striped"]
+    return Problem(**(defaults | changes))
 
 
 # 3 * 8 * 6 * 10 = 1440 elements of a Q chunk, 480 of a K chunk, 3 * 6 * 8 = 144 rows.

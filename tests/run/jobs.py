@@ -31,10 +31,6 @@ class Case:
     method: str
     tile: tuple[int, int] | None = None
     lanes: str = ""
-    nodes: int = 0
-    """Of tokenring."""
-    inner: int = 0
-    """Of double_ring."""
     options: tuple[tuple[str, object], ...] = ()
     """Of other methods."""
     layout: str = "striped"
@@ -52,8 +48,6 @@ class Case:
         words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
         words += [f"heads={HEADS}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}"]
         words += [f"lanes={self.lanes}"] if self.lanes else []
-        words += [f"nodes={self.nodes}"] if self.nodes else []
-        words += [f"inner={self.inner}"] if self.inner else []
         words += [f"{name}={value}" for name, value in self.options]
         words += [f"wire={self.wire_dtype}"] if self.wire_dtype else []
         words += [f"kernel={self.kernel}"] if self.kernel != "auto" else []
@@ -64,8 +58,6 @@ class Case:
         options: dict[str, object] = {"layout": self.layout, **dict(self.options)}
         options |= {"tile": self.tile} if self.tile else {}
         options |= {"lanes": self.lanes} if self.lanes else {}
-        options |= {"nodes": self.nodes} if self.nodes else {}
-        options |= {"inner": self.inner} if self.inner else {}
         return SequenceParallelAttention(
             self.method,
             causal=self.causal,

@@ -42,8 +42,8 @@ def variants(n: int) -> list[Case]:
 def others(n: int) -> list[Case]:
     """Every method but ring and mesh, in every variant."""
     cases = [Case(n=n, method="striped"), Case(n=n, method="zigzag", layout="zigzag"), Case(n=n, method="pass_q")]
-    cases += [Case(n=n, method="tokenring", nodes=nodes) for nodes in divisors(n)]
-    cases += [Case(n=n, method="double_ring", inner=inner) for inner in divisors(n)]
+    cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
+    cases += [Case(n=n, method="double_ring", options=(("inner", inner),)) for inner in divisors(n)]
     return cases + [Case(n=n, method="reference")] * (n == 1)
 
 
