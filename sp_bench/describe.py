@@ -76,43 +76,37 @@ def methods_table() -> str:
         "",
         "Made by `python -m sp_bench.describe --methods`; a test holds it against the code.",
         "",
-        "Volume is the payload that each GPU sends, in chunks of N/n tokens x heads * head_dim elements; k = kv_heads /",
-        "heads, the lse apart. Memory is what a rank holds at most, inputs and results included, in the same unit, in",
-        f"bf16 at n = {TABLE_N} and k = 1, for the variant that sends least.",
+        "Volume is the payload that each GPU sends, in chunks of N/n tokens x heads * head_dim elements;",
+        "k = kv_heads / heads, the lse apart. Memory is what a rank holds at most, inputs and results included, in the",
+        f"same unit, in bf16 at n = {TABLE_N} and k = 1, for the variant that sends least.",
         "",
         "| method | volume forward | backward | memory forward | with backward | GPUs | layouts | masks | source |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in REGISTRY:
-        rows.append(_row(name))
-    return "\n".join(rows)
+    return "\n".join([*rows, *(_row(name) for name in REGISTRY)])
 
 
 def _row(name: str) -> str:
     cls = REGISTRY[name]
-    n = 1 if name_is_single(name) else TABLE_N
-    layout = layout_named("zigzag" if cls.layouts == ("zigzag",) else "striped", causal=True)
-    problem = Problem(n=n, seqlen=64 * n, heads=16, kv_heads=16, head_dim=64, layout=layout)
+    n = TABLE_N
+    try:
+        build(name, {}).refuse(_problem(cls, n))
+    except RequestError:
+        n = 1
+    problem = _problem(cls, n)
     method = least_volume(build(name, {}), problem)
     plans = [method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES]
     unit = problem.chunk_bytes("q", wire=True)
     memory = [f"{account.peak_bytes(chosen, problem) / unit:.1f}" for chosen in (plans[:1], plans)]
     volumes = [cls.formula[phase].replace("*", " ").replace(" (", "(") for phase in PHASES]
     limit = "1" if n == 1 else "any number"
-    return (
-        " | ".join(("| " + f"`{name}`", *volumes, *memory, limit, ", ".join(cls.layouts), "full, causal", cls.citation))
-        + " |"
-    )
+    cells = (f"`{name}`", *volumes, *memory, limit, ", ".join(cls.layouts), "full, causal", cls.citation)
+    return f"| {' | '.join(cells)} |"
 
 
-def name_is_single(name: str) -> bool:
-    """Whether a method takes one GPU only."""
-    problem = Problem(n=2, seqlen=8, heads=1, kv_heads=1, head_dim=1, layout=layout_named("contiguous", causal=True))
-    try:
-        build(name, {}).refuse(problem)
-    except RequestError:
-        return True
-    return False
+def _problem(cls: type[Method], n: int) -> Problem:
+    layout = layout_named(cls.layouts[-1], causal=True)
+    return Problem(n=n, seqlen=64 * n, heads=16, kv_heads=16, head_dim=64, layout=layout)
 
 
 def least_volume(method: Method, problem: Problem) -> Method:

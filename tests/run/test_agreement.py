@@ -1,0 +1,31 @@
+"""Agreement with an implementation that is not ours: torch's private templated ring attention, on gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.ranks import Ranks
+from tests.run.jobs import Case
+
+MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def there() -> bool:
+    try:
+        return importlib.util.find_spec(MODULE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not there(), reason=f"this torch has no {MODULE}: nothing independent to agree with")
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize(("layout", "causal"), [("contiguous", True), ("contiguous", False), ("zigzag", True)])
+def test_ring_agrees_with_torch(ranks: Ranks, n: int, layout: str, causal: bool) -> None:
+    from tests.run import torch_ring
+
+    case = Case(n=n, method="ring", layout=layout, causal=causal, dtype="float32", tokens=16)
+    for found in ranks.run(torch_ring.disagreement, case)[:n]:
+        assert max(found.values()) < 1e-6, found
+        assert set(found) == {"out", "dq", "dk", "dv"}
