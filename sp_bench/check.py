@@ -71,9 +71,9 @@ def check(plan: Plan, problem: Problem) -> None:
     """Prove the plan for every rank. Raises PlanError, with the operation named, for the first thing wrong with it."""
     if plan.n != problem.n:
         raise PlanError(f"the plan is for {plan.n} ranks and the problem has {problem.n}")
+    _interface(plan)
     dataflow(plan)
     facts = _Facts(problem, np.arange(problem.n))
-    _interface(plan)
     for chunk in plan.inputs:
         facts.content[chunk] = facts.ranks
         _placed(facts, chunk, "the plan's input")

@@ -531,3 +531,15 @@ def test_blocks_of_the_wrong_tensors_are_refused(phase: str, changes: dict[str, 
     wrong = replace(block, **{field: Chunk(tensor, 0, Group(1, 1)) for field, tensor in changes.items()})
     with pytest.raises(PlanError, match=r"^operation 0, |^the plan's outputs are dq#0"):
         check(replace(plan, ops=(wrong,), outputs=wrong.writes), problem)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_outputs_must_be_the_ranks_own(phase: str) -> None:
+    """A plan that leaves each rank its neighbour's rows is wrong however complete they are."""
+    problem = small_problem(3, "contiguous", causal=False)
+    plan = build("mesh", {"tile": (3, 1)}).plan(problem, phase, COMPUTE_BOUND)
+    for outputs in ((), plan.outputs[::-1] * 2, tuple(chunk.at(1) for chunk in plan.outputs)):
+        with pytest.raises(PlanError, match=f"the plan's outputs are .*: {phase} has"):
+            check(replace(plan, outputs=outputs), problem)
+    with pytest.raises(PlanError, match="the plan's inputs are"):
+        check(replace(plan, inputs=(*plan.inputs, plan.inputs[0].at(1))), problem)

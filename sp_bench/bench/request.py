@@ -19,6 +19,7 @@ from sp_bench.simulate import Cluster
 RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s")
 """Keys that don't change what a point's numbers are, and so are left out of its run_id."""
+_WHOLE = ("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "iters", "warmup", "seed")
 _ALL_TENSORS = ("odoq", "kv", "dq", "dkv")
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
@@ -133,8 +134,11 @@ def resolve(config: Mapping[str, Any]) -> Request:
 
 
 def point_id(config: Mapping[str, Any], mode: str) -> str:
-    """The run_id of a point: what its numbers depend on."""
+    """The run_id of a point: what its numbers depend on, however it was written."""
     kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT}
+    kept |= {key: whole(key, config[key], least=0) for key in _WHOLE if config[key] is not None}
+    kept["kv_heads"] = kept["heads"] if config["kv_heads"] is None else kept["kv_heads"]
+    kept["wire_dtype"] = config["wire_dtype"] or config["dtype"]
     return records.run_id({**kept, "mode": mode, "machine": records.machine() if mode == "measure" else None})
 
 

@@ -205,10 +205,11 @@ def _serve(rank: int, n: int, pipe: Connection, lifeline: Connection, folder: st
         _report = lambda value: pipe.send(("progress", value))  # noqa: E731
         while True:
             try:
-                function, args = pickle.loads(pipe.recv_bytes())
+                message = pipe.recv_bytes()
             except (EOFError, OSError):
                 break
             try:
+                function, args = pickle.loads(message)
                 pipe.send(("answer", _found(function)(*args)))
             except Exception as error:
                 pipe.send(("error", (_summary(error), _portable(error))))

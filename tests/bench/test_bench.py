@@ -1,0 +1,99 @@
+"""Points: what their id depends on, which tile is taken and why, what is told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sp_bench import records
+from sp_bench.bench import Request, resolve, run_points
+from sp_bench.bench.choose import DeviceMemoryError, choose
+from sp_bench.cli.compose import Composer
+from sp_bench.cli.report import _overlap
+from sp_bench.errors import RequestError
+from sp_bench.measure.spec import Measured
+
+
+def point(*overrides: str) -> Request:
+    with Composer() as composer:
+        return resolve(composer.compose(overrides))
+
+
+def test_run_id_is_what_the_numbers_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = point("gpus=8", "seqlen=64k")
+    assert base.run_id == point("gpus=8", "seqlen=65536").run_id != point("gpus=16", "seqlen=64k").run_id
+    for same in ("results_dir=elsewhere", "logger=none", "timeout_s=9", "baseline=null"):
+        assert point("gpus=8", "seqlen=64k", same).run_id == base.run_id, same
+    for other in ("seed=1", "method.tile=[2,4]", "cluster.intra.latency_s=1.0e-6", "wire_dtype=float32"):
+        assert point("gpus=8", "seqlen=64k", other).run_id != base.run_id, other
+    local = ("cluster=local", "gpus=2", "seqlen=1k", "dtype=float32")
+    measured = point(*local).run_id
+    assert point(*local, "mode=simulate", "head_dim=64").run_id != measured
+    monkeypatch.setattr(records, "machine", lambda: {"host": "another"})
+    assert point(*local).run_id != measured
+    assert point("gpus=8", "seqlen=64k").run_id == base.run_id, "a simulated number is the same everywhere"
+
+
+def test_a_tile_that_does_not_fit_is_not_taken() -> None:
+    free = choose(point("gpus=64", "seqlen=256k"))
+    peaks = {(row["tile_a"], row["tile_b"]): row["peak_mem_bytes"] for row in free.candidates or ()}
+    taken = free.method.tile_shape(64)
+    limit = peaks[taken] - 1
+    tight = choose(point("gpus=64", "seqlen=256k", f"cluster.device.memory_bytes={limit}"))
+    assert peaks[tight.method.tile_shape(64)] <= limit
+    assert tight.total_s >= free.total_s
+    refused = {(r["tile_a"], r["tile_b"]) for r in tight.candidates or () if "refused" in r}
+    assert refused == {tile for tile, peak in peaks.items() if peak > limit}
+    with pytest.raises(DeviceMemoryError, match="mesh holds at least .* GB on a rank"):
+        choose(point("gpus=64", "seqlen=256k", "cluster.device.memory_bytes=1000"))
+
+
+def test_bounds_are_bounds() -> None:
+    """No variant is simulated faster than the bound that it would have been left out by."""
+    for overrides in (("gpus=32", "seqlen=64k"), ("gpus=12", "seqlen=96k", "causal=false"), ("gpus=16", "kv_heads=4")):
+        for row in choose(point(*overrides)).candidates or ():
+            assert row["step_ms"] is None or row["step_ms"] >= row["bound_ms"] * (1 - 1e-9)
+
+
+def test_an_error_in_one_point_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [point("gpus=8", "seqlen=64k", f"method={name}") for name in ("ring", "mesh")]
+    monkeypatch.setattr(
+        "sp_bench.bench.simulated.check", lambda plan, problem: 1 / 0 if "rings" in plan.lanes else None
+    )
+    outcomes = run_points(requests, folder=tmp_path, reuse=False)
+    assert [outcome.record.status for outcome in outcomes] == ["ok", "failed"]
+    assert outcomes[1].record.error == "ZeroDivisionError: division by zero"
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def record(low: float, high: float, iters: int = 9) -> records.Record:
+    one = point("gpus=8", "seqlen=64k").record("ok")
+    one.step_ms_ci95_low, one.step_ms_ci95_high, one.iters = low, high, iters
+    return one
+
+
+def test_overlapping_intervals_are_not_ranked() -> None:
+    assert _overlap(record(1.0, 2.0), record(1.9, 3.0))
+    assert not _overlap(record(1.0, 2.0), record(2.1, 3.0))
+    assert _overlap(record(1.0, 1.0, iters=1), record(9.0, 9.0, iters=1)), "one iteration says nothing"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"errors": {"out": 1e-7}, "worst_head_errors": {"out": 2e-6}}, ""),
+        ({"errors": {"out": 3e-6}, "worst_head_errors": {"out": 3e-6}}, "out is off by 3.0e-06 (at most 2e-06)"),
+        ({"errors": {"dq": 1e-6}, "worst_head_errors": {"dq": 9e-6}}, "dq is off by 9.0e-06 (at most 8e-06)"),
+        ({"errors": {"dk": float("nan")}}, "dk is off by nan (at most 2e-06)"),
+        ({"finite": False}, "a timed result is not finite"),
+    ],
+)
+def test_the_gate(fields: dict[str, Any], wrong: str) -> None:
+    assert Measured(**fields).wrong("float32") == wrong
+
+
+def test_a_kernel_that_refuses() -> None:
+    with pytest.raises(RequestError, match=r"kernel.nam: there is no such key"):
+        point("kernel.nam=3")

@@ -1,0 +1,72 @@
+"""A block that fails in the middle of an execution."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from sp_bench import SequenceParallelAttention
+from sp_bench.kernels import KERNELS
+from sp_bench.measure.pool import RankPool
+from sp_bench.run.attention import SequenceParallelAttention as Attention
+
+
+class Breaking(KERNELS["aten_cpu"]):  # pyright: ignore[reportGeneralTypeIssues]
+    """A kernel whose second block raises, on rank 0."""
+
+    blocks = 0
+
+    def _forward(self, q, k, v, causal):
+        self.blocks += 1
+        if dist.get_rank() == 0 and self.blocks == 2:
+            raise ValueError("the second block is broken")
+        return super()._forward(q, k, v, causal)
+
+
+def break_then_use_again() -> list[str]:
+    """What the failing call and the next one, by another module on the same group, say on each rank."""
+    q = torch.randn(1, 8, 2, 8)
+    said = []
+    for broken in (True, False):
+        attn: Attention = SequenceParallelAttention("ring", causal=False)
+        engine = attn.engine(q, q, q)
+        if broken:
+            engine.kernel = Breaking()
+        try:
+            attn(q, q, q)
+            said.append("ok")
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        if dist.get_rank() != 0:
+            break  # its peers have got all that rank 0 sent, or wait; they are not the point here
+    return said
+
+
+def test_the_group_is_refused_afterwards() -> None:
+    """Messages of the failed execution are under way, which the next one would take for its own."""
+    with RankPool(1) as pool:  # one rank has no messages, so nothing to refuse
+        assert pool.run(single) == [["ValueError: the first block is broken", "ok"]]
+    with RankPool(2, timeout_s=20) as pool:
+        said = pool.run(break_then_use_again)[0]
+    assert said[0] == "ValueError: the second block is broken"
+    assert said[1].startswith("RuntimeError: this process group can't be used any more")
+    assert "the second block is broken" in said[1]
+
+
+def single() -> list[str]:
+    q = torch.randn(1, 8, 2, 8)
+    attn = SequenceParallelAttention("ring")
+    engine = attn.engine(q, q, q)
+    good, said = engine.kernel, []
+
+    def broken(*_: object) -> None:
+        raise ValueError("the first block is broken")
+
+    for forward in (broken, good.forward):
+        engine.kernel.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            executor_output = attn(q, q, q)
+            said.append("ok" if executor_output.isfinite().all() else "not finite")
+        except ValueError as error:
+            said.append(f"ValueError: {error}")
+    return said
