@@ -12,8 +12,7 @@ from methods.ring import Ring
 from methods.striped import Striped
 from methods.tokenring import TokenRing
 from methods.zigzag import Zigzag
-from sp_bench.errors import unknown
-from sp_bench.plan import Method
+from sp_bench.plan import Method, unknown
 
 REGISTRY: dict[str, type[Method]] = {
     method.name: method for method in (Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, TokenRing, Mesh)

@@ -1,6 +1,6 @@
 """The plan vocabulary: pure Python, no torch. A method imports this and nothing else of the suite."""
 
-from sp_bench.errors import RequestError
+from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.dataflow import Dataflow, Slot, Value, dataflow
 from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
@@ -69,5 +69,6 @@ __all__ = [
     "receive_next",
     "reduce_next",
     "return_home",
+    "unknown",
     "window",
 ]

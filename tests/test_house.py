@@ -1,0 +1,65 @@
+"""The floors of the house: who may import whom, and that no reader knows a method."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from methods import REGISTRY
+
+ROOT = Path(__file__).parents[1]
+READERS = ["sp_bench/check.py", "sp_bench/account.py", "sp_bench/draw.py", "sp_bench/records.py"]
+READERS += [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench" / "simulate").glob("*.py")]
+PLAN = [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench" / "plan").glob("*.py")]
+METHODS = [str(path.relative_to(ROOT)) for path in (ROOT / "methods").glob("*.py")]
+
+
+def imported(path: str) -> set[str]:
+    """The modules that a file imports, at the top or inside."""
+    tree, found = ast.parse((ROOT / path).read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def of_the_suite(path: str) -> set[str]:
+    return {module for module in imported(path) if module.split(".")[0] in ("sp_bench", "methods")}
+
+
+@pytest.mark.parametrize("path", PLAN)
+def test_plans_are_pure(path: str) -> None:
+    assert not {module.split(".")[0] for module in imported(path)} & {"torch", "numpy"}
+    assert all(module.startswith("sp_bench.plan") or module == "sp_bench.errors" for module in of_the_suite(path))
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_methods_import_the_vocabulary_and_nothing_else(path: str) -> None:
+    assert "torch" not in {module.split(".")[0] for module in imported(path)}
+    assert all(module == "sp_bench.plan" or module.startswith("methods.") for module in of_the_suite(path))
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_readers_do_not_know_each_other(path: str) -> None:
+    own = "sp_bench.simulate" if "simulate" in path else "nothing"
+    allowed = ("sp_bench.plan", "sp_bench.errors", own)
+    assert all(module.startswith(allowed) for module in of_the_suite(path))
+    assert "torch" not in {module.split(".")[0] for module in imported(path)}
+
+
+@pytest.mark.parametrize("path", [*READERS, *(f"sp_bench/run/{name}.py" for name in ("executor", "partials"))])
+def test_readers_name_no_method(path: str) -> None:
+    """In code; docstrings may give a paper as a source."""
+    words = {node.id for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Name)}
+    literals = {
+        node.value
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    names = {*REGISTRY} | {cls.__name__ for cls in REGISTRY.values()}
+    assert not names & words
+    assert not names & literals
