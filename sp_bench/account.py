@@ -20,6 +20,8 @@ from sp_bench.plan import (
     AttendBackward,
     Dataflow,
     Kind,
+    Mask,
+    Part,
     Pass,
     Plan,
     Problem,
@@ -129,7 +131,7 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
 
     Counted are a plan's inputs, the receive and staging buffers (which the plans share and which stay), the
     accumulators from their first block until their transfer has surely ended, the results of the block under way,
-    and the outputs in the compute dtype. Workspace inside a kernel is not.
+    and the outputs in the compute dtype. Workspace inside a kernel or a fold is not.
     """
     plans = list(plans)
     kept: Counter[tuple] = Counter()
@@ -195,9 +197,15 @@ def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem
     """What a kernel returns, unless it becomes the accumulator itself."""
     if not isinstance(op, Attend | AttendBackward):
         return 0
-    adopts = problem.dtype == problem.accumulate_dtype
+    adopts = problem.dtype == problem.accumulate_dtype and not _narrowed(problem)
     fresh = [chunk for chunk in op.writes if not (adopts and flow.starts(index, chunk))]
     return sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in fresh)
+
+
+def _narrowed(problem: Problem) -> bool:
+    """Whether some block's result covers only a part of its chunk, and so can't become the accumulator."""
+    regions = [region for case in problem.layout.cases(problem.causal) for region in case]
+    return any(r.mask is Mask.STRICT or r.q is not Part.WHOLE or r.kv is not Part.WHOLE for r in regions)
 
 
 def _compute_dtype_bytes(tensor: str, problem: Problem) -> int:

@@ -122,6 +122,8 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     if op.send is None or op.recv is None:
         what = f"send of {op.send} meets no receive" if op.send else f"receive of {op.recv} meets no send"
         raise PlanError(f"{where}: the {what}, on rank 0 and all others")
+    if op.shift % op.group.size == 0:
+        raise PlanError(f"{where}: a rank can't send to itself")
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
     partial = is_partial(op.send.tensor)

@@ -543,3 +543,11 @@ def test_outputs_must_be_the_ranks_own(phase: str) -> None:
             check(replace(plan, outputs=outputs), problem)
     with pytest.raises(PlanError, match="the plan's inputs are"):
         check(replace(plan, inputs=(*plan.inputs, plan.inputs[0].at(1))), problem)
+
+
+def test_lanes_and_peers_that_are_none() -> None:
+    plan, problem = ring_of_three()
+    with pytest.raises(PlanError, match="operation 0, .*: blocks is no lane"):
+        check(with_op(plan, 0, replace(plan.ops[0], lane="blocks")), problem)
+    with pytest.raises(PlanError, match="operation 0, .*: a rank can't send to itself"):
+        check(with_op(plan, 0, replace(plan.ops[0], shift=3)), problem)

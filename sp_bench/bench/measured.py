@@ -44,17 +44,17 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
         )
         for request, choice in zip(requests, choices, strict=True)
     ]
-    under_way = 0
-
-    def advance(index: int) -> None:
-        nonlocal under_way
-        under_way = index
-        progress(1)
-
     try:
         with RankPool(first.problem.n, max(request.timeout_s for request in requests)) as pool:
-            by_rank = pool.run("sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=advance)
-    except (RankFailure, OSError) as failure:
+            by_rank = pool.run(
+                "sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=lambda _: progress(1)
+            )
+    except RankFailure as failure:
+        # Ranks may be at different points; it is the failing rank's that is to blame.
+        under_way = failure.progress
+        if under_way is None and len(requests) > 1:
+            return [point for request in requests for point in measure_points([request], progress)]
+        under_way = under_way or 0
         failed: Point = (requests[under_way].record(_status(failure), str(failure)), None, None)
         others = [request for i, request in enumerate(requests) if i != under_way]
         points = measure_points(others, progress) if others else []

@@ -20,7 +20,6 @@ RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s")
 """Keys that don't change what a point's numbers are, and so are left out of its run_id."""
 _WHOLE = ("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "iters", "warmup", "seed")
-_ALL_TENSORS = ("odoq", "kv", "dq", "dkv")
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
 """Resident memory of a rank's process beside the attention's own."""
@@ -113,7 +112,8 @@ def resolve(config: Mapping[str, Any]) -> Request:
     elif gpus > cores_here():
         notes = [f"{gpus} ranks share {cores_here()} cores: their compute time includes waiting for one"]
     if mode == "measure":
-        refuse_what_does_not_fit(problem.n, 4 * sum(problem.chunk_bytes(t, wire=False) for t in _ALL_TENSORS), config)
+        inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False)
+        refuse_what_does_not_fit(problem.n, inputs, config)
     return Request(
         method=method,
         problem=problem,
@@ -128,18 +128,19 @@ def resolve(config: Mapping[str, Any]) -> Request:
         seed=whole("seed", config["seed"], least=0),
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
-        run_id=point_id(config, mode),
+        run_id=point_id(config, mode, cluster.cores),
         config=config,
     )
 
 
-def point_id(config: Mapping[str, Any], mode: str) -> str:
-    """The run_id of a point: what its numbers depend on, however it was written."""
+def point_id(config: Mapping[str, Any], mode: str, cores: int | None = None) -> str:
+    """The run_id of a point: what its numbers depend on, however it was written. `cores` is the cluster's."""
     kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT}
     kept |= {key: whole(key, config[key], least=0) for key in _WHOLE if config[key] is not None}
     kept["kv_heads"] = kept["heads"] if config["kv_heads"] is None else kept["kv_heads"]
     kept["wire_dtype"] = config["wire_dtype"] or config["dtype"]
-    return records.run_id({**kept, "mode": mode, "machine": records.machine() if mode == "measure" else None})
+    kept |= {"mode": mode, "cores": cores}
+    return records.run_id({**kept, "machine": records.machine() if mode == "measure" else None})
 
 
 def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, str]:

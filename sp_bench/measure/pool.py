@@ -35,6 +35,8 @@ class RankFailure(RuntimeError):
     def __init__(self, rank: int | None, why: str) -> None:
         super().__init__(f"rank {rank}: {why}" if rank is not None else why)
         self.rank, self.why = rank, why
+        self.progress: Any = None
+        """What the rank reported last, where one is to blame."""
 
 
 class RankError(RankFailure):
@@ -99,12 +101,14 @@ class RankPool:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(message)
+        reported: dict[int, Any] = {}
         try:
-            return self._collect(progress)
-        except RankError:
-            raise
-        except BaseException:
-            self.close()
+            return self._collect(progress, reported)
+        except BaseException as error:
+            if isinstance(error, RankFailure) and error.rank is not None:
+                error.progress = reported.get(error.rank)
+            if not isinstance(error, RankError):
+                self.close()
             raise
 
     def close(self) -> None:
@@ -119,7 +123,8 @@ class RankPool:
         self._processes, self._pipes = [], []
         self._folder.cleanup()
 
-    def _collect(self, progress: Callable[[Any], None] | None) -> list[Any]:
+    def _collect(self, progress: Callable[[Any], None] | None, reported: dict[int, Any]) -> list[Any]:
+        """Everybody's answer; `reported` is filled with what each rank reported last."""
         answers: dict[int, Any] = {}
         errors: dict[int, tuple[str, Exception | None]] = {}
         deadline = time.monotonic() + self.timeout_s
@@ -135,6 +140,7 @@ class RankPool:
                 kind, value = self._receive(rank)
                 if kind == "progress":
                     deadline = time.monotonic() + self.timeout_s
+                    reported[rank] = value
                     if rank == 0 and progress:
                         progress(value)
                 elif kind == "answer":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from sp_bench.plan.ops import Chunk, Fold, Join, Op, Pass, Plan, PlanError
+from sp_bench.plan.ops import BLOCKS, Chunk, Fold, Join, Op, Pass, Plan, PlanError
 from sp_bench.plan.problem import is_partial
 
 
@@ -80,6 +80,8 @@ def _values(plan: Plan) -> tuple[Values, Values]:
     there = set(plan.inputs)
     reads, writes = [], []
     for index, op in plan:
+        if isinstance(op, Pass) and op.lane == BLOCKS:
+            raise PlanError(f"operation {index}, {op}: {BLOCKS} is no lane")
         for chunk in op.reads:
             if chunk not in there:
                 gone = "that was sent on or folded already" if chunk in versions else "before anything has put it there"

@@ -42,5 +42,7 @@ class Buffers:
         made, number = self._made.setdefault(kind, []), taken.get(kind, 0)
         taken[kind] = number + 1
         if number == len(made):
-            made.append(torch.empty(shape, dtype=dtype, device=self._device))
+            # Ordinary tensors even if made in inference mode: lanes write to them, and later calls may train.
+            with torch.inference_mode(False):
+                made.append(torch.empty(shape, dtype=dtype, device=self._device))
         return made[number]

@@ -85,7 +85,7 @@ class Executor:
         except BaseException as error:
             self._progress.fail(error)
             assert self._progress.cause is not None
-            self._transport.give_up(str(self._progress.cause))
+            self._transport.give_up(repr(self._progress.cause))
             raise self._progress.cause from None
         self.spent.waits_s += time.perf_counter() - started
         outputs = {chunk: self._partials.get(chunk) for chunk in self._plan.outputs}

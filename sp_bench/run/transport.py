@@ -50,7 +50,7 @@ class GlooTransport:
 
     def check(self) -> None:
         """Raise RuntimeError if an execution on this group failed before."""
-        if self.group is not None and (why := _BROKEN.get(self.group)):
+        if self.group is not None and (why := _BROKEN.get(self.group)) is not None:
             raise RuntimeError(f"this process group can't be used any more, an execution on it failed: {why}")
 
 

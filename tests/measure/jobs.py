@@ -103,3 +103,11 @@ def wait_in(others: str) -> None:
         case "attention":
             attention = SequenceParallelAttention("mesh", causal=True)
             attention(*(attention.shard(x) for _ in range(3)))
+
+
+def report_then_fail(who: int) -> None:
+    """Every rank reports its own name; one fails right after it, the others go on reporting."""
+    report(f"before the fall of {dist.get_rank()}")
+    if dist.get_rank() == who:
+        raise ValueError("fell")
+    report("further on")

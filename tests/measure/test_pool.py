@@ -256,3 +256,10 @@ def test_a_killed_parent_leaves_no_orphan(state: str, tmp_path: Path) -> None:
         parent.kill()
         for pid in survivors(pids, patience_s=0):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_failure_carries_what_the_failing_rank_reported_last(shared: RankPool) -> None:
+    """Not what rank 0 did, which may be ahead of it."""
+    with pytest.raises(RankError) as caught:
+        shared.run(jobs.report_then_fail, 1)
+    assert (caught.value.rank, caught.value.progress) == (1, "before the fall of 1")

@@ -15,15 +15,16 @@ class Breaking(KERNELS["aten_cpu"]):  # pyright: ignore[reportGeneralTypeIssues]
     """A kernel whose second block raises, on rank 0."""
 
     blocks = 0
+    error: Exception
 
     def _forward(self, q, k, v, causal):
         self.blocks += 1
         if dist.get_rank() == 0 and self.blocks == 2:
-            raise ValueError("the second block is broken")
+            raise self.error
         return super()._forward(q, k, v, causal)
 
 
-def break_then_use_again() -> list[str]:
+def break_then_use_again(error: Exception) -> list[str]:
     """What the failing call and the next one, by another module on the same group, say on each rank."""
     q = torch.randn(1, 8, 2, 8)
     said = []
@@ -32,11 +33,12 @@ def break_then_use_again() -> list[str]:
         engine = attn.engine(q, q, q)
         if broken:
             engine.kernel = Breaking()
+            engine.kernel.error = error
         try:
             attn(q, q, q)
             said.append("ok")
-        except (RuntimeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+        except (RuntimeError, ValueError, MemoryError) as caught:
+            said.append(f"{type(caught).__name__}: {caught}")
         if dist.get_rank() != 0:
             break  # its peers have got all that rank 0 sent, or wait; they are not the point here
     return said
@@ -46,11 +48,29 @@ def test_the_group_is_refused_afterwards() -> None:
     """Messages of the failed execution are under way, which the next one would take for its own."""
     with RankPool(1) as pool:  # one rank has no messages, so nothing to refuse
         assert pool.run(single) == [["ValueError: the first block is broken", "ok"]]
+    for error in (ValueError("the second block is broken"), MemoryError()):
+        with RankPool(2, timeout_s=20) as pool:
+            said = pool.run(break_then_use_again, error)[0]
+        assert said[0] == f"{type(error).__name__}: {error}"
+        assert said[1].startswith("RuntimeError: this process group can't be used any more")
+        assert repr(error) in said[1]
+
+
+def infer_then_train() -> bool:
+    """An evaluation step in inference mode, then a training step of the same module, in bf16: lanes cast."""
+    attn = SequenceParallelAttention("mesh", tile=(2, 1))
+    q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        first = attn(q, q, q).clone()
+    leaf = q.clone().requires_grad_()
+    out = attn(leaf, leaf, leaf)
+    out.sum().backward()
+    return bool((out.detach() == first).all()) and leaf.grad is not None
+
+
+def test_inference_mode_leaves_the_module_fit_for_training() -> None:
     with RankPool(2, timeout_s=20) as pool:
-        said = pool.run(break_then_use_again)[0]
-    assert said[0] == "ValueError: the second block is broken"
-    assert said[1].startswith("RuntimeError: this process group can't be used any more")
-    assert "the second block is broken" in said[1]
+        assert pool.run(infer_then_train) == [True, True]
 
 
 def single() -> list[str]:
