@@ -27,6 +27,7 @@ from sp_bench.plan import (
     Problem,
     RequestError,
     Steps,
+    divisors,
     inner,
     outer,
     receive_next,
@@ -48,18 +49,18 @@ class DoubleRing(Method):
 
     def refuse(self, problem: Problem) -> None:
         """Inner rings must be equal."""
-        divisors = _divisors(problem.n)
-        if self.inner != "auto" and (type(self.inner) is not int or self.inner not in divisors):
+        sizes = divisors(problem.n)
+        if self.inner != "auto" and (type(self.inner) is not int or self.inner not in sizes):
             raise RequestError(
                 f"method.inner={self.inner}",
                 f"must be auto or divide gpus={problem.n}",
-                f"one of {', '.join(map(str, divisors))} would work",
+                f"one of {', '.join(map(str, sizes))} would work",
             )
 
     def candidates(self, problem: Problem) -> tuple[DoubleRing, ...]:
         """One for each size of the inner ring."""
         self.refuse(problem)
-        sizes = _divisors(problem.n) if self.inner == "auto" else [self.inner]
+        sizes = divisors(problem.n) if self.inner == "auto" else [self.inner]
         return tuple(DoubleRing(layout=self.layout, inner=size) for size in sizes)
 
     def tile_shape(self, n: int) -> tuple[int, int]:
@@ -113,7 +114,3 @@ class DoubleRing(Method):
             steps.do(receive_next(outer(kv), r, lane="outer kv"))
         if s + 1 < inner(kv, r).group.size:
             steps.do(receive_next(inner(kv, r), s, lane="inner kv"))
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -35,6 +35,7 @@ from sp_bench.plan import (
     Problem,
     RequestError,
     Steps,
+    divisors,
     line_of,
     receive_next,
     reduce_next,
@@ -312,4 +313,4 @@ def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) ->
 
 def tiles(n: int) -> list[tuple[int, int]]:
     """Every (a, b) with a * b = n."""
-    return [(a, n // a) for a in range(1, n + 1) if n % a == 0]
+    return [(a, n // a) for a in divisors(n)]

@@ -36,6 +36,7 @@ from sp_bench.plan import (
     Problem,
     RequestError,
     Steps,
+    divisors,
     receive_next,
     reduce_next,
     return_home,
@@ -62,11 +63,10 @@ class TokenRing(Method):
     def refuse(self, problem: Problem) -> None:
         """Nodes must be equal."""
         if type(self.nodes) is not int or self.nodes < 1 or problem.n % self.nodes:
-            divisors = [d for d in range(1, problem.n + 1) if problem.n % d == 0]
             raise RequestError(
                 f"method.nodes={self.nodes}",
                 f"must divide gpus={problem.n}",
-                f"one of {', '.join(map(str, divisors))} would work",
+                f"one of {', '.join(map(str, divisors(problem.n)))} would work",
             )
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:

@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sp_bench.machine import cores_here
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -116,11 +118,6 @@ class Record:
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode}: must be one of {', '.join(MODES)}")
 
-    @property
-    def step_ms(self) -> float | None:
-        """The time that tables show."""
-        return self.step_ms_median
-
     def to_dict(self) -> dict[str, Any]:
         """The flat JSON object."""
         return asdict(self)
@@ -141,7 +138,7 @@ def machine() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "cpu": model.partition(":")[2].strip() or platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores_here(),
         "torch": _version("torch"),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "GLOO_"))},
     }

@@ -46,7 +46,7 @@ def test_methods_import_the_vocabulary_and_nothing_else(path: str) -> None:
 @pytest.mark.parametrize("path", READERS)
 def test_readers_do_not_know_each_other(path: str) -> None:
     own = "sp_bench.simulate" if "simulate" in path else "nothing"
-    allowed = ("sp_bench.plan", "sp_bench.errors", own)
+    allowed = ("sp_bench.plan", "sp_bench.errors", "sp_bench.machine", own)
     assert all(module.startswith(allowed) for module in of_the_suite(path))
     assert "torch" not in {module.split(".")[0] for module in imported(path)}
 

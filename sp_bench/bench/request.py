@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import methods
 from sp_bench import records
 from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
 from sp_bench.errors import RequestError
+from sp_bench.machine import cores_here, free_bytes, gpus_here
 from sp_bench.plan import PHASES, Method, Problem, layout_named
 from sp_bench.records import Record
 from sp_bench.simulate import Cluster
@@ -163,16 +162,6 @@ def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, 
     return "simulate", has
 
 
-def gpus_here() -> int:
-    """NVIDIA GPUs of this machine, without loading a driver."""
-    return sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))
-
-
-def cores_here() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:
     """Raise RequestError, before a rank starts, for more ranks than this machine can hold."""
     most = RANKS_PER_CORE * cores_here()
@@ -187,12 +176,3 @@ def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any])
             f"its ranks need about {need / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} free",
             "a shorter seqlen, fewer ranks, or mode=simulate, would work",
         )
-
-
-def free_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -23,7 +23,7 @@ from sp_bench.plan.ops import (
     inner,
     outer,
 )
-from sp_bench.plan.patterns import line_of, receive_next, reduce_next, return_home
+from sp_bench.plan.patterns import divisors, line_of, receive_next, reduce_next, return_home
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_partial
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "Steps",
     "Value",
     "dataflow",
+    "divisors",
     "inner",
     "is_partial",
     "layout_named",

@@ -10,6 +10,11 @@ from sp_bench.plan.ops import Chunk, Fold, Group, Line, Pass
 BACK = -1
 
 
+def divisors(n: int) -> list[int]:
+    """Every size that rings of equal size can have on n ranks."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def receive_next(chunks: Chunk | Line, have: int, lane: str) -> Pass:
     """One hop of a ring all-gather: send chunk #have on, receive #(have + 1). A Chunk stands for its home's ring.
 

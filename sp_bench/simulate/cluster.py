@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
+from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.simulate.costs import DeviceCosts
 from sp_bench.simulate.values import count, number, section
@@ -60,7 +60,7 @@ class Cluster:
         config = section("cluster", config, required, ("this_machine", "cores", "sources"))
         per_node, cores = config["gpus_per_node"], config.get("cores")
         if cores == "auto":
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            cores = cores_here()
         return cls(
             name=str(config["name"]),
             this_machine=config.get("this_machine") is True,
