@@ -12,7 +12,7 @@ cross nodes. Refuses an inner ring that doesn't divide n.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from sp_bench.plan import (
@@ -61,7 +61,7 @@ class DoubleRing(Method):
         """One for each size of the inner ring."""
         self.refuse(problem)
         sizes = divisors(problem.n) if self.inner == "auto" else [self.inner]
-        return tuple(DoubleRing(layout=self.layout, inner=size) for size in sizes)
+        return tuple(replace(self, inner=size) for size in sizes)
 
     def tile_shape(self, n: int) -> tuple[int, int]:
         """A row of the assignment matrix."""

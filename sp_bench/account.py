@@ -25,6 +25,7 @@ from sp_bench.plan import (
     Pass,
     Plan,
     Problem,
+    casts,
     dataflow,
 )
 
@@ -144,8 +145,7 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
 def _buffers(plan: Plan, problem: Problem) -> Counter[tuple]:
     """How many buffers of each (shape, dtype) a plan receives into and casts into."""
     tensors = [(slot.tensor, slot.arriving) for slot in set(dataflow(plan).slots.values())]
-    sends = {(op.lane, op.send.tensor) for op in plan.ops if isinstance(op, Pass) and op.send}
-    tensors += [(tensor, True) for _, tensor in sends if problem.needs_cast(tensor)]
+    tensors += [(tensor, True) for _, tensor in casts(plan, problem)]
     return Counter(
         (problem.field_shape(field), problem.field_dtype(field, wire=wire))
         for tensor, wire in tensors

@@ -60,8 +60,12 @@ class _Facts:
     def sees(self, q: Ranks, kv: Ranks) -> np.ndarray:
         return self.visible[np.sign(q - kv) + 1]
 
-    def empty(self) -> np.ndarray:
-        return np.zeros((self.problem.n, -(-self.problem.n // 64)), np.uint64)
+    def partial(self, chunk: Chunk) -> np.ndarray:
+        """The blocks of a partial, which begins without any."""
+        if chunk not in self.blocks:
+            self.content[chunk] = chunk.owner(self.ranks)
+            self.blocks[chunk] = np.zeros((self.problem.n, -(-self.problem.n // 64)), np.uint64)
+        return self.blocks[chunk]
 
     def bit(self, counterpart: Ranks) -> tuple[Ranks, np.ndarray]:
         return counterpart // 64, np.uint64(1) << (counterpart % 64).astype(np.uint64)
@@ -89,10 +93,11 @@ INTERFACES = {"forward": (("q", "kv"), ("o",)), "backward": (("odoq", "kv"), ("d
 
 
 def _interface(plan: Plan) -> None:
-    for given, tensors, name in zip((plan.inputs, plan.outputs), INTERFACES[plan.phase], ("in", "out"), strict=True):
+    inputs, outputs = INTERFACES[plan.phase]
+    for name, given, tensors in (("inputs", plan.inputs, inputs), ("outputs", plan.outputs, outputs)):
         if [(chunk.tensor, chunk.index, chunk.arrival) for chunk in given] != [(tensor, 0, 0) for tensor in tensors]:
             wanted = ", ".join(f"{tensor}#0" for tensor in tensors)
-            raise PlanError(f"the plan's {name}puts are {', '.join(map(str, given))}: {plan.phase} has {wanted}")
+            raise PlanError(f"the plan's {name} are {', '.join(map(str, given))}: {plan.phase} has {wanted}")
 
 
 def _tiles(n: int, op: Op, where: str) -> None:
@@ -127,7 +132,7 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
     partial = is_partial(op.send.tensor)
-    if partial != (op.recv.is_arriving):
+    if partial != op.recv.is_arriving:
         raise PlanError(f"{where}: {op.recv} is {'not ' if partial else ''}a buffer for arriving partials")
     if op.recv in facts.blocks and facts.blocks[op.recv].any():
         raise PlanError(f"{where}: {op.recv} is received over one that was not folded yet")
@@ -141,8 +146,7 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
 
 def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.ndarray, where: str) -> None:
     """One block, (chunk `into`, `counterpart`), is folded into a partial."""
-    facts.content.setdefault(into, into.owner(facts.ranks))
-    blocks = facts.blocks.setdefault(into, facts.empty())
+    blocks = facts.partial(into)
     word, bit = facts.bit(counterpart)
     old = blocks[facts.ranks, word]
     if (rank := _first(visible & ((old & bit) != 0))) is not None:
@@ -182,8 +186,7 @@ def _fold(facts: _Facts, op: Fold, where: str) -> None:
         raise PlanError(f"{where}: folds {op.part} into {op.into}")
     _serves(facts, op.into, facts.content[op.part], where)
     part = facts.blocks.pop(op.part)
-    facts.content.setdefault(op.into, op.into.owner(facts.ranks))
-    into = facts.blocks.setdefault(op.into, facts.empty())
+    into = facts.partial(op.into)
     if (rank := _first((into & part).any(axis=1))) is not None:
         raise PlanError(f"{where}: on rank {rank}, a block of {op.part} is in {op.into} already")
     into |= part

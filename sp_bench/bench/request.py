@@ -18,7 +18,6 @@ from sp_bench.simulate import Cluster
 RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s")
 """Keys that don't change what a point's numbers are, and so are left out of its run_id."""
-_WHOLE = ("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "iters", "warmup", "seed")
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
 """Resident memory of a rank's process beside the attention's own."""
@@ -83,18 +82,18 @@ def resolve(config: Mapping[str, Any]) -> Request:
 
     `config` is what conf/config.yaml composes to: keys as there, and the groups method, cluster, kernel, logger.
     """
-    gpus = whole("gpus", config["gpus"])
-    heads = whole("heads", config["heads"])
+    numbers = _numbers(config)
+    gpus = numbers["gpus"]
     causal = truth("causal", config["causal"])
     options = {key: value for key, value in config["method"].items() if key != "name"}
     method = methods.build(config["method"]["name"], options)
     problem = Problem(
         n=gpus,
-        seqlen=whole("seqlen", config["seqlen"]),
-        batch=whole("batch", config["batch"]),
-        heads=heads,
-        kv_heads=heads if config["kv_heads"] is None else whole("kv_heads", config["kv_heads"]),
-        head_dim=whole("head_dim", config["head_dim"]),
+        seqlen=numbers["seqlen"],
+        batch=numbers["batch"],
+        heads=numbers["heads"],
+        kv_heads=numbers["kv_heads"],
+        head_dim=numbers["head_dim"],
         causal=causal,
         dtype=str(config["dtype"]),
         wire_dtype=str(config["wire_dtype"] or ""),
@@ -121,24 +120,56 @@ def resolve(config: Mapping[str, Any]) -> Request:
         why=why,
         phase=choice("phase", config["phase"], tuple(RUN_PHASES)),
         kernel=config["kernel"]["name"],
-        iters=whole("iters", config["iters"]),
-        warmup=whole("warmup", config["warmup"], least=0),
+        iters=numbers["iters"],
+        warmup=numbers["warmup"],
         verify=truth("verify", config["verify"]),
-        seed=whole("seed", config["seed"], least=0),
+        seed=numbers["seed"],
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
-        run_id=point_id(config, mode, cluster.cores),
+        run_id=_point_id(config, mode, cluster.cores),
         config=config,
     )
 
 
-def point_id(config: Mapping[str, Any], mode: str, cores: int | None = None) -> str:
+def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
+    """The record of a point that `resolve` refused. Raises RequestError if not even its numbers are numbers."""
+    numbers, cluster = _numbers(config), config["cluster"]
+    here = config["mode"] == "measure" or (config["mode"] == "auto" and cluster.get("this_machine") is True)
+    mode = "measure" if here else "simulate"
+    return Record(
+        run_id=_point_id(config, mode, cores=None),
+        status="unsupported",
+        error=str(error),
+        mode=mode,
+        method=config["method"]["name"],
+        gpus=numbers["gpus"],
+        seqlen=numbers["seqlen"],
+        batch=numbers["batch"],
+        heads=numbers["heads"],
+        kv_heads=numbers["kv_heads"],
+        head_dim=numbers["head_dim"],
+        causal=truth("causal", config["causal"]),
+        dtype=str(config["dtype"]),
+        wire_dtype=str(config["wire_dtype"] or config["dtype"]),
+        phase=str(config["phase"]),
+        cluster=cluster["name"],
+        provenance=records.provenance(),
+    )
+
+
+def _numbers(config: Mapping[str, Any]) -> dict[str, int]:
+    """The whole numbers of a config, with kv_heads filled in. Raises RequestError for one that is none."""
+    keys = ("gpus", "seqlen", "batch", "heads", "head_dim", "iters")
+    numbers = {key: whole(key, config[key]) for key in keys}
+    numbers |= {key: whole(key, config[key], least=0) for key in ("warmup", "seed")}
+    kv_heads = config["kv_heads"]
+    return {**numbers, "kv_heads": numbers["heads"] if kv_heads is None else whole("kv_heads", kv_heads)}
+
+
+def _point_id(config: Mapping[str, Any], mode: str, cores: int | None) -> str:
     """The run_id of a point: what its numbers depend on, however it was written. `cores` is the cluster's."""
-    kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT}
-    kept |= {key: whole(key, config[key], least=0) for key in _WHOLE if config[key] is not None}
-    kept["kv_heads"] = kept["heads"] if config["kv_heads"] is None else kept["kv_heads"]
-    kept["wire_dtype"] = config["wire_dtype"] or config["dtype"]
-    kept |= {"mode": mode, "cores": cores}
+    kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT} | _numbers(config)
+    kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
     return records.run_id({**kept, "machine": records.machine() if mode == "measure" else None})
 
 

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sp_bench import records
 from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
-from sp_bench.bench.request import point_id
-from sp_bench.bench.values import truth, whole
+from sp_bench.bench.request import unsupported
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.loggers import Logger
@@ -49,7 +48,7 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
         try:
             requests.append(resolve(config))
         except RequestError as error:
-            requests.append(_unsupported(config, error))
+            requests.append(unsupported(config, error))
     served = [r for r in requests if isinstance(r, Request)]
     if not served:
         errors = sorted({r.error or "" for r in requests if isinstance(r, Record)})
@@ -102,32 +101,6 @@ def _bar(console: Console, steps: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("benchmark steps", total=steps)
         yield lambda done: progress.advance(task, done)
-
-
-def _unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
-    """The row of a point that can't be served. Raises RequestError if not even its numbers are numbers."""
-    heads = whole("heads", config["heads"])
-    here = config["mode"] == "measure" or (config["mode"] == "auto" and config["cluster"].get("this_machine") is True)
-    mode = "measure" if here else "simulate"
-    return Record(
-        run_id=point_id(config, mode),
-        status="unsupported",
-        error=str(error),
-        mode=mode,
-        method=config["method"]["name"],
-        gpus=whole("gpus", config["gpus"]),
-        seqlen=whole("seqlen", config["seqlen"]),
-        batch=whole("batch", config["batch"]),
-        heads=heads,
-        kv_heads=heads if config["kv_heads"] is None else whole("kv_heads", config["kv_heads"]),
-        head_dim=whole("head_dim", config["head_dim"]),
-        causal=truth("causal", config["causal"]),
-        dtype=str(config["dtype"]),
-        wire_dtype=str(config["wire_dtype"] or config["dtype"]),
-        phase=str(config["phase"]),
-        cluster=config["cluster"]["name"],
-        provenance=records.provenance(),
-    )
 
 
 def _written(folder: Path, record: Record, logger: Logger) -> Outcome:

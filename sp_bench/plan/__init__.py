@@ -2,7 +2,7 @@
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
-from sp_bench.plan.dataflow import Dataflow, Slot, Value, dataflow
+from sp_bench.plan.dataflow import Dataflow, Slot, Value, casts, dataflow
 from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
 from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.ops import (
@@ -60,6 +60,7 @@ __all__ = [
     "Slot",
     "Steps",
     "Value",
+    "casts",
     "dataflow",
     "divisors",
     "inner",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sp_bench.plan.ops import BLOCKS, Chunk, Fold, Join, Op, Pass, Plan, PlanError
-from sp_bench.plan.problem import is_partial
+from sp_bench.plan.problem import Problem, is_partial
 
 
 class Value(NamedTuple):
@@ -69,6 +69,12 @@ def dataflow(plan: Plan) -> Dataflow:
         slots, before = _slots(plan, writes, first_use, last_use)
         _CACHE[plan] = Dataflow(_waits(plan, reads, writes, before), slots, writes, first_use, last_use)
     return _CACHE[plan]
+
+
+def casts(plan: Plan, problem: Problem) -> tuple[tuple[str, str], ...]:
+    """The (lane, tensor) pairs that are cast to be sent, each of which takes a staging buffer."""
+    sends = dict.fromkeys((op.lane, op.send.tensor) for op in plan.ops if isinstance(op, Pass) and op.send)
+    return tuple((lane, tensor) for lane, tensor in sends if problem.needs_cast(tensor))
 
 
 Values = tuple[tuple[Value, ...], ...]

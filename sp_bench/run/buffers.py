@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_bench.plan import FIELDS, Dataflow, Pass, Plan, Problem, Slot
+from sp_bench.plan import FIELDS, Dataflow, Plan, Problem, Slot, casts
 from sp_bench.run.partials import Tensors
 
 
@@ -20,12 +20,8 @@ class Buffers:
         """The plan's receive buffers by slot, and its staging buffers by (lane, tensor)."""
         taken: dict[tuple, int] = {}
         slots = {slot: self._chunk(slot.tensor, slot.arriving, taken) for slot in dict.fromkeys(flow.slots.values())}
-        casts = dict.fromkeys(
-            (op.lane, op.send.tensor)
-            for op in plan.ops
-            if isinstance(op, Pass) and op.send and self._problem.needs_cast(op.send.tensor)
-        )
-        return slots, {cast: self._chunk(cast[1], True, taken) for cast in casts}
+        staging = {(lane, tensor): self._chunk(tensor, True, taken) for lane, tensor in casts(plan, self._problem)}
+        return slots, staging
 
     def _chunk(self, tensor: str, wire: bool, taken: dict[tuple, int]) -> Tensors:
         return tuple(
