@@ -13,6 +13,10 @@ Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k 
     backward  3 (a - 1) OdOQ + 2k (b - 1) KV + (a - 1) dQ + 2k (b - 1) dKV
     the lse travels with each O and each OdOQ and is counted apart
 
+Consecutive ranks fill a node, and bytes cost most at its boundary. `placement` says which groups are consecutive: the
+paper's Q groups, so that KV crosses, or the KV groups (Q groups are then the ranks equal mod b), so that Q and O do.
+The tile, the algorithms and the volume are the same for both.
+
 Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b != n.
 """
 
@@ -203,6 +207,8 @@ class Mesh(Method):
 
     tile: str | tuple[int, int] = "auto"
     """(a, b): a ranks in a Q group, b in a KV group; auto stands for every factorisation of n."""
+    placement: str = "q"
+    """The groups of consecutive ranks: q (the paper's) or kv; auto stands for both."""
     lanes: str = "one"
     """one: at most one transfer in flight, as in the paper's steps; each: a lane for each kind of chunk."""
 
@@ -215,6 +221,9 @@ class Mesh(Method):
             if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
                 raise RequestError(shape, rule, would_work)
             object.__setattr__(self, "tile", tuple(self.tile))
+        if self.placement not in ("q", "kv", "auto"):
+            placement = f"method.placement={self.placement}"
+            raise RequestError(placement, "must be q, kv or auto", "method.placement=q would work")
         if self.lanes not in ("one", "each"):
             raise RequestError(f"method.lanes={self.lanes}", "must be one or each", "method.lanes=one would work")
 
@@ -229,18 +238,29 @@ class Mesh(Method):
             )
 
     def candidates(self, problem: Problem) -> tuple[Mesh, ...]:
-        """One for each tile of n."""
+        """One for each tile of n and each placement of it."""
         self.refuse(problem)
-        return tuple(replace(self, tile=t) for t in tiles(problem.n)) if self.tile == "auto" else (self,)
+        shapes = tiles(problem.n) if isinstance(self.tile, str) else [self.tile]
+        return tuple(replace(self, tile=t, placement=p) for t in shapes for p in self._placements(*t))
+
+    def _placements(self, a: int, b: int) -> tuple[str, ...]:
+        if self.placement != "auto":
+            return (self.placement,)
+        # With a side of 1, the only ring is all ranks in order, wherever it is placed.
+        return ("q", "kv") if a > 1 and b > 1 else ("q",)
 
     def tile_shape(self, n: int) -> tuple[int, int]:
         """(a, b)."""
         assert not isinstance(self.tile, str), "a caller picks one of the candidates first"
         return self.tile
 
-    def symbols(self, n: int) -> Mapping[str, int]:
+    def variant(self, n: int) -> str:
+        """The tile, and where it is placed otherwise than in the paper."""
+        return super().variant(n) + (" kv inside" if self.placement == "kv" else "")
+
+    def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The tile's sides."""
-        a, b = self.tile_shape(n)
+        a, b = self.tile_shape(problem.n)
         return {"a": a, "b": b}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -272,8 +292,16 @@ class Mesh(Method):
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
         """The rank's own chunks: KV and dKV at home in the KV group, all others in the Q group (table 1)."""
-        a, b = self.tile_shape(problem.n)
-        return tuple(Chunk(t, 0, Group(a, b) if t in ("kv", "dkv") else Group(1, a)) for t in tensors)
+        q_group, kv_group = self._groups(problem.n)
+        return tuple(Chunk(t, 0, kv_group if t in ("kv", "dkv") else q_group) for t in tensors)
+
+    def _groups(self, n: int) -> tuple[Group, Group]:
+        """The Q group and the KV group."""
+        assert self.placement != "auto", "a caller picks one of the candidates first"
+        a, b = self.tile_shape(n)
+        if self.placement == "q":
+            return Group(stride=1, size=a), Group(stride=a, size=b)
+        return Group(stride=b, size=a), Group(stride=1, size=b)
 
     def _emit(self, schedule, gathered: Mapping[str, Chunk], reduced: Mapping[str, Chunk], block) -> Steps:
         """The operations of a schedule: each step's transfer, then the blocks that overlap it.

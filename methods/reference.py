@@ -21,6 +21,8 @@ class Reference(Method):
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "0", "backward": "0"}
 
+    limit: ClassVar[str] = "1"
+
     layout: str = "contiguous"
 
     def refuse(self, problem: Problem) -> None:

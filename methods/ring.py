@@ -47,37 +47,44 @@ class Ring(Method):
         return (1, n)
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Step s: compute with KV#s while KV#(s+1) comes in."""
-        ring = Group(1, problem.n)
-        q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
+        """One time round the ring."""
+        q, kv, o = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("q", "kv", "o"))
         steps = Steps()
-        for s in range(problem.n):
-            steps.next()
-            if s + 1 < problem.n:
-                steps.do(receive_next(kv, s, lane="kv"))
-            steps.do(Attend(q, kv.at(s), o))
+        pass_round(steps, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Step s: compute with KV#s while KV#(s+1) comes in and dKV#(s-1) goes on to the rank that adds to it next."""
-        ring = Group(1, problem.n)
-        odoq, kv, dq, dkv = (Chunk(tensor, 0, ring) for tensor in ("odoq", "kv", "dq", "dkv"))
+        """One time round the ring."""
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("odoq", "kv", "dq", "dkv"))
         steps = Steps()
-        for s in range(problem.n):
-            steps.next()
-            if s + 1 < problem.n:
-                steps.do(receive_next(kv, s, lane="kv"))
-            if s < 2:
-                steps.do(AttendBackward(odoq, kv.at(s), dq, dkv.at(s)))
-            else:
-                hop, fold = reduce_next(dkv, s - 2, lane="dkv")
-                steps.do(hop, AttendBackward(odoq, kv.at(s), dq, dkv.at(s)), fold)
-        if problem.n > 1:
-            steps.next()
-            steps.do(*reduce_next(dkv, problem.n - 2, lane="dkv"))
+        pass_round_backward(steps, odoq, kv, dq, dkv)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
         """All KV chunks but its own, and backward as many dKV chunks."""
         hops = problem.n - 1
         return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
+
+
+def pass_round(steps: Steps, q: Chunk, kv: Chunk, o: Chunk) -> None:
+    """Step s: compute with KV#s while KV#(s+1) comes in."""
+    size = kv.home.size
+    for s in range(size):
+        steps.next()
+        if s + 1 < size:
+            steps.do(receive_next(kv, s, lane="kv"))
+        steps.do(Attend(q, kv.at(s), o))
+
+
+def pass_round_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk) -> None:
+    """Step s: compute with KV#s while KV#(s+1) comes in and dKV#(s-1) goes on to the rank that adds to it next."""
+    size = kv.home.size
+    for s in range(size):
+        steps.next()
+        if s + 1 < size:
+            steps.do(receive_next(kv, s, lane="kv"))
+        behind = reduce_next(dkv, s - 2, lane="dkv") if s >= 2 else ()
+        steps.do(*behind[:1], AttendBackward(odoq, kv.at(s), dq, dkv.at(s)), *behind[1:])
+    if size > 1:
+        steps.next()
+        steps.do(*reduce_next(dkv, size - 2, lane="dkv"))

@@ -14,6 +14,12 @@ Volume sent by each GPU, m = n / nodes ranks in a node, in chunks, k = kv_heads 
     forward   nodes (m - 1) Q + nodes (m - 1) O + 2k (nodes - 1) KV; with one node (n - 1) Q + (n - 1) O
     backward  3 nodes (m - 1) OdOQ + nodes (m - 1) dQ + 2k (nodes - 1) KV + 2k (nodes - 1) dKV
 
+On the zigzag layout with a causal mask (section 3.3.2 of the paper), `trim` leaves out what no rank needs any more. The
+Q chunk of rank i is computed as a whole with KV chunks below i, and its second half only with those above. Q therefore
+moves down here, to the rank before: whole as far as rank 0, and then only the second half. Partial outputs return what
+was computed. (Moving up, as elsewhere, the first half would be needed last.) On average a rank then sends 3/4 of the Q
+and O above; s stands for that share.
+
 Layouts: zigzag (the paper's for causal), striped, contiguous. Refuses nodes that don't divide n.
 """
 
@@ -21,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
@@ -42,7 +49,7 @@ from sp_bench.plan import (
     return_home,
 )
 
-ONWARD = +1
+UP, DOWN = +1, -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,19 @@ class TokenRing(Method):
     citation: ClassVar[str] = "Wang et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {
-        "forward": "2*(n-nodes) + 2*k*(nodes-1)",
-        "backward": "4*(n-nodes) + 4*k*(nodes-1)",
+        "forward": "2*s*(n-nodes) + 2*k*(nodes-1)",
+        "backward": "4*s*(n-nodes) + 4*k*(nodes-1)",
     }
 
     nodes: int = 1
     """How many nodes exchange KV by Ring Attention; 1 is TokenRing among all ranks."""
+    trim: bool = True
+    """With zigzag and a causal mask, send only the rows that are needed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.trim, bool):
+            raise RequestError(f"method.trim={self.trim}", "must be true or false", "method.trim=true would work")
 
     def refuse(self, problem: Problem) -> None:
         """Nodes must be equal."""
@@ -73,10 +87,10 @@ class TokenRing(Method):
         """Algorithm 1, once for the KV of each node."""
         ring, across = self._groups(problem)
         q, o, kv = Chunk("q", 0, ring), Chunk("o", 0, ring), Chunk("kv", 0, across)
-        steps = Steps()
+        steps, move = Steps(), self._move(problem)
         for node in range(across.size):
-            blocks = [Attend(q.at(-s), kv.at(node), o.at(-s)) for s in range(ring.size)]
-            self._round(steps, q, o, blocks, self._bring(kv, node))
+            blocks = [Attend(q.at(-move * s), kv.at(node), o.at(-move * s)) for s in range(ring.size)]
+            self._round(steps, problem, blocks, self._bring(kv, node))
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -84,10 +98,13 @@ class TokenRing(Method):
         ring, across = self._groups(problem)
         odoq, dq = Chunk("odoq", 0, ring), Chunk("dq", 0, ring)
         kv, dkv = Chunk("kv", 0, across), Chunk("dkv", 0, across)
-        steps, unfolded = Steps(), []
+        steps, unfolded, move = Steps(), [], self._move(problem)
         for node in range(across.size):
-            blocks = [AttendBackward(odoq.at(-s), kv.at(node), dq.at(-s), dkv.at(node)) for s in range(ring.size)]
-            self._round(steps, odoq, dq, blocks, self._bring(kv, node))
+            blocks = [
+                AttendBackward(odoq.at(-move * s), kv.at(node), dq.at(-move * s), dkv.at(node))
+                for s in range(ring.size)
+            ]
+            self._round(steps, problem, blocks, self._bring(kv, node))
             if node:
                 steps.do(*unfolded)
                 hop, fold = reduce_next(dkv, node - 1, lane="dkv")
@@ -96,17 +113,31 @@ class TokenRing(Method):
         steps.do(*unfolded)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def symbols(self, n: int) -> Mapping[str, int]:
-        """How many nodes."""
-        return {"nodes": self.nodes}
+    def variant(self, n: int) -> str:
+        """The nodes, where there are several."""
+        return f"{self.nodes} nodes" if self.nodes > 1 else ""
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def symbols(self, problem: Problem) -> Mapping[str, float]:
+        """How many nodes, and the share of Q that is sent."""
+        return {"nodes": self.nodes, "s": float(self._share(problem))}
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
         """The header's formulas."""
         ring, across = self._groups(problem)
-        within, between = across.size * (ring.size - 1), across.size - 1
+        within, between = self._share(problem) * across.size * (ring.size - 1), across.size - 1
         if phase == "forward":
             return {"q": within, "o": within, "kv": between}
         return {"odoq": within, "dq": within, "kv": between, "dkv": between}
+
+    def _trims(self, problem: Problem) -> bool:
+        return self.trim and problem.causal and problem.layout.name == "zigzag"
+
+    def _share(self, problem: Problem) -> Fraction:
+        return Fraction(3, 4) if self._trims(problem) else Fraction(1)
+
+    def _move(self, problem: Problem) -> int:
+        """The way that Q goes round."""
+        return DOWN if self._trims(problem) else UP
 
     def _groups(self, problem: Problem) -> tuple[Group, Group]:
         """The ring inside a node, and the ranks of equal place in all nodes."""
@@ -117,17 +148,20 @@ class TokenRing(Method):
         """While a node's KV is computed with, the next one's comes."""
         return [receive_next(kv, node, lane="kv")] if node + 1 < self.nodes else []
 
-    def _round(self, steps: Steps, q: Chunk, o: Chunk, blocks: Sequence[Op], bring: Sequence[Op]) -> None:
-        """One time round the ring: blocks[s] computes with the Q of the rank s behind and adds to its o."""
-        ring, size, unfolded = q.home, len(blocks), []
+    def _round(
+        self, steps: Steps, problem: Problem, blocks: Sequence[Attend] | Sequence[AttendBackward], bring: Sequence[Op]
+    ) -> None:
+        """One time round the ring: blocks[s] computes with the Q that has moved s times."""
+        ring, size, unfolded = blocks[0].q.home, len(blocks), []
         assert isinstance(ring, Group)
+        seen = blocks[0].kv if self._trims(problem) else None
         for s in range(size + 1):
             steps.next()
             steps.do(*(bring if s == 0 else ()))
             if s + 1 < size:
-                steps.do(Pass("q", send=q.at(-s), recv=q.at(-s - 1), group=ring, shift=ONWARD))
+                steps.do(Pass("q", blocks[s].q, blocks[s + 1].q, ring, self._move(problem), against=seen))
             if s >= 2:
-                hop, fold = return_home(o.at(1 - s), lane="o")
+                hop, fold = return_home(blocks[s - 1].writes[0], lane="o", against=seen)
                 steps.do(hop)
                 unfolded.append(fold)
             steps.do(*blocks[s : s + 1])

@@ -1,7 +1,7 @@
 """Count what a plan sends, computes and holds, without running it.
 
-Bytes are per GPU. A plan is the same program on every rank, so that all ranks send the same; what they compute may
-differ (contiguous causal). Payload and statistics (the lse) are kept apart, since the papers count payload only.
+Bytes are per GPU, by rank or the mean over the ranks: most methods send the same from every rank. Payload and
+statistics (the lse) are kept apart, since the papers count payload only.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from sp_bench.plan import (
     FIELDS,
     Attend,
     AttendBackward,
+    Buffer,
+    Bundle,
     Dataflow,
     Kind,
     Mask,
     Part,
-    Pass,
     Plan,
     Problem,
-    casts,
+    Transfer,
     dataflow,
+    is_partial,
+    messages,
+    stages,
 )
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -35,34 +39,59 @@ BACKWARD_OVER_FORWARD = 2.5
 
 @dataclass(frozen=True)
 class Volume:
-    """What one GPU sends in one phase."""
+    """What the GPUs send in one phase."""
 
-    sent_bytes: Counter[tuple[str, str, str]]
-    """By (lane, tensor, field)."""
-    statistic_bytes: int
-    """How much of it is statistics."""
+    by_rank: dict[tuple[str, str, str], np.ndarray]
+    """By (lane, tensor, field): bytes of each rank, (n,)."""
 
     @property
-    def total_bytes(self) -> int:
-        """Payload and statistics."""
-        return self.sent_bytes.total()
+    def sent_bytes(self) -> dict[tuple[str, str, str], float]:
+        """By (lane, tensor, field), the mean over the ranks."""
+        return {key: _mean(sent) for key, sent in self.by_rank.items()}
+
+    def of(self, rank: int) -> dict[tuple[str, str, str], int]:
+        """What one rank sends, without what it sends none of."""
+        return {key: int(sent[rank]) for key, sent in self.by_rank.items() if sent[rank]}
 
     @property
-    def payload_bytes(self) -> int:
-        """What the papers count."""
+    def total_bytes(self) -> float:
+        """Payload and statistics, the mean over the ranks."""
+        return _mean(sum(self.by_rank.values(), np.zeros(1, np.int64)))
+
+    @property
+    def max_bytes(self) -> int:
+        """Those of the rank that sends most."""
+        return int(sum(self.by_rank.values(), np.zeros(1, np.int64)).max())
+
+    @property
+    def statistic_bytes(self) -> float:
+        """How much of the mean is statistics."""
+        return sum(sent for (_, tensor, name), sent in self.sent_bytes.items() if _is_statistic(tensor, name))
+
+    @property
+    def payload_bytes(self) -> float:
+        """What the papers count, the mean over the ranks."""
         return self.total_bytes - self.statistic_bytes
+
+
+def _mean(sent: np.ndarray) -> float:
+    return int(sent.sum()) / sent.size
+
+
+def _is_statistic(tensor: str, name: str) -> bool:
+    return any(field.name == name and field.kind is Kind.STATISTIC for field in FIELDS[tensor])
 
 
 def volume(plan: Plan, problem: Problem) -> Volume:
     """Count the sends of a plan."""
-    sent: Counter[tuple[str, str, str]] = Counter()
-    statistics = 0
+    ranks, sent = np.arange(problem.n), {}
     for op in plan.ops:
-        if isinstance(op, Pass) and op.send:
-            for field in FIELDS[op.send.tensor]:
-                sent[op.lane, op.send.tensor, field.name] += problem.field_bytes(field, wire=True)
-            statistics += problem.wire_statistic_bytes(op.send.tensor)
-    return Volume(sent, statistics)
+        if isinstance(op, Transfer):
+            for _, sizes in messages(op, problem, ranks):
+                for name, size in sizes.items():
+                    counted = sent.setdefault((op.lane, op.carries, name), np.zeros(problem.n, np.int64))
+                    counted += size
+    return Volume(sent)
 
 
 def sent_across_nodes(plan: Plan, problem: Problem, node_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -70,33 +99,37 @@ def sent_across_nodes(plan: Plan, problem: Problem, node_of: Callable[[np.ndarra
     ranks = np.arange(problem.n)
     across = np.zeros(problem.n)
     for op in plan.ops:
-        if isinstance(op, Pass) and op.send:
-            leaves = node_of(ranks) != node_of(op.target(ranks))
-            across += leaves * problem.chunk_bytes(op.send.tensor, wire=True)
+        if isinstance(op, Transfer):
+            for target, sizes in messages(op, problem, ranks):
+                across += (node_of(ranks) != node_of(target)) * sum(sizes.values())
     return across
 
 
-def lower_bound_bytes(problem: Problem, phase: str) -> float:
+def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> float:
     """The least payload that a GPU can send, on average over the GPUs.
 
-    For exact attention with one owner for each token, work split by sequence only (all heads of a token together),
-    equal work on every GPU, and nothing that came forward kept for the backward. A GPU that touches the rows of x
-    chunks of queries and the columns of y chunks of keys
-    computes at most x * y of the rho * n blocks that are its share (rho = 1/2 if causal). It must receive x - 1 query
-    chunks, send x - 1 partial outputs, and receive y - 1 key chunks; backward likewise for Q and dO (of O only a sum
-    for each row is needed), dQ, KV and dKV. Minimised over x with y = rho * n / x. Full attention, forward, k =
-    kv_heads / heads: 4 N d sqrt(k / n) - (2 + 2 k) N d / n elements, which Mesh-Attention reaches at a = sqrt(k n).
+    For exact attention with one owner for each token, equal work on every GPU, and each GPU working on 1/h of the heads
+    (h = 1 unless the method splits them). A GPU that touches its heads of x chunks of queries and y chunks of keys
+    computes at most x * y of the rho * n * h blocks that are its share (rho = 1/2 if causal). It must receive x - 1
+    query chunks, send x - 1 partial outputs, and receive y - 1 key chunks; backward likewise for Q and dO (of O only a
+    sum for each row is needed), dQ, KV and dKV, or without Q and KV where the forward `kept` what it received.
+    Minimised over x with y = rho * n * h / x. Full attention, forward, h = 1, k = kv_heads / heads:
+    4 N d sqrt(k / n) - (2 + 2 k) N d / n elements, which Mesh-Attention reaches at a = sqrt(k n); h = n:
+    4 N d (n - 1) / n^2, which DeepSpeed-Ulysses reaches.
     """
-    q = problem.chunk_bytes("q", wire=True)
-    kv = problem.chunk_bytes("kv", wire=True)
+    split = problem.layout.shared
+    q = problem.chunk_bytes("q_h", wire=True) / split
+    kv = problem.chunk_bytes("kv_h", wire=True) / split
     if phase == "forward":
-        per_row = q + problem.chunk_bytes("o", wire=True) - problem.wire_statistic_bytes("o")
+        partial = problem.chunk_bytes("o_h", wire=True) - problem.wire_statistic_bytes("o_h")
+        per_row = q + min(partial, problem.chunk_bytes("out_h", wire=True)) / split
         per_column = kv
     else:
-        per_row = 2 * q + problem.chunk_bytes("dq", wire=True)
-        per_column = kv + problem.chunk_bytes("dkv", wire=True)
-    blocks = problem.n / 2 if problem.causal else problem.n
-    rows = min(max(math.sqrt(blocks * per_column / per_row), 1.0), max(blocks, 1.0))
+        per_row = (1 if kept else 2) * q + problem.chunk_bytes("dq_h", wire=True) / split
+        per_column = problem.chunk_bytes("dkv_h", wire=True) / split + (0 if kept else kv)
+    blocks = (problem.n / 2 if problem.causal else problem.n) * split
+    least, most = max(blocks / problem.n, 1.0), max(min(blocks, problem.n), 1.0)
+    rows = min(max(math.sqrt(blocks * per_column / per_row), least), most)
     columns = max(blocks / rows, 1.0)
     return max(0.0, (rows - 1) * per_row + (columns - 1) * per_column)
 
@@ -115,16 +148,15 @@ def blocks(plan: Plan, problem: Problem) -> np.ndarray:
     computed = [op for op in plan.ops if isinstance(op, Attend | AttendBackward)]
     owner = {chunk: chunk.owner(ranks) for chunk in {c for op in computed for c in (op.q, op.kv)}}
     for op in computed:
-        counts[ranks, np.sign(owner[op.q] - owner[op.kv]) + 1] += 1
+        counts[ranks, problem.layout.order(owner[op.q], owner[op.kv])] += 1
     return counts
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:
-    """(query, key) pairs that each rank computes for each head and batch entry: (n,)."""
+    """(query, key) pairs that each rank computes for each batch entry, added up over the heads: (n,)."""
     cases = problem.layout.cases(problem.causal)
-    return blocks(plan, problem) @ np.array(
-        [sum(region.pairs(problem.local_seqlen) for region in case) for case in cases]
-    )
+    by_case = [sum(region.pairs(problem.block_tokens) for region in case) for case in cases]
+    return blocks(plan, problem) @ np.array(by_case) * problem.block_heads
 
 
 def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
@@ -135,54 +167,57 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
     and the outputs in the compute dtype. Workspace inside a kernel or a fold is not.
     """
     plans = list(plans)
-    kept: Counter[tuple] = Counter()
+    kept: Counter[Buffer] = Counter()
     for plan in plans:
         kept |= _buffers(plan, problem)
     buffers = sum(math.prod(shape) * DTYPE_BYTES[dtype] * number for (shape, dtype), number in kept.items())
     return buffers + max(_moving_bytes(plan, problem) for plan in plans)
 
 
-def _buffers(plan: Plan, problem: Problem) -> Counter[tuple]:
-    """How many buffers of each (shape, dtype) a plan receives into and casts into."""
-    tensors = [(slot.tensor, slot.arriving) for slot in set(dataflow(plan).slots.values())]
-    tensors += [(tensor, True) for _, tensor in casts(plan, problem)]
-    return Counter(
-        (problem.field_shape(field), problem.field_dtype(field, wire=wire))
-        for tensor, wire in tensors
-        for field in FIELDS[tensor]
+def _buffers(plan: Plan, problem: Problem) -> Counter[Buffer]:
+    """How many buffers of each shape and dtype a plan receives into and stages in."""
+    received = Counter(
+        (problem.field_shape(field), problem.field_dtype(field, wire=slot.arriving))
+        for slot in set(dataflow(plan).slots.values())
+        for field in FIELDS[slot.tensor]
     )
+    return received + Counter(buffer for stage in stages(plan, problem).values() for buffer in stage)
 
 
 def _moving_bytes(plan: Plan, problem: Problem) -> int:
     """The most that inputs, accumulators, block results and outputs come to at one time."""
     flow = dataflow(plan)
-    received = {op.recv for op in plan.ops if isinstance(op, Pass)}
-    inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False) for chunk in plan.inputs)
+    elsewhere = {plan.ops[index].writes[0] for index in flow.slots} | set(plan.starts_with)
+    elsewhere |= {op.into for op in plan.ops if isinstance(op, Bundle)}
+    inputs = sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in plan.starts_with)
+    if problem.head_slices > 1:
+        inputs *= 2  # a slice of the heads is a copy
     change = np.zeros(len(plan.ops) + 2, np.int64)
     released = _released(plan)
     for value in flow.first_use:
-        if value.chunk not in received and value.chunk not in plan.inputs:
+        if value.chunk not in elsewhere:
             size, last = problem.chunk_bytes(value.chunk.tensor, wire=False), flow.last_use[value]
             change[flow.first_use[value]] += size
             change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
     result = np.array([_block_result_bytes(op, index, flow, problem) for index, op in plan])
+    partials = [chunk.tensor for chunk in plan.ends_with if is_partial(chunk.tensor)]
     outputs = 0
     if problem.dtype != problem.accumulate_dtype:
-        outputs = sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in plan.outputs)
+        outputs = sum(_compute_dtype_bytes(tensor, problem) for tensor in partials)
     return int(inputs + max((alive + result).max(), alive[-1] + outputs))
 
 
 def _released(plan: Plan) -> dict[int, int]:
-    """For each Pass, the first later block or fold that waits until its lane is past it: till then it may be under way.
+    """For each transfer, the first later block or fold that waits until its lane is past it: it may last till then.
 
-    Blocks run ahead of the lanes, so that what a Pass sends may be held much longer than its place in the plan says.
+    Blocks run ahead of the lanes, so that what it sends may be held much longer than its place in the plan says.
     """
     flow = dataflow(plan)
     pending: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
     released: dict[int, int] = {}
     for index, op in plan:
-        if isinstance(op, Pass):
+        if isinstance(op, Transfer):
             pending[op.lane].append(index)
             continue
         for lane, last in flow.waits[index]:

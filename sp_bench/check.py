@@ -1,37 +1,44 @@
 """Prove a plan, for all ranks at once, without running it.
 
-The plan is executed on facts in place of tensors. For each chunk on each rank: which global chunk it is, and for a
-partial, the set of blocks that have been folded into it. Proven are:
+The plan is executed on facts in place of tensors. For each chunk on each rank: whose tokens it holds and which of their
+rows, and for a partial, the set of blocks that have been folded into it. Proven are:
 
     each send meets its receive, of the same tensor           (with backward-only waits: no deadlock, see dataflow)
     nothing is read before it has arrived
     a chunk is what the index map says it is                   (Mesh paper, table 1)
     each unmasked Q-KV block is computed exactly once
-    each partial is folded exactly once, and each output and gradient ends complete at its owner
+    no rows are left out that a block reads
+    each partial is folded exactly once, and each output and gradient ends complete at its owner, for all its heads
 
-Sets are exact, one bit for each (rank, chunk) pair; n = 4096 takes seconds.
+Sets are exact, one bit for each (rank, chunk) pair; n = 4096 takes seconds. A chunk by heads (q_h) stands for its
+owner's heads of the tokens of all ranks that share the owner's chunk of the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sp_bench.plan import (
+    AllToAll,
     Attend,
     AttendBackward,
+    Bundle,
     Chunk,
+    Exchange,
     Fold,
     Grid,
     Group,
     Join,
     Op,
+    Part,
     Pass,
     Plan,
     PlanError,
     Problem,
+    Transfer,
     dataflow,
     is_partial,
 )
@@ -47,18 +54,28 @@ class _Facts:
     ranks: Ranks
     content: dict[Chunk, Ranks] = field(default_factory=dict)
     """The global chunk that a chunk is on each rank: (n,)."""
+    halves: dict[Chunk, np.ndarray] = field(default_factory=dict)
+    """Which halves of its rows a chunk has on each rank, bit 0 the first and bit 1 the second; both if not in here."""
     last: dict[Chunk, str] = field(default_factory=dict)
     """The operation that was the last to add to a partial."""
+    kept: tuple[Chunk, ...] = ()
+    """What stays for the backward."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each."""
     visible: np.ndarray = field(init=False)
     """Whether a block has anything to compute, for q chunk below, equal to, above kv chunk: (3,)."""
+    rows: np.ndarray = field(init=False)
+    """The halves of its queries that it reads, in the same order: (3,)."""
 
     def __post_init__(self) -> None:
         self.visible = np.array([bool(regions) for regions in self.problem.layout.cases(self.problem.causal)])
+        self.rows = np.array([_HALVES[part] for part in self.problem.rows_seen()])
 
     def sees(self, q: Ranks, kv: Ranks) -> np.ndarray:
-        return self.visible[np.sign(q - kv) + 1]
+        return self.visible[self.problem.layout.order(q, kv)]
+
+    def rows_seen(self, q: Ranks, kv: Ranks) -> np.ndarray:
+        return self.rows[self.problem.layout.order(q, kv)]
 
     def partial(self, chunk: Chunk) -> np.ndarray:
         """The blocks of a partial, which begins without any."""
@@ -67,18 +84,34 @@ class _Facts:
             self.blocks[chunk] = np.zeros((self.problem.n, -(-self.problem.n // 64)), np.uint64)
         return self.blocks[chunk]
 
+    def halves_of(self, chunk: Chunk) -> np.ndarray:
+        """The rows that a chunk has, or of a partial, that a block was folded into."""
+        return self.halves.get(chunk, np.full(self.problem.n, 0b11))
+
     def bit(self, counterpart: Ranks) -> tuple[Ranks, np.ndarray]:
         return counterpart // 64, np.uint64(1) << (counterpart % 64).astype(np.uint64)
+
+
+_HALVES = {Part.FIRST: 0b01, Part.SECOND: 0b10, Part.WHOLE: 0b11}
+
+
+def check_all(plans: Mapping[str, Plan], problem: Problem) -> None:
+    """Prove the plans of a forward, or of a forward and its backward. Raises PlanError for the first thing wrong."""
+    for plan in plans.values():
+        check(plan, problem)
+    if len({plan.kept for plan in plans.values()}) > 1:
+        kept = " and ".join(f"{', '.join(map(str, plan.kept)) or 'nothing'} ({name})" for name, plan in plans.items())
+        raise PlanError(f"what the forward keeps is not what the backward takes: {kept}")
 
 
 def check(plan: Plan, problem: Problem) -> None:
     """Prove the plan for every rank. Raises PlanError, with the operation named, for the first thing wrong with it."""
     if plan.n != problem.n:
         raise PlanError(f"the plan is for {plan.n} ranks and the problem has {problem.n}")
-    _interface(plan)
+    _interface(plan, problem)
     dataflow(plan)
-    facts = _Facts(problem, np.arange(problem.n))
-    for chunk in plan.inputs:
+    facts = _Facts(problem, np.arange(problem.n), kept=plan.kept)
+    for chunk in plan.starts_with:
         facts.content[chunk] = facts.ranks
         _placed(facts, chunk, "the plan's input")
     for index, op in plan:
@@ -88,32 +121,56 @@ def check(plan: Plan, problem: Problem) -> None:
     _complete(facts, plan)
 
 
-INTERFACES = {"forward": (("q", "kv"), ("o",)), "backward": (("odoq", "kv"), ("dq", "dkv"))}
-"""What each phase starts from and ends with: a rank's own chunks."""
+INTERFACES = {"forward": (("q", "kv"), ("o", "out")), "backward": (("odoq", "do", "kv"), ("dq", "dkv"))}
+"""What each phase may start from and end with: a rank's own chunks, all slices of their heads."""
+COMPLETE = {"forward": (("o",), ("out",)), "backward": (("dq", "dkv"),)}
+"""What it must end with."""
 
 
-def _interface(plan: Plan) -> None:
+def _interface(plan: Plan, problem: Problem) -> None:
     inputs, outputs = INTERFACES[plan.phase]
     for name, given, tensors in (("inputs", plan.inputs, inputs), ("outputs", plan.outputs, outputs)):
-        if [(chunk.tensor, chunk.index, chunk.arrival) for chunk in given] != [(tensor, 0, 0) for tensor in tensors]:
-            wanted = ", ".join(f"{tensor}#0" for tensor in tensors)
-            raise PlanError(f"the plan's {name} are {', '.join(map(str, given))}: {plan.phase} has {wanted}")
+        wanted = {Chunk(tensor, 0, Group(1, 1), heads=i) for tensor in tensors for i in range(problem.head_slices)}
+        found = [chunk._replace(home=Group(1, 1)) for chunk in given]
+        by_tensor = tuple(dict.fromkeys(chunk.tensor for chunk in given))
+        whole = len(found) == len(set(found)) == len(by_tensor) * problem.head_slices and wanted.issuperset(found)
+        if not whole or (name == "outputs" and by_tensor not in COMPLETE[plan.phase]):
+            slices = f", each in {problem.head_slices} slices" if problem.head_slices > 1 else ""
+            raise PlanError(
+                f"the plan's {name} are {', '.join(map(str, given))}: {plan.phase} has "
+                f"{', '.join(f'{tensor}#0' for tensor in tensors)}{slices}"
+            )
+    for chunk in plan.kept:
+        if chunk.index or chunk.arrival:
+            raise PlanError(f"the plan keeps {chunk}: only a rank's own chunks are kept")
 
 
 def _tiles(n: int, op: Op, where: str) -> None:
     """The groups that an operation names must tile the ranks."""
-    groups: list[Group] = [op.group] if isinstance(op, Pass) else []
+    groups: list[Group | Exchange] = [op.group] if isinstance(op, Transfer) else []
     for chunk in (*op.reads, *op.writes):
-        groups += [chunk.home.inner, chunk.home.outer] if isinstance(chunk.home, Grid) else [chunk.home]
+        home = chunk.home
+        groups += [home.inner, home.outer, *filter(None, [home.exchange])] if isinstance(home, Grid) else [home]
     for group in groups:
         if n % group.span:
             raise PlanError(f"{where}: {group} doesn't tile {n} ranks")
+        if isinstance(group, Exchange) and (group.low.size != group.high.size or group.low.span > group.high.stride):
+            raise PlanError(f"{where}: {group} doesn't exchange two digits of a rank")
 
 
-def _tensors(where: str, chunks: Sequence[Chunk], wanted: Sequence[str]) -> None:
+def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequence[str]) -> None:
+    """The operands of a block: held, of the right tensors, all by heads where heads are split, of one slice of them."""
+    split = "_h" if facts.problem.layout.shared > 1 else ""
     for chunk, tensor in zip(chunks, wanted, strict=True):
-        if chunk.tensor != tensor or chunk.is_arriving:
-            raise PlanError(f"{where}: {chunk} stands where a held chunk of {tensor} should")
+        if chunk.tensor not in (tensor + split, tensor + "_h") or chunk.is_arriving:
+            raise PlanError(f"{where}: {chunk} stands where a held chunk of {tensor}{split} should")
+    _one_slice(facts, where, chunks)
+
+
+def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
+    slices = {chunk.heads for chunk in chunks}
+    if len(slices) > 1 or not slices <= set(range(facts.problem.head_slices)):
+        raise PlanError(f"{where}: mixes slices of heads, or takes one beyond {facts.problem.head_slices}")
 
 
 def _placed(facts: _Facts, chunk: Chunk, where: str) -> None:
@@ -127,8 +184,9 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     if op.send is None or op.recv is None:
         what = f"send of {op.send} meets no receive" if op.send else f"receive of {op.recv} meets no send"
         raise PlanError(f"{where}: the {what}, on rank 0 and all others")
-    if op.shift % op.group.size == 0:
+    if op.shift % (2 if isinstance(op.group, Exchange) else op.group.size) == 0:
         raise PlanError(f"{where}: a rank can't send to itself")
+    _one_slice(facts, where, (op.send, op.recv))
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
     partial = is_partial(op.send.tensor)
@@ -139,15 +197,72 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     source = op.source(facts.ranks)
     facts.content[op.recv] = facts.content[op.send][source]
     _placed(facts, op.recv, where)
+    _rows_passed(facts, op, source, where)
     if partial:
         facts.blocks[op.recv] = facts.blocks.pop(op.send)[source]
         facts.last[op.recv] = where
 
 
+def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
+    """Which rows arrive; of a query chunk, none that the sender hasn't got, of a partial, all that hold anything."""
+    assert op.send is not None
+    assert op.recv is not None
+    held = facts.halves.get(op.send)
+    if op.against is not None:
+        if op.against.tensor not in ("kv", "kv_h") or op.send.tensor not in ("q", "odoq", "o", "dq"):
+            raise PlanError(f"{where}: no rows of {op.send} can be left out against {op.against}")
+        sent = facts.rows_seen(*op.seen_by(facts.ranks))
+        if is_partial(op.send.tensor):
+            wrong = facts.halves_of(op.send) & ~sent
+            what = "has rows that stay behind"
+        else:
+            wrong = sent & ~facts.halves_of(op.send)
+            what = "lacks rows that are to be sent"
+        if (rank := _first(wrong != 0)) is not None:
+            raise PlanError(f"{where}: on rank {rank}, {op.send} {what}")
+        held = sent
+    facts.halves.pop(op.recv, None)
+    if is_partial(op.send.tensor):
+        facts.halves.pop(op.send, None)
+    if held is not None:
+        facts.halves[op.recv] = held[source]
+
+
+def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
+    shared, ranks = facts.problem.layout.shared, facts.ranks
+    if op.group != Group(1, shared):
+        raise PlanError(f"{where}: heads are split among {shared} consecutive ranks, not among {op.group}")
+    pairs = {**{t: f"{t}_h" for t in ("q", "kv", "do")}, "o_h": "out", "dq_h": "dq", "dkv_h": "dkv"}
+    if pairs.get(op.send.tensor) != op.recv.tensor or op.send.index or op.recv.index or op.recv.is_arriving:
+        raise PlanError(f"{where}: deals {op.send} to {op.recv}")
+    facts.content[op.recv] = ranks
+    if is_partial(op.send.tensor):
+        if op.recv in facts.blocks:
+            raise PlanError(f"{where}: {op.recv} is there already")
+        sets = facts.partial(op.send).reshape(-1, shared, facts.blocks[op.send].shape[1])
+        # All heads of a rank's tokens are done as far as every member has done its own.
+        facts.blocks[op.recv] = np.repeat(np.bitwise_and.reduce(sets, axis=1), shared, axis=0)
+        facts.last[op.recv] = where
+        if op.send not in facts.kept:
+            del facts.blocks[op.send]
+
+
+def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
+    if op.into.tensor != "odoq_h" or sorted(part.tensor for part in op.parts) != ["do_h", "o_h", "q_h"]:
+        raise PlanError(f"{where}: only q_h, o_h and do_h make an odoq_h")
+    for part in op.parts:
+        _placed(facts, part, where)
+        if part in facts.blocks:
+            raise PlanError(f"{where}: {part} is not known to be complete")
+    facts.content[op.into] = op.into.owner(facts.ranks)
+    if (rank := _first(np.any([facts.content[p] != facts.content[op.into] for p in op.parts], axis=0))) is not None:
+        raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
+
+
 def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.ndarray, where: str) -> None:
     """One block, (chunk `into`, `counterpart`), is folded into a partial."""
     blocks = facts.partial(into)
-    word, bit = facts.bit(counterpart)
+    word, bit = facts.bit(counterpart // facts.problem.layout.shared)
     old = blocks[facts.ranks, word]
     if (rank := _first(visible & ((old & bit) != 0))) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
@@ -156,20 +271,35 @@ def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.nda
 
 
 def _attend(facts: _Facts, op: Attend, where: str) -> None:
-    _tensors(where, (op.q, op.kv, op.o), ("q", "kv", "o"))
+    _tensors(facts, where, (op.q, op.kv, op.o), ("q", "kv", "o"))
     q, kv = facts.content[op.q], facts.content[op.kv]
     _serves(facts, op.o, q, where)
+    _rows_read(facts, op.q, op.kv, op.o, where)
     _count_block(facts, op.o, kv, facts.sees(q, kv), where)
 
 
 def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
-    _tensors(where, (op.odoq, op.kv, op.dq, op.dkv), ("odoq", "kv", "dq", "dkv"))
+    _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), ("odoq", "kv", "dq", "dkv"))
     q, kv = facts.content[op.odoq], facts.content[op.kv]
     visible = facts.sees(q, kv)
     _serves(facts, op.dq, q, where)
     _serves(facts, op.dkv, kv, where)
+    _rows_read(facts, op.odoq, op.kv, op.dq, where)
     _count_block(facts, op.dq, kv, visible, where)
     _count_block(facts, op.dkv, q, visible, where)
+
+
+def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -> None:
+    """A block reads no rows that were left behind, and both its chunks must hold the same heads."""
+    shared, rows = facts.problem.layout.shared, facts.content[q]
+    if (rank := _first(rows % shared != facts.content[kv] % shared)) is not None:
+        raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
+    needed = facts.rows_seen(rows, facts.content[kv]) * facts.sees(rows, facts.content[kv])
+    if (rank := _first((needed & ~facts.halves_of(q)) != 0)) is not None:
+        raise PlanError(f"{where}: on rank {rank}, {q} lacks rows that see {kv}")
+    if partial in facts.blocks:
+        needed = needed | facts.halves.get(partial, 0b11)
+    facts.halves[partial] = needed
 
 
 def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
@@ -185,7 +315,10 @@ def _fold(facts: _Facts, op: Fold, where: str) -> None:
     if not op.part.is_arriving or op.part.tensor != op.into.tensor or op.into.is_arriving:
         raise PlanError(f"{where}: folds {op.part} into {op.into}")
     _serves(facts, op.into, facts.content[op.part], where)
+    _one_slice(facts, where, (op.part, op.into))
     part = facts.blocks.pop(op.part)
+    old = facts.halves_of(op.into) if op.into in facts.blocks else 0
+    facts.halves[op.into] = facts.halves_of(op.part) | old
     into = facts.partial(op.into)
     if (rank := _first((into & part).any(axis=1))) is not None:
         raise PlanError(f"{where}: on rank {rank}, a block of {op.part} is in {op.into} already")
@@ -201,20 +334,25 @@ _RULES: dict[type[Op], Callable] = {
     Pass: _pass,
     Attend: _attend,
     AttendBackward: _attend_backward,
+    AllToAll: _all_to_all,
     Fold: _fold,
+    Bundle: _bundle,
     Join: _join,
 }
 
 
 def _complete(facts: _Facts, plan: Plan) -> None:
     """Every output has all its blocks, and no partial is left over."""
-    n = facts.problem.n
-    for chunk in plan.outputs:
+    shared = facts.problem.layout.shared
+    chunks = facts.problem.n // shared
+    for chunk in plan.ends_with:
+        if chunk.tensor not in ("o", "o_h", "out", "dq", "dkv"):
+            continue
         blocks = facts.blocks.pop(chunk)
-        for counterpart in range(n):
-            mine, other = (facts.ranks, np.full(n, counterpart))
+        for counterpart in range(chunks):
+            mine, other = (facts.ranks, np.full(facts.problem.n, counterpart * shared))
             needed = facts.sees(other, mine) if chunk.tensor == "dkv" else facts.sees(mine, other)
-            word, bit = facts.bit(other)
+            word, bit = facts.bit(other // shared)
             if (rank := _first(needed & ((blocks[facts.ranks, word] & bit) == 0))) is not None:
                 raise PlanError(f"the end of the plan: {chunk} of rank {rank} lacks its block with chunk {counterpart}")
     for chunk, blocks in facts.blocks.items():

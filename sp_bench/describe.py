@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from methods import REGISTRY, build
 from sp_bench import account, draw
@@ -16,11 +18,26 @@ from sp_bench.bench.choose import choose
 from sp_bench.bench.values import whole
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Method, Problem, layout_named
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Method, Problem, layout_named
 
 MOST_RANKS = 40
 """Wider matrices don't fit a terminal."""
 TABLE_N = 16
+ABOUT_METHODS = f"""
+Made by `python -m sp_bench.describe --methods`; a test holds it against the code.
+
+Volume is the payload that each GPU sends on average, in chunks of N/n tokens x heads * head_dim elements, the lse apart.
+h = heads, k = kv_heads / heads, nodes is method.nodes, u method.ulysses, C method.team, a x b the tile; s = 3/4 with a
+causal mask on the zigzag layout, else 1. Memory is what a rank holds at most, inputs and results included, in the same
+unit, in bf16 at n = {TABLE_N} and k = 1, for the variant that sends least.
+"""
+ABOUT_TABLE_2 = """
+Forward volume that a GPU sends in units of N * d, full attention, k = 1, for the variant that sends least: by the
+paper's formula, and counted from the plans of all ranks (mean, and of the rank that sends most). Of StarTrail the paper
+has two formulas. Table 2's, (4C-4)/n + 2/C, is what the four stages in its text add up to, and what a rank sends that
+has to exchange its KV at the start; one rank in C has it already, so that the mean is 2/n below. The text's own sum,
+(4C-1)/n + 2/C, is 3/n above it and holds for no rank.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,19 +65,19 @@ def describe(overrides: Sequence[str]) -> str:
     config["seqlen"] = -(-whole("seqlen", config["seqlen"]) // (2 * gpus)) * 2 * gpus
     request = resolve({**config, "mode": "simulate"})
     choice = choose(request)
-    shape = choice.method.tile_shape(gpus)
-    layout = request.problem.layout.name
+    problem, variant = choice.problem, choice.method.variant(gpus)
+    layout, shared = problem.layout.name, problem.layout.shared
     lines = [
-        f"{choice.method.name} ({choice.method.citation}), {gpus} ranks, {layout}"
-        + (f", tile {shape[0]}x{shape[1]}" if shape else "")
+        f"{choice.method.name} ({choice.method.citation}), {gpus} ranks, {layout}" + (f", {variant}" if variant else "")
     ]
+    split = f", the lowest of {shared} that each take their own heads of it" if shared > 1 else ""
     for phase, plan in choice.plans.items():
-        volume, unit = account.volume(plan, request.problem), request.problem.chunk_bytes("q", wire=True)
+        volume, unit = account.volume(plan, problem), problem.chunk_bytes("q", wire=True) * problem.head_slices
         lines += [
             f"\n{phase}: each rank sends {volume.payload_bytes / unit:g} units (chunks of Q), all of them "
             f"{gpus * volume.payload_bytes / unit:g}",
-            "\nassignment matrix: the rank that computes each block",
-            draw.grid(draw.assignment(plan), "Q", "KV"),
+            f"\nassignment matrix: the rank that computes each block{split}",
+            draw.grid(draw.assignment(plan, problem), "Q", "KV"),
             "\nthe step of each block of a rank's tile, by local index",
             draw.grid(draw.block_steps(plan), "Q#", "KV#"),
             "\nthe program of a rank",
@@ -74,16 +91,77 @@ def methods_table() -> str:
     rows = [
         "# Methods",
         "",
-        "Made by `python -m sp_bench.describe --methods`; a test holds it against the code.",
-        "",
-        "Volume is the payload that each GPU sends, in chunks of N/n tokens x heads * head_dim elements;",
-        "k = kv_heads / heads, the lse apart. Memory is what a rank holds at most, inputs and results included, in the",
-        f"same unit, in bf16 at n = {TABLE_N} and k = 1, for the variant that sends least.",
+        *ABOUT_METHODS.strip().splitlines(),
         "",
         "| method | volume forward | backward | memory forward | with backward | GPUs | layouts | masks | source |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*rows, *(_row(name) for name in REGISTRY)])
+    return "\n".join([*rows, *(_row(name) for name in REGISTRY), "", *_papers_volumes()])
+
+
+@dataclass(frozen=True)
+class PaperVolume:
+    """A row of table 2 of Mesh-Attention: forward volume per GPU in units of N * d, full attention, k = 1."""
+
+    method: str
+    formula: str
+    """In n and the method's own numbers."""
+
+
+PAPERS_VOLUMES = (
+    PaperVolume("ring", "2 - 2/n"),
+    PaperVolume("ulysses", "4*(n-1)/n**2"),
+    PaperVolume("startrail", "(4*C-4)/n + 2/C"),
+    PaperVolume("mesh", "2*a/n + 2/a - 4/n"),
+)
+
+
+class Volumes(NamedTuple):
+    """One volume by the paper's formula and as counted from the plans of all ranks, in units of N * d."""
+
+    variant: str
+    paper: float
+    mean: float
+    busiest: float
+
+
+def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
+    """A row of the table at n GPUs, for the variant that sends least."""
+    problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, causal=False, layout=LAYOUTS["contiguous"])
+    method = least_volume(build(paper.method, {}), problem, PHASES[:1])
+    problem = method.dealt(problem)
+    volume = account.volume(method.plan(problem, "forward", COMPUTE_BOUND), problem)
+    whole = problem.chunk_bytes("q", wire=True) * n
+    statistics = volume.total_bytes - volume.payload_bytes
+    formula = eval(paper.formula, {"__builtins__": {}}, {"n": n, **method.symbols(problem)})
+    return Volumes(method.variant(n), formula, volume.payload_bytes / whole, (volume.max_bytes - statistics) / whole)
+
+
+def _papers_volumes() -> list[str]:
+    lines = [
+        "## Table 2 of Mesh-Attention, counted",
+        "",
+        *ABOUT_TABLE_2.strip().splitlines(),
+        "",
+        "| method | formula | n | variant | by formula | counted, mean | busiest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for paper in PAPERS_VOLUMES:
+        for n in (16, 64, 256):
+            row = counted_volumes(paper, n)
+            figures = " | ".join(f"{value:.6f}" for value in row[1:])
+            lines.append(f"| `{paper.method}` | {_as_text(paper.formula)} | {n} | {row.variant} | {figures} |")
+    return lines
+
+
+def _as_text(formula: str) -> str:
+    return formula.replace("**", "^").replace("*", " ").replace(" (", "(")
+
+
+def formula_value(method: Method, problem: Problem, phase: str) -> float:
+    """What a method's formula comes to: payload in chunks of Q."""
+    names = {"n": problem.n, "h": problem.heads, "k": problem.kv_ratio, "max": max, **method.symbols(problem)}
+    return eval(method.formula[phase], {"__builtins__": {}}, names)
 
 
 def _row(name: str) -> str:
@@ -93,14 +171,13 @@ def _row(name: str) -> str:
         build(name, {}).refuse(_problem(cls, n))
     except RequestError:
         n = 1
-    problem = _problem(cls, n)
-    method = least_volume(build(name, {}), problem)
+    method = least_volume(build(name, {}), _problem(cls, n))
+    problem = method.dealt(_problem(cls, n))
     plans = [method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES]
-    unit = problem.chunk_bytes("q", wire=True)
+    unit = problem.chunk_bytes("q", wire=True) * problem.head_slices
     memory = [f"{account.peak_bytes(chosen, problem) / unit:.1f}" for chosen in (plans[:1], plans)]
-    volumes = [cls.formula[phase].replace("*", " ").replace(" (", "(") for phase in PHASES]
-    limit = "1" if n == 1 else "any number"
-    cells = (f"`{name}`", *volumes, *memory, limit, ", ".join(cls.layouts), "full, causal", cls.citation)
+    volumes = [_as_text(cls.formula[phase]) for phase in PHASES]
+    cells = (f"`{name}`", *volumes, *memory, cls.limit, ", ".join(cls.layouts), "full, causal", cls.citation)
     return f"| {' | '.join(cells)} |"
 
 
@@ -109,9 +186,9 @@ def _problem(cls: type[Method], n: int) -> Problem:
     return Problem(n=n, seqlen=64 * n, heads=16, kv_heads=16, head_dim=64, layout=layout)
 
 
-def least_volume(method: Method, problem: Problem) -> Method:
+def least_volume(method: Method, problem: Problem, phases: Sequence[str] = PHASES) -> Method:
     """The variant that sends least."""
-    return min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES))
+    return min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in phases))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sp_bench.plan import Attend, AttendBackward, Join, Plan
+from sp_bench.plan import Attend, AttendBackward, Join, Plan, Problem
 
 SHADES = " ░▒▓█"
 
@@ -40,12 +40,16 @@ def _shade(share: float) -> str:
     return SHADES[min(len(SHADES) - 1, max(0, round(share * (len(SHADES) - 1))))]
 
 
-def assignment(plan: Plan) -> np.ndarray:
-    """The assignment matrix: the rank that computes each block, (n, n) by query chunk and key chunk; -1 for none."""
-    ranks, matrix = np.arange(plan.n), np.full((plan.n, plan.n), -1)
+def assignment(plan: Plan, problem: Problem) -> np.ndarray:
+    """The assignment matrix: the rank that computes each block, by query and key chunk of the layout; -1 for none.
+
+    Where ranks split the heads of a block, the lowest of them.
+    """
+    shared = problem.layout.shared
+    ranks, matrix = np.arange(0, plan.n, shared), np.full((plan.n // shared, plan.n // shared), -1)
     for op in plan.ops:
         if isinstance(op, Attend | AttendBackward):
-            matrix[op.q.owner(ranks), op.kv.owner(ranks)] = ranks
+            matrix[op.q.owner(ranks) // shared, op.kv.owner(ranks) // shared] = ranks
     return matrix
 
 

@@ -25,7 +25,7 @@ from sp_bench.machine import cores_here
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "timeout", "failed")
 MODES = ("measure", "simulate")
 KEPT_VARIABLES = ("NCCL_", "TORCH_", "SLURM_", "OMP_")
@@ -58,6 +58,8 @@ class Record:
     layout: str | None = None
     tile_a: int | None = None
     tile_b: int | None = None
+    variant: str | None = None
+    """Which of the method's variants ran, where it has several: its tile, ring or group sizes."""
     nodes: int | None = None
     kernel: str | None = None
     device_name: str | None = None
@@ -79,15 +81,17 @@ class Record:
     mfu: float | None = None
     """None where the device's peak is not known."""
 
-    comm_bytes_per_gpu: int | None = None
-    """Sent, counted: from the tensors handed to the network if measured, from the plan if simulated."""
+    comm_bytes_per_gpu: float | None = None
+    """Sent, counted, the mean over the GPUs: from the tensors handed to the network if measured, else from the plan."""
+    comm_bytes_busiest_gpu: int | None = None
+    """Of the GPU that sends most."""
     comm_bytes_expected: float | None = None
     """The method's closed form."""
     comm_bytes_lower_bound: float | None = None
-    """Payload that no method can go below (account.lower_bound_bytes)."""
-    comm_bytes_statistics: int | None = None
+    """Payload that no method can go below which splits the heads as this one does (account.lower_bound_bytes)."""
+    comm_bytes_statistics: float | None = None
     """The part of comm_bytes_per_gpu that is lse, which the papers leave out."""
-    comm_bytes_by_lane: dict[str, int] | None = None
+    comm_bytes_by_lane: dict[str, float] | None = None
     """comm_bytes_per_gpu by phase, lane, tensor and field."""
     comm_bytes_across_nodes_max: int | None = None
     """Of the rank that sends most to other nodes."""
@@ -106,8 +110,8 @@ class Record:
     err_dq: float | None = None
     err_dk: float | None = None
     err_dv: float | None = None
-    tile_candidates: list[dict[str, Any]] | None = None
-    """With tile=auto: every candidate with its simulated or bounded time."""
+    candidates: list[dict[str, Any]] | None = None
+    """Where an option was auto: every variant with its simulated or bounded time."""
     notes: list[str] | None = None
     """What a reader must know about these numbers."""
     provenance: dict[str, Any] | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from methods import REGISTRY, build
 from methods.mesh import tiles
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Plan, Problem
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Plan, Problem, RequestError
 
 
 def small_problem(n: int, layout: str = "striped", *, causal: bool = True) -> Problem:
@@ -20,22 +21,38 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def option_sets(name: str, n: int) -> list[dict[str, object]]:
-    """The options of a method that make different plans for n ranks."""
+def splittable_problem(n: int, layout: str = "striped", *, causal: bool = True) -> Problem:
+    """The same with heads that n ranks can split among them."""
+    return replace(small_problem(n, layout, causal=causal), heads=2 * n, kv_heads=n)
+
+
+MANY = 16
+"""Up to so many ranks, methods are tried in all their variants."""
+
+
+def all_methods(problem: Problem) -> list[Method]:
+    """Every method that can do the problem, in every variant that makes another plan for it."""
+    found = []
+    for name in REGISTRY:
+        for options in _options(name, problem):
+            try:
+                found += build(name, options).candidates(problem)
+            except RequestError:
+                assert name in ("reference", "ulysses") and problem.n > 1, f"{name} refuses {problem}"
+    return found
+
+
+def _options(name: str, problem: Problem) -> list[dict[str, object]]:
+    """Beside what `auto` stands for. The stride of all_gather only at its ends, since small ones make long plans."""
     match name:
         case "mesh":
-            return [{"tile": tile} for tile in tiles(n)]
-        case "double_ring":
-            return [{"inner": d} for d in divisors(n)]
+            return [{"placement": "auto" if problem.n <= MANY else "q"}]
         case "tokenring":
-            return [{"nodes": d} for d in divisors(n)]
+            trims = (True, False) if problem.n <= MANY else (True,)
+            return [{"nodes": d, "trim": trim} for d in divisors(problem.n) for trim in trims]
+        case "all_gather":
+            return [{"stride": d} for d in divisors(problem.kv_heads)[-2:]]
     return [{}]
-
-
-def all_methods(n: int) -> list[Method]:
-    """Every method that takes n ranks, with every variant of it."""
-    built = [build(name, options) for name in REGISTRY for options in option_sets(name, n)]
-    return [method for method in built if n == 1 or method.name != "reference"]
 
 
 class Planned(NamedTuple):
@@ -66,8 +83,8 @@ def cost_profiles() -> st.SearchStrategy[CostProfile]:
 def plans(draw: st.DrawFn, min_n: int = 1, max_n: int = 16) -> Planned:
     """The plan of any method, option, layout, mask, phase and cost profile."""
     n = draw(st.integers(min_n, max_n))
-    problem = small_problem(n, draw(st.sampled_from(sorted(LAYOUTS))), causal=draw(st.booleans()))
+    problem = splittable_problem(n, draw(st.sampled_from(sorted(LAYOUTS))), causal=draw(st.booleans()))
     lanes_each = build("mesh", {"tile": draw(st.sampled_from(tiles(n))), "lanes": "each"})
-    method = draw(st.sampled_from([*all_methods(n), lanes_each]))
+    method = draw(st.sampled_from([*all_methods(problem), lanes_each]))
     costs = draw(st.just(COMPUTE_BOUND) | cost_profiles())
-    return Planned(method.plan(problem, draw(st.sampled_from(PHASES)), costs), problem)
+    return Planned(method.plan(problem, draw(st.sampled_from(PHASES)), costs), method.dealt(problem))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from sp_bench import account
 from sp_bench.bench.request import Request
 from sp_bench.errors import RequestError
-from sp_bench.plan import CostProfile, Method, Plan
+from sp_bench.plan import CostProfile, Method, Plan, Problem
 from sp_bench.simulate import Run, simulate
 
 
@@ -17,6 +19,8 @@ class Choice:
     """A variant of the method with its plans, their simulation, and the variants that it was chosen from."""
 
     method: Method
+    problem: Problem
+    """As the variant deals it out."""
     plans: dict[str, Plan]
     runs: dict[str, Run]
     candidates: list[dict[str, Any]] | None
@@ -35,36 +39,37 @@ def choose(request: Request) -> Choice:
     """
     costs = request.cluster.profile(request.problem)
     variants = request.method.candidates(request.problem)
-    planned = [(method, _plans(method, request, costs)) for method in variants]
-    bounded = sorted(((_bound_s(request, plans), i) for i, (_, plans) in enumerate(planned)))
+    planned = [_plan(method, request, costs) for method in variants]
+    bounded = sorted((_bound_s(request, choice), i) for i, choice in enumerate(planned))
     memory = request.cluster.device.memory_bytes
     best: Choice | None = None
     rows: dict[int, dict[str, Any]] = {}
     refused: RequestError | None = None
     for bound_s, i in bounded:
-        method, plans = planned[i]
-        a, b = method.tile_shape(request.problem.n) or (None, None)
-        peak = account.peak_bytes(plans.values(), request.problem)
-        rows[i] = {"tile_a": a, "tile_b": b, "bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
+        here = planned[i]
+        a, b = here.method.tile_shape(request.problem.n) or (None, None)
+        peak = account.peak_bytes(here.plans.values(), here.problem)
+        rows[i] = {"variant": here.method.variant(request.problem.n), "tile_a": a, "tile_b": b}
+        rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
         if memory and peak > memory:
             rows[i]["refused"] = "more than the device's memory"
             continue
         if best and bound_s >= best.total_s:
             continue
         try:
-            runs = {phase: simulate(plan, request.problem, request.cluster) for phase, plan in plans.items()}
+            runs = {phase: simulate(plan, here.problem, request.cluster) for phase, plan in here.plans.items()}
         except RequestError as error:
             refused = error
             rows[i]["refused"] = str(error)
             continue
-        here = Choice(method, plans, runs, None)
+        here = replace(here, runs=runs)
         rows[i]["step_ms"] = here.total_s * 1e3
         if best is None or here.total_s < best.total_s:
             best = here
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     ordered = [rows[i] for i in sorted(rows)]
-    return Choice(best.method, best.plans, best.runs, ordered if len(variants) > 1 else None)
+    return replace(best, candidates=ordered) if len(variants) > 1 else best
 
 
 class DeviceMemoryError(RequestError):
@@ -80,16 +85,17 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
     )
 
 
-def _plans(method: Method, request: Request, costs: CostProfile) -> dict[str, Plan]:
-    return {phase: method.plan(request.problem, phase, costs) for phase in request.phases}
+def _plan(method: Method, request: Request, costs: CostProfile) -> Choice:
+    problem = method.dealt(request.problem)
+    return Choice(method, problem, {phase: method.plan(problem, phase, costs) for phase in request.phases}, {}, None)
 
 
-def _bound_s(request: Request, plans: dict[str, Plan]) -> float:
+def _bound_s(request: Request, choice: Choice) -> float:
     """A time that no execution of the plans can go below on this cluster."""
-    problem, cluster = request.problem, request.cluster
+    problem, cluster = choice.problem, request.cluster
     total_s = 0.0
-    for phase, plan in plans.items():
-        sent = account.volume(plan, problem).total_bytes
+    for phase, plan in choice.plans.items():
+        sent = sum(account.volume(plan, problem).by_rank.values(), np.zeros(1))
         across = account.sent_across_nodes(plan, problem, cluster.node_of)
         ports_s = max(across.max() / cluster.inter.bytes_per_s, (sent - across).max() / cluster.intra.bytes_per_s)
         blocks_s = account.blocks(plan, problem) @ cluster.block_s(problem, phase)

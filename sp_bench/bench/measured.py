@@ -9,9 +9,9 @@ import numpy as np
 
 from sp_bench import account, records
 from sp_bench.bench.choose import Choice, choose
-from sp_bench.bench.outcome import account_for, by_lane, rates_for
+from sp_bench.bench.outcome import account_for, by_lane, plain, rates_for
 from sp_bench.bench.request import Request, refuse_what_does_not_fit
-from sp_bench.check import check
+from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.measure.spec import Measured, Spec
@@ -32,15 +32,14 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
     others are measured again without it.
     """
     choices = [choose(request) for request in requests]
-    for request, choice in zip(requests, choices, strict=True):
-        for plan in choice.plans.values():
-            check(plan, request.problem)
+    for choice in choices:
+        check_all(choice.plans, choice.problem)
     first = requests[0]
-    together = sum(account.peak_bytes(c.plans.values(), r.problem) for r, c in zip(requests, choices, strict=True))
+    together = sum(account.peak_bytes(choice.plans.values(), choice.problem) for choice in choices)
     refuse_what_does_not_fit(first.problem.n, together, first.config)
     specs = [
         Spec(
-            plans=choice.plans, problem=request.problem, kernel=request.kernel, verify=request.verify, seed=request.seed
+            plans=choice.plans, problem=choice.problem, kernel=request.kernel, verify=request.verify, seed=request.seed
         )
         for request, choice in zip(requests, choices, strict=True)
     ]
@@ -85,7 +84,7 @@ def _point(request: Request, choice: Choice, ranks: list[Measured]) -> Point:
     if wrong:
         record.status, record.error = "incorrect", f"the correctness gate: {wrong}"
         return record, choice, None
-    _count_sent(record, ranks)
+    _count_sent(record, choice, ranks)
     forward_ms, backward_ms = _slowest(ranks, "forward_s"), _slowest(ranks, "backward_s")
     spread = summarise(forward_ms + backward_ms, request.seed)
     record.step_ms_median, record.step_ms_p25, record.step_ms_p75 = spread.median, spread.p25, spread.p75
@@ -109,11 +108,14 @@ def _slowest(ranks: list[Measured], name: str) -> np.ndarray:
     return 1e3 * np.array([getattr(rank, name) for rank in ranks]).max(axis=0)
 
 
-def _count_sent(record: Record, ranks: list[Measured]) -> None:
+def _count_sent(record: Record, choice: Choice, ranks: list[Measured]) -> None:
     """Volume from the tensors that were sent, which must be what the plan says on every rank."""
-    planned = record.comm_bytes_by_lane
+    volumes = {phase: account.volume(plan, choice.problem) for phase, plan in choice.plans.items()}
+    total = 0
     for rank, measured in enumerate(ranks):
         sent = by_lane(measured.sent_bytes)
+        planned = by_lane({phase: volume.of(rank) for phase, volume in volumes.items()})
         if sent != planned:
             record.status, record.error = "incorrect", f"rank {rank} sent {sent}, and the plan says {planned}"
-    record.comm_bytes_per_gpu = sum(by_lane(ranks[0].sent_bytes).values())
+        total += sum(sent.values())
+    record.comm_bytes_per_gpu = plain(total / len(ranks))

@@ -14,27 +14,37 @@ from sp_bench.records import Record
 
 def account_for(record: Record, request: Request, choice: Choice) -> None:
     """Volume, bounds, memory and tile, from the plans of the chosen variant."""
-    problem, method = request.problem, choice.method
-    record.tile_a, record.tile_b = method.tile_shape(problem.n) or (None, None)
-    record.tile_candidates = choice.candidates
+    problem, method, n = choice.problem, choice.method, choice.problem.n
+    record.tile_a, record.tile_b = method.tile_shape(n) or (None, None)
+    record.variant = method.variant(n) or None
+    record.candidates = choice.candidates
     volumes = {phase: account.volume(plan, problem) for phase, plan in choice.plans.items()}
     across = [account.sent_across_nodes(plan, problem, request.cluster.node_of) for plan in choice.plans.values()]
-    record.comm_bytes_per_gpu = sum(volume.total_bytes for volume in volumes.values())
-    record.comm_bytes_expected = sum(method.bytes_sent(problem, phase) for phase in request.phases)
-    record.comm_bytes_lower_bound = sum(account.lower_bound_bytes(problem, phase) for phase in request.phases)
-    record.comm_bytes_statistics = sum(volume.statistic_bytes for volume in volumes.values())
+    record.comm_bytes_per_gpu = plain(sum(volume.total_bytes for volume in volumes.values()))
+    record.comm_bytes_busiest_gpu = sum(volume.max_bytes for volume in volumes.values())
+    record.comm_bytes_expected = plain(sum(method.bytes_sent(problem, phase) for phase in request.phases))
+    record.comm_bytes_lower_bound = sum(
+        account.lower_bound_bytes(problem, phase, kept=bool(plan.kept)) for phase, plan in choice.plans.items()
+    )
+    record.comm_bytes_statistics = plain(sum(volume.statistic_bytes for volume in volumes.values()))
     record.comm_bytes_by_lane = by_lane({phase: volume.sent_bytes for phase, volume in volumes.items()})
     record.comm_bytes_across_nodes_max = int(np.sum(across, axis=0).max())
     record.peak_mem_bytes_max = account.peak_bytes(choice.plans.values(), problem)
-    record.notes = request.notes or None
+    stretched = request.cluster.device.notes(problem) if request.mode == "simulate" else []
+    record.notes = [*request.notes, *stretched] or None
     if record.comm_bytes_per_gpu != record.comm_bytes_expected:
         counted, formula = record.comm_bytes_per_gpu, record.comm_bytes_expected
         record.status, record.error = "incorrect", f"the plan sends {counted} bytes, the closed form says {formula}"
 
 
-def by_lane(sent: Mapping[str, Mapping[tuple[str, str, str], int]]) -> dict[str, int]:
+def by_lane(sent: Mapping[str, Mapping[tuple[str, str, str], float]]) -> dict[str, float]:
     """Sent bytes with their keys as text: phase/lane/tensor/field."""
-    return {"/".join((phase, *key)): size for phase, counts in sent.items() for key, size in counts.items()}
+    return {"/".join((phase, *key)): plain(size) for phase, counts in sent.items() for key, size in counts.items()}
+
+
+def plain(size: float) -> float:
+    """A mean over ranks as a whole number where it is one."""
+    return int(size) if size == int(size) else size
 
 
 def rates_for(record: Record, request: Request) -> None:

@@ -106,7 +106,6 @@ def resolve(config: Mapping[str, Any]) -> Request:
     notes = []
     if mode == "simulate":
         cluster.device.refuse(problem)
-        notes = cluster.device.notes(problem)
     elif gpus > cores_here():
         notes = [f"{gpus} ranks share {cores_here()} cores: their compute time includes waiting for one"]
     if mode == "measure":

@@ -7,7 +7,7 @@ import numpy as np
 from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.outcome import account_for, rates_for
 from sp_bench.bench.request import Request
-from sp_bench.check import check
+from sp_bench.check import check_all
 from sp_bench.records import Record
 
 
@@ -17,8 +17,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     The chosen plans are proven first. Times are the model's: one value, no samples, so no spread.
     """
     choice = choose(request)
-    for plan in choice.plans.values():
-        check(plan, request.problem)
+    check_all(choice.plans, choice.problem)
     record = request.record("ok")
     account_for(record, request, choice)
     record.kernel = "published"

@@ -67,9 +67,9 @@ def tokens(seqlen: int) -> str:
     return str(seqlen)
 
 
-def tile(record: Record) -> str:
-    """a x b."""
-    return f"{record.tile_a}x{record.tile_b}" if record.tile_a else "-"
+def variant(record: Record) -> str:
+    """Which of the method's variants, such as its tile a x b."""
+    return record.variant or "-"
 
 
 def _median(record: Record) -> str:
@@ -110,7 +110,7 @@ def _share(part_ms: float | None, record: Record) -> str:
 ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("mode", lambda r: "measured" if r.mode == "measure" else "SIMULATED"),
     ("status", lambda r: r.status if r.status == "ok" else f"{r.status}: {r.error}"),
-    ("layout, tile a x b", lambda r: f"{r.layout}, {tile(r)}"),
+    ("layout, variant", lambda r: f"{r.layout}, {variant(r)}"),
     ("step, median [95% interval]", _median),
     ("  forward", lambda r: f"{number(r.forward_ms_median, 5)} ms"),
     ("  backward", lambda r: f"{number(r.backward_ms_median, 5)} ms"),
@@ -199,18 +199,18 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
 
 
 def print_candidates(console: Console, record: Record) -> None:
-    """Which tile was taken, and why."""
-    candidates = record.tile_candidates
+    """Which variant was taken, and why."""
+    candidates = record.candidates
     if not candidates or record.status != "ok":
         return
     cells = []
     for row in candidates:
         time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
         time = row.get("refused") or time
-        mark = "*" if (row["tile_a"], row["tile_b"]) == (record.tile_a, record.tile_b) else ""
-        cells.append(f"{row['tile_a']}x{row['tile_b']}{mark} {time}")
+        mark = "*" if row["variant"] == record.variant else ""
+        cells.append(f"{row['variant']}{mark} {time}")
     console.print(
-        f"\ntile={tile(record)}: the shortest simulated step of {len(candidates)} shapes, in ms (>=: a bound on its "
+        f"\n{variant(record)}: the shortest simulated step of {len(candidates)} variants, in ms (>=: a bound on its "
         f"time is above the best already):\n  {',  '.join(cells)}",
         highlight=False,
     )
@@ -231,7 +231,7 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
             against += " ~" if _overlap(record, fastest) else ""
         table.add_row(
             record.method,
-            tile(record),
+            variant(record),
             str(record.gpus),
             tokens(record.seqlen),
             shape(record),
@@ -260,7 +260,7 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 SWEEP_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("method", "left"),
-    ("tile", "left"),
+    ("variant", "left"),
     ("gpus", "right"),
     ("seqlen", "right"),
     ("shape", "left"),

@@ -68,14 +68,14 @@ class _Bench:
         sent.clear()
         _barrier()
         start = time.perf_counter()
-        out, lse = self.engine.forward(self.q, self.k, self.v)
+        out, saved = self.engine.forward(self.q, self.k, self.v)
         forward_s, backward_s = time.perf_counter() - start, 0.0
         self.last = [out]
         by_phase = {"forward": Counter(sent)}
         if "backward" in self.engine.plans:
             _barrier()
             start = time.perf_counter()
-            self.last += self.engine.backward(self.dout, self.q, self.k, self.v, out, lse)
+            self.last += self.engine.backward(self.dout, saved)
             backward_s = time.perf_counter() - start
             by_phase["backward"] = sent - by_phase["forward"]
         if result is None:
@@ -122,10 +122,10 @@ def _gate(spec: Spec, result: Measured) -> None:
     engine = Engine(spec.plans, small, None, spec.kernel, CPU)
     found: list[Tensor] = []
     for _ in range(2):
-        out, lse = engine.forward(my_q, my_k, my_v)
+        out, saved = engine.forward(my_q, my_k, my_v)
         found = [out]
         if "backward" in spec.plans:
-            found += engine.backward(my_dout, my_q, my_k, my_v, out, lse)
+            found += engine.backward(my_dout, saved)
     engine.close()
     full = [unshard(x, small.layout, None, small.n) for x in found]
     errors = torch.zeros(2, len(full), dtype=torch.float64)

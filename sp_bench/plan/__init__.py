@@ -2,14 +2,17 @@
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
-from sp_bench.plan.dataflow import Dataflow, Slot, Value, casts, dataflow
+from sp_bench.plan.dataflow import Dataflow, Slot, Value, dataflow
 from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
 from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.ops import (
     BLOCKS,
+    AllToAll,
     Attend,
     AttendBackward,
+    Bundle,
     Chunk,
+    Exchange,
     Fold,
     Grid,
     Group,
@@ -20,11 +23,21 @@ from sp_bench.plan.ops import (
     Plan,
     PlanError,
     Steps,
+    Transfer,
     inner,
     outer,
 )
-from sp_bench.plan.patterns import divisors, line_of, receive_next, reduce_next, return_home
+from sp_bench.plan.patterns import (
+    all_gather,
+    divisors,
+    line_of,
+    receive_next,
+    reduce_next,
+    reduce_scatter,
+    return_home,
+)
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_partial
+from sp_bench.plan.transfers import Buffer, Stage, by_heads, messages, part_sent, piece_shape, stages
 
 __all__ = [
     "BLOCKS",
@@ -33,11 +46,15 @@ __all__ = [
     "FIELDS",
     "LAYOUTS",
     "PHASES",
+    "AllToAll",
     "Attend",
     "AttendBackward",
+    "Buffer",
+    "Bundle",
     "Chunk",
     "CostProfile",
     "Dataflow",
+    "Exchange",
     "Field",
     "Fold",
     "Grid",
@@ -58,19 +75,27 @@ __all__ = [
     "Regions",
     "RequestError",
     "Slot",
+    "Stage",
     "Steps",
+    "Transfer",
     "Value",
-    "casts",
+    "all_gather",
+    "by_heads",
     "dataflow",
     "divisors",
     "inner",
     "is_partial",
     "layout_named",
     "line_of",
+    "messages",
     "outer",
+    "part_sent",
+    "piece_shape",
     "receive_next",
     "reduce_next",
+    "reduce_scatter",
     "return_home",
+    "stages",
     "unknown",
     "window",
 ]

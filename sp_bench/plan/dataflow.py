@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from sp_bench.plan.ops import BLOCKS, Chunk, Fold, Join, Op, Pass, Plan, PlanError
-from sp_bench.plan.problem import Problem, is_partial
+from sp_bench.plan.ops import BLOCKS, Bundle, Chunk, Fold, Join, Op, Plan, PlanError, Transfer
+from sp_bench.plan.problem import is_partial
 
 
 class Value(NamedTuple):
@@ -40,13 +40,13 @@ class Dataflow:
     Operations of one stream end in plan order, so one index a stream is enough, and none is needed for its own.
     """
     slots: dict[int, Slot]
-    """For each Pass that receives, by its index: the buffer it receives into."""
+    """For each transfer that receives, by its index: the buffer it receives into. What outlives the plan has none."""
     writes: tuple[tuple[Value, ...], ...]
     """The values that each operation writes."""
     first_use: dict[Value, int]
-    """The operation that makes a value; 0 for the plan's inputs."""
+    """The operation that makes a value; 0 for what the plan starts with."""
     last_use: dict[Value, int]
-    """The operation that uses it last; one past the end for inputs and outputs."""
+    """The operation that uses it last; one past the end for what the plan starts or ends with."""
 
     def starts(self, index: int, chunk: Chunk) -> bool:
         """Whether operation `index` makes a new value of `chunk`, rather than adding to one."""
@@ -59,8 +59,8 @@ _CACHE: WeakKeyDictionary[Plan, Dataflow] = WeakKeyDictionary()
 def dataflow(plan: Plan) -> Dataflow:
     """The waits, buffers and lifetimes of a plan, worked out once.
 
-    Raises PlanError for an operation that reads what is not there. Waits point backwards only, and a Pass has the same
-    index on both its ends, so that a plan which gets through here and whose sends all have their receives can't
+    Raises PlanError for an operation that reads what is not there. Waits point backwards only, and a transfer has the
+    same index on both its ends, so that a plan which gets through here and whose sends all have their receives can't
     deadlock: the first operation not yet ended, on any rank, can always run.
     """
     if plan not in _CACHE:
@@ -71,38 +71,36 @@ def dataflow(plan: Plan) -> Dataflow:
     return _CACHE[plan]
 
 
-def casts(plan: Plan, problem: Problem) -> tuple[tuple[str, str], ...]:
-    """The (lane, tensor) pairs that are cast to be sent, each of which takes a staging buffer."""
-    sends = dict.fromkeys((op.lane, op.send.tensor) for op in plan.ops if isinstance(op, Pass) and op.send)
-    return tuple((lane, tensor) for lane, tensor in sends if problem.needs_cast(tensor))
-
-
 Values = tuple[tuple[Value, ...], ...]
 
 
 def _values(plan: Plan) -> tuple[Values, Values]:
     """The values that each operation reads and writes."""
-    versions = dict.fromkeys(plan.inputs, 0)
-    there = set(plan.inputs)
+    versions = dict.fromkeys(plan.starts_with, 0)
+    there = set(plan.starts_with)
+    bundled: dict[Value, tuple[Value, ...]] = {}
     reads, writes = [], []
     for index, op in plan:
-        if isinstance(op, Pass) and op.lane == BLOCKS:
+        if isinstance(op, Transfer) and op.lane == BLOCKS:
             raise PlanError(f"operation {index}, {op}: {BLOCKS} is no lane")
         for chunk in op.reads:
             if chunk not in there:
                 gone = "that was sent on or folded already" if chunk in versions else "before anything has put it there"
                 raise PlanError(f"operation {index}, {op}: reads {chunk} {gone}")
-        reads.append(tuple(Value(chunk, versions[chunk]) for chunk in op.reads))
-        if isinstance(op, Fold) or (isinstance(op, Pass) and op.send and is_partial(op.send.tensor)):
-            there -= set(op.reads)  # a partial is folded or sent on once
+        read = [Value(chunk, versions[chunk]) for chunk in op.reads]
+        reads.append((*read, *(part for value in read for part in bundled.get(value, ()))))
+        if isinstance(op, Fold | Transfer):  # a partial is folded or sent on once
+            there -= {chunk for chunk in op.reads if is_partial(chunk.tensor) and chunk not in plan.kept}
         for chunk in op.writes:
-            if chunk in plan.inputs:
+            if chunk in plan.starts_with:
                 raise PlanError(f"operation {index}, {op}: receives over {chunk}, which the rank has already")
-            if isinstance(op, Pass) or chunk not in there:
+            if isinstance(op, Transfer) or chunk not in there:
                 versions[chunk] = versions.get(chunk, -1) + 1
                 there.add(chunk)
         writes.append(tuple(Value(chunk, versions[chunk]) for chunk in op.writes))
-    for chunk in plan.outputs:
+        if isinstance(op, Bundle):
+            bundled[writes[-1][0]] = reads[-1]
+    for chunk in plan.ends_with:
         if chunk not in there:
             raise PlanError(f"the end of the plan: its output {chunk} was never computed, or sent on")
     return tuple(reads), tuple(writes)
@@ -111,15 +109,15 @@ def _values(plan: Plan) -> tuple[Values, Values]:
 def _lifetimes(plan: Plan, reads: Values, writes: Values) -> tuple[dict[Value, int], dict[Value, int]]:
     """The first and the last operation that uses each value; inputs live from the start, outputs to the end."""
     end = len(plan.ops)
-    first = {Value(chunk, 0): 0 for chunk in plan.inputs}
-    last = {Value(chunk, 0): end for chunk in plan.inputs}
+    first = {Value(chunk, 0): 0 for chunk in plan.starts_with}
+    last = {Value(chunk, 0): end for chunk in plan.starts_with}
     newest: dict[Chunk, Value] = {}
     for index in range(end):
         for value in (*reads[index], *writes[index]):
             first.setdefault(value, index)
             last[value] = max(index, last.get(value, index))
             newest[value.chunk] = value
-    for chunk in plan.outputs:
+    for chunk in plan.ends_with:
         last[newest[chunk]] = end
     return first, last
 
@@ -127,12 +125,12 @@ def _lifetimes(plan: Plan, reads: Values, writes: Values) -> tuple[dict[Value, i
 def _slots(
     plan: Plan, writes: Values, first: dict[Value, int], last: dict[Value, int]
 ) -> tuple[dict[int, Slot], dict[int, Value]]:
-    """A buffer for each Pass that receives, and the value that was in it before."""
+    """A buffer for each transfer that receives, and the value that was in it before."""
     slots: dict[int, Slot] = {}
     before: dict[int, Value] = {}
     occupants: dict[Slot, Value] = {}
     for index, op in plan:
-        if not isinstance(op, Pass) or op.recv is None:
+        if not isinstance(op, Transfer) or op.recv is None or op.recv in plan.ends_with:
             continue
         kind = (op.recv.tensor, op.recv.is_arriving)
         free = [slot for slot, value in occupants.items() if slot[1:] == kind and last[value] < index]

@@ -11,7 +11,8 @@ each form is a few rectangles ("regions") that a kernel can do without a dense m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -86,23 +87,31 @@ class Layout:
     equal: Regions
     above: Regions
     ranges: Callable[[int, int, int], tuple[range, ...]]
-    """(chunk, n, seqlen) -> the global token ids of the chunk, in its own order."""
+    """(chunk, chunks, seqlen) -> the global token ids of the chunk, in its own order."""
+    shared: int = 1
+    """So many consecutive ranks own a chunk together, each an equal run of its tokens: those that split its heads."""
 
-    def positions(self, chunk: int, n: int, seqlen: int) -> tuple[range, ...]:
-        """The global token ids of `chunk` out of `n`, in the chunk's own order."""
-        return self.ranges(chunk, n, seqlen)
+    def positions(self, rank: int, n: int, seqlen: int) -> tuple[range, ...]:
+        """The global token ids that `rank` out of `n` owns, in its own order."""
+        chunk = self.ranges(rank // self.shared, n // self.shared, seqlen)
+        return chunk if self.shared == 1 else _run(chunk, rank % self.shared * (seqlen // n), seqlen // n)
 
-    def regions(self, q_chunk: int, kv_chunk: int, causal: bool) -> Regions:
-        """What is computed between query chunk `q_chunk` and key chunk `kv_chunk`; empty if fully masked."""
-        return self.cases(causal)[(q_chunk > kv_chunk) - (q_chunk < kv_chunk) + 1]
+    def order(self, q_rank, kv_rank):
+        """0, 1 or 2: the chunk of `q_rank`'s tokens is below, equal to or above that of `kv_rank`'s (or of arrays)."""
+        q, kv = q_rank // self.shared, kv_rank // self.shared
+        return 1 + 1 * (q > kv) - 1 * (q < kv)
+
+    def regions(self, q_rank: int, kv_rank: int, causal: bool) -> Regions:
+        """What is computed between the chunks of two ranks' tokens; empty if fully masked."""
+        return self.cases(causal)[self.order(q_rank, kv_rank)]
 
     def cases(self, causal: bool) -> tuple[Regions, Regions, Regions]:
-        """The regions for q_chunk < kv_chunk, = and >, in that order, so that a reader can index by sign + 1."""
+        """The regions by `order`."""
         return (self.below, self.equal, self.above) if causal else (_FULL, _FULL, _FULL)
 
     def refuse(self, n: int, seqlen: int) -> None:
         """Raise RequestError where the sequence can't be dealt out evenly."""
-        unit = self.pieces * n
+        unit = math.lcm(self.pieces * n // self.shared, n)
         if seqlen % unit:
             low, high = seqlen // unit * unit, (seqlen // unit + 1) * unit
             raise RequestError(
@@ -110,6 +119,15 @@ class Layout:
                 f"the {self.name} layout cuts it into {unit} equal pieces for {n} ranks, so {unit} must divide it",
                 f"seqlen={low} or {high} would work" if low else f"seqlen={high} would work",
             )
+
+
+def _run(ranges: Sequence[range], start: int, size: int) -> tuple[range, ...]:
+    """`size` elements from the `start`-th on of some ranges in a row."""
+    found = []
+    for piece in ranges:
+        found.append(piece[max(start, 0) : max(start + size, 0)])
+        start -= len(piece)
+    return tuple(filter(None, found))
 
 
 _FULL = (Region(Mask.FULL),)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import ClassVar, Self
 
 from sp_bench.errors import RequestError, unknown_key
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.layout import layout_named
+from sp_bench.plan.layout import Layout, layout_named
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 
@@ -25,8 +26,10 @@ class Method(ABC):
     layouts: ClassVar[tuple[str, ...]]
     """The layouts that the method can be exact and useful on."""
     formula: ClassVar[Mapping[str, str]]
-    """Payload that a GPU sends in each phase, as an expression in n, k = kv_heads / heads and the method's own numbers
-    (`symbols`); in chunks of N/n tokens x heads * head_dim elements."""
+    """Payload that a GPU sends in each phase, on average, as an expression in n, h = heads, k = kv_heads / heads and
+    the method's own numbers (`symbols`); in chunks of N/n tokens x heads * head_dim elements."""
+    limit: ClassVar[str] = "any number"
+    """How many GPUs it can use."""
 
     layout: str = "auto"
     """The layout's name; auto is striped if causal, else contiguous."""
@@ -65,28 +68,51 @@ class Method(ABC):
         """The a x b tile of the assignment matrix that a rank computes, where the method has one."""
         return None
 
-    def symbols(self, n: int) -> Mapping[str, int]:
-        """The values of the names in `formula`, beside n and k."""
+    def variant(self, n: int) -> str:
+        """What tells this variant from the method's others, in a few words; empty where there are none."""
+        shape = self.tile_shape(n)
+        return f"{shape[0]}x{shape[1]}" if shape else ""
+
+    def symbols(self, problem: Problem) -> Mapping[str, float]:
+        """The values of the names in `formula`, beside n, k and h = heads."""
         return {}
 
+    def ranks_per_chunk(self, n: int) -> int:
+        """How many ranks own a chunk of the layout together, because they split its heads."""
+        return 1
+
+    def head_slices(self, problem: Problem) -> int:
+        """In how many slices the heads are taken, one after the other."""
+        return 1
+
+    def dealt_by(self, layout: Layout, n: int) -> Layout:
+        """The layout as this variant deals the tokens out."""
+        return replace(layout, shared=self.ranks_per_chunk(n))
+
+    def dealt(self, problem: Problem) -> Problem:
+        """The problem as this variant deals it out: what its plans are for."""
+        layout = self.dealt_by(problem.layout, problem.n)
+        return replace(problem, layout=layout, head_slices=self.head_slices(problem))
+
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
-        """The plan of one phase."""
+        """The plan of one phase, for the problem as dealt."""
+        problem = self.dealt(problem)
         return self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
 
     @abstractmethod
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """q#0, kv#0 -> o#0."""
+        """q#0, kv#0 -> o#0 or out#0, on the problem as dealt."""
 
     @abstractmethod
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """odoq#0, kv#0 -> dq#0, dkv#0."""
+        """odoq#0 (or do#0 where the rest was kept), kv#0 -> dq#0, dkv#0, on the problem as dealt."""
 
     @abstractmethod
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """The closed form: how many chunks of each tensor a GPU sends, on average."""
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+        """The closed form: how many chunks of each tensor a GPU sends, on average; a whole chunk of the tensor each."""
 
     def bytes_sent(self, problem: Problem, phase: str) -> float:
         """The closed form in bytes for each GPU, statistics included."""
-        return sum(
-            count * problem.chunk_bytes(tensor, wire=True) for tensor, count in self.chunks_sent(problem, phase).items()
-        )
+        problem = self.dealt(problem)
+        sent = self.chunks_sent(problem, phase)
+        return float(sum(count * problem.chunk_bytes(tensor, wire=True) for tensor, count in sent.items()))

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sp_bench.plan.problem import is_partial
+
 BLOCKS = "blocks"
 """The name of the stream that blocks and folds run on, beside the lanes."""
 
@@ -42,6 +44,23 @@ class Group(NamedTuple):
         return self.stride * self.size
 
 
+class Exchange(NamedTuple):
+    """Ranks of which two digits are exchanged: a pair of ranks, or a single one whose digits are equal."""
+
+    low: Group
+    high: Group
+
+    def member(self, rank, shift):
+        """The rank with both digits exchanged if `shift` is odd, else `rank` itself."""
+        move = (self.high.position(rank) - self.low.position(rank)) * (shift % 2)
+        return rank + move * (self.low.stride - self.high.stride)
+
+    @property
+    def span(self) -> int:
+        """As a group's."""
+        return self.high.span
+
+
 class Grid(NamedTuple):
     """Ranks that differ in two digits. Position inner + inner.size * outer; a shift is made of two in the same way.
 
@@ -50,6 +69,8 @@ class Grid(NamedTuple):
 
     inner: Group
     outer: Group
+    exchange: Exchange | None = None
+    """The chunks are those of the partner in this exchange."""
 
     @property
     def size(self) -> int:
@@ -57,7 +78,8 @@ class Grid(NamedTuple):
 
     def member(self, rank, shift):
         """The rank that is shift % inner.size ahead along the inner ring and shift // inner.size along the outer."""
-        return self.outer.member(self.inner.member(rank, shift % self.inner.size), shift // self.inner.size)
+        start = rank if self.exchange is None else self.exchange.member(rank, 1)
+        return self.outer.member(self.inner.member(start, shift % self.inner.size), shift // self.inner.size)
 
 
 class PlanError(Exception):
@@ -76,6 +98,8 @@ class Chunk(NamedTuple):
     arrival: int = 0
     """0 is the rank's own (held). Others are partials from peers, in the wire dtype, to be folded into the held one:
     as many numbers as are there at once."""
+    heads: int = 0
+    """Which slice of the heads, out of Problem.head_slices."""
 
     def owner(self, rank):
         """The global index of the chunk, which is the rank that owns its tokens."""
@@ -83,7 +107,11 @@ class Chunk(NamedTuple):
 
     def at(self, index: int) -> Chunk:
         """The chunk with another local index."""
-        return Chunk(self.tensor, index % self.home.size, self.home)
+        return Chunk(self.tensor, index % self.home.size, self.home, heads=self.heads)
+
+    def slice(self, heads: int) -> Chunk:
+        """The same tokens with another slice of the heads."""
+        return self._replace(heads=heads)
 
     def arriving(self, number: int = 1) -> Chunk:
         """A peer's partial of this chunk."""
@@ -96,18 +124,25 @@ class Chunk(NamedTuple):
 
     def __str__(self) -> str:
         arrival = {0: "", 1: " arriving"}.get(self.arrival, f" arriving {self.arrival}")
-        return f"{self.tensor}#{self.index}{arrival}"
+        heads = f" heads/{self.heads}" if self.heads else ""
+        return f"{self.tensor}#{self.index}{heads}{arrival}"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Send one chunk to the rank `shift` ahead in `group` while receiving one from the rank `shift` behind."""
+    """Send one chunk to the rank `shift` ahead in `group` while receiving one from the rank `shift` behind.
+
+    In an Exchange, a rank that is its own partner sends nothing and copies the chunk.
+    """
 
     lane: str
     send: Chunk | None
     recv: Chunk | None
-    group: Group
+    group: Group | Exchange
     shift: int
+    against: Chunk | None = None
+    """Send only those rows of a query chunk which see any of this KV chunk, as it is at the receiver, or of a partial
+    of one, which see any of it as it is at the sender. None sends all rows."""
 
     @property
     def stream(self) -> str:
@@ -121,6 +156,12 @@ class Pass:
     def writes(self) -> tuple[Chunk, ...]:
         return (self.recv,) if self.recv else ()
 
+    @property
+    def carries(self) -> str:
+        """The tensor that travels."""
+        assert self.send is not None
+        return self.send.tensor
+
     def target(self, rank):
         """The rank that `rank` sends to."""
         return self.group.member(rank, self.shift)
@@ -129,8 +170,58 @@ class Pass:
         """The rank that `rank` receives from."""
         return self.group.member(rank, -self.shift)
 
+    def seen_by(self, rank):
+        """The two ranks whose tokens say how much `rank` sends: the owner of the rows, and that of the keys."""
+        assert self.send is not None
+        assert self.against is not None
+        keys_at = rank if is_partial(self.send.tensor) else self.target(rank)
+        return self.send.owner(rank), self.against.owner(keys_at)
+
     def __str__(self) -> str:
-        return f"Pass[{self.lane}] {self.send} -> {self.shift:+d}, {self.recv} <- {-self.shift:+d}"
+        seen = f" seeing {self.against}" if self.against else ""
+        if isinstance(self.group, Exchange):
+            return f"Pass[{self.lane}] {self.send}{seen} -> partner, {self.recv} <- partner"
+        return f"Pass[{self.lane}] {self.send}{seen} -> {self.shift:+d}, {self.recv} <- {-self.shift:+d}"
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Among the ranks of a group, deal a chunk of each from tokens to heads (q -> q_h), or back (o_h -> out).
+
+    From tokens to heads, every rank gets its own heads of all members' tokens; key heads that are fewer than the ranks
+    go to each rank that needs them. Back, every rank gets all heads of its own tokens; what comes of one key head from
+    several ranks is added up.
+    """
+
+    lane: str
+    send: Chunk
+    recv: Chunk
+    group: Group
+
+    @property
+    def stream(self) -> str:
+        return self.lane
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.send,)
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.recv,)
+
+    @property
+    def carries(self) -> str:
+        """The tensor that travels."""
+        return self.recv.tensor
+
+    @property
+    def to_heads(self) -> bool:
+        """Whether it goes from tokens to heads."""
+        return self.recv.tensor.endswith("_h")
+
+    def __str__(self) -> str:
+        return f"AllToAll[{self.lane}] {self.send} -> {self.recv} of {self.group.size}"
 
 
 @dataclass(frozen=True)
@@ -204,6 +295,27 @@ class Fold:
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """Put the fields of several chunks together as one, such as q_h, o_h and do_h to odoq_h. Nothing is copied."""
+
+    parts: tuple[Chunk, ...]
+    into: Chunk
+
+    stream = BLOCKS
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return self.parts
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.into,)
+
+    def __str__(self) -> str:
+        return f"Bundle {', '.join(map(str, self.parts))} as {self.into}"
+
+
+@dataclass(frozen=True)
 class Join:
     """A rank's own barrier: what stands before it ends before anything behind it starts (a paper's lock-step)."""
 
@@ -215,7 +327,8 @@ class Join:
         return "Join"
 
 
-Op = Pass | Attend | AttendBackward | Fold | Join
+Transfer = Pass | AllToAll
+Op = Transfer | Attend | AttendBackward | Fold | Bundle | Join
 
 
 class Line(NamedTuple):
@@ -257,11 +370,23 @@ class Plan:
     """The paper's step of each operation."""
     inputs: tuple[Chunk, ...]
     outputs: tuple[Chunk, ...]
+    kept: tuple[Chunk, ...] = ()
+    """What the forward leaves for the backward beside its inputs and outputs, and the backward finds there."""
+
+    @property
+    def starts_with(self) -> tuple[Chunk, ...]:
+        """What a rank has before the first operation."""
+        return self.inputs + (self.kept if self.phase == "backward" else ())
+
+    @property
+    def ends_with(self) -> tuple[Chunk, ...]:
+        """What a rank must have after the last operation."""
+        return self.outputs + (self.kept if self.phase == "forward" else ())
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """The lanes in order of first use."""
-        return tuple(dict.fromkeys(op.lane for op in self.ops if isinstance(op, Pass)))
+        return tuple(dict.fromkeys(op.lane for op in self.ops if isinstance(op, Transfer)))
 
     def __iter__(self) -> Iterator[tuple[int, Op]]:
         return iter(enumerate(self.ops))
@@ -284,6 +409,13 @@ class Steps:
         self.ops.extend(ops)
         self.numbers.extend([self.current] * len(ops))
 
-    def plan(self, phase: str, n: int, inputs: tuple[Chunk, ...], outputs: tuple[Chunk, ...]) -> Plan:
+    def plan(
+        self,
+        phase: str,
+        n: int,
+        inputs: tuple[Chunk, ...],
+        outputs: tuple[Chunk, ...],
+        kept: tuple[Chunk, ...] = (),
+    ) -> Plan:
         """The finished plan."""
-        return Plan(phase, n, tuple(self.ops), tuple(self.numbers), inputs, outputs)
+        return Plan(phase, n, tuple(self.ops), tuple(self.numbers), inputs, outputs, kept)

@@ -5,7 +5,7 @@ Chunk indices are local (Chunk): index u belongs to the rank u ahead, so everyth
 
 from __future__ import annotations
 
-from sp_bench.plan.ops import Chunk, Fold, Group, Line, Pass
+from sp_bench.plan.ops import Chunk, Fold, Group, Line, Op, Pass
 
 BACK = -1
 
@@ -37,12 +37,26 @@ def reduce_next(partials: Chunk | Line, sent: int, lane: str, arrival: int = 1) 
     return hop, Fold(arriving, into)
 
 
-def return_home(partial: Chunk, lane: str) -> tuple[Pass, Fold]:
-    """Send partial #u straight to its owner, while the partial of this rank's own chunk comes from the other side."""
+def all_gather(chunks: Chunk | Line, lane: str) -> list[Pass]:
+    """A ring all-gather: all chunks of the ring, one hop after the other."""
+    return [receive_next(chunks, have, lane) for have in range(line_of(chunks).group.size - 1)]
+
+
+def reduce_scatter(partials: Chunk | Line, lane: str) -> list[Op]:
+    """A ring reduce-scatter: what all others have for this rank's own chunk is added up along the way."""
+    hops = (reduce_next(partials, sent, lane) for sent in range(line_of(partials).group.size - 1))
+    return [op for hop in hops for op in hop]
+
+
+def return_home(partial: Chunk, lane: str, against: Chunk | None = None) -> tuple[Pass, Fold]:
+    """Send partial #u straight to its owner, while the partial of this rank's own chunk comes from the other side.
+
+    `against` is the KV chunk that it was computed with, where only rows that see it are to travel.
+    """
     assert isinstance(partial.home, Group)
     own = partial.at(0)
     arriving = own.arriving(partial.index)
-    hop = Pass(lane, send=partial, recv=arriving, group=partial.home, shift=partial.index)
+    hop = Pass(lane, send=partial, recv=arriving, group=partial.home, shift=partial.index, against=against)
     return hop, Fold(arriving, own)
 
 

@@ -5,7 +5,7 @@ Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim; local
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from sp_bench.errors import RequestError, unknown
@@ -33,6 +33,8 @@ class Field:
     kind: Kind
     kv: bool = False
     """Has kv_heads heads instead of heads."""
+    by_heads: bool = False
+    """Has all tokens of a layout chunk that ranks share, and one rank's heads of them."""
 
 
 _Q, _OUT, _DOUT = (Field(name, Kind.COMPUTE) for name in ("q", "out", "dout"))
@@ -42,11 +44,16 @@ FIELDS = {
     "q": (_Q,),
     "kv": (Field("k", Kind.COMPUTE, kv=True), Field("v", Kind.COMPUTE, kv=True)),
     "o": (Field("out", Kind.PARTIAL), _LSE),
+    "out": (_OUT,),
+    "do": (_DOUT,),
     "odoq": (_Q, _OUT, _DOUT, _LSE),
     "dq": (Field("dq", Kind.PARTIAL),),
     "dkv": (Field("dk", Kind.PARTIAL, kv=True), Field("dv", Kind.PARTIAL, kv=True)),
 }
-"""The fields of each tensor that a chunk can be a piece of. `odoq` is the Mesh paper's OdOQ (section 3.6)."""
+"""The fields of each tensor that a chunk can be a piece of. `odoq` is the Mesh paper's OdOQ (section 3.6), `out` an o
+that is complete. q_h and so on are the same by heads: all tokens of the ranks that share a layout chunk, and the heads
+of one of them (DeepSpeed-Ulysses, section 3.1)."""
+FIELDS |= {f"{name}_h": tuple(replace(field, by_heads=True) for field in fields) for name, fields in FIELDS.items()}
 
 
 def is_partial(tensor: str) -> bool:
@@ -72,6 +79,8 @@ class Problem:
     wire_dtype: str = ""
     """The dtype in which partial outputs and gradients travel; the compute dtype where empty (the papers' volume)."""
     layout: Layout
+    head_slices: int = 1
+    """Chunks hold one of so many equal slices of the heads, which a method takes one after the other."""
 
     def __post_init__(self) -> None:
         for key in ("n", "seqlen", "heads", "kv_heads", "head_dim", "batch"):
@@ -94,8 +103,18 @@ class Problem:
 
     @property
     def local_seqlen(self) -> int:
-        """Tokens of one chunk: S."""
+        """Tokens that a rank owns: S."""
         return self.seqlen // self.n
+
+    @property
+    def block_tokens(self) -> int:
+        """Queries, and keys, of one whole block: the tokens of a chunk of the layout."""
+        return self.local_seqlen * self.layout.shared
+
+    @property
+    def block_heads(self) -> int:
+        """Query heads of one block."""
+        return self.heads // (self.layout.shared * self.head_slices)
 
     @property
     def accumulate_dtype(self) -> str:
@@ -115,10 +134,19 @@ class Problem:
             return self.wire_dtype
         return self.accumulate_dtype
 
+    def field_heads(self, field: Field) -> int:
+        """Heads of a field of one chunk. By heads, at least one: key heads are replicated for ranks beyond them."""
+        heads = self.kv_heads if field.kv else self.heads
+        return max(heads // self.layout.shared, 1) if field.by_heads else heads // self.head_slices
+
+    def field_tokens(self, field: Field) -> int:
+        """Tokens of a field of one chunk."""
+        return self.block_tokens if field.by_heads else self.local_seqlen
+
     def field_shape(self, field: Field, part: Part = Part.WHOLE) -> tuple[int, ...]:
         """The shape of a field of one chunk, or of a half of it."""
-        tokens = part.tokens(self.local_seqlen)
-        heads = self.kv_heads if field.kv else self.heads
+        tokens = part.tokens(self.field_tokens(field))
+        heads = self.field_heads(field)
         if field.kind is Kind.STATISTIC:
             return (self.batch, heads, tokens)
         return (self.batch, tokens, heads, self.head_dim)
@@ -145,3 +173,11 @@ class Problem:
     def regions(self, q_chunk: int, kv_chunk: int) -> Regions:
         """What is computed between two chunks, by their global indices."""
         return self.layout.regions(q_chunk, kv_chunk, self.causal)
+
+    def rows_seen(self) -> list[Part]:
+        """The queries of a block that see any of its keys, by Layout.order; all of them where none does."""
+        return [_union([region.q for region in case]) for case in self.layout.cases(self.causal)]
+
+
+def _union(parts: list[Part]) -> Part:
+    return parts[0] if len(set(parts)) == 1 else Part.WHOLE

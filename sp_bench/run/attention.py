@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +13,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from methods import build
-from sp_bench.check import check
+from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
-from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Plan, Problem, layout_named
+from sp_bench.plan import COMPUTE_BOUND, FIELDS, PHASES, Chunk, CostProfile, Kind, Layout, Plan, Problem, layout_named
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Executor, Spent
+from sp_bench.run.partials import Tensors
 from sp_bench.run.transport import GlooTransport
+
+Saved = dict[str, Tensors]
+"""Tensors by the name of what they are, in the order of FIELDS."""
 
 
 class Engine:
@@ -43,15 +48,24 @@ class Engine:
         self._device, self._buffers = device, Buffers(problem, device)
         self._executors: dict[str, Executor] = {}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out_BSHD in the compute dtype, lse_BHS) of this rank's queries."""
-        ((out, lse),) = self._run("forward", (q,), (k, v))
-        return out.to(q.dtype), lse
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
+        """out_BSHD of this rank's queries in the compute dtype, and what the backward needs beside its gradient."""
+        found = self._run("forward", {"q": (q,), "kv": (k, v)})
+        out, *lse = found.pop("o", None) or found.pop("out")
+        if "backward" in self.plans:
+            needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
+            found |= {"kv": (k, v)} if "kv" in needs else {}
+            found |= {"odoq": (q, out, *lse)} if "odoq" in needs else {}
+        return out, found
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
         """(dq, dk, dv) of this rank's tokens, in the compute dtype."""
-        (dq,), (dk, dv) = self._run("backward", (q, out, dout, lse), (k, v))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        inputs = {**saved, "do": (dout,)}
+        if "odoq" in saved:
+            q, out, lse = saved["odoq"]
+            inputs["odoq"] = (q, out, dout, lse)
+        found = self._run("backward", inputs)
+        return (*found["dq"], *found["dkv"])
 
     def spent(self, phase: str) -> Spent:
         """Where the time of the last execution of a phase went."""
@@ -69,25 +83,50 @@ class Engine:
             )
         return self._executors[phase]
 
-    def _run(self, phase: str, *inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    def _run(self, phase: str, inputs: Saved) -> Saved:
+        """Run a phase on tensors by name; returns what it ends with, by name, in the compute dtype."""
         plan = self.plans[phase]
-        named = zip(plan.inputs, inputs, strict=True)
-        outputs = self._executor(phase)({chunk: tuple(x.contiguous() for x in tensors) for chunk, tensors in named})
-        return [outputs[chunk] for chunk in plan.outputs]
+        given = {
+            chunk: tuple(self._slice(x, chunk.heads).contiguous() for x in inputs[chunk.tensor])
+            for chunk in plan.starts_with
+        }
+        found = self._executor(phase)(given)
+        return {tensor: self._whole(tensor, found, plan) for tensor in dict.fromkeys(c.tensor for c in plan.ends_with)}
+
+    def _slice(self, x: Tensor, heads: int) -> Tensor:
+        """One slice of the heads of a (B, S, H, D) or (B, H, S) tensor."""
+        return x.chunk(self.problem.head_slices, dim=_heads_dim(x))[heads]
+
+    def _whole(self, tensor: str, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
+        """All heads of a result, cast to the compute dtype where it was accumulated."""
+        chunks = sorted((chunk for chunk in plan.ends_with if chunk.tensor == tensor), key=lambda chunk: chunk.heads)
+        whole = []
+        for i, field in enumerate(FIELDS[tensor]):
+            slices = [found[chunk][i] for chunk in chunks]
+            if field.kind is not Kind.STATISTIC:
+                slices = [x.to(getattr(torch, self.problem.dtype)) for x in slices]
+            whole.append(slices[0] if len(slices) == 1 else torch.cat(slices, dim=_heads_dim(slices[0])))
+        return tuple(whole)
+
+
+def _heads_dim(x: Tensor) -> int:
+    return 2 if x.ndim == 4 else 1
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, engine: Engine) -> Tensor:
-        out, lse = engine.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.engine = engine
+        out, saved = engine.forward(q, k, v)
+        ctx.save_for_backward(*(x for tensors in saved.values() for x in tensors))
+        ctx.engine, ctx.names = engine, {name: len(tensors) for name, tensors in saved.items()}
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.engine.backward(grad_outputs[0], *ctx.saved_tensors), None)
+        tensors = iter(ctx.saved_tensors)
+        saved = {name: tuple(itertools.islice(tensors, count)) for name, count in ctx.names.items()}
+        return (*ctx.engine.backward(grad_outputs[0], saved), None)
 
 
 class SequenceParallelAttention(torch.nn.Module):
@@ -112,7 +151,7 @@ class SequenceParallelAttention(torch.nn.Module):
         super().__init__()
         self.method = build(method, method_options)
         self.causal, self.group, self.kernel, self.wire_dtype, self.costs = causal, group, kernel, wire_dtype, costs
-        self.layout = layout_named(self.method.layout, causal=causal)
+        self._layout = layout_named(self.method.layout, causal=causal)
         self._engines: dict[tuple, Engine] = {}
 
     @property
@@ -124,6 +163,11 @@ class SequenceParallelAttention(torch.nn.Module):
     def rank(self) -> int:
         """This rank within the group."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
+
+    @property
+    def layout(self) -> Layout:
+        """How tokens are dealt out. Raises RequestError where an option left at auto decides that."""
+        return self.method.dealt_by(self._layout, self.n)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """This rank's attention: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D), S = seqlen / n.
@@ -176,15 +220,15 @@ class SequenceParallelAttention(torch.nn.Module):
                 causal=self.causal,
                 dtype=str(q.dtype).removeprefix("torch."),
                 wire_dtype=self.wire_dtype,
-                layout=self.layout,
+                layout=self._layout,
             )
             # With nothing known of the machine, the variant that sends least.
             method = min(
                 self.method.candidates(problem),
                 key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES),
             )
+            problem = method.dealt(problem)
             plans = {phase: method.plan(problem, phase, self.costs) for phase in PHASES}
-            for plan in plans.values():
-                check(plan, problem)
+            check_all(plans, problem)
             self._engines[key] = Engine(plans, problem, self.group, self.kernel, q.device)
         return self._engines[key]

@@ -26,7 +26,7 @@ class Partials:
 
     def add_output(self, chunk: Chunk, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS), which cover the tokens `rows` of the chunk, into it."""
-        if chunk not in self._held and out.shape[1] == self._problem.local_seqlen:
+        if chunk not in self._held and out.shape[1] == self._problem.block_tokens:
             self._held[chunk] = (out.to(self._dtype), lse)
             return
         into_out, into_lse = self.get(chunk)
@@ -34,26 +34,27 @@ class Partials:
 
     def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
         """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
-        if chunk not in self._held and gradients[0].shape[1] == self._problem.local_seqlen:
+        if chunk not in self._held and gradients[0].shape[1] == self._problem.block_tokens:
             self._held[chunk] = tuple(gradient.to(self._dtype) for gradient in gradients)
             return
         for into, gradient in zip(self.get(chunk), gradients, strict=True):
             into[:, rows].add_(gradient)
 
-    def add(self, chunk: Chunk, part: Tensors) -> None:
-        """Fold what a peer sent of the same chunk into it."""
+    def add(self, chunk: Chunk, rows: slice, part: Tensors) -> None:
+        """Fold what a peer sent of the tokens `rows` of the same chunk into it."""
         # Never adopted as the accumulator, unlike a block's: it stands in a receive buffer.
-        if chunk.tensor == "o":
-            fold_(*self.get(chunk), *part)
+        if _is_output(chunk):
+            out, lse = self.get(chunk)
+            fold_(out[:, rows], lse[:, :, rows], *part)
         else:
             for into, gradient in zip(self.get(chunk), part, strict=True):
-                into.add_(gradient)
+                into[:, rows].add_(gradient)
 
     def get(self, chunk: Chunk) -> Tensors:
         """The accumulator; of a chunk that no block has touched, the neutral one."""
         if chunk not in self._held:
             shapes = [self._problem.field_shape(field) for field in FIELDS[chunk.tensor]]
-            if chunk.tensor == "o":
+            if _is_output(chunk):
                 self._held[chunk] = empty_output(torch.empty(shapes[0], dtype=self._dtype, device=self._device))
             else:
                 self._held[chunk] = tuple(torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
@@ -62,3 +63,7 @@ class Partials:
     def drop(self, chunk: Chunk) -> None:
         """Forget the accumulator: it was sent on."""
         self._held.pop(chunk, None)
+
+
+def _is_output(chunk: Chunk) -> bool:
+    return chunk.tensor in ("o", "o_h")

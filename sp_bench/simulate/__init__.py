@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sp_bench.plan import Pass, Plan, Problem
+from sp_bench.plan import BLOCKS, Plan, Problem, Transfer
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import solve
 from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
@@ -53,15 +53,15 @@ class Run:
     def spans(self, rank: int) -> list[Span]:
         """The timeline of one rank."""
         spans, n = [], self.plan.n
-        for number, item in enumerate(self.graph.items):
-            task = number * n + rank
-            if isinstance(item, Segment):
-                stream, label = "blocks", f"{len(item.ops)} operations from {self.plan.ops[item.ops[0]]}"
+        for item in self.graph.items:
+            tasks = [row * n + rank for row in item.rows]
+            if isinstance(item.what, Segment):
+                stream, label = BLOCKS, f"{len(item.what.ops)} operations from {self.plan.ops[item.what.ops[0]]}"
             else:
-                op = self.plan.ops[item]
-                assert isinstance(op, Pass)
+                op = self.plan.ops[item.what]
+                assert isinstance(op, Transfer)
                 stream, label = op.lane, str(op.send)
-            spans.append(Span(stream, label, float(self.start_s[task]), float(self.finish_s[task])))
+            spans.append(Span(stream, label, float(self.start_s[tasks].min()), float(self.finish_s[tasks].max())))
         return spans
 
 

@@ -96,6 +96,10 @@ class Cluster:
         """Seconds of casting an accumulator to its wire dtype, or to the compute dtype of a result."""
         return self.device.cast_s(problem, tensor, wire=wire) * self.slowdown(problem.n)
 
+    def copy_s(self, problem: Problem, moved_bytes: float) -> float:
+        """Seconds of copying so many bytes on a rank's device."""
+        return self.device.copy_s(moved_bytes) * self.slowdown(problem.n)
+
     def profile(self, problem: Problem) -> CostProfile:
         """What a schedule may know of this cluster."""
         one_node = self.nodes(problem.n) == 1

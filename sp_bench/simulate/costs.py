@@ -76,10 +76,10 @@ class DeviceCosts:
     def notes(self, problem: Problem) -> list[str]:
         """Where the table is stretched beyond what was published."""
         smallest = min(min(entries) for entries in self.rates.values())
-        if problem.local_seqlen >= smallest:
+        if problem.block_tokens >= smallest:
             return []
         return [
-            f"blocks of {problem.local_seqlen} tokens are below the smallest of the kernel figures ({smallest}); their "
+            f"blocks of {problem.block_tokens} tokens are below the smallest of the kernel figures ({smallest}); their "
             "rate is taken to be that one's, which is too fast"
         ]
 
@@ -116,12 +116,16 @@ class DeviceCosts:
                 moved += elements * (DTYPE_BYTES[held] + DTYPE_BYTES[to])
         return self._memory_s(moved)
 
-    def _memory_s(self, moved_bytes: int) -> float:
+    def copy_s(self, moved_bytes: float) -> float:
+        """Seconds of copying so many bytes on the device."""
+        return self._memory_s(2 * moved_bytes)
+
+    def _memory_s(self, moved_bytes: float) -> float:
         return self.launch_s + moved_bytes / self.memory_bytes_per_s if moved_bytes else 0.0
 
     def _region_s(self, problem: Problem, phase: str, region: Region) -> float:
-        tokens = problem.local_seqlen
-        flops = FLOPS_PER_PAIR[phase] * region.pairs(tokens) * problem.batch * problem.heads * problem.head_dim
+        tokens = problem.block_tokens
+        flops = FLOPS_PER_PAIR[phase] * region.pairs(tokens) * problem.batch * problem.block_heads * problem.head_dim
         shape = "full" if region.mask is Mask.FULL else "causal"
         side = min(region.q.tokens(tokens), region.kv.tokens(tokens))
         return self.launch_s + flops / (self._rate(f"{phase}_{shape}", side) * self.dtypes[problem.dtype])

@@ -1,17 +1,36 @@
 """From a plan to the task graph of all its ranks.
 
 Blocks and folds between two waits or two sends are one task (a segment) on each rank, so that n blocks on n ranks
-don't become n * n tasks. A Pass is one flow from each rank. Tasks of one segment or Pass are numbered by rank.
+don't become n * n tasks. A message of a transfer is one flow from each rank. Tasks come in rows of n, by rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import BLOCKS, Attend, AttendBackward, Chunk, Dataflow, Fold, Join, Pass, Plan, Problem, dataflow
+from sp_bench.plan import (
+    BLOCKS,
+    FIELDS,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Bundle,
+    Chunk,
+    Dataflow,
+    Fold,
+    Join,
+    Plan,
+    Problem,
+    Transfer,
+    by_heads,
+    dataflow,
+    is_partial,
+    messages,
+)
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph
 
@@ -25,7 +44,15 @@ class Segment:
 
     ops: list[int] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
-    """The last Pass of each lane that it waits for."""
+    """The last transfer of each lane that it waits for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A segment, or a transfer by its index in the plan, and its rows of tasks: row r is the tasks from r * n on."""
+
+    what: Segment | int
+    rows: range
 
 
 @dataclass(frozen=True)
@@ -33,8 +60,7 @@ class PlanGraph:
     """The task graph of a plan, and which tasks are which."""
 
     tasks: TaskGraph
-    items: tuple[Segment | int, ...]
-    """Item i is the n tasks from i * n: a segment, or a Pass by its index in the plan."""
+    items: tuple[Item, ...]
     busy_s: np.ndarray
     """Seconds that each rank computes: (n,)."""
 
@@ -51,7 +77,7 @@ def segments(plan: Plan, flow: Dataflow) -> dict[int, Segment]:
     current: Segment | None = None
     satisfied: dict[str, int] = {}
     for index, op in plan:
-        if isinstance(op, Pass):
+        if isinstance(op, Transfer):
             continue
         new = {lane: last for lane, last in flow.waits[index] if last > satisfied.get(lane, -1)}
         if current is None or new:
@@ -63,6 +89,53 @@ def segments(plan: Plan, flow: Dataflow) -> dict[int, Segment]:
     return found
 
 
+@dataclass
+class _Rows:
+    """Rows of n tasks as they are added."""
+
+    n: int
+    delays: list[np.ndarray] = field(default_factory=list)
+    sizes: list[np.ndarray] = field(default_factory=list)
+    paths: list[np.ndarray] = field(default_factory=list)
+    deps: list[np.ndarray] = field(default_factory=list)
+
+    def add(
+        self,
+        delay_s: np.ndarray | float,
+        deps: Sequence[np.ndarray],
+        flow_bytes: np.ndarray | float = 0.0,
+        path: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,) and links (n, p), -1 for none.
+
+        Returns its tasks by rank: (n,).
+        """
+        n, sizes = self.n, np.broadcast_to(np.asarray(flow_bytes, float), self.n)
+        self.delays.append(np.broadcast_to(np.asarray(delay_s, float), n))
+        self.sizes.append(sizes)
+        none = np.full((n, 1), -1)
+        self.paths.append(none if path is None else np.where(sizes[:, None] > 0, path, -1))
+        self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
+        return (len(self.delays) - 1) * n + np.arange(n)
+
+    def task_graph(self, link_bytes_per_s: np.ndarray) -> TaskGraph:
+        """The finished graph."""
+        path_counts = np.concatenate([(path >= 0).sum(axis=1) for path in self.paths])
+        path_links = np.concatenate([path.ravel() for path in self.paths])
+        dep_counts = np.concatenate([np.full(self.n, dep.shape[1]) for dep in self.deps])
+        flow_bytes = np.concatenate(self.sizes)
+        return TaskGraph(
+            delay_s=np.concatenate(self.delays),
+            flow_bytes=flow_bytes,
+            path_start=np.concatenate(([0], np.cumsum(path_counts))),
+            path_links=path_links[path_links >= 0],
+            dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
+            dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
+            rate_cap=np.full(flow_bytes.size, np.inf),
+            link_bytes_per_s=link_bytes_per_s,
+        )
+
+
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster) -> None:
         self.plan, self.problem, self.cluster = plan, problem, cluster
@@ -70,63 +143,61 @@ class _Builder:
         self.ranks = np.arange(problem.n)
         self.block_s = cluster.block_s(problem, plan.phase)
         self.owners: dict[Chunk, np.ndarray] = {}
-        self.item_of: dict[int, int] = {}
-        """The item that an operation belongs to."""
+        self.rows = _Rows(problem.n)
+        self.busy_s = np.zeros(problem.n)
+        self.ended: dict[int, list[np.ndarray]] = {}
+        """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
 
     def build(self) -> PlanGraph:
-        n, starts = self.problem.n, segments(self.plan, self.flow)
-        items: list[Segment | int] = []
-        for index, op in self.plan:
-            if isinstance(op, Pass):
-                self.item_of[index] = len(items)
-                items.append(index)
-            elif index in starts:
-                self.item_of |= dict.fromkeys(starts[index].ops, len(items))
-                items.append(starts[index])
-        if n * len(items) > MAX_TASKS:
-            raise RequestError(
-                f"gpus={n}",
-                f"this plan has {n * len(items):,} transfers and runs of blocks; at most {MAX_TASKS:,} are simulated",
-                "fewer GPUs, or a method with fewer steps, would work",
-            )
-        outputs, last = self.plan.outputs, next(item for item in reversed(items) if isinstance(item, Segment))
-        delays, sizes, paths, deps = [], [], [], []
-        busy_s, previous = np.zeros(n), {}
-        for number, item in enumerate(items):
+        starts = segments(self.plan, self.flow)
+        wanted = [starts.get(i, i) for i, op in self.plan if i in starts or isinstance(op, Transfer)]
+        self._refuse(wanted)
+        last = next(item for item in reversed(wanted) if isinstance(item, Segment))
+        items, previous = [], {}
+        for item in wanted:
+            first = len(self.rows.delays)
             if isinstance(item, Segment):
-                seconds = self._segment_s(item)
-                if item is last:
-                    seconds = seconds + sum(self.cluster.cast_s(self.problem, x.tensor, wire=False) for x in outputs)
-                busy_s += seconds
-                delays.append(seconds)
-                sizes.append(np.zeros(n))
-                paths.append(np.full((n, 2), -1))
-                deps.append(self._segment_deps(item, previous.get(BLOCKS)))
-                previous[BLOCKS] = number
+                stream, ended = BLOCKS, self._segment(item, previous.get(BLOCKS, []), last=item is last)
+                self.ended |= dict.fromkeys(item.ops, ended)
             else:
                 op = self.plan.ops[item]
-                assert isinstance(op, Pass) and op.send
-                latency_s, path = self._path(op)
-                # The lane casts what it sends before it posts it.
-                delays.append(latency_s + self.cluster.cast_s(self.problem, op.send.tensor, wire=True))
-                sizes.append(np.full(n, float(self.problem.chunk_bytes(op.send.tensor, wire=True))))
-                paths.append(path)
-                deps.append(self._pass_deps(item, op, previous.get(op.lane)))
-                previous[op.lane] = item
-        return PlanGraph(self._task_graph(delays, sizes, paths, deps), tuple(items), busy_s)
+                assert isinstance(op, Transfer)
+                stream, ended = op.lane, self._transfer(item, op, previous.get(op.lane, []))
+                self.ended[item] = ended
+            previous[stream] = ended
+            items.append(Item(item, range(first, len(self.rows.delays))))
+        return PlanGraph(self.rows.task_graph(self._link_rates()), tuple(items), self.busy_s)
+
+    def _refuse(self, items: Sequence[Segment | int]) -> None:
+        n, ops = self.problem.n, self.plan.ops
+        rows = sum(op.group.size if isinstance(i, int) and isinstance(op := ops[i], AllToAll) else 1 for i in items)
+        if n * rows > MAX_TASKS:
+            raise RequestError(
+                f"gpus={n}",
+                f"this plan has {n * rows:,} transfers and runs of blocks; at most {MAX_TASKS:,} are simulated",
+                "fewer GPUs, or a method with fewer steps, would work",
+            )
+
+    def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
+        seconds = self._segment_s(segment)
+        if last:
+            results = [chunk.tensor for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
+            seconds = seconds + sum(self.cluster.cast_s(self.problem, tensor, wire=False) for tensor in results)
+        self.busy_s += seconds
+        return [self.rows.add(seconds, [*previous, *(t for i in segment.waits.values() for t in self.ended[i])])]
 
     def _segment_s(self, segment: Segment) -> np.ndarray:
         """What a segment costs each rank: (n,)."""
         seconds = np.zeros(self.problem.n)
         for index in segment.ops:
             op = self.plan.ops[index]
-            if isinstance(op, Join):
+            if isinstance(op, Join | Bundle):
                 continue
             if isinstance(op, Fold):
                 seconds += self.cluster.fold_s(self.problem, op.into.tensor, arriving=True)
                 continue
             assert isinstance(op, Attend | AttendBackward)
-            order = np.sign(self._owner(op.q) - self._owner(op.kv)) + 1
+            order = self.problem.layout.order(self._owner(op.q), self._owner(op.kv))
             seconds += self.block_s[order]
             computed = self.block_s[order] > 0
             for chunk in op.writes:
@@ -139,59 +210,43 @@ class _Builder:
             self.owners[chunk] = chunk.owner(self.ranks)
         return self.owners[chunk]
 
-    def _path(self, op: Pass) -> tuple[np.ndarray, np.ndarray]:
+    def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
+        """A flow from each rank for each message. It starts when both its ends have posted: their waits are over."""
+        before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
+        staged_s = self._staged_s(op)
+        tasks, arrived = [], []
+        for target, sizes in messages(op, self.problem, self.ranks):
+            latency_s, path = self._path(target)
+            # The lane casts or packs what it sends before it posts it.
+            deps = [*before, *(ended[target] for ended in before)]
+            tasks.append(self.rows.add(latency_s + staged_s, deps, sum(sizes.values()), path))
+            by_source = np.empty_like(self.ranks)
+            by_source[target] = tasks[-1]
+            arrived.append(by_source)
+        if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
+            return [self.rows.add(staged_s, [*before, *tasks, *arrived])]
+        return [*tasks, *arrived]
+
+    def _staged_s(self, op: Transfer) -> np.ndarray | float:
+        """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
+        if isinstance(op, AllToAll):
+            packed = sum(self.problem.field_bytes(field, wire=True) for field in by_heads(op))
+            return self.cluster.copy_s(self.problem, packed)
+        cast_s = self.cluster.cast_s(self.problem, op.carries, wire=True)
+        stays = op.target(self.ranks) == self.ranks
+        whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])
+        return cast_s + stays * self.cluster.copy_s(self.problem, whole) if stays.any() else cast_s
+
+    def _path(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The latency of each rank's flow, (n,), and the two links it crosses, (n, 2): the sender's, the receiver's."""
-        n, target = self.problem.n, op.target(self.ranks)
+        n = self.problem.n
         inter = self.cluster.node_of(self.ranks) != self.cluster.node_of(target)
         latency_s = np.where(inter, self.cluster.inter.latency_s, self.cluster.intra.latency_s)
         out = np.where(inter, 2 * n, 0) + self.ranks
         into = np.where(inter, 3 * n, n) + target
-        return latency_s, np.stack([out, into], axis=1)
+        return latency_s * (target != self.ranks), np.stack([out, into], axis=1)
 
     def _link_rates(self) -> np.ndarray:
         """Four links for each GPU: its switch port out and in, its NIC out and in."""
         n, intra, inter = self.problem.n, self.cluster.intra.bytes_per_s, self.cluster.inter.bytes_per_s
         return np.concatenate([np.full(2 * n, float(intra)), np.full(2 * n, float(inter))])
-
-    def _tasks(self, index: int) -> np.ndarray:
-        """The tasks of an operation, by rank: (n,)."""
-        return self.item_of[index] * self.problem.n + self.ranks
-
-    def _ended(self, index: int) -> list[np.ndarray]:
-        """The tasks that must end before an operation has ended on each rank: [(n,), ...]."""
-        op, tasks = self.plan.ops[index], self._tasks(index)
-        return [tasks, tasks[op.source(self.ranks)]] if isinstance(op, Pass) else [tasks]
-
-    def _segment_deps(self, segment: Segment, previous: int | None) -> np.ndarray:
-        deps = [] if previous is None else [previous * self.problem.n + self.ranks]
-        for index in segment.waits.values():
-            deps += self._ended(index)
-        return self._columns(deps)
-
-    def _pass_deps(self, index: int, op: Pass, previous: int | None) -> np.ndarray:
-        """A flow starts when both its ends have posted: each when its own waits are over."""
-        ends = [] if previous is None else self._ended(previous)
-        for _, other in self.flow.waits[index]:
-            ends += self._ended(other)
-        target = op.target(self.ranks)
-        return self._columns([*ends, *(tasks[target] for tasks in ends)])
-
-    def _columns(self, deps: list[np.ndarray]) -> np.ndarray:
-        return np.stack(deps, axis=1) if deps else np.empty((self.problem.n, 0), np.int64)
-
-    def _task_graph(self, delays, sizes, paths, deps) -> TaskGraph:
-        n = self.problem.n
-        path_links = np.concatenate(paths).ravel()
-        dep_counts = np.concatenate([np.full(n, dep.shape[1]) for dep in deps])
-        path_counts = np.concatenate([np.where(path[:, 0] < 0, 0, 2) for path in paths])
-        flow_bytes = np.concatenate(sizes)
-        return TaskGraph(
-            delay_s=np.concatenate(delays),
-            flow_bytes=flow_bytes,
-            path_start=np.concatenate(([0], np.cumsum(path_counts))),
-            path_links=path_links[path_links >= 0],
-            dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
-            dep_tasks=np.concatenate([dep.ravel() for dep in deps]),
-            rate_cap=np.full(flow_bytes.size, np.inf),
-            link_bytes_per_s=self._link_rates(),
-        )

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from methods import build
 from methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
+from sp_bench import account
+from sp_bench.check import check
 from sp_bench.errors import RequestError
-from sp_bench.plan import COMPUTE_BOUND, Attend, AttendBackward, Group, Pass
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Attend, AttendBackward, Group, Pass, Problem
 from tests.problems import cost_profiles, small_problem
 
 sides = st.integers(1, 9)
@@ -136,19 +139,26 @@ def test_backward_2x2_by_hand() -> None:
     ]
 
 
-@given(st.sampled_from([1, 2, 4, 6, 9, 12, 16]), st.data())
-def test_plans_follow_their_schedules(n: int, data: st.DataObject) -> None:
+def groups_of(a: int, b: int, placement: str) -> tuple[Group, Group]:
+    """The Q group and the KV group."""
+    return (Group(1, a), Group(a, b)) if placement == "q" else (Group(b, a), Group(1, b))
+
+
+@given(st.sampled_from([1, 2, 4, 6, 9, 12, 16]), st.sampled_from(["q", "kv"]), st.data())
+def test_plans_follow_their_schedules(n: int, placement: str, data: st.DataObject) -> None:
     """The plan's blocks and transfers are the schedule's, in its order and steps."""
     a, b = data.draw(st.sampled_from(tiles(n)))
     costs = data.draw(st.just(COMPUTE_BOUND) | cost_profiles())
-    problem, mesh = small_problem(n), Mesh(tile=(a, b))
+    problem, mesh = small_problem(n), Mesh(tile=(a, b), placement=placement)
+    q_group, kv_group = groups_of(a, b, placement)
     for phase, schedule, names in (
         ("forward", forward_schedule, ("q", "kv", "o")),
         ("backward", backward_schedule, ("odoq", "kv", "dq", "dkv")),
     ):
         plan = mesh.plan(problem, phase, costs)
         assert tuple(chunk.tensor for chunk in (*plan.inputs, *plan.outputs)) == names
-        groups = {tensor: Group(a, b) if "kv" in tensor else Group(1, a) for tensor in names}
+        groups = {tensor: kv_group if "kv" in tensor else q_group for tensor in names}
+        assert {chunk.tensor: chunk.home for chunk in (*plan.inputs, *plan.outputs)} == groups
         c = {tensor: costs.hiding_blocks(problem, tensor, groups[tensor], phase) for tensor in names}
         steps = schedule(a, b, c)
         transferred, computed = {}, {}
@@ -183,6 +193,88 @@ def test_auto_stands_for_every_tile() -> None:
     assert Mesh(tile=(3, 4)).candidates(problem) == (Mesh(tile=(3, 4)),)
 
 
+def test_auto_placement_stands_for_both_where_they_differ() -> None:
+    problem = small_problem(6)
+    both = [Mesh(tile=(2, 3)), Mesh(tile=(2, 3), placement="kv")]
+    assert list(Mesh(tile=(2, 3), placement="auto").candidates(problem)) == both
+    found = [(mesh.tile, mesh.placement) for mesh in Mesh(placement="auto").candidates(problem)]
+    two_sided = [((2, 3), "q"), ((2, 3), "kv"), ((3, 2), "q"), ((3, 2), "kv")]
+    assert found == [((1, 6), "q"), *two_sided, ((6, 1), "q")]
+    placed_kv = Mesh(placement="kv").candidates(problem)
+    assert [(mesh.tile, mesh.placement) for mesh in placed_kv] == [(tile, "kv") for tile in tiles(6)]
+
+
+@pytest.mark.parametrize("n", [1, 5, 8])
+def test_placements_of_one_sided_tiles_are_one_plan(n: int) -> None:
+    problem, ranks = small_problem(n), np.arange(n)
+    for tile in {(1, n), (n, 1)}:
+        for phase in PHASES:
+            q, kv = (Mesh(tile=tile, placement=p).plan(problem, phase, COMPUTE_BOUND) for p in ("q", "kv"))
+            assert [str(op) for op in q.ops] == [str(op) for op in kv.ops]
+            for mine, other in zip(q.ops, kv.ops, strict=True):
+                for chunk, twin in zip((*mine.reads, *mine.writes), (*other.reads, *other.writes), strict=True):
+                    assert (chunk.owner(ranks) == twin.owner(ranks)).all()
+                if isinstance(mine, Pass):
+                    assert isinstance(other, Pass)
+                    assert (mine.target(ranks) == other.target(ranks)).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 6, 12, 16, 36, 64])
+def test_kv_placement_is_proven_and_sends_what_q_placement_does(n: int) -> None:
+    problem, ranks = small_problem(n), np.arange(n)
+    for a, b in tiles(n):
+        mesh, paper = Mesh(tile=(a, b), placement="kv"), Mesh(tile=(a, b))
+        covered = np.zeros((n, n), int)
+        for op in mesh.forward(problem, COMPUTE_BOUND).ops:
+            if isinstance(op, Attend):
+                assert (op.q.home, op.kv.home) == groups_of(a, b, "kv")
+                covered[op.q.owner(ranks), op.kv.owner(ranks)] += 1
+        assert (covered == 1).all()
+        for phase in PHASES:
+            plan = mesh.plan(problem, phase, COMPUTE_BOUND)
+            check(plan, problem)
+            assert account.volume(plan, problem) == account.volume(paper.plan(problem, phase, COMPUTE_BOUND), problem)
+
+
+def across_nodes(tile: tuple[int, int], placement: str, phase: str, problem: Problem) -> np.ndarray:
+    """What each rank sends to other nodes of 8."""
+    plan = Mesh(tile=tile, placement=placement).plan(problem, phase, COMPUTE_BOUND)
+    return account.sent_across_nodes(plan, problem, lambda ranks: ranks // 8)
+
+
+def with_kv_heads(n: int, kv_heads: int) -> Problem:
+    return Problem(n=n, seqlen=2 * n, heads=4, kv_heads=kv_heads, head_dim=8, layout=LAYOUTS["striped"])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_only_the_groups_that_are_not_consecutive_cross_nodes(kv_heads: int) -> None:
+    """8x8 on nodes of 8: a consecutive group is a node, and every hop of the others leaves it."""
+    problem, tile = with_kv_heads(64, kv_heads), (8, 8)
+    size = {tensor: problem.chunk_bytes(tensor, wire=True) for tensor in ("q", "kv", "o", "odoq", "dq", "dkv")}
+    for placement, phase, crossing in (
+        ("q", "forward", size["kv"]),
+        ("kv", "forward", size["q"] + size["o"]),
+        ("q", "backward", size["kv"] + size["dkv"]),
+        ("kv", "backward", size["odoq"] + size["dq"]),
+    ):
+        assert (across_nodes(tile, placement, phase, problem) == 7 * crossing).all()
+
+
+def test_which_placement_crosses_less_depends_on_kv_heads() -> None:
+    """4x8 on 4 nodes of 8. A KV group of stride 4 leaves the node with half of its hops; a Q group of stride 8, all.
+
+    By rows of a chunk: q weighs 64, o 64 and an lse of 16, kv 128 with 4 kv heads and 32 with one.
+    """
+    rows, ranks = 2, 32
+    for kv_heads, kv_row, fewer in ((4, 128, "kv"), (1, 32, "q")):
+        problem = with_kv_heads(ranks, kv_heads)
+        across = {p: across_nodes((4, 8), p, "forward", problem) for p in ("q", "kv")}
+        assert across["q"].sum() == ranks / 2 * 7 * rows * kv_row
+        assert across["q"].max() == 7 * rows * kv_row
+        assert (across["kv"] == 3 * rows * (64 + 64 + 16)).all()
+        assert min(across, key=lambda p: across[p].sum()) == min(across, key=lambda p: across[p].max()) == fewer
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -190,6 +282,8 @@ def test_auto_stands_for_every_tile() -> None:
         ({"tile": (0, 4)}, r"method.tile=\(0,4\): must be auto or two integers"),
         ({"tile": (2.0, 2)}, r"method.tile=\(2.0,2\): must be auto or two integers"),
         ({"tile": "square"}, "method.tile=square: must be auto or two integers"),
+        ({"placement": "o"}, "method.placement=o: must be q, kv or auto; method.placement=q would work"),
+        ({"placement": 2}, "method.placement=2: must be q, kv or auto"),
         ({"lanes": "two"}, "method.lanes=two: must be one or each; method.lanes=one would work"),
         ({"layout": "diagonal"}, "method.layout=diagonal: there is no such layout"),
     ],

@@ -35,6 +35,7 @@ class Case:
     """Of other methods."""
     layout: str = "striped"
     causal: bool = True
+    heads: int = HEADS
     kv_heads: int = HEADS
     dtype: str = "float64"
     wire_dtype: str = ""
@@ -46,13 +47,16 @@ class Case:
     def __str__(self) -> str:
         shape = f"{self.tile[0]}x{self.tile[1]} " if self.tile else ""
         words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
-        words += [f"heads={HEADS}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}"]
+        words += [f"heads={self.heads}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}"]
         words += [f"lanes={self.lanes}"] if self.lanes else []
         words += [f"{name}={value}" for name, value in self.options]
         words += [f"wire={self.wire_dtype}"] if self.wire_dtype else []
         words += [f"kernel={self.kernel}"] if self.kernel != "auto" else []
         words += [str(self.costs)] if self.costs is not COMPUTE_BOUND else []
         return " ".join(words)
+
+    def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
+        return inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)
 
     def attention(self, group: dist.ProcessGroup | None) -> SequenceParallelAttention:
         options: dict[str, object] = {"layout": self.layout, **dict(self.options)}
@@ -96,20 +100,20 @@ class Difference(NamedTuple):
 
 
 @lru_cache
-def inputs(seqlen: int, kv_heads: int, dtype: str, seed: int = 0) -> Inputs:
+def inputs(seqlen: int, kv_heads: int, dtype: str, seed: int = 0, heads: int = HEADS) -> Inputs:
     """Unit normal tensors, equal on all ranks."""
     source = torch.Generator().manual_seed(1000 * seqlen + 10 * kv_heads + seed)
-    heads = (HEADS, kv_heads, kv_heads, HEADS)
-    tensors = (torch.randn(BATCH, seqlen, h, HEAD_DIM, generator=source, dtype=torch.float64) for h in heads)
+    counts = (heads, kv_heads, kv_heads, heads)
+    tensors = (torch.randn(BATCH, seqlen, h, HEAD_DIM, generator=source, dtype=torch.float64) for h in counts)
     return Inputs(*(x.to(getattr(torch, dtype)) for x in tensors))
 
 
 @lru_cache
-def reference(seqlen: int, kv_heads: int, dtype: str, causal: bool) -> Results:
+def reference(seqlen: int, kv_heads: int, dtype: str, causal: bool, heads: int = HEADS) -> Results:
     """torch's own attention, from its parts and in fp64, on the whole sequence."""
-    q, k, v, dout = (x.double() for x in inputs(seqlen, kv_heads, dtype))
+    q, k, v, dout = (x.double() for x in inputs(seqlen, kv_heads, dtype, heads=heads))
     leaves = [x.requires_grad_() if x.requires_grad else x.clone().requires_grad_() for x in (q, k, v)]
-    q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(HEADS // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
+    q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
     with sdpa_kernel(SDPBackend.MATH):
         out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=causal).transpose(1, 2)
     return Results(out.detach(), *torch.autograd.grad(out, leaves, dout))
@@ -129,8 +133,8 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
         if (group := group_of(case.n, case)) is None:
             continue
         seqlen, attention = case.n * case.tokens, case.attention(group)
-        got = attend(attention, inputs(seqlen, case.kv_heads, case.dtype))
-        wanted = reference(seqlen, case.kv_heads, case.dtype, case.causal)
+        got = attend(attention, case.inputs(seqlen))
+        wanted = reference(seqlen, case.kv_heads, case.dtype, case.causal, case.heads)
         found[case] = tuple(_difference(x, attention.shard(y)) for x, y in zip(got, wanted, strict=True))
     return found
 
@@ -146,7 +150,7 @@ def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
     for case in cases:
         if (group := group_of(case.n, case)) is None:
             continue
-        attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype)
+        attention, full = case.attention(group), case.inputs(case.n * case.tokens)
         leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
         out = attention(*leaves)
         after_forward = dict(attention.sent_bytes)
@@ -161,7 +165,7 @@ def round_trip(cases: Sequence[Case]) -> dict[Case, tuple[list[int], bool, bool]
     for case in cases:
         if (group := group_of(case.n, case)) is None:
             continue
-        attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype).k_BSKD
+        attention, full = case.attention(group), case.inputs(case.n * case.tokens).k_BSKD
         positions, local = attention.positions(full.shape[1]), attention.shard(full)
         back = attention.unshard(local.requires_grad_())
         found[case] = (positions.tolist(), torch.equal(local, full[:, positions]), torch.equal(back, full))
@@ -177,7 +181,7 @@ def differ_when_strided(case: Case) -> list[str]:
     """The results that differ in any bit if the inputs and the gradient are not contiguous."""
     if (group := group_of(case.n, case)) is None:
         return []
-    attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype)
+    attention, full = case.attention(group), case.inputs(case.n * case.tokens)
     plain = attend(attention, full)
     q, k, v, dout = (attention.shard(x) for x in full)
     kv = torch.cat((k, v), dim=3).requires_grad_()
@@ -192,7 +196,7 @@ def differ_with_broadcast_gradient(case: Case) -> list[str]:
     """The same for the gradient of out.sum(), which has strides of zero."""
     if (group := group_of(case.n, case)) is None:
         return []
-    attention, full = case.attention(group), inputs(case.n * case.tokens, case.kv_heads, case.dtype)
+    attention, full = case.attention(group), case.inputs(case.n * case.tokens)
     plain = attend(attention, full._replace(dout_BSHD=torch.ones_like(full.dout_BSHD)))
     leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
     out = attention(*leaves)
@@ -204,12 +208,12 @@ def differ_when_repeated(case: Case, seqlens: Sequence[int]) -> list[str]:
     if (group := group_of(case.n, case)) is None:
         return []
     attention, wrong = case.attention(group), []
-    first = [attend(attention, inputs(seqlen, case.kv_heads, case.dtype)) for seqlen in seqlens]
+    first = [attend(attention, case.inputs(seqlen)) for seqlen in seqlens]
     kept = [Results(*(x.clone() for x in results)) for results in first]
     for seqlen, results, copy in zip(seqlens, first, kept, strict=True):
-        attend(attention, inputs(seqlen, case.kv_heads, case.dtype, seed=1))
-        again = attend(attention, inputs(seqlen, case.kv_heads, case.dtype))
-        fresh = attend(case.attention(group), inputs(seqlen, case.kv_heads, case.dtype))
+        attend(attention, case.inputs(seqlen, seed=1))
+        again = attend(attention, case.inputs(seqlen))
+        fresh = attend(case.attention(group), case.inputs(seqlen))
         wrong += [f"seqlen {seqlen}: {name}, again" for name in _unequal(again, copy)]
         wrong += [f"seqlen {seqlen}: {name}, in a module of its own" for name in _unequal(fresh, copy)]
         wrong += [f"seqlen {seqlen}: {name}, kept while others ran" for name in _unequal(results, copy)]
@@ -221,7 +225,7 @@ def differ_when_interleaved(case: Case) -> list[str]:
     if (group := group_of(case.n, case)) is None:
         return []
     attention, wrong = case.attention(group), []
-    both = [inputs(case.n * case.tokens, case.kv_heads, case.dtype, seed) for seed in (0, 1)]
+    both = [case.inputs(case.n * case.tokens, seed) for seed in (0, 1)]
     plain = [attend(attention, full) for full in both]
     leaves = [[attention.shard(x).requires_grad_() for x in full[:3]] for full in both]
     outs = [attention(*three) for three in leaves]

@@ -1,0 +1,114 @@
+"""All-gather attention: every rank gathers all of KV, some heads at a time, and keeps its Q.
+
+Source: Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2 (context parallelism). Gathering a few key heads
+at a time, so that a slice arrives while the one before is computed with, is the form of ring-flash-attention's Llama 3
+variant. A slice is gathered as a whole before its first block, and at most two are held. Backward: KV is gathered
+again, and the dKV that a rank has for all others is added up along a reduce-scatter, one slice behind.
+
+Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads:
+    forward   2k (n - 1)
+    backward  2k (n - 1) for KV and 2k (n - 1) for dKV
+It is Ring's; unlike Ring it holds all of KV, and its transfers needn't keep step with the blocks.
+
+Layouts: zigzag (Llama 3's), striped, contiguous. Refuses a stride that doesn't divide kv_heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from sp_bench.plan import (
+    Attend,
+    AttendBackward,
+    Chunk,
+    CostProfile,
+    Group,
+    Join,
+    Method,
+    Plan,
+    Problem,
+    RequestError,
+    Steps,
+    all_gather,
+    divisors,
+    reduce_next,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Method):
+    """KV gathered in slices of `stride` key heads."""
+
+    name: ClassVar[str] = "all_gather"
+    citation: ClassVar[str] = "Llama Team 2024"
+    layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
+
+    stride: str | int = "auto"
+    """Key heads that are gathered at a time; auto stands for every divisor of kv_heads."""
+
+    def refuse(self, problem: Problem) -> None:
+        """Slices must be equal."""
+        sizes = divisors(problem.kv_heads)
+        if self.stride != "auto" and (type(self.stride) is not int or self.stride not in sizes):
+            raise RequestError(
+                f"method.stride={self.stride}",
+                f"must be auto or divide kv_heads={problem.kv_heads}",
+                f"one of {', '.join(map(str, sizes))} would work",
+            )
+
+    def candidates(self, problem: Problem) -> tuple[AllGather, ...]:
+        """One for each stride."""
+        self.refuse(problem)
+        sizes = divisors(problem.kv_heads) if self.stride == "auto" else [self.stride]
+        return tuple(replace(self, stride=size) for size in sizes)
+
+    def head_slices(self, problem: Problem) -> int:
+        """kv_heads / stride."""
+        assert isinstance(self.stride, int), "a caller picks one of the candidates first"
+        return problem.kv_heads // self.stride
+
+    def variant(self, n: int) -> str:
+        """The stride."""
+        return f"stride {self.stride}"
+
+    def forward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """Step i: gather slice i while slice i - 1 is computed with."""
+        q, kv, o = (self._slices(tensor, problem) for tensor in ("q", "kv", "o"))
+        steps = Steps()
+        for i in range(problem.head_slices + 1):
+            self._gather(steps, kv, i)
+            if i:
+                steps.do(*(Attend(q[i - 1], kv[i - 1].at(s), o[i - 1]) for s in range(problem.n)))
+        return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
+
+    def backward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """The same, while the dKV of slice i - 2 is added up, a hop for each block."""
+        odoq, kv, dq, dkv = (self._slices(tensor, problem) for tensor in ("odoq", "kv", "dq", "dkv"))
+        steps = Steps()
+        for i in range(problem.head_slices + 2):
+            self._gather(steps, kv, i)
+            for s in range(problem.n):
+                behind = reduce_next(dkv[i - 2], s, lane="dkv") if i >= 2 and s + 1 < problem.n else ()
+                steps.do(*behind[:1])
+                if 1 <= i <= problem.head_slices:
+                    steps.do(AttendBackward(odoq[i - 1], kv[i - 1].at(s), dq[i - 1], dkv[i - 1].at(s)))
+                steps.do(*behind[1:])
+        return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+        """As Ring; a chunk is a slice here, and there are so many times more."""
+        hops = (problem.n - 1) * problem.head_slices
+        return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
+
+    def _slices(self, tensor: str, problem: Problem) -> list[Chunk]:
+        """The rank's own chunk, by slices of its heads."""
+        chunk = Chunk(tensor, 0, Group(1, problem.n))
+        return [chunk.slice(i) for i in range(problem.head_slices)]
+
+    def _gather(self, steps: Steps, kv: list[Chunk], i: int) -> None:
+        """Open step i: once slice i - 1 is here and slice i - 2 computed with, gather slice i."""
+        steps.next()
+        steps.do(*([Join()] if i else []), *(all_gather(kv[i], lane="kv") if i < len(kv) else []))

@@ -1,0 +1,184 @@
+"""StarTrail: teams of C ranks share their Q, and KV goes round C^2 small rings instead of a large one.
+
+Source: Liu et al., "StarTrail: Concentric Ring Sequence Parallelism for Efficient Near-Infinite-Context Transformer
+Model Training", 2025; its four stages as Mesh-Attention, section 3.8, has them. A team is C consecutive ranks, and C
+teams are a block.
+    1. All-gather: a team's ranks get its Q and KV chunks.
+    2. Initialisation: rank c of team s in a block gets the KV of team c, from that team's rank s. It has it if c = s.
+    3. Sub-rings: those C chunks go round the n / C^2 ranks of equal place in all blocks, so that the ranks of a team
+       see all of KV among them, each a C-th.
+    4. Reduce-scatter: the team's partial outputs are added up at their owners.
+Backward: the same for OdOQ and KV, while dKV follows KV along the sub-rings and back to its team, and is added up
+there.
+
+Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads, lse apart:
+    forward   (1 + 2k) (C - 1) + 2k (C - 1) + 2k (n / C - C) + (C - 1), by stage
+    backward  (3 + 2k) (C - 1) + 2k (C - 1) + 4k (n / C - C) + 2k (C - 1) + (1 + 2k) (C - 1)
+That is the mean. A rank that sends in stage 2 sends 2k C there, and with k = 1 it sends 4 C - 4 + 2 n / C forward: for
+it, table 2 of the Mesh paper holds, (4 C - 4) / n + 2 / C of N * d. The text there adds the same four stages up to
+(4 C - 1) / n + 2 / C, which is 3 / n too much.
+
+Layouts: striped, zigzag, contiguous. Masks: full, causal. Refuses C whose square doesn't divide n. C = 1 is Ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from sp_bench.plan import (
+    Attend,
+    AttendBackward,
+    Chunk,
+    CostProfile,
+    Exchange,
+    Fold,
+    Grid,
+    Group,
+    Line,
+    Method,
+    Pass,
+    Plan,
+    Problem,
+    RequestError,
+    Steps,
+    all_gather,
+    divisors,
+    receive_next,
+    reduce_next,
+    reduce_scatter,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StarTrail(Method):
+    """Teams of C ranks."""
+
+    name: ClassVar[str] = "startrail"
+    citation: ClassVar[str] = "Liu et al. 2025"
+    layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {
+        "forward": "(2 + 4*k)*(C-1) + 2*k*(n/C-C)",
+        "backward": "(4 + 8*k)*(C-1) + 4*k*(n/C-C)",
+    }
+
+    team: str | int = "auto"
+    """C, the ranks of a team; auto stands for every C whose square divides n."""
+
+    def refuse(self, problem: Problem) -> None:
+        """Blocks of C teams must be equal."""
+        sizes = _team_sizes(problem.n)
+        if self.team != "auto" and (type(self.team) is not int or self.team not in sizes):
+            raise RequestError(
+                f"method.team={self.team}",
+                f"must be auto or have a square that divides gpus={problem.n}",
+                f"one of {', '.join(map(str, sizes))} would work",
+            )
+
+    def candidates(self, problem: Problem) -> tuple[StarTrail, ...]:
+        """One for each C."""
+        self.refuse(problem)
+        sizes = _team_sizes(problem.n) if self.team == "auto" else [self.team]
+        return tuple(replace(self, team=size) for size in sizes)
+
+    def variant(self, n: int) -> str:
+        """C."""
+        return f"C={self._size}"
+
+    def symbols(self, problem: Problem) -> Mapping[str, float]:
+        """C."""
+        return {"C": self._size}
+
+    def forward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """The four stages."""
+        q, kv, o = (self._in_team(tensor) for tensor in ("q", "kv", "o"))
+        orbit = self._in_orbit("kv", problem)
+        steps = Steps()
+        self._gather(steps, q, kv, orbit)
+        for s in range(problem.n // self._size**2):
+            self._receive(steps, orbit, s)
+            for chunk in self._chunks(orbit, s):
+                steps.do(*(Attend(q.at(u), chunk, o.at(u)) for u in range(self._size)))
+        steps.next()
+        steps.do(*reduce_scatter(o, lane="team"))
+        return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
+
+    def backward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """The four stages, with dKV one hop behind KV, and home."""
+        odoq, kv, dq, dkv = (self._in_team(tensor) for tensor in ("odoq", "kv", "dq", "dkv"))
+        orbit, orbit_dkv = self._in_orbit("kv", problem), self._in_orbit("dkv", problem)
+        lines, size = self._lines(orbit_dkv), problem.n // self._size**2
+        steps = Steps()
+        self._gather(steps, odoq, kv, orbit)
+        for s in range(size):
+            self._receive(steps, orbit, s)
+            behind = [reduce_next(line, s - 2, lane="dkv") for line in lines if s >= 2]
+            steps.do(*(hop for hop, _ in behind))
+            for chunk, into in zip(self._chunks(orbit, s), self._chunks(orbit_dkv, s), strict=True):
+                steps.do(*(AttendBackward(odoq.at(u), chunk, dq.at(u), into) for u in range(self._size)))
+            steps.do(*(fold for _, fold in behind))
+        steps.next()
+        for line in lines if size > 1 else ():
+            steps.do(*reduce_next(line, size - 2, lane="dkv"))
+        steps.next()
+        steps.do(*reduce_scatter(dq, lane="team"))
+        for e, line in enumerate(lines):
+            arriving = dkv.at(e).arriving()
+            steps.do(self._swap(line.at(0), arriving, "dkv"), Fold(arriving, dkv.at(e)))
+        steps.do(*reduce_scatter(dkv, lane="dkv"))
+        return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+        """The header's formulas."""
+        team, rings = self._size - 1, problem.n // self._size - self._size
+        if phase == "forward":
+            return {"q": team, "kv": 2 * team + rings, "o": team}
+        return {"odoq": team, "kv": 2 * team + rings, "dq": team, "dkv": 2 * team + rings}
+
+    @property
+    def _size(self) -> int:
+        assert isinstance(self.team, int), "a caller picks one of the candidates first"
+        return self.team
+
+    @property
+    def _partners(self) -> Exchange:
+        """The rank c of team s and the rank s of team c."""
+        return Exchange(Group(1, self._size), Group(self._size, self._size))
+
+    def _in_team(self, tensor: str) -> Chunk:
+        """#u belongs to the team's rank u ahead."""
+        return Chunk(tensor, 0, Group(1, self._size))
+
+    def _in_orbit(self, tensor: str, problem: Problem) -> Chunk:
+        """#(e + C s) belongs to the rank e ahead of the partner in its team, s blocks ahead."""
+        size = self._size
+        return Chunk(tensor, 0, Grid(Group(1, size), Group(size**2, problem.n // size**2), self._partners))
+
+    def _lines(self, orbit: Chunk) -> list[Line]:
+        """The sub-rings of a rank: one for each of the C chunks that move together."""
+        assert isinstance(orbit.home, Grid)
+        return [Line(orbit.at(e), orbit.home.outer, self._size) for e in range(self._size)]
+
+    def _chunks(self, orbit: Chunk, s: int) -> list[Chunk]:
+        """The C chunks of step s."""
+        return [line.at(s) for line in self._lines(orbit)]
+
+    def _swap(self, send: Chunk, recv: Chunk, lane: str) -> Pass:
+        return Pass(lane, send=send, recv=recv, group=self._partners, shift=1)
+
+    def _gather(self, steps: Steps, q: Chunk, kv: Chunk, orbit: Chunk) -> None:
+        """Stages 1 and 2."""
+        steps.next()
+        steps.do(*all_gather(q, lane="team"), *all_gather(kv, lane="kv"))
+        steps.next()
+        steps.do(*(self._swap(kv.at(e), chunk, "kv") for e, chunk in enumerate(self._chunks(orbit, 0))))
+
+    def _receive(self, steps: Steps, orbit: Chunk, s: int) -> None:
+        """Open a step of stage 3: the next KV comes in."""
+        steps.next()
+        steps.do(*(receive_next(line, s, lane="kv") for line in self._lines(orbit) if s + 1 < line.group.size))
+
+
+def _team_sizes(n: int) -> list[int]:
+    return [c for c in divisors(n) if n % c**2 == 0]

@@ -1,0 +1,122 @@
+"""DeepSpeed-Ulysses: all-to-alls turn every rank's tokens into its share of the heads of all tokens, and back.
+
+Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+Transformer Models", 2023, section 3.1. Between the all-to-alls, attention is one block on each rank. Backward: Q, KV
+and O by heads are kept from the forward, so that of the inputs only dO travels.
+
+Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h heads, k = kv_heads / heads. A rank
+needs at least one key head: with fewer than n, each goes to n / kv_heads ranks and no further, and K = max(k, n / h).
+    forward   (2 + 2K) (n - 1) / n for Q, KV and O
+    backward  (2 + 2K) (n - 1) / n for dO, dQ and dKV; what ranks computed with one key head is added up at its owner
+
+Layout: contiguous. A rank has all tokens of its heads, so that a causal mask leaves all ranks equal work. Refuses ranks
+that don't divide the heads, and those that neither divide kv_heads nor are a multiple of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from sp_bench.plan import (
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Bundle,
+    Chunk,
+    CostProfile,
+    Group,
+    Method,
+    Plan,
+    Problem,
+    RequestError,
+    Steps,
+)
+
+LANE = "all-to-all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ulysses(Method):
+    """All ranks split the heads."""
+
+    name: ClassVar[str] = "ulysses"
+    citation: ClassVar[str] = "Jacobs et al. 2023"
+    layouts: ClassVar[tuple[str, ...]] = ("contiguous",)
+    formula: ClassVar[Mapping[str, str]] = {
+        "forward": "(2 + 2*max(k, n/h))*(n-1)/n",
+        "backward": "(2 + 2*max(k, n/h))*(n-1)/n",
+    }
+    limit: ClassVar[str] = "heads"
+
+    layout: str = "contiguous"
+
+    def ranks_per_chunk(self, n: int) -> int:
+        """All."""
+        return n
+
+    def refuse(self, problem: Problem) -> None:
+        """Every rank must get as many heads, with the key heads that belong to them."""
+        if problem.n not in degrees(problem):
+            raise RequestError(
+                f"gpus={problem.n}",
+                f"{self.name} splits heads={problem.heads} evenly, and kv_heads={problem.kv_heads} must divide evenly "
+                "too or be a divisor of the ranks",
+                f"one of {', '.join(map(str, degrees(problem)))} would work",
+            )
+
+    def forward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """All-to-all of Q and KV, attention, all-to-all of O."""
+        group = Group(1, self.ranks_per_chunk(problem.n))
+        q, kv, out, q_h, kv_h, o_h = self._chunks(problem, "q", "kv", "out", "q_h", "kv_h", "o_h")
+        steps = Steps()
+        steps.next()
+        steps.do(AllToAll(LANE, q, q_h, group), AllToAll(LANE, kv, kv_h, group))
+        self._attend(steps, q_h, kv_h, o_h)
+        steps.next()
+        steps.do(AllToAll(LANE, o_h, out, group))
+        return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(out,), kept=(q_h, kv_h, o_h))
+
+    def backward(self, problem: Problem, costs: CostProfile) -> Plan:
+        """All-to-all of dO, attention backward, all-to-all of dQ and dKV."""
+        group = Group(1, self.ranks_per_chunk(problem.n))
+        do, dq, dkv, q_h, kv_h, o_h = self._chunks(problem, "do", "dq", "dkv", "q_h", "kv_h", "o_h")
+        do_h, odoq_h, dq_h, dkv_h = self._chunks(problem, "do_h", "odoq_h", "dq_h", "dkv_h")
+        steps = Steps()
+        steps.next()
+        steps.do(AllToAll(LANE, do, do_h, group), Bundle((q_h, o_h, do_h), odoq_h))
+        self._attend_backward(steps, odoq_h, kv_h, dq_h, dkv_h)
+        steps.next()
+        steps.do(AllToAll(LANE, dq_h, dq, group), AllToAll(LANE, dkv_h, dkv, group))
+        return steps.plan("backward", problem.n, inputs=(do,), outputs=(dq, dkv), kept=(q_h, kv_h, o_h))
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+        """The header's formulas; a chunk of kv_h has max(kv_heads, n) heads."""
+        dealt = Fraction(problem.n - 1, problem.n)
+        if phase == "forward":
+            return {"q": dealt, "kv_h": dealt, "out": dealt}
+        return {"do": dealt, "dq": dealt, "dkv_h": dealt}
+
+    def _attend(self, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+        steps.next()
+        steps.do(Attend(q_h, kv_h, o_h))
+
+    def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
+        steps.next()
+        steps.do(AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
+
+    def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
+        """The rank's own chunks; those by heads are at home among the ranks that have the same heads."""
+        u = self.ranks_per_chunk(problem.n)
+        return tuple(
+            Chunk(tensor, 0, Group(u, problem.n // u) if tensor.endswith("_h") else Group(1, problem.n))
+            for tensor in tensors
+        )
+
+
+def degrees(problem: Problem) -> list[int]:
+    """How many ranks can split the heads evenly: 1, 2, ... up to the heads."""
+    heads, kv_heads = problem.heads, problem.kv_heads
+    return [u for u in range(1, heads + 1) if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]

@@ -1,0 +1,97 @@
+"""USP: DeepSpeed-Ulysses among neighbouring ranks, Ring Attention between such groups.
+
+Source: Fang, Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024, algorithm 1.
+The n ranks are n / u groups of u = `ulysses` consecutive ranks. Inside a group it is Ulysses (methods/ulysses.py); in
+place of its one block, KV by heads goes round the ring of the ranks that have the same heads. The ranks of a group own
+the tokens of one chunk of the layout together, so that a block is one kernel call on a whole chunk.
+
+Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h heads, K = max(kv_heads, u) / h:
+    forward   (2 + 2K) (u - 1) / u for Q, KV and O, and 2K (n / u - 1) along the ring
+    backward  (2 + 2K) (u - 1) / u for dO, dQ and dKV, and 4K (n / u - 1) for KV and dKV along the ring
+
+Layouts: contiguous, striped, zigzag. Masks: full, causal. Refuses a u that doesn't divide n or the heads, or that
+neither divides kv_heads nor is a multiple of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import ClassVar
+
+from methods.ring import pass_round, pass_round_backward
+from methods.ulysses import Ulysses, degrees
+from sp_bench.plan import Chunk, Problem, RequestError, Steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class USP(Ulysses):
+    """Ulysses inside groups, Ring between them."""
+
+    name: ClassVar[str] = "usp"
+    citation: ClassVar[str] = "Fang and Zhao 2024"
+    layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
+    formula: ClassVar[Mapping[str, str]] = {
+        "forward": "(2 + 2*max(k, u/h))*(u-1)/u + 2*max(k, u/h)*(n/u-1)",
+        "backward": "(2 + 2*max(k, u/h))*(u-1)/u + 4*max(k, u/h)*(n/u-1)",
+    }
+    limit: ClassVar[str] = "any number"
+
+    layout: str = "auto"
+    ulysses: str | int = "auto"
+    """u, the ranks that split the heads; auto stands for every degree that is possible."""
+
+    def refuse(self, problem: Problem) -> None:
+        """Groups must be equal, and so must the heads of their ranks."""
+        known = _degrees(problem)
+        if self.ulysses != "auto" and (type(self.ulysses) is not int or self.ulysses not in known):
+            raise RequestError(
+                f"method.ulysses={self.ulysses}",
+                f"must be auto or divide gpus={problem.n} and heads={problem.heads}, and divide kv_heads="
+                f"{problem.kv_heads} or be a multiple of them",
+                f"one of {', '.join(map(str, known))} would work",
+            )
+
+    def candidates(self, problem: Problem) -> tuple[USP, ...]:
+        """One for each degree."""
+        self.refuse(problem)
+        chosen = _degrees(problem) if self.ulysses == "auto" else [self.ulysses]
+        return tuple(replace(self, ulysses=u) for u in chosen)
+
+    def ranks_per_chunk(self, n: int) -> int:
+        """u. Raises RequestError while it is auto."""
+        if not isinstance(self.ulysses, int):
+            raise RequestError(
+                f"method.ulysses={self.ulysses}",
+                "decides which tokens a rank owns, and must be chosen before they are dealt out",
+                "a number, such as method.ulysses=2, would work",
+            )
+        return self.ulysses
+
+    def variant(self, n: int) -> str:
+        """Both degrees."""
+        u = self.ranks_per_chunk(n)
+        return f"ulysses {u} x ring {n // u}"
+
+    def symbols(self, problem: Problem) -> Mapping[str, float]:
+        """u."""
+        return {"u": self.ranks_per_chunk(problem.n)}
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+        """The header's formulas; a chunk of kv_h has max(kv_heads, u) heads."""
+        u = self.ranks_per_chunk(problem.n)
+        dealt, hops = Fraction(u - 1, u), problem.n // u - 1
+        if phase == "forward":
+            return {"q": dealt, "kv_h": dealt + hops, "out": dealt}
+        return {"do": dealt, "kv_h": hops, "dq": dealt, "dkv_h": dealt + hops}
+
+    def _attend(self, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+        pass_round(steps, q_h, kv_h, o_h)
+
+    def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
+        pass_round_backward(steps, odoq_h, kv_h, dq_h, dkv_h)
+
+
+def _degrees(problem: Problem) -> list[int]:
+    return [u for u in degrees(problem) if problem.n % u == 0]

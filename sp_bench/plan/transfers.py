@@ -1,0 +1,94 @@
+"""What a transfer moves: from whom to whom, how many bytes of which field, and the buffers that it is staged in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from sp_bench.plan.layout import Part
+from sp_bench.plan.ops import AllToAll, Exchange, Pass, Plan, Transfer
+from sp_bench.plan.problem import FIELDS, Field, Problem
+
+
+def messages(op: Transfer, problem: Problem, rank) -> Iterator[tuple]:
+    """(target, {field: bytes}) of everything that `rank`, one or an array of them, sends in one transfer.
+
+    All of it is under way at once. Nothing is sent where the target is the rank itself.
+    """
+    if isinstance(op, AllToAll):
+        pieces = {field.name: piece_bytes(problem, field) for field in by_heads(op)}
+        for shift in range(1, op.group.size):
+            yield op.group.member(rank, shift), pieces
+    elif op.send is not None:
+        target, share = op.target(rank), _rows(op, problem, rank)
+        if isinstance(op.group, Exchange):
+            share = share * (target != rank)
+        fields = FIELDS[op.send.tensor]
+        yield target, {f.name: share * problem.field_bytes(f, wire=True) // problem.field_tokens(f) for f in fields}
+
+
+def _rows(op: Pass, problem: Problem, rank):
+    """How many tokens of its chunk a rank sends."""
+    assert op.send is not None
+    tokens = problem.field_tokens(FIELDS[op.send.tensor][0])
+    if op.against is None:
+        return tokens
+    order = problem.layout.order(*op.seen_by(rank))
+    return sum((order == i) * part.tokens(tokens) for i, part in enumerate(problem.rows_seen()))
+
+
+def part_sent(op: Pass, problem: Problem, rank: int) -> Part:
+    """The part of its chunk that one rank sends."""
+    if op.against is None:
+        return Part.WHOLE
+    return problem.rows_seen()[problem.layout.order(*op.seen_by(rank))]
+
+
+def by_heads(op: AllToAll) -> tuple[Field, ...]:
+    """The fields that an AllToAll moves, by heads."""
+    tensor = op.recv.tensor
+    return FIELDS[tensor if op.to_heads else f"{tensor}_h"]
+
+
+def piece_shape(problem: Problem, field: Field) -> tuple[int, ...]:
+    """One rank's heads of another rank's tokens: what two ranks exchange of a field by heads."""
+    return (problem.batch, problem.local_seqlen, problem.field_heads(field), problem.head_dim)
+
+
+def piece_bytes(problem: Problem, field: Field) -> int:
+    """What they weigh on the wire."""
+    return problem.field_bytes(field, wire=True) // problem.layout.shared
+
+
+class Stage(NamedTuple):
+    """A buffer in which a lane puts together what it sends, or in which it takes apart what it received."""
+
+    lane: str
+    tensor: str
+    use: str
+    """send or recv."""
+
+
+Buffer = tuple[tuple[int, ...], str]
+"""Shape and dtype of one tensor."""
+
+
+def stages(plan: Plan, problem: Problem) -> dict[Stage, tuple[Buffer, ...]]:
+    """The staging buffers of a plan, a tensor for each field."""
+    found: dict[Stage, tuple[Buffer, ...]] = {}
+    for op in plan.ops:
+        if isinstance(op, AllToAll):
+            pieces = tuple(
+                ((op.group.size, *piece_shape(problem, field)), problem.field_dtype(field, wire=True))
+                for field in by_heads(op)
+            )
+            found[Stage(op.lane, op.send.tensor, "send")] = pieces
+            found[Stage(op.lane, op.send.tensor, "recv")] = pieces
+        elif isinstance(op, Pass) and op.send and (op.against or problem.needs_cast(op.send.tensor)):
+            found[Stage(op.lane, op.send.tensor, "send")] = wire_form(problem, op.send.tensor)
+    return found
+
+
+def wire_form(problem: Problem, tensor: str) -> tuple[Buffer, ...]:
+    """Shapes and dtypes in which a chunk travels."""
+    return tuple((problem.field_shape(f), problem.field_dtype(f, wire=True)) for f in FIELDS[tensor])

@@ -1,0 +1,351 @@
+"""The network of a cluster: its links, and which of them a transfer between two ranks crosses.
+
+GPUs are numbered over all nodes: those of node 0, then those of node 1, ... A link has one direction: a full-duplex
+cable is two links. Each class of links has one block of numbers, so that a route is arithmetic on arrays. The blocks,
+in this order where a cluster has them, with g GPUs to a node:
+
+| class | of each | number in its block |
+|---|---|---|
+| pair | GPU to each of its node (full_mesh) | from * g + to % g |
+| port out, port in | GPU (switch, pcie_tree) | GPU |
+| uplink out, uplink in | PCIe switch (pcie_tree) | GPU // gpus_per_switch |
+| socket out, socket in | socket (pcie_tree) | GPU // gpus_per_socket |
+| nic out, nic in | NIC | GPU // GPUs that share one |
+| leaf out, leaf in | leaf switch, to the spine and back | GPU // (g * nodes_per_leaf) |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from itertools import zip_longest
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from sp_bench.errors import RequestError, unknown
+from sp_bench.plan import divisors
+from sp_bench.simulate.values import count, number, section
+
+MAX_LINKS = 20_000_000
+"""What fits a few GB of memory."""
+
+Hop = tuple[str, np.ndarray]
+"""A class of links, and the one in its block that each flow crosses, -1 for none: (F,)."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Consecutive GPUs that share one link out, and one in, to all others."""
+
+    name: str
+    gpus: int
+    """How many share one."""
+    bytes_per_s: float
+
+    def hops(self, a: np.ndarray, b: np.ndarray) -> tuple[Hop, Hop]:
+        """The link out and the link in that flows from GPU a to GPU b cross."""
+        out, into = a // self.gpus, b // self.gpus
+        same = out == into
+        return (f"{self.name} out", np.where(same, -1, out)), (f"{self.name} in", np.where(same, -1, into))
+
+
+def climb(levels: Sequence[Level], a: np.ndarray, b: np.ndarray) -> list[Hop]:
+    """What flows from GPU a to GPU b cross: up the levels, as far as they differ, and down again."""
+    hops = [level.hops(a, b) for level in levels]
+    return [out for out, _ in hops] + [into for _, into in reversed(hops)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One section of a network's config: the fields are its keys, and those with a default may be missing or null."""
+
+    @classmethod
+    def read(cls, path: str, config: Any, *, beside: tuple[str, ...] = ()) -> Self:
+        """The section at `path`, which may have the keys `beside` too. Raises RequestError for a key or value."""
+        required = tuple(field.name for field in fields(cls) if field.default is MISSING)
+        optional = tuple(field.name for field in fields(cls) if field.default is not MISSING)
+        config = section(path, config, required, optional + beside)
+        given = (key for key in config if key in required or (key in optional and config[key] is not None))
+        return cls(**{key: _value(f"{path}.{key}", key, config[key]) for key in given})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier(Section):
+    """What transfers inside nodes, and those across, have in common."""
+
+    bytes_per_s: float
+    """Of each GPU, or each NIC, in each direction."""
+    latency_s: float
+    """Before a transfer's first byte."""
+    flow_bytes_per_s: float = math.inf
+    """Most that one transfer takes, such as what NCCL's channels to one peer carry."""
+
+
+class Switch(Tier):
+    """Every GPU has a port on a full switch (NVSwitch)."""
+
+    def levels(self) -> list[Level]:
+        """The shared links of a node, from its GPUs up."""
+        return [Level("port", 1, self.bytes_per_s)]
+
+
+class FullMesh(Tier):
+    """A cable between any two GPUs of a node (OAM boards, HCCS).
+
+    Each has an even share of a GPU's bytes_per_s, and traffic to one peer can't use the cables to the others.
+    """
+
+    def levels(self) -> list[Level]:
+        """No link is shared."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class PcieTree(Switch):
+    """GPUs on PCIe switches, and these on the host bridge of a socket.
+
+    Two GPUs on a switch (PIX) cross their own links alone, two on a socket (PXB, PHB) also the uplinks that all GPUs of
+    a switch share, others (SYS) also the links between sockets. A NIC is on the switch of the first GPU that it serves.
+    """
+
+    gpus_per_switch: int
+    uplink_bytes_per_s: float
+    """Of each PCIe switch, in each direction."""
+    gpus_per_socket: int | None = None
+    """None: one host bridge for all."""
+    socket_bytes_per_s: float | None = None
+    """Of each socket to the others, in each direction."""
+
+    def levels(self) -> list[Level]:
+        """The shared links of a node, from its GPUs up."""
+        found = [*super().levels(), Level("uplink", self.gpus_per_switch, self.uplink_bytes_per_s)]
+        if self.gpus_per_socket and self.socket_bytes_per_s:
+            found.append(Level("socket", self.gpus_per_socket, self.socket_bytes_per_s))
+        return found
+
+
+KINDS = {"switch": Switch, "full_mesh": FullMesh, "pcie_tree": PcieTree}
+"""What intra.kind may be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inter(Tier):
+    """The NICs of a node. Consecutive GPUs share one where there are fewer NICs than GPUs."""
+
+    nics_per_node: int | None = None
+    """None: one for each GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric(Section):
+    """A fat tree: consecutive nodes share a leaf switch, and each leaf has uplinks to a spine that is never full."""
+
+    nodes_per_leaf: int
+    oversubscription: float = 1.0
+    """What the NICs below a leaf carry, over what its uplinks carry."""
+    latency_s: float = 0.0
+    """Of going to another leaf, in addition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Equal nodes of GPUs, the NICs and the fabric between them, and the GPU that each rank is on."""
+
+    gpus_per_node: int | None
+    """None: all ranks are on one node."""
+    intra: Switch | FullMesh | PcieTree
+    inter: Inter | None
+    """None: there is one node and no other."""
+    fabric: Fabric | None
+    """None: the fabric is never full."""
+    placement: Literal["block", "cyclic"] | tuple[int, ...]
+    """Ranks fill node after node, or go round the nodes, or rank r is on GPU placement[r]."""
+
+    @classmethod
+    def build(cls, config: Any, path: str = "cluster.network") -> Self:
+        """The network that a conf/cluster file has at `path`. Raises RequestError for a key or value."""
+        config = section(path, config, ("gpus_per_node", "intra"), ("inter", "fabric", "placement"))
+        g, intra, inter, fabric = (config.get(key) for key in ("gpus_per_node", "intra", "inter", "fabric"))
+        placement = config.get("placement")
+        kind = str(intra.get("kind", "switch")) if isinstance(intra, Mapping) else "switch"
+        if kind not in KINDS:
+            raise unknown(f"{path}.intra.kind", kind, KINDS)
+        topology = cls(
+            gpus_per_node=None if g is None else count(f"{path}.gpus_per_node", g),
+            intra=KINDS[kind].read(f"{path}.intra", intra, beside=("kind",)),
+            inter=None if inter is None else Inter.read(f"{path}.inter", inter),
+            fabric=None if fabric is None else Fabric.read(f"{path}.fabric", fabric),
+            placement="block" if placement is None else _placement(f"{path}.placement", placement),
+        )
+        topology._check(path)
+        return topology
+
+    def _check(self, path: str) -> None:
+        """Raise RequestError for values that don't fit each other."""
+        g, intra, fabric = self.gpus_per_node, self.intra, self.fabric
+        nics = self.inter.nics_per_node if self.inter else None
+        if g is None and (type(intra) is not Switch or nics or fabric or not isinstance(self.placement, str)):
+            rule = "must be a number beside a fabric, nics_per_node, a list of GPUs, or an intra.kind other than switch"
+            raise RequestError(f"{path}.gpus_per_node=null", rule, f"{path}.gpus_per_node=8 would work")
+        if isinstance(intra, PcieTree):
+            per_switch, per_socket = f"{path}.intra.gpus_per_switch", f"{path}.intra.gpus_per_socket"
+            if (intra.gpus_per_socket is None) != (intra.socket_bytes_per_s is None):
+                rule = f"goes with socket_bytes_per_s, which is {intra.socket_bytes_per_s}"
+                raise RequestError(f"{per_socket}={intra.gpus_per_socket}", rule, "both or neither would work")
+            _check_divides(per_switch, intra.gpus_per_switch, "gpus_per_node", g)
+            _check_divides(per_socket, intra.gpus_per_socket, "gpus_per_node", g)
+            _check_divides(per_switch, intra.gpus_per_switch, "gpus_per_socket", intra.gpus_per_socket)
+        _check_divides(f"{path}.inter.nics_per_node", nics, "gpus_per_node", g)
+        if fabric and not self.inter:
+            raise RequestError(f"{path}.fabric", f"joins NICs, which {path}.inter gives", "both or neither would work")
+        if fabric and fabric.oversubscription < 1:
+            key = f"{path}.fabric.oversubscription"
+            raise RequestError(f"{key}={fabric.oversubscription}", "must be at least 1", f"{key}=1 would work")
+
+    def place(self, n: int) -> np.ndarray:
+        """The GPU of each of n ranks: (n,). Raises RequestError where a list of GPUs has fewer."""
+        ranks = np.arange(n)
+        if self.placement == "block" or self.gpus_per_node is None:
+            return ranks
+        if self.placement == "cyclic":
+            nodes = -(-n // self.gpus_per_node)
+            return ranks % nodes * self.gpus_per_node + ranks // nodes
+        if len(self.placement) < n:
+            rule = f"the cluster's placement lists {len(self.placement)} GPUs"
+            raise RequestError(f"gpus={n}", rule, f"gpus={len(self.placement)} would work")
+        return np.array(self.placement[:n])
+
+    def between(self, g: int) -> list[Level]:
+        """The shared links between nodes of g GPUs, from the NICs up."""
+        if not self.inter:
+            return []
+        nics = self.inter.nics_per_node or g
+        found = [Level("nic", g // nics, self.inter.bytes_per_s)]
+        if self.fabric:
+            below = self.fabric.nodes_per_leaf
+            rate = below * nics * self.inter.bytes_per_s / self.fabric.oversubscription
+            found.append(Level("leaf", below * g, rate))
+        return found
+
+    def network(self, n: int) -> Network:
+        """The links of n ranks. Raises RequestError where the ranks don't fit the cluster, or the links the memory."""
+        gpu, g = self.place(n), self.gpus_per_node or n
+        gpus = (int(gpu.max()) // g + 1) * g
+        if gpus > g and not self.inter:
+            raise RequestError(f"gpus={n}", f"the cluster is one node of {g}, without NICs", f"gpus={g} would work")
+        blocks = {}
+        if isinstance(self.intra, FullMesh):
+            blocks["pair"] = gpus * g, self.intra.bytes_per_s / max(g - 1, 1)
+        for level in [*self.intra.levels(), *self.between(g)]:
+            both = f"{level.name} out", f"{level.name} in"
+            blocks |= dict.fromkeys(both, (-(-gpus // level.gpus), level.bytes_per_s))
+        counts, rates = zip(*blocks.values(), strict=True)
+        if sum(counts) > MAX_LINKS:
+            rule = f"this network has {sum(counts):,} links; at most {MAX_LINKS:,} are simulated"
+            raise RequestError(f"gpus={n}", rule, "fewer GPUs would work")
+        return Network(
+            topology=self,
+            gpus_per_node=g,
+            gpu=gpu,
+            first_link=dict(zip(blocks, np.cumsum((0, *counts)).tolist(), strict=False)),
+            link_class=np.repeat(np.arange(len(blocks), dtype=np.int8), counts),
+            link_bytes_per_s=np.repeat(rates, counts),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """How F transfers travel. One from a rank to itself crosses nothing, and a simulation must give it no bytes."""
+
+    latency_s: np.ndarray
+    """(F,)"""
+    links: np.ndarray
+    """(F, P) The links that each crosses, in order, and -1 for none anywhere among them."""
+    rate_cap: np.ndarray
+    """(F,) Most bytes per second that each may take; inf for no cap."""
+    inter: np.ndarray
+    """(F,) Whether its ends are on two nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Network:
+    """The L links that n ranks have, and the routes between them."""
+
+    topology: Topology
+    gpus_per_node: int
+    gpu: np.ndarray
+    """(n,) The GPU of each rank."""
+    first_link: dict[str, int]
+    """By class of links, where its block starts."""
+    link_class: np.ndarray
+    """(L,) The class of each link, by its place among the keys of first_link."""
+    link_bytes_per_s: np.ndarray
+    """(L,)"""
+
+    def node_of(self, rank: np.ndarray) -> np.ndarray:
+        """The node of each rank."""
+        return self.gpu[rank] // self.gpus_per_node
+
+    def routes(self, source: np.ndarray, target: np.ndarray) -> Routes:
+        """The routes from source to target ranks: (F,) each."""
+        intra, inter, fabric, g = self.topology.intra, self.topology.inter, self.topology.fabric, self.gpus_per_node
+        a, b = self.gpu[source], self.gpu[target]
+        apart = a // g != b // g
+        near = ~apart & (a != b)
+        latency_s, rate_cap = np.where(near, intra.latency_s, 0.0), np.where(near, intra.flow_bytes_per_s, math.inf)
+        inside = [("pair", a * g + b % g)] if isinstance(intra, FullMesh) else climb(intra.levels(), a, b)
+        across = []
+        if inter:
+            latency_s[apart], rate_cap[apart] = inter.latency_s, inter.flow_bytes_per_s
+            across = self._across(a, b)
+        if fabric:
+            gpus_per_leaf = g * fabric.nodes_per_leaf
+            latency_s += np.where(a // gpus_per_leaf != b // gpus_per_leaf, fabric.latency_s, 0.0)
+        # A flow has one of the two paths, and -1 on the other.
+        both = zip_longest(self._numbers(inside, near), self._numbers(across, apart), fillvalue=-1)
+        links = np.stack([np.maximum(one, other) for one, other in both], axis=1)
+        return Routes(latency_s=latency_s, links=links, rate_cap=rate_cap, inter=apart)
+
+    def alone_bytes_per_s(self, routes: Routes) -> np.ndarray:
+        """What each transfer gets where there is no other, inf from a rank to itself: (F,)."""
+        rates = np.append(self.link_bytes_per_s, math.inf)  # which -1 stands for
+        return np.minimum(rates[routes.links].min(axis=1), routes.rate_cap)
+
+    def _across(self, a: np.ndarray, b: np.ndarray) -> list[Hop]:
+        """What flows from GPU a to GPU b of another node cross, in order."""
+        intra, (nic, *leaf) = self.topology.intra, self.topology.between(self.gpus_per_node)
+        path = climb([nic, *leaf], a, b)
+        if not isinstance(intra, PcieTree):
+            return path
+        (port, *above), nic_a, nic_b = intra.levels(), a // nic.gpus * nic.gpus, b // nic.gpus * nic.gpus
+        port_out, port_in = port.hops(a, b)
+        return [port_out, *climb(above, a, nic_a), *path, *climb(above, nic_b, b), port_in]
+
+    def _numbers(self, path: list[Hop], crosses: np.ndarray) -> list[np.ndarray]:
+        """The links of a path by their numbers in the network, -1 for flows that don't cross it: [(F,), ...]."""
+        return [np.where(crosses & (place >= 0), self.first_link[name] + place, -1) for name, place in path]
+
+
+def _value(path: str, key: str, value: Any) -> float:
+    if key.startswith(("gpus_per_", "nics_per_", "nodes_per_")):
+        return count(path, value)
+    return number(path, value, zero=key == "latency_s")
+
+
+def _placement(path: str, value: Any) -> Literal["block", "cyclic"] | tuple[int, ...]:
+    if value in ("block", "cyclic"):
+        return value
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    if not listed or not all(type(gpu) is int and gpu >= 0 for gpu in value) or len(set(value)) < len(value):
+        rule = "must be block, cyclic, or a list of different GPUs, counted over all nodes"
+        raise RequestError(f"{path}={value}", rule, f"{path}=[0, 2, 1, 3] would work")
+    return tuple(value)
+
+
+def _check_divides(path: str, part: int | None, name: str, whole: int | None) -> None:
+    """Raise RequestError where a part does not divide the whole of that name."""
+    if part and whole and whole % part:
+        choices = ", ".join(map(str, divisors(whole)))
+        raise RequestError(f"{path}={part}", f"must divide {name}={whole}", f"{choices} would work")
