@@ -30,6 +30,7 @@ from sp_bench.plan import (
     dataflow,
     is_partial,
     messages,
+    peers,
     stages,
 )
 
@@ -94,15 +95,22 @@ def volume(plan: Plan, problem: Problem) -> Volume:
     return Volume(sent)
 
 
+def traffic(plan: Plan, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(target, bytes) of all that ranks send, each (n,) by rank, one entry for each way of pairing ranks."""
+    ranks, sent = np.arange(problem.n), {}
+    for op in plan.ops:
+        if isinstance(op, Transfer):
+            for (group, shift), (_, sizes) in zip(peers(op), messages(op, problem, ranks), strict=True):
+                total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
+                total += sum(sizes.values())
+    return [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
+
+
 def sent_across_nodes(plan: Plan, problem: Problem, node_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Bytes that each rank sends to ranks of other nodes: (n,). `node_of` gives the node of each rank."""
     ranks = np.arange(problem.n)
-    across = np.zeros(problem.n)
-    for op in plan.ops:
-        if isinstance(op, Transfer):
-            for target, sizes in messages(op, problem, ranks):
-                across += (node_of(ranks) != node_of(target)) * sum(sizes.values())
-    return across
+    across = ((node_of(ranks) != node_of(target)) * sent for target, sent in traffic(plan, problem))
+    return sum(across, np.zeros(problem.n))
 
 
 def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> float:

@@ -26,7 +26,7 @@ TABLE_N = 16
 ABOUT_METHODS = f"""
 Made by `python -m sp_bench.describe --methods`; a test holds it against the code.
 
-Volume is the payload that each GPU sends on average, in chunks of N/n tokens x heads * head_dim elements, the lse apart.
+Volume is the payload that each GPU sends on average, in chunks of N/n tokens x heads * head_dim elements, lse apart.
 h = heads, k = kv_heads / heads, nodes is method.nodes, u method.ulysses, C method.team, a x b the tile; s = 3/4 with a
 causal mask on the zigzag layout, else 1. Memory is what a rank holds at most, inputs and results included, in the same
 unit, in bf16 at n = {TABLE_N} and k = 1, for the variant that sends least.
@@ -63,7 +63,10 @@ def describe(overrides: Sequence[str]) -> str:
     if gpus > MOST_RANKS:
         raise RequestError(f"gpus={gpus}", "its matrix would not fit a terminal", f"up to {MOST_RANKS} would work")
     config["seqlen"] = -(-whole("seqlen", config["seqlen"]) // (2 * gpus)) * 2 * gpus
-    request = resolve({**config, "mode": "simulate"})
+    # Any number of GPUs can be described: those that don't fill the cluster's nodes are on one.
+    node = config["cluster"]["gpus_per_node"]
+    whole_nodes = {"gpus_per_node": node if node and gpus % node == 0 else None}
+    request = resolve({**config, "mode": "simulate", "cluster": {**config["cluster"], **whole_nodes}})
     choice = choose(request)
     problem, variant = choice.problem, choice.method.variant(gpus)
     layout, shared = problem.layout.name, problem.layout.shared

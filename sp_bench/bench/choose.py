@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from sp_bench import account
 from sp_bench.bench.request import Request
 from sp_bench.errors import RequestError
 from sp_bench.plan import CostProfile, Method, Plan, Problem
 from sp_bench.simulate import Run, simulate
+from sp_bench.simulate.bounds import lower_bounds
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,11 @@ def _plan(method: Method, request: Request, costs: CostProfile) -> Choice:
 
 def _bound_s(request: Request, choice: Choice) -> float:
     """A time that no execution of the plans can go below on this cluster."""
-    problem, cluster = choice.problem, request.cluster
-    total_s = 0.0
-    for phase, plan in choice.plans.items():
-        sent = sum(account.volume(plan, problem).by_rank.values(), np.zeros(1))
-        across = account.sent_across_nodes(plan, problem, cluster.node_of)
-        ports_s = max(across.max() / cluster.inter.bytes_per_s, (sent - across).max() / cluster.intra.bytes_per_s)
-        blocks_s = account.blocks(plan, problem) @ cluster.block_s(problem, phase)
-        total_s += max(ports_s, blocks_s.max())
-    return float(total_s)
+    return sum(max(bounds_s(request, choice, phase).values()) for phase in choice.plans)
+
+
+def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
+    """What one phase takes at least, by what sets the bound (simulate.bounds); of compute, the blocks alone."""
+    problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
+    blocks_s = account.blocks(plan, problem) @ cluster.block_s(problem, phase)
+    return lower_bounds(plan, cluster, account.traffic(plan, problem), float(blocks_s.max()))

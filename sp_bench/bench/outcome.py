@@ -19,7 +19,8 @@ def account_for(record: Record, request: Request, choice: Choice) -> None:
     record.variant = method.variant(n) or None
     record.candidates = choice.candidates
     volumes = {phase: account.volume(plan, problem) for phase, plan in choice.plans.items()}
-    across = [account.sent_across_nodes(plan, problem, request.cluster.node_of) for plan in choice.plans.values()]
+    network = request.cluster.network(n)
+    across = [account.sent_across_nodes(plan, problem, network.node_of) for plan in choice.plans.values()]
     record.comm_bytes_per_gpu = plain(sum(volume.total_bytes for volume in volumes.values()))
     record.comm_bytes_busiest_gpu = sum(volume.max_bytes for volume in volumes.values())
     record.comm_bytes_expected = plain(sum(method.bytes_sent(problem, phase) for phase in request.phases))

@@ -102,6 +102,7 @@ def resolve(config: Mapping[str, Any]) -> Request:
     method.refuse(problem)
     cluster = Cluster.build(config["cluster"])
     known_keys("kernel.", config["kernel"], ["name"])
+    cluster.refuse(gpus)
     mode, why = _mode(config, gpus, cluster)
     notes = []
     if mode == "simulate":

@@ -37,7 +37,7 @@ from sp_bench.plan.patterns import (
     return_home,
 )
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_partial
-from sp_bench.plan.transfers import Buffer, Stage, by_heads, messages, part_sent, piece_shape, stages
+from sp_bench.plan.transfers import Buffer, Stage, by_heads, messages, part_sent, peers, piece_shape, stages
 
 __all__ = [
     "BLOCKS",
@@ -90,6 +90,7 @@ __all__ = [
     "messages",
     "outer",
     "part_sent",
+    "peers",
     "piece_shape",
     "receive_next",
     "reduce_next",

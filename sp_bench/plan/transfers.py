@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sp_bench.plan.layout import Part
-from sp_bench.plan.ops import AllToAll, Exchange, Pass, Plan, Transfer
+from sp_bench.plan.ops import AllToAll, Exchange, Group, Pass, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Field, Problem
+
+
+def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
+    """(group, shift) of each of the messages of a transfer, in their order: to whom every rank sends it."""
+    if isinstance(op, AllToAll):
+        return [(op.group, shift) for shift in range(1, op.group.size)]
+    return [(op.group, op.shift)] if op.send else []
 
 
 def messages(op: Transfer, problem: Problem, rank) -> Iterator[tuple]:
@@ -17,8 +24,8 @@ def messages(op: Transfer, problem: Problem, rank) -> Iterator[tuple]:
     """
     if isinstance(op, AllToAll):
         pieces = {field.name: piece_bytes(problem, field) for field in by_heads(op)}
-        for shift in range(1, op.group.size):
-            yield op.group.member(rank, shift), pieces
+        for group, shift in peers(op):
+            yield group.member(rank, shift), pieces
     elif op.send is not None:
         target, share = op.target(rank), _rows(op, problem, rank)
         if isinstance(op.group, Exchange):

@@ -4,51 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 
+from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.simulate.costs import DeviceCosts
-from sp_bench.simulate.values import count, number, section
+from sp_bench.simulate.topology import Network, Topology
+from sp_bench.simulate.values import count, section
 
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """One kind of link: what a GPU gets out of it in each direction, once set up."""
-
-    bytes_per_s: float
-    latency_s: float
-
-    @classmethod
-    def build(cls, path: str, config: Any) -> Self:
-        """The link that a conf/cluster file has at `path`. Raises RequestError for values that make no sense."""
-        config = section(path, config, ("bytes_per_s", "latency_s"))
-        return cls(
-            bytes_per_s=number(f"{path}.bytes_per_s", config["bytes_per_s"]),
-            latency_s=number(f"{path}.latency_s", config["latency_s"], zero=True),
-        )
+NETWORK_KEYS = ("gpus_per_node", "intra", "inter", "fabric", "placement")
+"""The keys of a conf/cluster file that describe its network (topology.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of `gpus_per_node` GPUs behind a full switch, and one NIC for each GPU on a non-blocking fabric.
-
-    Ranks fill the nodes in order.
-    """
+    """Nodes of GPUs, what joins them, and what kernels cost on them."""
 
     name: str
     this_machine: bool
     """Whether its ranks are processes of this machine, so that points on it are measured."""
-    gpus_per_node: int | None
-    """None: all ranks are on one node."""
     cores: int | None
     """CPU cores that all ranks share, where ranks have no device of their own."""
-    intra: Link
-    """NVLink through a switch, for each GPU and direction."""
-    inter: Link
-    """The NIC of each GPU, for each direction."""
+    topology: Topology
     device: DeviceCosts
     sources: Mapping[str, str]
     """Where the numbers are from."""
@@ -56,29 +37,37 @@ class Cluster:
     @classmethod
     def build(cls, config: Any) -> Self:
         """The cluster of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
-        required = ("name", "gpus_per_node", "intra", "inter", "device")
-        config = section("cluster", config, required, ("this_machine", "cores", "sources"))
-        per_node, cores = config["gpus_per_node"], config.get("cores")
+        required = ("name", "gpus_per_node", "intra", "device")
+        optional = ("this_machine", "cores", "sources", *NETWORK_KEYS[2:])
+        config = section("cluster", config, required, optional)
+        cores = config.get("cores")
         if cores == "auto":
             cores = cores_here()
         return cls(
             name=str(config["name"]),
             this_machine=config.get("this_machine") is True,
-            gpus_per_node=None if per_node is None else count("cluster.gpus_per_node", per_node),
             cores=None if cores is None else count("cluster.cores", cores),
-            intra=Link.build("cluster.intra", config["intra"]),
-            inter=Link.build("cluster.inter", config["inter"]),
+            topology=Topology.build({key: config[key] for key in NETWORK_KEYS if key in config}, "cluster"),
             device=DeviceCosts.build(config["device"]),
             sources=config.get("sources") or {},
         )
 
-    def nodes(self, gpus: int) -> int:
-        """How many nodes that many GPUs take."""
-        return -(-gpus // (self.gpus_per_node or gpus))
+    def refuse(self, gpus: int) -> None:
+        """Raise RequestError for a number of GPUs that doesn't fill nodes, or that the network can't join."""
+        node = self.topology.gpus_per_node
+        if node and gpus > node and gpus % node:
+            low = gpus // node * node
+            rule = f"nodes of {self.name} have {node} GPUs, and are used whole"
+            raise RequestError(f"gpus={gpus}", rule, f"gpus={low} or {low + node} would work")
+        self.network(gpus)
 
-    def node_of(self, rank: np.ndarray) -> np.ndarray:
-        """The node of each rank."""
-        return rank // self.gpus_per_node if self.gpus_per_node else np.zeros_like(rank)
+    def network(self, gpus: int) -> Network:
+        """The links and routes of that many ranks."""
+        return _network(self.topology, gpus)
+
+    def nodes(self, gpus: int) -> int:
+        """How many nodes that many ranks are on."""
+        return int(np.unique(self.network(gpus).node_of(np.arange(gpus))).size)
 
     def slowdown(self, ranks: int) -> float:
         """How much longer a rank computes since it shares its cores."""
@@ -102,7 +91,8 @@ class Cluster:
 
     def profile(self, problem: Problem) -> CostProfile:
         """What a schedule may know of this cluster."""
-        one_node = self.nodes(problem.n) == 1
+        intra, inter = self.topology.intra, self.topology.inter or self.topology.intra
+        intra_rate, inter_rate = self.topology.crowded_bytes_per_s(problem.n)
 
         def block_s(phase: str, *folded: str) -> float:
             return float(self.block_s(problem, phase).max()) + sum(self.fold_s(problem, t) for t in folded)
@@ -110,9 +100,14 @@ class Cluster:
         return CostProfile(
             forward_block_s=block_s("forward", "o"),
             backward_block_s=block_s("backward", "dq", "dkv"),
-            node_size=problem.n if one_node or self.gpus_per_node is None else self.gpus_per_node,
-            intra_latency_s=self.intra.latency_s,
-            intra_bytes_per_s=self.intra.bytes_per_s,
-            inter_latency_s=self.inter.latency_s,
-            inter_bytes_per_s=self.inter.bytes_per_s,
+            node_size=problem.n if self.nodes(problem.n) == 1 else self.topology.neighbours(problem.n),
+            intra_latency_s=intra.latency_s,
+            intra_bytes_per_s=intra_rate,
+            inter_latency_s=inter.latency_s,
+            inter_bytes_per_s=inter_rate,
         )
+
+
+@lru_cache(maxsize=8)
+def _network(topology: Topology, gpus: int) -> Network:
+    return topology.network(gpus)

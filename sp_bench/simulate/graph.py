@@ -21,7 +21,9 @@ from sp_bench.plan import (
     Bundle,
     Chunk,
     Dataflow,
+    Exchange,
     Fold,
+    Group,
     Join,
     Plan,
     Problem,
@@ -30,9 +32,11 @@ from sp_bench.plan import (
     dataflow,
     is_partial,
     messages,
+    peers,
 )
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph
+from sp_bench.simulate.topology import Routes
 
 MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
@@ -97,24 +101,28 @@ class _Rows:
     delays: list[np.ndarray] = field(default_factory=list)
     sizes: list[np.ndarray] = field(default_factory=list)
     paths: list[np.ndarray] = field(default_factory=list)
+    caps: list[np.ndarray] = field(default_factory=list)
     deps: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.none, self.uncapped = np.full((self.n, 1), -1), np.full(self.n, np.inf)
 
     def add(
         self,
         delay_s: np.ndarray | float,
         deps: Sequence[np.ndarray],
         flow_bytes: np.ndarray | float = 0.0,
-        path: np.ndarray | None = None,
+        routes: Routes | None = None,
     ) -> np.ndarray:
-        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,) and links (n, p), -1 for none.
+        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,) and their routes.
 
         Returns its tasks by rank: (n,).
         """
         n, sizes = self.n, np.broadcast_to(np.asarray(flow_bytes, float), self.n)
         self.delays.append(np.broadcast_to(np.asarray(delay_s, float), n))
         self.sizes.append(sizes)
-        none = np.full((n, 1), -1)
-        self.paths.append(none if path is None else np.where(sizes[:, None] > 0, path, -1))
+        self.paths.append(self.none if routes is None else np.where(sizes[:, None] > 0, routes.links, -1))
+        self.caps.append(self.uncapped if routes is None else routes.rate_cap)
         self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
         return (len(self.delays) - 1) * n + np.arange(n)
 
@@ -131,7 +139,7 @@ class _Rows:
             path_links=path_links[path_links >= 0],
             dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
             dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
-            rate_cap=np.full(flow_bytes.size, np.inf),
+            rate_cap=np.concatenate(self.caps),
             link_bytes_per_s=link_bytes_per_s,
         )
 
@@ -143,6 +151,8 @@ class _Builder:
         self.ranks = np.arange(problem.n)
         self.block_s = cluster.block_s(problem, plan.phase)
         self.owners: dict[Chunk, np.ndarray] = {}
+        self.network = cluster.network(problem.n)
+        self.routes: dict[tuple[Group | Exchange, int], Routes] = {}
         self.rows = _Rows(problem.n)
         self.busy_s = np.zeros(problem.n)
         self.ended: dict[int, list[np.ndarray]] = {}
@@ -166,7 +176,7 @@ class _Builder:
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
-        return PlanGraph(self.rows.task_graph(self._link_rates()), tuple(items), self.busy_s)
+        return PlanGraph(self.rows.task_graph(self.network.link_bytes_per_s), tuple(items), self.busy_s)
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
         n, ops = self.problem.n, self.plan.ops
@@ -215,11 +225,11 @@ class _Builder:
         before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
         staged_s = self._staged_s(op)
         tasks, arrived = [], []
-        for target, sizes in messages(op, self.problem, self.ranks):
-            latency_s, path = self._path(target)
+        for (group, shift), (target, sizes) in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
+            routes = self._routes(group, shift)
             # The lane casts or packs what it sends before it posts it.
             deps = [*before, *(ended[target] for ended in before)]
-            tasks.append(self.rows.add(latency_s + staged_s, deps, sum(sizes.values()), path))
+            tasks.append(self.rows.add(routes.latency_s + staged_s, deps, sum(sizes.values()), routes))
             by_source = np.empty_like(self.ranks)
             by_source[target] = tasks[-1]
             arrived.append(by_source)
@@ -237,16 +247,8 @@ class _Builder:
         whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])
         return cast_s + stays * self.cluster.copy_s(self.problem, whole) if stays.any() else cast_s
 
-    def _path(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The latency of each rank's flow, (n,), and the two links it crosses, (n, 2): the sender's, the receiver's."""
-        n = self.problem.n
-        inter = self.cluster.node_of(self.ranks) != self.cluster.node_of(target)
-        latency_s = np.where(inter, self.cluster.inter.latency_s, self.cluster.intra.latency_s)
-        out = np.where(inter, 2 * n, 0) + self.ranks
-        into = np.where(inter, 3 * n, n) + target
-        return latency_s * (target != self.ranks), np.stack([out, into], axis=1)
-
-    def _link_rates(self) -> np.ndarray:
-        """Four links for each GPU: its switch port out and in, its NIC out and in."""
-        n, intra, inter = self.problem.n, self.cluster.intra.bytes_per_s, self.cluster.inter.bytes_per_s
-        return np.concatenate([np.full(2 * n, float(intra)), np.full(2 * n, float(inter))])
+    def _routes(self, group: Group | Exchange, shift: int) -> Routes:
+        """The routes of every rank's message to the rank `shift` ahead in the group."""
+        if (group, shift) not in self.routes:
+            self.routes[group, shift] = self.network.routes(self.ranks, group.member(self.ranks, shift))
+        return self.routes[group, shift]

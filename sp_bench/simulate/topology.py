@@ -217,6 +217,19 @@ class Topology:
             raise RequestError(f"gpus={n}", rule, f"gpus={len(self.placement)} would work")
         return np.array(self.placement[:n])
 
+    def neighbours(self, n: int) -> int:
+        """So many consecutive ranks are on one node: 1 where ranks don't fill node after node."""
+        return (self.gpus_per_node or n) if self.placement == "block" else 1
+
+    def crowded_bytes_per_s(self, n: int) -> tuple[float, float]:
+        """What a rank gets inside its node and across nodes where all ranks send one transfer at once."""
+        g, intra, inter = self.gpus_per_node or n, self.intra, self.inter
+        inside = min(intra.bytes_per_s / (max(g - 1, 1) if isinstance(intra, FullMesh) else 1), intra.flow_bytes_per_s)
+        if inter is None:
+            return inside, inside
+        shared = inter.bytes_per_s * (inter.nics_per_node or g) / g
+        return inside, min(shared / (self.fabric.oversubscription if self.fabric else 1), inter.flow_bytes_per_s)
+
     def between(self, g: int) -> list[Level]:
         """The shared links between nodes of g GPUs, from the NICs up."""
         if not self.inter:

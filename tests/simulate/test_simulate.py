@@ -120,8 +120,9 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
             taken = np.empty(p.n)
             for rank in range(p.n):
                 target = op.target(rank)
-                inside = on.node_of(np.array(rank)) == on.node_of(np.array(target))
-                link = on.intra if inside else on.inter
+                nodes = on.network(plan.n).node_of(np.array([rank, target]))
+                link = on.topology.intra if nodes[0] == nodes[1] else on.topology.inter
+                assert link
                 hop_s = link.latency_s + p.chunk_bytes(op.send.tensor, wire=True) / link.bytes_per_s
                 taken[rank] = max(ready[rank], ready[target]) + hop_s
             end[index] = np.maximum(taken, [taken[op.source(rank)] for rank in range(p.n)])

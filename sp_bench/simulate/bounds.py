@@ -1,0 +1,56 @@
+"""What no execution of a plan on a cluster can go below: its blocks, the links it loads, the latencies it adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from sp_bench.plan import Plan, Transfer, peers
+from sp_bench.simulate.cluster import Cluster
+from sp_bench.simulate.topology import Network
+
+Traffic = Iterable[tuple[np.ndarray, np.ndarray]]
+"""(target, bytes) of what ranks send, each (n,) by rank (account.traffic)."""
+
+
+def lower_bounds(plan: Plan, cluster: Cluster, traffic: Traffic, compute_s: float) -> dict[str, float]:
+    """Seconds that one phase takes at least, by what sets the bound.
+
+    compute     blocks and folds of the busiest rank, `compute_s`
+    latency     the latencies of a lane's transfers, which run one after the other
+    port, nic   and other classes of links: the bytes on the busiest one of them at its full rate
+    """
+    network = cluster.network(plan.n)
+    busiest = link_bytes(network, traffic) / network.link_bytes_per_s
+    by_class = {name: float(busiest[links].max(initial=0.0)) for name, links in link_classes(network).items()}
+    return {"compute": compute_s, "latency": _latency_s(plan, network), **by_class}
+
+
+def link_bytes(network: Network, traffic: Traffic) -> np.ndarray:
+    """The bytes that cross each link: (L,)."""
+    total = np.zeros(network.link_bytes_per_s.size + 1)  # the last entry is what -1, no link, gets
+    for target, sent in traffic:
+        links = network.routes(np.arange(target.size), target).links
+        for column in links.T:
+            total += np.bincount(column % total.size, weights=sent, minlength=total.size)
+    return total[:-1]
+
+
+def link_classes(network: Network) -> dict[str, np.ndarray]:
+    """The links of each class, both directions together, by a mask: (L,)."""
+    names = np.array([name.split()[0] for name in network.first_link])[network.link_class]
+    return {name: names == name for name in dict.fromkeys(names.tolist())}
+
+
+def _latency_s(plan: Plan, network: Network) -> float:
+    """The most latency that a rank's lane adds up."""
+    ranks, known, lanes = np.arange(plan.n), {}, {}
+    for op in plan.ops:
+        if isinstance(op, Transfer) and (pairs := peers(op)):
+            for group, shift in pairs:
+                if (group, shift) not in known:
+                    known[group, shift] = network.routes(ranks, group.member(ranks, shift)).latency_s
+            # Messages of one transfer are under way at once.
+            lanes[op.lane] = lanes.get(op.lane, 0.0) + np.max([known[pair] for pair in pairs], axis=0)
+    return max((float(np.max(seconds)) for seconds in lanes.values()), default=0.0)
