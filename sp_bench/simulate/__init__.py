@@ -52,9 +52,9 @@ class Run:
 
     def spans(self, rank: int) -> list[Span]:
         """The timeline of one rank."""
-        spans, n = [], self.plan.n
+        spans = []
         for item in self.graph.items:
-            tasks = [row * n + rank for row in item.rows]
+            tasks = self.graph.tasks_of(item, rank)
             if isinstance(item.what, Segment):
                 stream, label = BLOCKS, f"{len(item.what.ops)} operations from {self.plan.ops[item.what.ops[0]]}"
             else:
@@ -65,8 +65,12 @@ class Run:
         return spans
 
 
-def simulate(plan: Plan, problem: Problem, cluster: Cluster) -> Run:
-    """Run one plan on a cluster, all ranks starting together. Raises RequestError if it is too large to simulate."""
-    graph = build_graph(plan, problem, cluster)
+def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bool = True) -> Run:
+    """Run one plan on a cluster, all ranks starting together. Raises RequestError if it is too large to simulate.
+
+    Where plan and cluster leave ranks that can't be told apart, one of each kind is simulated, with the same result
+    (symmetry.py); `use_symmetry=False` simulates all of them.
+    """
+    graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry)
     timing = solve(graph.tasks, "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto")
     return Run(plan, graph, timing.start_s, timing.finish_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,13 +19,11 @@ from sp_bench.plan import (
     AllToAll,
     Attend,
     AttendBackward,
-    Bundle,
-    Chunk,
     Dataflow,
     Exchange,
     Fold,
     Group,
-    Join,
+    Op,
     Plan,
     Problem,
     Transfer,
@@ -36,7 +35,7 @@ from sp_bench.plan import (
 )
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph
-from sp_bench.simulate.topology import Routes
+from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
@@ -53,7 +52,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A segment, or a transfer by its index in the plan, and its rows of tasks: row r is the tasks from r * n on."""
+    """A segment, or a transfer by its index in the plan, and its rows of tasks."""
 
     what: Segment | int
     rows: range
@@ -65,13 +64,20 @@ class PlanGraph:
 
     tasks: TaskGraph
     items: tuple[Item, ...]
+    quotient: Quotient
+    """Which ranks stand for which: rows have a task for each of quotient.ranks."""
     busy_s: np.ndarray
     """Seconds that each rank computes: (n,)."""
 
+    def tasks_of(self, item: Item, rank: int) -> list[int]:
+        """The tasks of an item that a rank does."""
+        kind = int(self.quotient.orbit[rank])
+        return [row * self.quotient.ranks.size + kind for row in item.rows]
 
-def build_graph(plan: Plan, problem: Problem, cluster: Cluster) -> PlanGraph:
-    """The task graph of every rank's plan on that cluster."""
-    return _Builder(plan, problem, cluster).build()
+
+def build_graph(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bool = True) -> PlanGraph:
+    """The task graph of every rank's plan on that cluster, or of one rank of each kind where some are alike."""
+    return _Builder(plan, problem, cluster, use_symmetry).build()
 
 
 def segments(plan: Plan, flow: Dataflow) -> dict[int, Segment]:
@@ -95,66 +101,80 @@ def segments(plan: Plan, flow: Dataflow) -> dict[int, Segment]:
 
 @dataclass
 class _Rows:
-    """Rows of n tasks as they are added."""
+    """Rows of tasks, one for each rank that is simulated, as they are added."""
 
-    n: int
+    quotient: Quotient
     delays: list[np.ndarray] = field(default_factory=list)
     sizes: list[np.ndarray] = field(default_factory=list)
-    paths: list[np.ndarray] = field(default_factory=list)
+    paths: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     caps: list[np.ndarray] = field(default_factory=list)
     deps: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.none, self.uncapped = np.full((self.n, 1), -1), np.full(self.n, np.inf)
+        self.n = self.quotient.ranks.size
+        self.none = np.full((self.n, 1), -1), np.zeros((self.n, 1), np.int64)
+        self.uncapped = np.full(self.n, np.inf)
 
     def add(
         self,
         delay_s: np.ndarray | float,
         deps: Sequence[np.ndarray],
         flow_bytes: np.ndarray | float = 0.0,
-        routes: Routes | None = None,
+        path: Path | None = None,
     ) -> np.ndarray:
-        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,) and their routes.
+        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,) and what they cross.
 
         Returns its tasks by rank: (n,).
         """
         n, sizes = self.n, np.broadcast_to(np.asarray(flow_bytes, float), self.n)
         self.delays.append(np.broadcast_to(np.asarray(delay_s, float), n))
         self.sizes.append(sizes)
-        self.paths.append(self.none if routes is None else np.where(sizes[:, None] > 0, routes.links, -1))
-        self.caps.append(self.uncapped if routes is None else routes.rate_cap)
+        self.paths.append((path.links, path.times * (sizes[:, None] > 0)) if path else self.none)
+        self.caps.append(path.rate_cap if path else self.uncapped)
         self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
         return (len(self.delays) - 1) * n + np.arange(n)
 
-    def task_graph(self, link_bytes_per_s: np.ndarray) -> TaskGraph:
+    def task_graph(self) -> TaskGraph:
         """The finished graph."""
-        path_counts = np.concatenate([(path >= 0).sum(axis=1) for path in self.paths])
-        path_links = np.concatenate([path.ravel() for path in self.paths])
+        path_counts = np.concatenate([times.sum(axis=1) for _, times in self.paths])
+        path_links = [np.repeat(links.ravel(), times.ravel()) for links, times in self.paths]
         dep_counts = np.concatenate([np.full(self.n, dep.shape[1]) for dep in self.deps])
-        flow_bytes = np.concatenate(self.sizes)
         return TaskGraph(
             delay_s=np.concatenate(self.delays),
-            flow_bytes=flow_bytes,
+            flow_bytes=np.concatenate(self.sizes),
             path_start=np.concatenate(([0], np.cumsum(path_counts))),
-            path_links=path_links[path_links >= 0],
+            path_links=np.concatenate(path_links),
             dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
             dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
             rate_cap=np.concatenate(self.caps),
-            link_bytes_per_s=link_bytes_per_s,
+            link_bytes_per_s=self.quotient.link_bytes_per_s,
         )
 
 
+class Path(NamedTuple):
+    """What the simulated ranks' flows cross: (n,) latencies and caps, (n, P) links and how often they load each."""
+
+    latency_s: np.ndarray
+    rate_cap: np.ndarray
+    links: np.ndarray
+    times: np.ndarray
+
+
 class _Builder:
-    def __init__(self, plan: Plan, problem: Problem, cluster: Cluster) -> None:
+    def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.cluster = plan, problem, cluster
         self.flow = dataflow(plan)
-        self.ranks = np.arange(problem.n)
         self.block_s = cluster.block_s(problem, plan.phase)
-        self.owners: dict[Chunk, np.ndarray] = {}
         self.network = cluster.network(problem.n)
-        self.routes: dict[tuple[Group | Exchange, int], Routes] = {}
-        self.rows = _Rows(problem.n)
-        self.busy_s = np.zeros(problem.n)
+        everyone = np.arange(problem.n)
+        moves = rotations(plan, self.network) if use_symmetry else []
+        for op in plan.ops if moves else ():
+            moves = that_leave(moves, self._costs(op, everyone))
+        self.quotient = quotient(moves, self.network)
+        self.ranks = self.quotient.ranks
+        self.paths: dict[tuple[Group | Exchange, int], Path] = {}
+        self.rows = _Rows(self.quotient)
+        self.busy_s = np.zeros(self.ranks.size)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
 
@@ -176,79 +196,80 @@ class _Builder:
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
-        return PlanGraph(self.rows.task_graph(self.network.link_bytes_per_s), tuple(items), self.busy_s)
+        return PlanGraph(self.rows.task_graph(), tuple(items), self.quotient, self.busy_s[self.quotient.orbit])
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
-        n, ops = self.problem.n, self.plan.ops
+        n, ops = self.ranks.size, self.plan.ops
         rows = sum(op.group.size if isinstance(i, int) and isinstance(op := ops[i], AllToAll) else 1 for i in items)
         if n * rows > MAX_TASKS:
             raise RequestError(
-                f"gpus={n}",
+                f"gpus={self.problem.n}",
                 f"this plan has {n * rows:,} transfers and runs of blocks; at most {MAX_TASKS:,} are simulated",
                 "fewer GPUs, or a method with fewer steps, would work",
             )
 
+    def _costs(self, op: Op, ranks: np.ndarray) -> list[np.ndarray]:
+        """What an operation costs that may differ by rank."""
+        if isinstance(op, Attend | AttendBackward):
+            return [self._block_s(op, ranks)]
+        if isinstance(op, Transfer):
+            sizes = [sum(sizes.values()) for _, sizes in messages(op, self.problem, ranks)]
+            return [size for size in (*sizes, self._staged_s(op, ranks)) if isinstance(size, np.ndarray)]
+        return []
+
     def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
-        seconds = self._segment_s(segment)
+        seconds = np.zeros(self.ranks.size)
+        for index in segment.ops:
+            seconds += self._op_s(index, self.plan.ops[index])
         if last:
             results = [chunk.tensor for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
-            seconds = seconds + sum(self.cluster.cast_s(self.problem, tensor, wire=False) for tensor in results)
+            seconds += sum(self.cluster.cast_s(self.problem, tensor, wire=False) for tensor in results)
         self.busy_s += seconds
         return [self.rows.add(seconds, [*previous, *(t for i in segment.waits.values() for t in self.ended[i])])]
 
-    def _segment_s(self, segment: Segment) -> np.ndarray:
-        """What a segment costs each rank: (n,)."""
-        seconds = np.zeros(self.problem.n)
-        for index in segment.ops:
-            op = self.plan.ops[index]
-            if isinstance(op, Join | Bundle):
-                continue
-            if isinstance(op, Fold):
-                seconds += self.cluster.fold_s(self.problem, op.into.tensor, arriving=True)
-                continue
-            assert isinstance(op, Attend | AttendBackward)
-            order = self.problem.layout.order(self._owner(op.q), self._owner(op.kv))
-            seconds += self.block_s[order]
-            computed = self.block_s[order] > 0
-            for chunk in op.writes:
-                first = self.flow.starts(index, chunk)
-                seconds += computed * self.cluster.fold_s(self.problem, chunk.tensor, first=first)
-        return seconds
+    def _op_s(self, index: int, op: Op) -> np.ndarray | float:
+        """What a block or a fold costs."""
+        if isinstance(op, Fold):
+            return self.cluster.fold_s(self.problem, op.into.tensor, arriving=True)
+        if not isinstance(op, Attend | AttendBackward):
+            return 0.0
+        block_s = self._block_s(op, self.ranks)
+        starts = [(chunk.tensor, self.flow.starts(index, chunk)) for chunk in op.writes]
+        folds_s = sum(self.cluster.fold_s(self.problem, tensor, first=first) for tensor, first in starts)
+        return block_s + (block_s > 0) * folds_s
 
-    def _owner(self, chunk: Chunk) -> np.ndarray:
-        if chunk not in self.owners:
-            self.owners[chunk] = chunk.owner(self.ranks)
-        return self.owners[chunk]
+    def _block_s(self, op: Attend | AttendBackward, ranks: np.ndarray) -> np.ndarray:
+        return self.block_s[self.problem.layout.order(op.q.owner(ranks), op.kv.owner(ranks))]
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over."""
         before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
-        staged_s = self._staged_s(op)
+        staged_s, orbit = self._staged_s(op, self.ranks), self.quotient.orbit
         tasks, arrived = [], []
         for (group, shift), (target, sizes) in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
-            routes = self._routes(group, shift)
+            path = self._path(group, shift)
             # The lane casts or packs what it sends before it posts it.
-            deps = [*before, *(ended[target] for ended in before)]
-            tasks.append(self.rows.add(routes.latency_s + staged_s, deps, sum(sizes.values()), routes))
-            by_source = np.empty_like(self.ranks)
-            by_source[target] = tasks[-1]
-            arrived.append(by_source)
+            deps = [*before, *(ended[orbit[target]] for ended in before)]
+            tasks.append(self.rows.add(path.latency_s + staged_s, deps, sum(sizes.values()), path))
+            arrived.append(tasks[-1][orbit[group.member(self.ranks, -shift)]])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             return [self.rows.add(staged_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
-    def _staged_s(self, op: Transfer) -> np.ndarray | float:
+    def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
             packed = sum(self.problem.field_bytes(field, wire=True) for field in by_heads(op))
             return self.cluster.copy_s(self.problem, packed)
         cast_s = self.cluster.cast_s(self.problem, op.carries, wire=True)
-        stays = op.target(self.ranks) == self.ranks
+        if not isinstance(op.group, Exchange):
+            return cast_s
         whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])
-        return cast_s + stays * self.cluster.copy_s(self.problem, whole) if stays.any() else cast_s
+        return cast_s + (op.target(ranks) == ranks) * self.cluster.copy_s(self.problem, whole)
 
-    def _routes(self, group: Group | Exchange, shift: int) -> Routes:
-        """The routes of every rank's message to the rank `shift` ahead in the group."""
-        if (group, shift) not in self.routes:
-            self.routes[group, shift] = self.network.routes(self.ranks, group.member(self.ranks, shift))
-        return self.routes[group, shift]
+    def _path(self, group: Group | Exchange, shift: int) -> Path:
+        """What every simulated rank's message to the rank `shift` ahead in the group crosses."""
+        if (group, shift) not in self.paths:
+            routes = self.network.routes(self.ranks, group.member(self.ranks, shift))
+            self.paths[group, shift] = Path(routes.latency_s, routes.rate_cap, *self.quotient.paths(routes.links))
+        return self.paths[group, shift]

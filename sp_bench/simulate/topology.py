@@ -321,6 +321,32 @@ class Network:
         links = np.stack([np.maximum(one, other) for one, other in both], axis=1)
         return Routes(latency_s=latency_s, links=links, rate_cap=rate_cap, inter=apart)
 
+    def moved(self, move: np.ndarray) -> np.ndarray | None:
+        """Where each link goes if every rank r takes the place of rank move[r]: (L,); None if the links would differ.
+
+        Only what is uniform is looked for: GPUs that share a link must go where GPUs share one, and on a PCIe tree,
+        whose NICs hang on one of their GPUs' switches, each must keep its place in the node.
+        """
+        to = np.arange((int(self.gpu.max()) // self.gpus_per_node + 1) * self.gpus_per_node)
+        to[self.gpu] = self.gpu[move]
+        g, topology = self.gpus_per_node, self.topology
+        if isinstance(topology.intra, PcieTree) and not np.array_equal(to % g, np.arange(to.size) % g):
+            return None
+        moved = np.arange(self.link_bytes_per_s.size)
+        for level in [Level("node", g, 1.0), *topology.intra.levels(), *topology.between(g)]:
+            blocks = to // level.gpus
+            first = blocks[:: level.gpus]
+            if not np.array_equal(np.repeat(first, level.gpus)[: to.size], blocks):
+                return None
+            for name in (f"{level.name} out", f"{level.name} in"):
+                if name in self.first_link:
+                    start = self.first_link[name]
+                    moved[start : start + first.size] = start + first
+        if "pair" in self.first_link:
+            pairs = self.first_link["pair"] + to[:, None] * g + to.reshape(-1, g)[np.arange(to.size) // g] % g
+            moved[self.first_link["pair"] :][: pairs.size] = pairs.ravel()
+        return moved if np.array_equal(self.link_bytes_per_s[moved], self.link_bytes_per_s) else None
+
     def alone_bytes_per_s(self, routes: Routes) -> np.ndarray:
         """What each transfer gets where there is no other, inf from a rank to itself: (F,)."""
         rates = np.append(self.link_bytes_per_s, math.inf)  # which -1 stands for

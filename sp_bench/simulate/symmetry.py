@@ -1,0 +1,94 @@
+"""Ranks that can't be told apart: simulating one of each kind gives what simulating all of them would.
+
+A symmetry of a plan on a network is a permutation of the ranks that leaves everything the same: each rank's peers, the
+links between them, what its blocks cost, how much it sends. Max-min fair rates are unique, so that ranks which a
+symmetry maps onto each other do the same at the same time. The quotient has one rank and one link for each such orbit;
+a flow loads a link's orbit as often as there are flows of its own orbit on each link of it.
+
+Candidates are the rotations of the groups that a plan names: all ranks of a ring move on by so many places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sp_bench.plan import Exchange, Group, Plan, Transfer, divisors
+from sp_bench.simulate.topology import Network
+
+Permutation = np.ndarray
+"""(n,) The rank that each rank is mapped to."""
+
+
+def rotations(plan: Plan, network: Network) -> list[Permutation]:
+    """For each group of a plan, the smallest rotation that leaves all its groups, and the network, the same."""
+    ranks = np.arange(plan.n)
+    groups = list(dict.fromkeys(op.group for op in plan.ops if isinstance(op, Transfer)))
+    found = []
+    for group in groups:
+        if isinstance(group, Group):
+            moves = (group.member(ranks, shift) for shift in divisors(group.size)[:-1])
+            fitting = (move for move in moves if _commutes(move, groups) and network.moved(move) is not None)
+            found += [move for move in [next(fitting, None)] if move is not None]
+    return found
+
+
+def _commutes(move: Permutation, groups: Iterable[Group | Exchange]) -> bool:
+    ranks = np.arange(move.size)
+    return all(np.array_equal(move[group.member(ranks, 1)], group.member(move, 1)) for group in groups)
+
+
+def that_leave(moves: Iterable[Permutation], values: Sequence[np.ndarray]) -> list[Permutation]:
+    """The moves under which every rank's values, (n,) each, stay the same."""
+    return [move for move in moves if all(np.array_equal(x[move], x) for x in values)]
+
+
+@dataclass(frozen=True, eq=False)
+class Quotient:
+    """One rank for each orbit of ranks and one link for each orbit of links."""
+
+    ranks: np.ndarray
+    """(q,) The lowest rank of each orbit."""
+    orbit: np.ndarray
+    """(n,) The orbit of each rank, as an index into `ranks`."""
+    sizes: np.ndarray
+    """(q,) How many ranks are in it."""
+    link_orbit: np.ndarray
+    """(L,) The orbit of each link."""
+    link_sizes: np.ndarray
+    """By orbit of links, how many are in it."""
+    link_bytes_per_s: np.ndarray
+    """The same, the rate of each of them."""
+
+    def paths(self, links: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(orbits, times) of the links of each orbit's flow: links (q, P), -1 for none -> (q, P) both.
+
+        A flow loads an orbit of links so many times as each of them carries flows of its own orbit.
+        """
+        orbits = np.where(links >= 0, self.link_orbit[links], -1)
+        times = np.where(links >= 0, self.sizes[:, None] // self.link_sizes[orbits], 0)
+        return orbits, times
+
+
+def quotient(moves: Sequence[Permutation], network: Network) -> Quotient:
+    """The quotient by these symmetries; everything itself where there are none."""
+    n, links = network.gpu.size, network.link_bytes_per_s.size
+    ranks, orbit, sizes = np.unique(_orbits(n, moves), return_inverse=True, return_counts=True)
+    moved = [m for m in (network.moved(move) for move in moves) if m is not None]
+    first, link_orbit, link_sizes = np.unique(_orbits(links, moved), return_inverse=True, return_counts=True)
+    return Quotient(ranks, orbit, sizes, link_orbit, link_sizes, network.link_bytes_per_s[first])
+
+
+def _orbits(size: int, moves: Iterable[Permutation]) -> np.ndarray:
+    """The lowest element that each can be moved to: (size,)."""
+    lowest, last = np.arange(size), None
+    moves = list(moves)
+    while last is None or not np.array_equal(lowest, last):
+        last = lowest
+        for move in moves:
+            power = move
+            for _ in range(size.bit_length()):  # all powers of the move, by doubling
+                lowest, power = np.minimum(lowest, lowest[power]), power[power]
+    return lowest
