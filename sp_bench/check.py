@@ -233,8 +233,10 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
     if op.group != Group(1, shared):
         raise PlanError(f"{where}: heads are split among {shared} consecutive ranks, not among {op.group}")
     pairs = {**{t: f"{t}_h" for t in ("q", "kv", "do")}, "o_h": "out", "dq_h": "dq", "dkv_h": "dkv"}
-    if pairs.get(op.send.tensor) != op.recv.tensor or op.send.index or op.recv.index or op.recv.is_arriving:
+    own = all((chunk.owner(ranks) == ranks).all() for chunk in (op.send, op.recv))
+    if pairs.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
         raise PlanError(f"{where}: deals {op.send} to {op.recv}")
+    _one_slice(facts, where, (op.send, op.recv))
     facts.content[op.recv] = ranks
     if is_partial(op.send.tensor):
         if op.recv in facts.blocks:
@@ -250,6 +252,7 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
 def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
     if op.into.tensor != "odoq_h" or sorted(part.tensor for part in op.parts) != ["do_h", "o_h", "q_h"]:
         raise PlanError(f"{where}: only q_h, o_h and do_h make an odoq_h")
+    _one_slice(facts, where, (*op.parts, op.into))
     for part in op.parts:
         _placed(facts, part, where)
         if part in facts.blocks:

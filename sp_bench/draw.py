@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,26 @@ def timeline(spans: Iterable[tuple[str, float, float]], end_s: float, width: int
         for i in range(first, last + 1):
             columns[i] += max(0.0, min(stop_s, (i + 1) * column_s) - max(start_s, i * column_s)) / column_s
     return {stream: "".join(_shade(share) for share in columns) for stream, columns in busy.items()}
+
+
+def chrome_trace(spans: Iterable[tuple[int, str, str, float, float]]) -> dict[str, Any]:
+    """(rank, stream, label, start_s, end_s) spans as a Chrome trace, which Perfetto opens: a track for each stream.
+
+    Times are in microseconds there. A rank of -1 is what concerns all ranks.
+    """
+    events: list[dict[str, Any]] = []
+    tracks: dict[tuple[int, str], int] = {}
+    for rank, stream, label, start_s, end_s in spans:
+        track = tracks.setdefault((rank, stream), len(tracks))
+        times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+        events.append({"ph": "X", "name": label, "pid": rank + 1, "tid": track, **times})
+    for (rank, stream), track in tracks.items():
+        names = {"process_name": "all ranks" if rank < 0 else f"rank {rank}", "thread_name": stream}
+        events += [
+            {"ph": "M", "name": kind, "pid": rank + 1, "tid": track, "args": {"name": name}}
+            for kind, name in names.items()
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def shares(parts: Sequence[tuple[str, float]], width: int) -> str:

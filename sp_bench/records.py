@@ -1,6 +1,7 @@
 """Records: one flat JSON object for each benchmark point, written whole or not at all.
 
-`python -m sp_bench` writes them to <results_dir>/<run_id>.json, raw samples beside them in <run_id>.samples.json.
+`python -m sp_bench` writes them to <results_dir>/<run_id>.json, raw samples beside them in <run_id>.samples.json, and
+simulated timelines, which Perfetto opens, in <run_id>.trace.json.
 `load(dir)` gives all of them as a pandas frame.
 """
 
@@ -95,6 +96,12 @@ class Record:
     """comm_bytes_per_gpu by phase, lane, tensor and field."""
     comm_bytes_across_nodes_max: int | None = None
     """Of the rank that sends most to other nodes."""
+    comm_bytes_by_link: dict[str, float] | None = None
+    """Bytes that cross links of each class (port, nic, ...) in one step, over the number of GPUs."""
+    bound_ms: float | None = None
+    """What the step takes at least on that cluster: each phase its blocks, or its busiest link, or its latencies."""
+    bound_by: str | None = None
+    """What sets most of it: compute, latency, or a class of links."""
     compute_ms: float | None = None
     """Blocks and folds of the busiest rank in one step; on shared cores this includes waiting for a core."""
     exposed_comm_ms: float | None = None
@@ -103,6 +110,8 @@ class Record:
     """Computed from the plans: what a rank can hold at most for the attention (account.peak_bytes)."""
     peak_mem_bytes_min: int | None = None
     """Of the rank with least, where memory is measured."""
+    rank_idle_ms_max: float | None = None
+    """Of a simulated step: how long the first rank to end waits for the last one, over the phases."""
     rank_imbalance: float | None = None
     """Blocks and folds of the busiest rank over the mean of all."""
     err_out: float | None = None
@@ -112,6 +121,8 @@ class Record:
     err_dv: float | None = None
     candidates: list[dict[str, Any]] | None = None
     """Where an option was auto: every variant with its simulated or bounded time."""
+    stragglers: dict[str, Any] | None = None
+    """Slow ranks, slow links and noise that were simulated."""
     notes: list[str] | None = None
     """What a reader must know about these numbers."""
     provenance: dict[str, Any] | None = None
@@ -191,11 +202,12 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def write(folder: Path, record: Record, samples: Mapping[str, Any] | None = None) -> Path:
-    """Write a record, and its raw samples first if it has any. Raises OSError where the folder can't be written."""
+def write(folder: Path, record: Record, **beside: Mapping[str, Any] | None) -> Path:
+    """Write a record, and first what stands beside it. Raises OSError where the folder can't be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    if samples is not None:
-        _write_whole(folder / f"{record.run_id}.samples.json", samples)
+    for name, content in beside.items():
+        if content is not None:
+            _write_whole(folder / f"{record.run_id}.{name}.json", content)
     path = folder / f"{record.run_id}.json"
     _write_whole(path, record.to_dict())
     return path
@@ -229,7 +241,7 @@ def read_all(folder: Path) -> list[Record]:
     """All records of a folder, by run_id. A file that is not a record is named in a warning and left out."""
     found = []
     for path in sorted(folder.glob("*.json")):
-        if path.name.endswith(".samples.json") or path.name.startswith("."):
+        if path.name.endswith((".samples.json", ".trace.json")) or path.name.startswith("."):
             continue
         try:
             found.append(read(path))

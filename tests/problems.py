@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from methods import REGISTRY, build
 from methods.mesh import tiles
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Plan, Problem, RequestError
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Op, Plan, Problem, RequestError
 
 
 def small_problem(n: int, layout: str = "striped", *, causal: bool = True) -> Problem:
@@ -79,12 +82,24 @@ def cost_profiles() -> st.SearchStrategy[CostProfile]:
     )
 
 
+class Having(NamedTuple):
+    """Plans of these methods that have such an operation."""
+
+    op: Callable[[Op], bool]
+    methods: tuple[str, ...]
+
+
 @st.composite
-def plans(draw: st.DrawFn, min_n: int = 1, max_n: int = 16) -> Planned:
+def plans(draw: st.DrawFn, min_n: int = 1, max_n: int = 16, having: Having | None = None) -> Planned:
     """The plan of any method, option, layout, mask, phase and cost profile."""
     n = draw(st.integers(min_n, max_n))
     problem = splittable_problem(n, draw(st.sampled_from(sorted(LAYOUTS))), causal=draw(st.booleans()))
     lanes_each = build("mesh", {"tile": draw(st.sampled_from(tiles(n))), "lanes": "each"})
-    method = draw(st.sampled_from([*all_methods(problem), lanes_each]))
     costs = draw(st.just(COMPUTE_BOUND) | cost_profiles())
-    return Planned(method.plan(problem, draw(st.sampled_from(PHASES)), costs), method.dealt(problem))
+    choices = list(product([*all_methods(problem), lanes_each], PHASES))
+    if having:
+        choices = [(m, p) for m, p in choices if m.name in having.methods]
+        choices = [(m, p) for m, p in choices if any(map(having.op, m.plan(problem, p, costs).ops))]
+        assume(choices)
+    method, phase = draw(st.sampled_from(choices))
+    return Planned(method.plan(problem, phase, costs), method.dealt(problem))

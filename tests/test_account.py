@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from methods import build
 from methods.mesh import tiles
 from sp_bench import account
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Problem, layout_named
+from tests.problems import all_methods, splittable_problem
 
 
 def problem(n: int, *, k: int = 1, causal: bool = False, dtype: str = "bfloat16", layout: str = "auto") -> Problem:
@@ -46,31 +48,66 @@ def test_lower_bound_is_the_formula_and_mesh_reaches_it(k: int) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("phase", PHASES)
-def test_nothing_sends_less_than_the_lower_bound(phase: str, causal: bool) -> None:
-    for n in (1, 2, 3, 4, 6, 16, 60, 64):
-        for k in (1, 2, 4):
-            p = problem(n, k=k, causal=causal)
-            bound = account.lower_bound_bytes(p, phase)
-            assert bound >= 0
-            for method in (build("ring", {}), *build("mesh", {}).candidates(p)):
-                assert account.volume(method.plan(p, phase, COMPUTE_BOUND), p).payload_bytes >= bound * (1 - 1e-12)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 16, 60, 64])
+def test_nothing_sends_less_than_the_lower_bound(n: int, causal: bool) -> None:
+    """On zigzag, where a causal mask lets rows stay behind."""
+    for kv_heads in (4 * n, n, 1):
+        p = replace(splittable_problem(n, "zigzag", causal=causal), heads=4 * n, kv_heads=kv_heads)
+        for method in all_methods(p):
+            dealt = method.dealt(p)
+            for phase in PHASES:
+                plan = method.plan(p, phase, COMPUTE_BOUND)
+                bound = account.lower_bound_bytes(dealt, phase, kept=bool(plan.kept))
+                assert 0 <= bound * (1 - 1e-12) <= account.volume(plan, dealt).payload_bytes, (method, phase)
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("n", [1, 2, 4, 16])
+def test_ulysses_reaches_the_lower_bound_exactly(n: int, k: int) -> None:
+    """4 N d (n - 1) / n^2 elements at full attention and k = 1. Backward, since it kept Q, KV and O by heads."""
+    p = replace(splittable_problem(n, "contiguous", causal=False), heads=16, kv_heads=16 // k)
+    method = build("ulysses", {})
+    dealt = method.dealt(p)
+    for phase in PHASES:
+        volume = account.volume(method.plan(p, phase, COMPUTE_BOUND), dealt)
+        assert volume.payload_bytes == volume.total_bytes == account.lower_bound_bytes(dealt, phase, kept=True)
+        if k == 1:
+            assert volume.total_bytes * n**2 == 4 * p.seqlen * 16 * 8 * (n - 1) * 2
+    assert account.lower_bound_bytes(dealt, "forward", kept=True) == account.lower_bound_bytes(dealt, "forward")
+
+
+def unmasked(p: Problem) -> int:
+    """(query, key) pairs that the mask lets through, counted from token positions."""
+    ids = np.arange(p.seqlen)
+    return int((ids[:, None] >= ids[None, :]).sum()) if p.causal else p.seqlen**2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_pairs_are_those_of_the_mask(layout: str, causal: bool) -> None:
-    """Over all ranks: every unmasked (query, key) pair, counted from token positions."""
-    for n, tile in ((1, (1, 1)), (6, (2, 3)), (6, (6, 1)), (8, (4, 2))):
-        p = problem(n, causal=causal, layout=layout)
-        method = build("mesh", {"tile": tile, "layout": layout})
-        by_rank = account.pairs(method.forward(p, COMPUTE_BOUND), p)
-        ids = np.arange(p.seqlen)
-        wanted = int((ids[:, None] >= ids[None, :]).sum()) if causal else p.seqlen**2
-        assert by_rank.sum() == wanted
-        assert (account.pairs(method.backward(p, COMPUTE_BOUND), p) == by_rank).all()
-        if layout != "contiguous" or not causal:
-            assert by_rank.max() - by_rank.min() <= p.local_seqlen * n, "a balanced layout"
+@pytest.mark.parametrize("n", [1, 2, 6, 8, 9, 16])
+def test_pairs_are_those_of_the_mask(n: int, layout: str, causal: bool) -> None:
+    """Over all ranks, for every method and variant: every unmasked (query, key) pair of every head."""
+    p = splittable_problem(n, layout, causal=causal)
+    for method in all_methods(p):
+        dealt = method.dealt(p)
+        by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), dealt)
+        assert by_rank.sum() == p.heads * unmasked(p), method
+        assert (account.pairs(method.plan(p, "backward", COMPUTE_BOUND), dealt) == by_rank).all(), method
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_work_is_balanced_but_for_contiguous_causal(layout: str, causal: bool) -> None:
+    """Tiles and rows of the matrix differ by half a row for each block at most; split heads don't differ at all."""
+    p = replace(problem(8, causal=causal, layout=layout), heads=16, kv_heads=16)
+    for method in all_methods(p):
+        dealt = method.dealt(p)
+        by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), dealt)
+        spread = by_rank.max() - by_rank.min()
+        if dealt.layout.shared == p.n or not causal:
+            assert spread == 0
+        elif layout != "contiguous":
+            assert spread <= p.local_seqlen * p.n * p.heads, method
 
 
 def test_contiguous_causal_ring_is_as_unbalanced_as_the_paper_says() -> None:
@@ -78,7 +115,39 @@ def test_contiguous_causal_ring_is_as_unbalanced_as_the_paper_says() -> None:
     n = 8
     p = problem(n, causal=True, layout="contiguous")
     by_rank = account.pairs(build("ring", {"layout": "contiguous"}).forward(p, COMPUTE_BOUND), p)
-    assert by_rank.tolist() == [i * 64 + 36 for i in range(n)]
+    assert by_rank.tolist() == [p.heads * (i * 64 + 36) for i in range(n)]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("n", "team"), [(4, 2), (16, 2), (16, 4), (36, 3)])
+def test_ranks_that_keep_their_place_in_startrail_send_less(n: int, team: int, phase: str) -> None:
+    """A rank whose digits are equal is its own partner: it is spared the exchange of C chunks, of KV and of dKV."""
+    p = problem(n)
+    plan = build("startrail", {"team": team}).plan(p, phase, COMPUTE_BOUND)
+    volume = account.volume(plan, p)
+    sent = np.array([sum(volume.of(rank).values()) for rank in range(n)])
+    ranks = np.arange(n)
+    equal = ranks % team == ranks // team % team
+    assert sent[~equal].min() == sent[~equal].max() == volume.max_bytes
+    spared = {"forward": ("kv",), "backward": ("kv", "dkv")}[phase]
+    assert (sent[equal] == volume.max_bytes - team * sum(p.chunk_bytes(t, wire=True) for t in spared)).all()
+    assert volume.total_bytes == sent.mean()
+    assert volume.sent_bytes == {key: by_rank.mean() for key, by_rank in volume.by_rank.items()}
+
+
+def test_trimmed_tokenring_sends_halves_of_what_came_from_below() -> None:
+    """Rank r gets Q of r + 1, ..., n - 1, 0, ..., r - 1, and returns the second half of the partials of the last r.
+
+    Of what it sends on, the next rank down needs the whole of r, ..., n - 1, and for rank 0 that is rank n - 1.
+    """
+    n = 8
+    p = problem(n, causal=True, layout="zigzag")
+    half = p.chunk_bytes("q", wire=True) // 2
+    sent = account.volume(build("tokenring", {}).plan(p, "forward", COMPUTE_BOUND), p).by_rank
+    assert sent["q", "q", "q"].tolist() == [half * (n - 1), *(half * (2 * (n - r) + r - 1) for r in range(1, n))]
+    assert sent["o", "o", "out"].tolist() == [half * (2 * (n - 1 - r) + r) for r in range(n)]
+    for by_rank in sent.values():
+        assert 4 * by_rank.sum() == 3 * n * by_rank.max()
 
 
 def test_model_flops() -> None:
@@ -101,6 +170,25 @@ def test_across_nodes() -> None:
     assert (across == leaves * 15 * p.chunk_bytes("kv", wire=True)).all()
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_across_nodes_is_the_traffic_between_them(phase: str) -> None:
+    """Of every method and variant, on nodes of 3 and of 1, where everything crosses."""
+    n = 9
+    base, ranks = splittable_problem(n, "zigzag"), np.arange(n)
+    for method in all_methods(base):
+        p = method.dealt(base)
+        plan, between = method.plan(base, phase, COMPUTE_BOUND), np.zeros((n, n))
+        for target, sent in account.traffic(plan, p):
+            between[ranks, target] += sent
+        assert not between.diagonal().any()
+        assert between.max(initial=0) > 0
+        for node in (1, 3):
+            crossing = between * (ranks[:, None] // node != ranks // node)
+            across = account.sent_across_nodes(plan, p, lambda rank, node=node: rank // node)
+            np.testing.assert_array_equal(across, crossing.sum(axis=1))
+        np.testing.assert_array_equal(between.sum(axis=1), sum(account.volume(plan, p).by_rank.values()))
+
+
 def test_peak_memory_of_ring() -> None:
     """Forward: q, kv, two KV buffers, the fp32 accumulator with lse, and a block's result in bf16 with lse."""
     p = problem(4)
@@ -108,6 +196,26 @@ def test_peak_memory_of_ring() -> None:
     q, lse, accumulator = tokens * 16 * 2, tokens * 4, tokens * 16 * 4
     wanted = q + 2 * q + 2 * (2 * q) + (accumulator + lse) + (q + lse)
     assert account.peak_bytes([build("ring", {}).forward(p, COMPUTE_BOUND)], p) == wanted
+
+
+def test_peak_memory_of_ulysses_counts_what_is_kept() -> None:
+    """In units of Q by heads, as bf16: what a rank has, what stands in staging buffers, what is computed."""
+    p = build("ulysses", {}).dealt(problem(4))
+    unit, lse = p.chunk_bytes("q_h", wire=True), 8 * 4 * 4
+    assert unit == p.chunk_bytes("q", wire=True)
+    forward, backward = (build("ulysses", {}).plan(p, phase, COMPUTE_BOUND) for phase in PHASES)
+    staged = 2 * (1 + 2 + 1)  # to send and to receive: q, kv, out; do, dq, dkv
+    kept = 1 + 2 + 1  # q_h, kv_h, o_h, with the lse
+    # At the end of the forward: q, kv; q_h, kv_h, o_h in fp32, out; and o_h as it is kept.
+    moving = 3 + (3 + 2 + 1) + 1
+    assert account.peak_bytes([forward], p) == (staged + moving) * unit + 2 * lse
+    # At the end of the backward: do and what was kept; dq_h, dkv_h, dq, dkv in fp32; dq and dkv as results.
+    moving = 1 + kept + 4 * 3 + 3
+    received = 1  # do_h
+    assert account.peak_bytes([backward], p) == (staged + received + moving) * unit + lse
+    assert account.peak_bytes([forward, backward], p) == account.peak_bytes([backward], p)
+    lean = replace(forward, kept=())
+    assert account.peak_bytes([lean], p) < account.peak_bytes([forward], p)
 
 
 def test_peak_memory_does_not_grow_with_ring_but_with_the_tile() -> None:

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sp_bench import records
 from sp_bench.bench.choose import Choice, DeviceMemoryError
 from sp_bench.bench.measured import Samples, measure_points
 from sp_bench.bench.request import Request, resolve
-from sp_bench.bench.simulated import simulate_point
+from sp_bench.bench.simulated import simulate_point, trace_of
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
 
@@ -25,6 +26,8 @@ class Outcome:
     record: Record
     choice: Choice | None = None
     samples: Samples | None = None
+    trace: dict[str, Any] | None = None
+    """The simulated timeline, for Perfetto."""
     reused: bool = False
 
 
@@ -52,7 +55,7 @@ def run_points(
 
     def finish(outcome: Outcome) -> None:
         if not outcome.reused:
-            records.write(folder, outcome.record, outcome.samples)
+            records.write(folder, outcome.record, samples=outcome.samples, trace=outcome.trace)
         outcomes.append(outcome)
         finished(outcome)
 
@@ -90,7 +93,8 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
 
 def _simulate(request: Request) -> Outcome:
     try:
-        return Outcome(*simulate_point(request))
+        record, choice = simulate_point(request)
+        return Outcome(record, choice, trace=trace_of(choice, request.trace))
     except Exception as error:
         return _failed(request, error)
 

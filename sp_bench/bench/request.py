@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import methods
@@ -14,9 +14,10 @@ from sp_bench.machine import cores_here, free_bytes, gpus_here
 from sp_bench.plan import PHASES, Method, Problem, layout_named
 from sp_bench.records import Record
 from sp_bench.simulate import Cluster
+from sp_bench.simulate.stragglers import Stragglers
 
 RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
-NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s")
+NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't change what a point's numbers are, and so are left out of its run_id."""
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
@@ -40,6 +41,8 @@ class Request:
     warmup: int
     verify: bool
     seed: int
+    trace: int
+    """How many ranks' simulated timelines to write."""
     timeout_s: float
     run_id: str
     config: Mapping[str, Any] = field(repr=False)
@@ -73,6 +76,7 @@ class Request:
             cluster=self.cluster.name,
             device_name=self.cluster.device.name,
             seed=self.seed,
+            stragglers=self.cluster.stragglers.as_record(),
             provenance=records.provenance(),
         )
 
@@ -100,10 +104,14 @@ def resolve(config: Mapping[str, Any]) -> Request:
         layout=layout_named(method.layout, causal=causal),
     )
     method.refuse(problem)
-    cluster = Cluster.build(config["cluster"])
+    cluster = replace(
+        Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], numbers["seed"])
+    )
     known_keys("kernel.", config["kernel"], ["name"])
     cluster.refuse(gpus)
     mode, why = _mode(config, gpus, cluster)
+    if cluster.stragglers and mode == "measure":
+        raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
     notes = []
     if mode == "simulate":
         cluster.device.refuse(problem)
@@ -124,6 +132,7 @@ def resolve(config: Mapping[str, Any]) -> Request:
         warmup=numbers["warmup"],
         verify=truth("verify", config["verify"]),
         seed=numbers["seed"],
+        trace=numbers["trace"],
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
         run_id=_point_id(config, mode, cluster.cores),
@@ -161,7 +170,7 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, int]:
     """The whole numbers of a config, with kv_heads filled in. Raises RequestError for one that is none."""
     keys = ("gpus", "seqlen", "batch", "heads", "head_dim", "iters")
     numbers = {key: whole(key, config[key]) for key in keys}
-    numbers |= {key: whole(key, config[key], least=0) for key in ("warmup", "seed")}
+    numbers |= {key: whole(key, config[key], least=0) for key in ("warmup", "seed", "trace")}
     kv_heads = config["kv_heads"]
     return {**numbers, "kv_heads": numbers["heads"] if kv_heads is None else whole("kv_heads", kv_heads)}
 

@@ -101,6 +101,13 @@ def _over_bound(record: Record) -> str:
     return amount(bound) + (f"  ({payload / bound:.2f}x sent)" if bound else "")
 
 
+def _bound(record: Record) -> str:
+    if not record.bound_ms or not record.step_ms_median:
+        return "-"
+    over = record.step_ms_median / record.bound_ms
+    return f"{number(record.bound_ms, 4)} ms, by {record.bound_by}  (step {over:.2f}x)"
+
+
 def _share(part_ms: float | None, record: Record) -> str:
     if part_ms is None or not record.step_ms_median:
         return "-"
@@ -119,6 +126,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
     ("compute, busiest rank", lambda r: _share(r.compute_ms, r)),
     ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
+    ("bound", _bound),
     ("sent by each GPU, counted", lambda r: amount(r.comm_bytes_per_gpu)),
     ("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
     ("  closed form", _expected),

@@ -1,7 +1,7 @@
 """Execute a plan on a model of a cluster: a flow-level network and a table of kernel costs.
 
 What the model has: latency and max-min fair bandwidth on every GPU's switch port and NIC, the plan's waits, block and
-fold times. What it lacks as yet: kernels slowed down by transfers, fabric contention, jitter.
+fold times, blocks slowed down while transfers run, slow ranks and links, noise.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import numpy as np
 from sp_bench.plan import BLOCKS, Plan, Problem, Transfer
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import solve
-from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
+from sp_bench.simulate.graph import PlanGraph, Segment, build_graph, slowed_by_transfers
 
 __all__ = ["Cluster", "Run", "Span", "simulate"]
 
+SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
+"""Where transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""
 FEW_TASKS = 4_000
 """Up to here plain Python beats the start of a compiler."""
 
@@ -45,10 +47,24 @@ class Run:
         """Until the last rank has ended."""
         return float(self.finish_s.max(initial=0.0))
 
+    busy_s: np.ndarray
+    """Seconds that each rank computes: (n,)."""
+
     @property
-    def busy_s(self) -> np.ndarray:
-        """Seconds that each rank computes: (n,)."""
-        return self.graph.busy_s
+    def ended_s(self) -> np.ndarray:
+        """When each rank has ended: (n,)."""
+        last = self.finish_s.reshape(-1, self.graph.quotient.ranks.size).max(axis=0)
+        return last[self.graph.quotient.orbit]
+
+    @property
+    def exposed_s(self) -> np.ndarray:
+        """Seconds that each rank waits for transfers before it has ended: (n,)."""
+        return self.ended_s - self.busy_s
+
+    @property
+    def idle_s(self) -> np.ndarray:
+        """Seconds that each rank has ended before the last one: (n,)."""
+        return self.makespan_s - self.ended_s
 
     def spans(self, rank: int) -> list[Span]:
         """The timeline of one rank."""
@@ -72,5 +88,12 @@ def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bo
     (symmetry.py); `use_symmetry=False` simulates all of them.
     """
     graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry)
-    timing = solve(graph.tasks, "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto")
-    return Run(plan, graph, timing.start_s, timing.finish_s)
+    engine = "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto"
+    timing, tasks = solve(graph.tasks, engine), graph.tasks
+    for _ in range(SLOWDOWN_ROUNDS if cluster.device.transfer_slowdown else 0):
+        slowed = slowed_by_transfers(graph, timing, cluster.device.transfer_slowdown)
+        timing, before = solve(slowed, engine), timing
+        tasks = slowed
+        if abs(timing.makespan_s - before.makespan_s) <= SLOWDOWN_SETTLED * before.makespan_s:
+            break
+    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s_with(tasks))

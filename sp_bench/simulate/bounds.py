@@ -37,6 +37,13 @@ def link_bytes(network: Network, traffic: Traffic) -> np.ndarray:
     return total[:-1]
 
 
+def by_link_class(network: Network, link_bytes: np.ndarray) -> dict[str, float]:
+    """What crosses the links of each class, counted where it goes out."""
+    classes = enumerate(network.first_link)
+    outward = ((i, name.split()[0]) for i, name in classes if not name.endswith(" in"))
+    return {name: float(link_bytes[network.link_class == i].sum()) for i, name in outward}
+
+
 def link_classes(network: Network) -> dict[str, np.ndarray]:
     """The links of each class, both directions together, by a mask: (L,)."""
     names = np.array([name.split()[0] for name in network.first_link])[network.link_class]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.simulate.costs import DeviceCosts
+from sp_bench.simulate.stragglers import Stragglers
 from sp_bench.simulate.topology import Network, Topology
 from sp_bench.simulate.values import count, section
 
@@ -33,6 +34,7 @@ class Cluster:
     device: DeviceCosts
     sources: Mapping[str, str]
     """Where the numbers are from."""
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
     @classmethod
     def build(cls, config: Any) -> Self:
@@ -60,10 +62,12 @@ class Cluster:
             rule = f"nodes of {self.name} have {node} GPUs, and are used whole"
             raise RequestError(f"gpus={gpus}", rule, f"gpus={low} or {low + node} would work")
         self.network(gpus)
+        self.stragglers.slow_ranks(gpus)
 
     def network(self, gpus: int) -> Network:
         """The links and routes of that many ranks."""
-        return _network(self.topology, gpus)
+        network = _network(self.topology, gpus)
+        return self.stragglers.slow_links(network) if self.stragglers.links else network
 
     def nodes(self, gpus: int) -> int:
         """How many nodes that many ranks are on."""

@@ -6,8 +6,9 @@ don't become n * n tasks. A message of a transfer is one flow from each rank. Ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from sp_bench.plan import (
     peers,
 )
 from sp_bench.simulate.cluster import Cluster
-from sp_bench.simulate.flows import TaskGraph
+from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
@@ -66,8 +67,18 @@ class PlanGraph:
     items: tuple[Item, ...]
     quotient: Quotient
     """Which ranks stand for which: rows have a task for each of quotient.ranks."""
-    busy_s: np.ndarray
-    """Seconds that each rank computes: (n,)."""
+
+    def rows_of(self, *, blocks: bool) -> np.ndarray:
+        """The rows of segments, or of the flows."""
+        if blocks:
+            return np.array([r for item in self.items if isinstance(item.what, Segment) for r in item.rows], int)
+        flows = self.tasks.flow_bytes.reshape(-1, self.quotient.ranks.size)
+        return np.flatnonzero(flows.any(axis=1))
+
+    def busy_s_with(self, tasks: TaskGraph) -> np.ndarray:
+        """Seconds that each rank computes, with the delays of `tasks`: (n,)."""
+        delays = tasks.delay_s.reshape(-1, self.quotient.ranks.size)[self.rows_of(blocks=True)]
+        return delays.sum(axis=0)[self.quotient.orbit]
 
     def tasks_of(self, item: Item, rank: int) -> list[int]:
         """The tasks of an item that a rank does."""
@@ -160,6 +171,19 @@ class Path(NamedTuple):
     times: np.ndarray
 
 
+class _Noise:
+    """Factors around 1, log-normal with that relative standard deviation."""
+
+    def __init__(self, jitter: float, seed: int) -> None:
+        self.variance = math.log(1 + jitter**2)
+        self.generator = np.random.default_rng(seed)
+
+    def __call__(self, size: int) -> np.ndarray | float:
+        if not self.variance:
+            return 1.0
+        return np.exp(self.generator.normal(-self.variance / 2, math.sqrt(self.variance), size))
+
+
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.cluster = plan, problem, cluster
@@ -167,14 +191,17 @@ class _Builder:
         self.block_s = cluster.block_s(problem, plan.phase)
         self.network = cluster.network(problem.n)
         everyone = np.arange(problem.n)
-        moves = rotations(plan, self.network) if use_symmetry else []
+        slow = cluster.stragglers.slow_ranks(problem.n)
+        noisy = cluster.stragglers.jitter > 0
+        moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
         for op in plan.ops if moves else ():
             moves = that_leave(moves, self._costs(op, everyone))
+        self.noise = _Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
+        self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.rows = _Rows(self.quotient)
-        self.busy_s = np.zeros(self.ranks.size)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
 
@@ -196,7 +223,7 @@ class _Builder:
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
-        return PlanGraph(self.rows.task_graph(), tuple(items), self.quotient, self.busy_s[self.quotient.orbit])
+        return PlanGraph(self.rows.task_graph(), tuple(items), self.quotient)
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
         n, ops = self.ranks.size, self.plan.ops
@@ -224,7 +251,7 @@ class _Builder:
         if last:
             results = [chunk.tensor for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
             seconds += sum(self.cluster.cast_s(self.problem, tensor, wire=False) for tensor in results)
-        self.busy_s += seconds
+        seconds *= self.slow * self.noise(self.ranks.size)
         return [self.rows.add(seconds, [*previous, *(t for i in segment.waits.values() for t in self.ended[i])])]
 
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
@@ -250,7 +277,8 @@ class _Builder:
             path = self._path(group, shift)
             # The lane casts or packs what it sends before it posts it.
             deps = [*before, *(ended[orbit[target]] for ended in before)]
-            tasks.append(self.rows.add(path.latency_s + staged_s, deps, sum(sizes.values()), path))
+            delay_s = path.latency_s * self.noise(self.ranks.size) + staged_s
+            tasks.append(self.rows.add(delay_s, deps, sum(sizes.values()), path))
             arrived.append(tasks[-1][orbit[group.member(self.ranks, -shift)]])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             return [self.rows.add(staged_s, [*before, *tasks, *arrived])]
@@ -273,3 +301,36 @@ class _Builder:
             routes = self.network.routes(self.ranks, group.member(self.ranks, shift))
             self.paths[group, shift] = Path(routes.latency_s, routes.rate_cap, *self.quotient.paths(routes.links))
         return self.paths[group, shift]
+
+
+def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> TaskGraph:
+    """The graph with the delays that its blocks have if transfers run when `timing` says.
+
+    A rank's blocks take 1 + `slowdown` times as long while it sends: the network's kernels use the same device.
+    """
+    q, delays = graph.quotient.ranks.size, graph.tasks.delay_s.copy()
+    starts, ends = (x.reshape(-1, q) for x in (timing.start_s, timing.finish_s))
+    blocks, flows = graph.rows_of(blocks=True), graph.rows_of(blocks=False)
+    moving = graph.tasks.flow_bytes.reshape(-1, q) > 0
+    by_row = delays.reshape(-1, q)
+    for rank in range(q):
+        sends = flows[moving[flows, rank]]
+        times, progress = _progress(starts[sends, rank], ends[sends, rank], 1 / (1 + slowdown))
+        begun = starts[blocks, rank]
+        done = np.interp(begun, times, progress) + by_row[blocks, rank]
+        # Beyond the last transfer blocks run at full speed.
+        finished = np.where(done > progress[-1], times[-1] + done - progress[-1], np.interp(done, progress, times))
+        late = begun >= times[-1]
+        by_row[blocks, rank] = np.where(late, by_row[blocks, rank], finished - begun)
+    return replace(graph.tasks, delay_s=delays)
+
+
+def _progress(starts: np.ndarray, ends: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:
+    """What a rank gets done by when, at that speed while any of its transfers is under way: (times, work done)."""
+    edges = np.concatenate(([0.0], starts, ends))
+    order = np.argsort(edges, kind="stable")
+    times = edges[order]
+    change = np.concatenate(([0], np.ones_like(starts), -np.ones_like(ends)))[order]
+    under_way = np.cumsum(change)[:-1] > 0
+    steps = np.diff(times) * np.where(under_way, speed, 1.0)
+    return times, np.concatenate(([0.0], np.cumsum(steps)))

@@ -52,22 +52,47 @@ def test_a_tile_that_does_not_fit_is_not_taken() -> None:
         choose(point("gpus=64", "seqlen=256k", "cluster.device.memory_bytes=1000"))
 
 
-def test_bounds_are_bounds() -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "gpus=32 seqlen=64k",
+        "gpus=24 seqlen=96k causal=false",
+        *(f"gpus=16 kv_heads=4 method={name}" for name in ("mesh", "double_ring", "all_gather", "usp", "startrail")),
+    ],
+)
+def test_bounds_are_bounds(overrides: str) -> None:
     """No variant is simulated faster than the bound that it would have been left out by."""
-    for overrides in (("gpus=32", "seqlen=64k"), ("gpus=12", "seqlen=96k", "causal=false"), ("gpus=16", "kv_heads=4")):
-        for row in choose(point(*overrides)).candidates or ():
-            assert row["step_ms"] is None or row["step_ms"] >= row["bound_ms"] * (1 - 1e-9)
+    choice = choose(point(*overrides.split()))
+    rows = choice.candidates or []
+    assert len(rows) > 1
+    for row in rows:
+        assert row["step_ms"] is None or row["step_ms"] >= row["bound_ms"] * (1 - 1e-9)
+    taken = choice.method.variant(choice.problem.n)
+    assert choice.total_s * 1e3 == pytest.approx(min(row["step_ms"] for row in rows if row["step_ms"]))
+    assert choice.total_s * 1e3 in [row["step_ms"] for row in rows if row["variant"] == taken]
+    assert choice.problem == choice.method.dealt(choice.problem), "the problem is as the variant deals it out"
 
 
 def test_an_error_in_one_point_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [point("gpus=8", "seqlen=64k", f"method={name}") for name in ("ring", "mesh")]
     monkeypatch.setattr(
-        "sp_bench.bench.simulated.check", lambda plan, problem: 1 / 0 if "rings" in plan.lanes else None
+        "sp_bench.bench.simulated.check_all", lambda plans, _: 1 / 0 if "rings" in plans["forward"].lanes else None
     )
     outcomes = run_points(requests, folder=tmp_path, reuse=False)
     assert [outcome.record.status for outcome in outcomes] == ["ok", "failed"]
     assert outcomes[1].record.error == "ZeroDivisionError: division by zero"
-    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert len(records.read_all(tmp_path)) == 2
+
+
+def test_a_record_tells_the_variant_and_the_busiest_rank(tmp_path: Path) -> None:
+    requests = [point("gpus=8", "seqlen=64k", "method=startrail", "method.team=2")]
+    requests += [point("gpus=8", "seqlen=64k", "causal=false", "method=ulysses")]
+    startrail, ulysses = (outcome.record for outcome in run_points(requests, folder=tmp_path, reuse=False))
+    assert (startrail.variant, ulysses.variant) == ("C=2", None)
+    assert startrail.candidates is ulysses.candidates is None
+    assert startrail.comm_bytes_busiest_gpu > startrail.comm_bytes_per_gpu == startrail.comm_bytes_expected
+    assert ulysses.comm_bytes_busiest_gpu == ulysses.comm_bytes_per_gpu == ulysses.comm_bytes_lower_bound
+    assert records.read_all(tmp_path)[0].schema_version == records.SCHEMA_VERSION
 
 
 def record(low: float, high: float, iters: int = 9) -> records.Record:

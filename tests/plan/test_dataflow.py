@@ -11,7 +11,10 @@ from methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
     PHASES,
+    AllToAll,
     Attend,
+    AttendBackward,
+    Bundle,
     Chunk,
     Dataflow,
     Fold,
@@ -22,21 +25,25 @@ from sp_bench.plan import (
     Plan,
     PlanError,
     Steps,
+    Transfer,
+    Value,
     dataflow,
+    is_partial,
     receive_next,
 )
-from tests.problems import Planned, plans, small_problem
+from tests.problems import Planned, plans, small_problem, splittable_problem
 
 
 def uses(plan: Plan, chunk: Chunk) -> list[int]:
-    """The operations that read or write a chunk."""
-    return [index for index, op in plan if chunk in (*op.reads, *op.writes)]
+    """The operations that read or write a chunk, itself or what it is bundled into."""
+    names = {chunk, *(op.into for op in plan.ops if isinstance(op, Bundle) and chunk in op.parts)}
+    return [index for index, op in plan if names & {*op.reads, *op.writes}]
 
 
 def stay(plan: Plan, index: int) -> list[int]:
-    """The operations that use what a Pass receives: until the same chunk is received again."""
+    """The operations that use what a transfer receives: until the same chunk is received again."""
     (chunk,) = plan.ops[index].writes
-    again = (i for i, op in plan if i > index and isinstance(op, Pass) and op.recv == chunk)
+    again = (i for i, op in plan if i > index and isinstance(op, Transfer) and op.recv == chunk)
     end = next(again, len(plan.ops))
     return [user for user in uses(plan, chunk) if index <= user < end]
 
@@ -87,7 +94,7 @@ def test_waits_order_every_conflict(planned: Planned) -> None:
 def test_slots_are_never_shared_by_chunks_alive_at_once(planned: Planned) -> None:
     plan = planned.plan
     flow = dataflow(plan)
-    assert set(flow.slots) == {index for index, op in plan if isinstance(op, Pass)}
+    assert set(flow.slots) == {i for i, op in plan if isinstance(op, Transfer) and op.recv not in plan.ends_with}
     lives: dict[int, list[tuple[int, int]]] = {}
     for index, slot in flow.slots.items():
         (chunk,) = plan.ops[index].writes
@@ -116,7 +123,7 @@ def test_lifetimes(planned: Planned) -> None:
     """A chunk's values follow each other without overlap, and every use falls into the life of one of them."""
     plan = planned.plan
     flow = dataflow(plan)
-    chunks = {chunk for op in plan.ops for chunk in (*op.reads, *op.writes)} | {*plan.inputs, *plan.outputs}
+    chunks = {chunk for op in plan.ops for chunk in (*op.reads, *op.writes)} | {*plan.starts_with, *plan.ends_with}
     assert flow.first_use.keys() == flow.last_use.keys()
     assert {value.chunk for value in flow.first_use} == chunks
     for chunk in chunks:
@@ -126,10 +133,10 @@ def test_lifetimes(planned: Planned) -> None:
         assert [value.version for value in values] == list(range(len(values)))
         assert all(end < start for (_, end), (start, _) in zip(lives, lives[1:], strict=False))
         assert all(any(start <= index <= end for start, end in lives) for index in used)
-        # Only inputs begin and only inputs and outputs end where no operation uses them.
+        # Only what is there before or after the plan begins or ends where no operation uses it.
         begins, ends = lives[0][0], lives[-1][1]
-        assert begins == (0 if chunk in plan.inputs else min(used))
-        assert ends == (len(plan.ops) if chunk in (*plan.inputs, *plan.outputs) else max(used))
+        assert begins == (0 if chunk in plan.starts_with else min(used))
+        assert ends == (len(plan.ops) if chunk in (*plan.starts_with, *plan.ends_with) else max(used))
         assert all(start in used for start, _ in lives[1:]) and all(end in used for _, end in lives[:-1])
 
 
@@ -137,13 +144,68 @@ def test_lifetimes(planned: Planned) -> None:
 def test_each_receive_and_each_new_sum_is_a_value_of_its_own(planned: Planned) -> None:
     plan = planned.plan
     flow = dataflow(plan)
-    there = {*plan.inputs}
+    there = {*plan.starts_with}
     for index, op in plan:
         for chunk in op.writes:
-            assert flow.starts(index, chunk) == (isinstance(op, Pass) or chunk not in there)
-        if isinstance(op, Fold) or (isinstance(op, Pass) and op.writes[0].is_arriving):
-            there -= {*op.reads}
+            assert flow.starts(index, chunk) == (isinstance(op, Transfer) or chunk not in there)
+        if isinstance(op, Fold | Transfer):
+            there -= {chunk for chunk in op.reads if is_partial(chunk.tensor) and chunk not in plan.kept}
         there |= {*op.writes}
+
+
+@pytest.mark.parametrize("n", [2, 4, 9])
+def test_what_outlives_the_plan_has_no_buffer_that_others_could_take(n: int) -> None:
+    """Of Ulysses only dO by heads is received and gone with its phase; of USP the KV that goes round as well."""
+    received: dict[tuple[str, str], list[str]] = {}
+    for method in (build("ulysses", {}), build("usp", {"ulysses": 1})):
+        problem = splittable_problem(n)
+        for phase in PHASES:
+            plan = method.plan(problem, phase, COMPUTE_BOUND)
+            flow = dataflow(plan)
+            received[method.name, phase] = sorted(str(plan.ops[index].writes[0]) for index in flow.slots)
+            assert all(flow.last_use[newest(flow, chunk)] == len(plan.ops) for chunk in plan.ends_with)
+    round_the_ring = [f"kv_h#{i}" for i in range(1, n)]
+    behind = [f"dkv_h#{i} arriving" for i in (*range(2, n), 0)]
+    assert received == {
+        ("ulysses", "forward"): [],
+        ("ulysses", "backward"): ["do_h#0"],
+        ("usp", "forward"): round_the_ring,
+        ("usp", "backward"): sorted(["do_h#0", *round_the_ring, *behind]),
+    }
+
+
+def newest(flow: Dataflow, chunk: Chunk) -> Value:
+    """The last content of a chunk."""
+    return max((value for value in flow.first_use if value.chunk == chunk), key=lambda value: value.version)
+
+
+def test_the_parts_of_a_bundle_live_as_long_as_it_does() -> None:
+    """Their buffers are not received into before the last block that reads them as one."""
+    ring = Group(1, 3)
+    do, kv_h, q_h, o_h, do_h, odoq_h, dq_h, dkv_h = (
+        Chunk(tensor, 0, ring) for tensor in ("do", "kv_h", "q_h", "o_h", "do_h", "odoq_h", "dq_h", "dkv_h")
+    )
+
+    def deal(index: int) -> AllToAll:
+        return AllToAll("all-to-all", do, do_h.at(index), ring)
+
+    def bundle(index: int) -> Bundle:
+        return Bundle((q_h, o_h, do_h.at(index)), odoq_h.at(index))
+
+    def block(index: int) -> AttendBackward:
+        return AttendBackward(odoq_h.at(index), kv_h, dq_h, dkv_h)
+
+    steps = Steps()
+    steps.next()
+    steps.do(deal(0), bundle(0), deal(1), bundle(1), block(0), deal(2), block(1))
+    plan = steps.plan("backward", 3, (do,), (dq_h, dkv_h), kept=(q_h, o_h, kv_h))
+    flow = dataflow(plan)
+    first, second, third = (flow.slots[index] for index in (0, 2, 5))
+    assert first == third != second
+    assert flow.last_use[Value(do_h, 0)] == 4, "the block's, not the bundle's"
+    assert flow.last_use[Value(do_h.at(1), 0)] == 6
+    assert flow.waits[5] == (("blocks", 4),)
+    assert [flow.waits[index] for index in (1, 3)] == [(("all-to-all", 0),), (("all-to-all", 2),)]
 
 
 def test_join_stands_between_all_before_and_all_behind() -> None:

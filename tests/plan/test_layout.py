@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import math
+from dataclasses import replace
+from itertools import chain, product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -65,6 +68,68 @@ def test_regions_are_the_mask_between_positions(layout: Layout, n: int, piece: i
             assert (times_computed(layout.regions(i, j, causal=False), tokens) == 1).all()
 
 
+class Shared(NamedTuple):
+    """A layout whose chunks are shared, and sizes that it takes."""
+
+    layout: Layout
+    chunks: int
+    n: int
+    seqlen: int
+
+    def whole(self, chunk: int) -> np.ndarray:
+        """The tokens of a chunk, as one rank would own them."""
+        return tokens_of(replace(self.layout, shared=1), chunk, self.chunks, self.seqlen)
+
+
+@st.composite
+def shared_layouts(draw: st.DrawFn) -> Shared:
+    shared, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    layout = replace(draw(layouts), shared=shared)
+    unit = math.lcm(layout.pieces * chunks, shared * chunks)
+    return Shared(layout, chunks, shared * chunks, unit * draw(st.integers(1, 3)))
+
+
+@given(shared_layouts())
+def test_ranks_that_share_a_chunk_hold_it_together(case: Shared) -> None:
+    """Each an equal run of it, in order; all ranks together the sequence."""
+    case.layout.refuse(case.n, case.seqlen)
+    ranks = [tokens_of(case.layout, rank, case.n, case.seqlen) for rank in range(case.n)]
+    assert all(len(tokens) == case.seqlen // case.n for tokens in ranks)
+    assert sorted(np.concatenate(ranks)) == list(range(case.seqlen))
+    for chunk in range(case.chunks):
+        owners = ranks[chunk * case.layout.shared : (chunk + 1) * case.layout.shared]
+        np.testing.assert_array_equal(np.concatenate(owners), case.whole(chunk))
+
+
+@given(shared_layouts())
+def test_regions_of_shared_chunks_are_the_mask_between_them(case: Shared) -> None:
+    """For every pair of ranks: between the whole chunks that their tokens are of."""
+    for i, j in product(range(case.n), repeat=2):
+        q, k = (case.whole(rank // case.layout.shared) for rank in (i, j))
+        causal, full = (times_computed(case.layout.regions(i, j, causal=c), len(q)) for c in (True, False))
+        np.testing.assert_array_equal(causal, k[None, :] <= q[:, None])
+        assert (full == 1).all()
+
+
+def test_shared_positions_by_hand() -> None:
+    """A run may lie in both of zigzag's pieces."""
+    together = replace(LAYOUTS["zigzag"], shared=3)
+    assert [tokens_of(together, rank, 6, 24).tolist() for rank in (0, 1, 2)] == [
+        [0, 1, 2, 3],
+        [4, 5, 18, 19],
+        [20, 21, 22, 23],
+    ]
+    assert together.positions(1, 6, 24) == (range(4, 6), range(18, 20))
+
+
+@given(layouts, st.integers(1, 4), st.integers(0, 20), st.integers(0, 20))
+def test_order_is_that_of_chunks(layout: Layout, shared: int, i: int, j: int) -> None:
+    together = replace(layout, shared=shared)
+    assert together.order(i, j) == 1 + np.sign(i // shared - j // shared)
+    assert together.order(np.array([i, j]), j).tolist() == [together.order(i, j), 1]
+    assert together.order(j, np.array([i, j])).tolist() == [together.order(j, i), 1]
+
+
 @given(layouts, st.booleans(), st.integers(0, 5), st.integers(0, 5))
 def test_cases_are_indexed_by_sign(layout: Layout, causal: bool, i: int, j: int) -> None:
     assert layout.cases(causal)[int(np.sign(i - j)) + 1] == layout.regions(i, j, causal)
@@ -97,9 +162,12 @@ def test_halves_make_a_whole(half: int) -> None:
     assert [part.tokens(2 * half) for part in Part] == [2 * half, half, half]
 
 
-@given(layouts, st.integers(1, 12), st.integers(1, 100))
-def test_uneven_sequences_are_refused_with_the_nearest_that_work(layout: Layout, n: int, seqlen: int) -> None:
-    if seqlen % (layout.pieces * n) == 0:
+@given(layouts, st.integers(1, 12), st.integers(1, 3), st.integers(1, 100))
+def test_uneven_sequences_are_refused_with_the_nearest_that_work(
+    layout: Layout, chunks: int, shared: int, seqlen: int
+) -> None:
+    n, layout = chunks * shared, replace(layout, shared=shared)
+    if seqlen % (layout.pieces * chunks) == 0 and seqlen % n == 0:
         layout.refuse(n, seqlen)
         return
     with pytest.raises(RequestError, match=f"^seqlen={seqlen}: the {layout.name} layout .* would work$") as caught:

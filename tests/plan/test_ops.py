@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_bench.plan import Attend, Chunk, Fold, Group, Pass, Steps, receive_next, reduce_next
+from methods import build
+from sp_bench.plan import (
+    COMPUTE_BOUND,
+    FIELDS,
+    PHASES,
+    AllToAll,
+    Attend,
+    Bundle,
+    Chunk,
+    Exchange,
+    Fold,
+    Grid,
+    Group,
+    Line,
+    Part,
+    Pass,
+    Problem,
+    Steps,
+    Transfer,
+    messages,
+    outer,
+    part_sent,
+    peers,
+    receive_next,
+    reduce_next,
+)
+from tests.problems import all_methods, small_problem, splittable_problem
 
 sides = st.integers(1, 12)
 
@@ -42,6 +71,67 @@ def test_groups_are_rings(stride: int, size: int, copies: int, shift: int) -> No
     np.testing.assert_array_equal(there % stride, ranks % stride)
     np.testing.assert_array_equal(group.position(there), (group.position(ranks) + shift) % size)
     assert [group.member(int(rank), shift) for rank in ranks] == there.tolist()
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[Exchange, np.ndarray]:
+    """An exchange of two digits, and ranks that it tiles."""
+    size, stride, between, copies = (draw(st.integers(1, most)) for most in (4, 3, 3, 3))
+    exchange = Exchange(Group(stride, size), Group(stride * size * between, size))
+    return exchange, np.arange(exchange.span * copies)
+
+
+@given(exchanges(), st.integers(-5, 5))
+def test_an_exchange_swaps_two_digits_and_is_its_own_inverse(case: tuple[Exchange, np.ndarray], shift: int) -> None:
+    exchange, ranks = case
+    there = exchange.member(ranks, shift)
+    assert sorted(there) == list(ranks)
+    np.testing.assert_array_equal(exchange.member(there, shift), ranks)
+    np.testing.assert_array_equal(exchange.member(ranks, -shift), there)
+    np.testing.assert_array_equal(there // exchange.span, ranks // exchange.span)
+    assert [exchange.member(int(rank), shift) for rank in ranks] == there.tolist()
+    low, high = exchange
+    swapped = (high, low) if shift % 2 else (low, high)
+    for digit, was in zip((low, high), swapped, strict=True):
+        np.testing.assert_array_equal(digit.position(there), was.position(ranks))
+    others, theirs = (r - low.position(r) * low.stride - high.position(r) * high.stride for r in (ranks, there))
+    np.testing.assert_array_equal(others, theirs)
+
+
+def grids(c: int, blocks: int) -> list[Grid]:
+    """Two digits of c * c * blocks ranks, without and with an exchange as StarTrail has it."""
+    digits = Group(1, c), Group(c * c, blocks)
+    return [Grid(*digits), Grid(*digits, Exchange(Group(1, c), Group(c, c)))]
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_a_grid_s_chunks_are_those_around_a_rank_or_its_partner(c: int, blocks: int) -> None:
+    plain, exchanged = grids(c, blocks)
+    ranks = np.arange(c * c * blocks)
+    partner = c * c * (ranks // c**2) + c * (ranks % c) + ranks // c % c
+    for grid, start in ((plain, ranks), (exchanged, partner)):
+        np.testing.assert_array_equal(grid.member(ranks, 0), start)
+        owners = np.stack([grid.member(ranks, shift) for shift in range(grid.size)])
+        assert all(sorted(row) == list(ranks) for row in owners), "each shift is a permutation"
+        for rank in ranks:
+            around = {c * (start[rank] // c) % c**2 + c * c * block + e for e in range(c) for block in range(blocks)}
+            assert set(owners[:, rank]) == around
+            assert [grid.member(int(rank), shift) for shift in range(grid.size)] == owners[:, rank].tolist()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_lines_go_round_a_grid(c: int, blocks: int, exchange: bool) -> None:
+    """After k hops, what a rank holds as line.at(k) is the chunk that it names, whoever's partner the rank is."""
+    grid = grids(c, blocks)[exchange]
+    chunk, ranks = Chunk("kv", 0, grid), np.arange(c * c * blocks)
+    lines = [Line(chunk.at(e), grid.outer, c) for e in range(c)]
+    assert lines[0] == outer(chunk)
+    for line in lines:
+        held = line.at(0).owner(ranks)
+        for have in range(line.group.size - 1):
+            hop = receive_next(line, have, "kv")
+            held = held[hop.source(ranks)]
+            np.testing.assert_array_equal(held, hop.writes[0].owner(ranks))
 
 
 @given(sides, sides, st.integers(-3, 3))
@@ -82,6 +172,69 @@ def test_reduce_next_brings_every_partial_home(size: int) -> None:
     np.testing.assert_array_equal(held[0], values.sum(axis=0))
 
 
+def dense_rows(op: Pass, problem: Problem, rank: int) -> int:
+    """How many tokens of a query chunk a rank sends: those that see any key of `against`; all where none does."""
+    rows, keys = (np.concatenate(problem.layout.positions(r, problem.n, problem.seqlen)) for r in op.seen_by(rank))
+    seeing = int((rows >= keys.min()).sum()) if problem.causal else 0
+    return seeing or problem.local_seqlen
+
+
+def received(op: Transfer, problem: Problem) -> np.ndarray:
+    """Bytes that the ranks on the lines send to those on the columns, by what each receives: (n, n)."""
+    sent = np.zeros((problem.n, problem.n), np.int64)
+    for rank in range(problem.n):
+        if isinstance(op, AllToAll):
+            tensor = op.recv.tensor if op.to_heads else f"{op.recv.tensor}_h"
+            heads = sum(problem.field_bytes(field, wire=True) for field in FIELDS[tensor]) // op.group.size
+            sent[[op.group.member(rank, shift) for shift in range(1, op.group.size)], rank] = heads
+        elif (source := op.source(rank)) != rank:
+            size = problem.chunk_bytes(op.writes[0].tensor, wire=True)
+            sent[source, rank] = size * dense_rows(op, problem, source) // problem.local_seqlen if op.against else size
+    return sent
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("n", [1, 2, 6, 8, 9])
+def test_messages_are_what_is_received(n: int, layout: str) -> None:
+    """For each transfer of every method and variant: by pairs of ranks, by one rank or an array of them."""
+    base, ranks = splittable_problem(n, layout), np.arange(n)
+    for method, phase in product(all_methods(base), PHASES):
+        problem, total = method.dealt(base), 0
+        for op in method.plan(problem, phase, COMPUTE_BOUND).ops:
+            if not isinstance(op, Transfer):
+                continue
+            sent = np.zeros((n, n), np.int64)
+            for (group, shift), (target, sizes) in zip(peers(op), messages(op, problem, ranks), strict=True):
+                np.testing.assert_array_equal(target, group.member(ranks, shift))
+                sent[ranks, target] += sum(sizes.values())
+            one_by_one = np.zeros((n, n), np.int64)
+            for rank in range(n):
+                for target, sizes in messages(op, problem, rank):
+                    one_by_one[rank, target] += sum(sizes.values())
+            np.testing.assert_array_equal(sent, one_by_one)
+            np.testing.assert_array_equal(sent, received(op, problem), f"{method}: {op}")
+            assert not sent.diagonal().any(), "nothing goes to the rank itself"
+            total += sent.sum()
+        assert total == method.bytes_sent(base, phase) * n
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_part_sent_is_what_messages_count(phase: str) -> None:
+    problem = small_problem(6, "zigzag")
+    parts = set()
+    ops = build("tokenring", {}).plan(problem, phase, COMPUTE_BOUND).ops
+    for op in (op for op in ops if isinstance(op, Pass)):
+        for rank in range(6):
+            part = part_sent(op, problem, rank)
+            rows = dense_rows(op, problem, rank) if op.against else 2
+            assert part.tokens(2) == rows
+            ((_, sizes),) = messages(op, problem, rank)
+            fields = FIELDS[op.carries]
+            assert sizes == {f.name: problem.field_bytes(f, wire=True) * rows // 2 for f in fields}
+            parts.add(part)
+    assert parts == {Part.WHOLE, Part.SECOND}
+
+
 def test_indices_wrap_and_names_read_like_the_paper() -> None:
     q = Chunk("q", 2, Group(1, 3))
     assert q.at(3) == q.at(0) == Chunk("q", 0, Group(1, 3))
@@ -91,6 +244,23 @@ def test_indices_wrap_and_names_read_like_the_paper() -> None:
     assert str(receive_next(q, 0, "rings")) == "Pass[rings] q#0 -> -1, q#1 <- +1"
     assert str(Attend(q, Chunk("kv", 1, Group(3, 3)), o)) == "Attend q#2 x kv#1 into o#1"
     assert str(Fold(o.arriving(), o)) == "Fold o#1 arriving into o#1"
+    assert str(Fold(o.arriving(2), o)) == "Fold o#1 arriving 2 into o#1"
+    assert [str(x) for x in (q.slice(1), o.slice(2).arriving())] == ["q#2 heads/1", "o#1 heads/2 arriving"]
+    assert q.slice(1).at(4) == q.at(1).slice(1) != q.at(1)
+    q_h, kv = Chunk("q_h", 0, Group(3, 1)), Chunk("kv", 1, Group(3, 3))
+    assert str(AllToAll("a2a", q.at(0), q_h, Group(1, 3))) == "AllToAll[a2a] q#0 -> q_h#0 of 3"
+    assert str(Bundle((q_h, o), q_h)) == "Bundle q_h#0, o#1 as q_h#0"
+    assert str(Pass("q", q, q.at(0), Group(1, 3), 1, kv)) == "Pass[q] q#2 seeing kv#1 -> +1, q#0 <- -1"
+    swap = Exchange(Group(1, 3), Group(3, 3))
+    assert str(Pass("kv", kv, kv.at(0), swap, 1)) == "Pass[kv] kv#1 -> partner, kv#0 <- partner"
+
+
+def test_a_plan_starts_and_ends_with_what_is_kept() -> None:
+    q, kv, o, q_h = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("q", "kv", "o", "q_h"))
+    forward = Steps().plan("forward", 1, (q, kv), (o,), kept=(q_h,))
+    assert (forward.starts_with, forward.ends_with) == ((q, kv), (o, q_h))
+    backward = Steps().plan("backward", 1, (q, kv), (o,), kept=(q_h,))
+    assert (backward.starts_with, backward.ends_with) == ((q, kv, q_h), (o,))
 
 
 def test_steps_number_their_operations() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,17 +36,55 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
         "q": 1440 * element,
         "kv": 2 * 480 * element,
         "o": 1440 * wire + lse,
+        "out": 1440 * element,
+        "do": 1440 * element,
         "odoq": 3 * 1440 * element + lse,
         "dq": 1440 * wire,
         "dkv": 2 * 480 * wire,
     }
     held = on_wire | {"o": 1440 * accumulator + lse, "dq": 1440 * accumulator, "dkv": 2 * 480 * accumulator}
-    assert {tensor: p.chunk_bytes(tensor, wire=True) for tensor in FIELDS} == on_wire
-    assert {tensor: p.chunk_bytes(tensor, wire=False) for tensor in FIELDS} == held
-    statistics = dict.fromkeys(FIELDS, 0) | {"o": lse, "odoq": lse}
-    assert {tensor: p.wire_statistic_bytes(tensor) for tensor in FIELDS} == statistics
-    casts = dict.fromkeys(FIELDS, False) | dict.fromkeys(("o", "dq", "dkv"), wire != accumulator)
-    assert {tensor: p.needs_cast(tensor) for tensor in FIELDS} == casts
+    statistics = dict.fromkeys(on_wire, 0) | {"o": lse, "odoq": lse}
+    casts = dict.fromkeys(on_wire, False) | dict.fromkeys(("o", "dq", "dkv"), wire != accumulator)
+    assert {*on_wire, *(f"{tensor}_h" for tensor in on_wire)} == {*FIELDS}
+    for tensor in FIELDS:
+        plain = tensor.removesuffix("_h")  # By heads, a chunk that no ranks share is the same.
+        assert p.chunk_bytes(tensor, wire=True) == on_wire[plain]
+        assert p.chunk_bytes(tensor, wire=False) == held[plain]
+        assert p.wire_statistic_bytes(tensor) == statistics[plain]
+        assert p.needs_cast(tensor) == casts[plain]
+
+
+@pytest.mark.parametrize(("shared", "kv_heads_each"), [(1, 2), (2, 1), (6, 1)])
+def test_what_ranks_that_share_a_chunk_hold_by_heads(shared: int, kv_heads_each: int) -> None:
+    """All tokens of the chunk and a share of the heads; of key heads at least one, so that all may weigh more."""
+    p = problem(n=12, seqlen=96, layout=replace(LAYOUTS["striped"], shared=shared))
+    assert (p.local_seqlen, p.block_tokens, p.block_heads) == (8, 8 * shared, 6 // shared)
+    (q,), (k, _), (_, lse) = FIELDS["q_h"], FIELDS["kv_h"], FIELDS["o_h"]
+    assert p.field_shape(q) == (3, 8 * shared, 6 // shared, 10)
+    assert p.field_shape(k) == (3, 8 * shared, kv_heads_each, 10)
+    assert p.field_shape(lse) == (3, 6 // shared, 8 * shared)
+    assert p.field_shape(FIELDS["q"][0]) == (3, 8, 6, 10), "its own tokens"
+    for tensor in ("q", "o", "do", "odoq", "dq"):
+        assert p.chunk_bytes(f"{tensor}_h", wire=True) == p.chunk_bytes(tensor, wire=True)
+    for tensor in ("kv", "dkv"):
+        assert p.chunk_bytes(f"{tensor}_h", wire=True) * 2 == p.chunk_bytes(tensor, wire=True) * max(2, shared)
+
+
+def test_slices_of_heads() -> None:
+    p = problem(head_slices=2)
+    assert p.block_heads == 3
+    assert [p.field_shape(FIELDS[tensor][0]) for tensor in ("q", "kv")] == [(3, 8, 3, 10), (3, 8, 1, 10)]
+    for tensor in ("q", "kv", "o", "odoq", "dq", "dkv"):
+        assert 2 * p.chunk_bytes(tensor, wire=True) == problem().chunk_bytes(tensor, wire=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_seen_are_those_that_see_a_key(layout: str, causal: bool) -> None:
+    """Only zigzag's second half of a chunk sees chunks above; rows are not left out where no row sees any."""
+    below, equal, above = problem(layout=LAYOUTS[layout], causal=causal).rows_seen()
+    assert equal is above is Part.WHOLE
+    assert below is (Part.SECOND if causal and layout == "zigzag" else Part.WHOLE)
 
 
 def test_shapes() -> None:
@@ -76,6 +115,10 @@ def test_shapes() -> None:
         ({"seqlen": 30}, "seqlen=30: .* 4 must divide it; seqlen=28 or 32 would work"),
         ({"layout": LAYOUTS["zigzag"], "seqlen": 36}, "seqlen=36: .* 8 must divide it; seqlen=32 or 40 would work"),
         ({"seqlen": 3}, "seqlen=3: .*; seqlen=4 would work"),
+        (
+            {"layout": replace(LAYOUTS["zigzag"], shared=4), "seqlen": 30},
+            "seqlen=30: .* 4 equal pieces for 4 ranks.*; seqlen=28 or 32 would work",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:

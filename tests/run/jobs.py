@@ -5,7 +5,7 @@ Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from methods import build
 from sp_bench import SequenceParallelAttention
-from sp_bench.plan import COMPUTE_BOUND, CostProfile
+from sp_bench.plan import COMPUTE_BOUND, CostProfile, Method, Problem, layout_named
 from tests.ranks import group_of
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
@@ -32,7 +33,7 @@ class Case:
     tile: tuple[int, int] | None = None
     lanes: str = ""
     options: tuple[tuple[str, object], ...] = ()
-    """Of other methods."""
+    """Other than these two."""
     layout: str = "striped"
     causal: bool = True
     heads: int = HEADS
@@ -52,16 +53,42 @@ class Case:
         words += [f"{name}={value}" for name, value in self.options]
         words += [f"wire={self.wire_dtype}"] if self.wire_dtype else []
         words += [f"kernel={self.kernel}"] if self.kernel != "auto" else []
-        words += [str(self.costs)] if self.costs is not COMPUTE_BOUND else []
+        words += [str(self.costs)] if self.costs != COMPUTE_BOUND else []
         return " ".join(words)
 
     def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
         return inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)
 
-    def attention(self, group: dist.ProcessGroup | None) -> SequenceParallelAttention:
-        options: dict[str, object] = {"layout": self.layout, **dict(self.options)}
+    @property
+    def method_options(self) -> dict[str, object]:
+        """All options of the method but the layout."""
+        options = dict(self.options)
         options |= {"tile": self.tile} if self.tile else {}
         options |= {"lanes": self.lanes} if self.lanes else {}
+        return options
+
+    @property
+    def built(self) -> Method:
+        return build(self.method, {"layout": self.layout, **self.method_options})
+
+    @property
+    def problem(self) -> Problem:
+        """As the method deals it out."""
+        whole = Problem(
+            n=self.n,
+            seqlen=self.n * self.tokens,
+            batch=BATCH,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=HEAD_DIM,
+            causal=self.causal,
+            dtype=self.dtype,
+            wire_dtype=self.wire_dtype,
+            layout=layout_named(self.layout, causal=self.causal),
+        )
+        return self.built.dealt(whole)
+
+    def attention(self, group: dist.ProcessGroup | None) -> SequenceParallelAttention:
         return SequenceParallelAttention(
             self.method,
             causal=self.causal,
@@ -69,7 +96,8 @@ class Case:
             kernel=self.kernel,
             wire_dtype=self.wire_dtype,
             costs=self.costs,
-            **options,
+            layout=self.layout,
+            **self.method_options,
         )
 
 
@@ -242,10 +270,26 @@ def _unequal(got: Results, wanted: Results) -> list[str]:
 
 def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> str:
     """What an attention of these shapes is refused with."""
+    q, k = torch.zeros(q_shape), torch.zeros(k_shape)
+    return _refused(case, lambda attention: attention(q, k, k))
+
+
+def refusals_to_deal(case: Case, seqlen: int) -> list[str]:
+    """What shard, positions and unshard of `seqlen` tokens are refused with."""
+    x = torch.zeros(1, seqlen, 2, 8)
+    uses = (
+        lambda attention: attention.shard(x),
+        lambda attention: attention.positions(seqlen),
+        lambda attention: attention.unshard(x[:, : seqlen // case.n]),
+    )
+    return [_refused(case, use) for use in uses]
+
+
+def _refused(case: Case, use: Callable[[SequenceParallelAttention], object]) -> str:
     if (group := group_of(case.n, case)) is None:
         return ""
     try:
-        case.attention(group)(torch.zeros(q_shape), torch.zeros(k_shape), torch.zeros(k_shape))
+        use(case.attention(group))
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"

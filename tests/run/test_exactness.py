@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,14 +14,15 @@ from methods import REGISTRY
 from methods.mesh import tiles
 from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
-from sp_bench.plan import LAYOUTS, CostProfile
-from tests.problems import divisors
+from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Transfer
+from tests.problems import all_methods, divisors, splittable_problem
 from tests.ranks import SIZES, WORLD, Ranks
 from tests.run import jobs
 from tests.run.jobs import HEADS, Case
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 1e-2}
 """Relative L2 error of out, dq, dk and dv."""
+DTYPES = tuple(BOUNDS)
 
 UNEVEN = CostProfile(
     forward_block_s=1.0,
@@ -35,20 +37,85 @@ UNEVEN = CostProfile(
 
 
 def variants(n: int) -> list[Case]:
-    """Ring, and every tile of mesh."""
-    return [Case(n=n, method="ring"), *(Case(n=n, method="mesh", tile=tile) for tile in tiles(n))]
+    """Ring, and every tile of mesh in every placement."""
+    cases = [Case(n=n, method="ring"), *(Case(n=n, method="mesh", tile=tile) for tile in tiles(n))]
+    return cases + [replace(case, options=(("placement", "kv"),)) for case in cases if case.tile and 1 not in case.tile]
 
 
 def others(n: int) -> list[Case]:
-    """Every method but ring and mesh, in every variant."""
-    cases = [Case(n=n, method="striped"), Case(n=n, method="zigzag", layout="zigzag"), Case(n=n, method="pass_q")]
-    cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
+    """Every method but ring, mesh and all_gather, in every variant. u ranks split 2u heads."""
+    cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q")]
     cases += [Case(n=n, method="double_ring", options=(("inner", inner),)) for inner in divisors(n)]
+    cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
+    cases += [Case(n=n, method="startrail", options=(("team", c),)) for c in divisors(n) if n % c**2 == 0]
+    cases += [Case(n=n, method="ulysses", heads=n)]
+    cases += [Case(n=n, method="usp", heads=2 * u, options=(("ulysses", u),)) for u in divisors(n)]
     return cases + [Case(n=n, method="reference")] * (n == 1)
 
 
-def test_others_are_all_the_others() -> None:
-    assert {case.method for case in others(1) + variants(1)} == set(REGISTRY)
+def key_heads(heads: int) -> list[int]:
+    """As many as heads, half as many (or the most below that divide them), one. Of 2u: above, equal to and below u."""
+    return sorted({heads, divisors(heads)[-2:][0], 1}, reverse=True)
+
+
+def grouped(cases: Iterable[Case]) -> list[Case]:
+    return [replace(case, kv_heads=kv_heads) for case in cases for kv_heads in key_heads(case.heads)]
+
+
+def everything(n: int) -> list[Case]:
+    """Every method in every variant, with all key_heads. Of n = 9, which is there for its root, what has a side of 3.
+
+    all_gather is there with all key heads at a time, and with one.
+    """
+    cases = grouped([*variants(n), *others(n)])
+    for kv_heads in key_heads(HEADS):
+        strides = sorted({1, kv_heads})
+        cases += [Case(n=n, method="all_gather", kv_heads=kv_heads, options=(("stride", s),)) for s in strides]
+    return [c for c in cases if n != 9 or c.method == "ring" or c.tile or 3 in dict(c.options).values()]
+
+
+def matrix(n: int, *, causal: bool) -> list[Case]:
+    """Everything on every layout, in every dtype on up to two ranks. On more, key heads and dtypes are rotated.
+
+    With each number of key heads goes one dtype, another one for the next n. From n = 6, where cases take longest, the
+    two smaller numbers of key heads take turns over layouts and masks.
+    """
+    cases = []
+    for case in everything(n):
+        place = key_heads(case.heads).index(case.kv_heads)
+        dtypes = DTYPES if n <= 2 else (DTYPES[(SIZES.index(n) + place) % 3],)
+        for i, layout in enumerate(REGISTRY[case.method].layouts):
+            if n < 6 or place == 0 or (i + causal + place) % 2:
+                cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
+    trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
+    return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("n", SIZES[:-1])
+def test_the_matrix_holds_every_variant(n: int, causal: bool) -> None:
+    """On every layout that it has; but for all_gather's strides, which depend on the key heads."""
+    found = {case.built for case in matrix(n, causal=causal)}
+    for layout in LAYOUTS:
+        methods = all_methods(splittable_problem(n, layout, causal=causal))
+        wanted = {replace(m, layout=layout) for m in methods if layout in m.layouts and m.name != "all_gather"}
+        if layout != "zigzag" or not causal:
+            wanted = {method for method in wanted if getattr(method, "trim", True)}
+        assert wanted <= found
+    assert {method.name for method in found} == {*REGISTRY} - ({"reference"} if n > 1 else set())
+
+
+def test_the_matrix_holds_every_combination_for_several_n() -> None:
+    """MHA and GQA in every dtype, for every method, layout and mask."""
+    found: dict[tuple, set[int]] = {}
+    for n, causal in itertools.product(SIZES[1:], (True, False)):
+        for case in matrix(n, causal=causal):
+            key = (case.method, case.layout, causal, case.kv_heads < case.heads, case.dtype)
+            found.setdefault(key, set()).add(n)
+    methods = [(m.name, layout) for m in REGISTRY.values() if m.name != "reference" for layout in m.layouts]
+    axes = ((True, False), (True, False), DTYPES)
+    assert {*found} == {(*method, *rest) for method, *rest in itertools.product(methods, *axes)}
+    assert all(len(sizes) > 1 for sizes in found.values())
 
 
 def measure(ranks: Ranks, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
@@ -71,6 +138,9 @@ def assert_exact(ranks: Ranks, cases: Iterable[Case]) -> None:
     wanted = list(cases)
     errors = measure(ranks, wanted)
     assert list(errors) == wanted
+    for dtype in DTYPES:
+        worst = [max(by_tensor.values()) for case, by_tensor in errors.items() if case.dtype == dtype]
+        print(f"{len(worst)} cases in {dtype}, off by at most {max(worst, default=0):.1e}")
     wrong = [
         f"{case}: {tensor} is off by {error:.1e}"
         for case, by_tensor in errors.items()
@@ -80,54 +150,32 @@ def assert_exact(ranks: Ranks, cases: Iterable[Case]) -> None:
     assert not wrong, f"{len(wrong)} results are wrong:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("n", SIZES)
-def test_every_tile_layout_and_dtype(ranks: Ranks, n: int, causal: bool, kv_heads: int) -> None:
-    """From n = 8, where a case takes longest, the narrow dtypes run on one layout only."""
-    assert_exact(
-        ranks,
-        (
-            replace(variant, causal=causal, kv_heads=kv_heads, layout=layout, dtype=dtype)
-            for variant in variants(n)
-            for layout in LAYOUTS
-            for dtype in BOUNDS
-            if n < 8 or layout == "striped" or dtype == "float64"
-        ),
-    )
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("n", SIZES)
-def test_every_other_method(ranks: Ranks, n: int, causal: bool) -> None:
-    """MHA and GQA, fp32 and bf16, on every layout that the method has."""
-    assert_exact(
-        ranks,
-        (
-            replace(case, causal=causal, kv_heads=kv_heads, layout=layout, dtype=dtype)
-            for case in others(n)
-            for layout in REGISTRY[case.method].layouts
-            for kv_heads, dtype in ((HEADS, "float32"), (2, "bfloat16"), (1, "float64"))
-            if n < 8 or layout != "contiguous"
-        ),
-    )
+def test_the_matrix(ranks: Ranks, n: int, causal: bool) -> None:
+    assert_exact(ranks, matrix(n, causal=causal))
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_odd_chunks(ranks: Ranks, n: int) -> None:
-    """One token each, five, and for zigzag pieces of one token and of three."""
-    tokens = {"striped": (1, 5), "contiguous": (1, 5), "zigzag": (2, 6)}
+    """One token each, five, and for zigzag pieces of one token and of three. Of the others on 4 ranks."""
     assert_exact(
         ranks,
         (
-            replace(variant, layout=layout, tokens=count, causal=causal, kv_heads=2)
-            for variant in variants(n)
-            for layout, counts in tokens.items()
-            for count in counts
+            replace(case, layout=layout, tokens=count, causal=causal, kv_heads=key_heads(case.heads)[1])
+            for case in variants(n) + (others(n) if n == 4 else [])
+            for layout in REGISTRY[case.method].layouts
+            for count in ((2, 6) if layout == "zigzag" else (1, 5))
             for causal in (True, False)
             if causal or layout == "contiguous"
         ),
     )
+
+
+def test_shares_of_a_zigzag_chunk_that_are_not_alike(ranks: Ranks) -> None:
+    """Of three ranks that own a chunk together, the middle one has some of both its pieces."""
+    usp = Case(n=3, method="usp", layout="zigzag", heads=6, kv_heads=1, options=(("ulysses", 3),))
+    assert_exact(ranks, (replace(usp, n=n, tokens=tokens) for n in (3, 6, 9) for tokens in (2, 6)))
 
 
 @pytest.mark.parametrize("lanes", ["one", "each"])
@@ -151,25 +199,54 @@ def test_auto_tile_and_layout(ranks: Ranks) -> None:
     assert_exact(
         ranks, (Case(n=n, method="mesh", layout="auto", causal=causal) for n in SIZES for causal in (True, False))
     )
+    assert_exact(ranks, (Case(n=4, method=method, kv_heads=2) for method in ("startrail", "all_gather")))
+
+
+def some_grouped(n: int, dtype: str) -> list[Case]:
+    """Everything with half as many key heads as heads, on the last layout that the method has."""
+    found = [case for case in everything(n) if case.kv_heads == key_heads(case.heads)[1]]
+    return [replace(case, dtype=dtype, layout=REGISTRY[case.method].layouts[-1]) for case in found]
 
 
 def test_wider_wire_is_no_less_exact(ranks: Ranks) -> None:
-    """At n=9 the partials of bf16 travel in bf16 or in fp32."""
-    narrow = [replace(variant, dtype="bfloat16", kv_heads=2) for variant in variants(9)]
+    """The partials of bf16 travel in bf16 or in fp32."""
+    narrow = some_grouped(4, "bfloat16") + some_grouped(9, "bfloat16")
     wide = [replace(case, wire_dtype="float32") for case in narrow]
     errors = measure(ranks, [*narrow, *wide])
+    helped = set()
     for narrow_case, wide_case in zip(narrow, wide, strict=True):
         for tensor, error in errors[wide_case].items():
             assert error <= errors[narrow_case][tensor], f"{wide_case}: {tensor}"
             assert errors[narrow_case][tensor] <= BOUNDS["bfloat16"], f"{narrow_case}: {tensor}"
-    # Where partials do travel, the wire's rounding must show, or the option has done nothing.
-    square = Case(n=9, method="mesh", tile=(3, 3), dtype="bfloat16", kv_heads=2)
-    assert sum(errors[replace(square, wire_dtype="float32")].values()) < sum(errors[square].values())
+        if sum(errors[wide_case].values()) < sum(errors[narrow_case].values()):
+            helped.add(narrow_case.method)
+    # Where sums of blocks travel, the wire's rounding must show, or the option has done nothing. What these two send
+    # is of one block, in bf16 from the kernel on.
+    assert helped == {*REGISTRY} - {"reference", "pass_q", "ulysses"}
+
+
+ROUNDED_WITH = {"o": ("out", "dq", "dk"), "dq": ("dq",), "dkv": ("dk", "dv"), "dkv_h": ("dk", "dv")}
+"""By the tensor that travels in the wire dtype: the results that take its rounding. dv depends on the lse, not on O."""
+
+
+def test_the_wire_rounds_partials_and_nothing_else(ranks: Ranks) -> None:
+    """fp32 with a bf16 wire."""
+    cases = [replace(case, wire_dtype="bfloat16") for case in some_grouped(4, "float32")]
+    for case, by_tensor in measure(ranks, cases).items():
+        plans = [case.built.plan(case.problem, phase, case.costs) for phase in PHASES]
+        carried = {op.carries for plan in plans for op in plan.ops if isinstance(op, Transfer)}
+        rounded = {result for tensor in carried for result in ROUNDED_WITH.get(tensor, ())}
+        assert rounded, f"{case}: no partials travel"
+        for tensor, error in by_tensor.items():
+            low, high = (1e-4, BOUNDS["bfloat16"]) if tensor in rounded else (0, BOUNDS["float32"])
+            assert low <= error <= high, f"{case}: {tensor} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shard_unshard_and_positions(ranks: Ranks, layout: str) -> None:
     cases = [Case(n=n, method="ring", layout=layout, tokens=tokens) for n in SIZES for tokens in (2, 6)]
+    shared = Case(n=4, method="usp", layout=layout, options=(("ulysses", 2),))
+    cases += [replace(shared, n=n, tokens=tokens) for n in (4, 6, 8) for tokens in (1, 6)]
     answers = ranks.run(jobs.round_trip, cases)
     for case in cases:
         positions, takes_them, comes_back = zip(*(answer[case] for answer in answers[: case.n]), strict=True)
@@ -177,6 +254,9 @@ def test_shard_unshard_and_positions(ranks: Ranks, layout: str) -> None:
         assert [len(own) for own in positions] == [case.tokens] * case.n, case
         assert all(takes_them), f"{case}: shard takes other tokens than positions says"
         assert all(comes_back), f"{case}: unshard doesn't undo shard"
+        if case.method == "usp":
+            chunks = [LAYOUTS[layout].positions(i, case.n // 2, case.n * case.tokens) for i in range(case.n // 2)]
+            assert sum(positions, []) == [token for chunk in chunks for run in chunk for token in run], case
 
 
 REUSED = [
@@ -186,6 +266,11 @@ REUSED = [
     Case(n=8, method="mesh", tile=(8, 1), layout="zigzag", dtype="float32"),
     Case(n=2, method="mesh", tile=(1, 2), layout="contiguous", causal=False, kv_heads=1),
     Case(n=6, method="tokenring", options=(("nodes", 2),), kv_heads=2, dtype="float32"),
+    Case(n=4, method="tokenring", layout="zigzag", kv_heads=2, dtype="bfloat16"),
+    Case(n=6, method="ulysses", layout="contiguous", heads=6, kv_heads=2, dtype="bfloat16"),
+    Case(n=6, method="usp", options=(("ulysses", 2),), layout="zigzag", kv_heads=2, dtype="bfloat16"),
+    Case(n=4, method="startrail", options=(("team", 2),), dtype="bfloat16"),
+    Case(n=4, method="all_gather", options=(("stride", 1),), kv_heads=2, dtype="float32"),
 ]
 
 
@@ -221,14 +306,28 @@ def test_refusals_name_value_rule_and_remedy(ranks: Ranks) -> None:
     ):
         for answer in ranks.run(jobs.refusal, ring, q_shape, k_shape)[:2]:
             assert answer.startswith("RequestError") and value in answer and "would work" in answer
+    ulysses = Case(n=3, method="ulysses", layout="contiguous")
+    answer = ranks.run(jobs.refusal, ulysses, (1, 4, 4, 8), (1, 4, 4, 8))[:3]
+    assert answer == [
+        "RequestError: gpus=3: ulysses splits heads=4 evenly, and kv_heads=4 must divide evenly too or be a divisor of "
+        "the ranks; one of 1, 2, 4 would work"
+    ] * 3  # fmt: skip
     zigzag = Case(n=3, method="ring", layout="zigzag")
     assert "seqlen=15: the zigzag layout" in ranks.run(jobs.refusal, zigzag, (1, 5, 2, 8), (1, 5, 2, 8))[0]
+
+
+def test_tokens_are_not_dealt_out_before_the_degree_is_chosen(ranks: Ranks) -> None:
+    for answers in ranks.run(jobs.refusals_to_deal, Case(n=4, method="usp"), 16)[:4]:
+        assert answers == [
+            "RequestError: method.ulysses=auto: decides which tokens a rank owns, and must be chosen before they are "
+            "dealt out; a number, such as method.ulysses=2, would work"
+        ] * 3  # fmt: skip
 
 
 def test_one_process_needs_no_group() -> None:
     """A plain program that never started torch.distributed is a group of one."""
     assert not torch.distributed.is_initialized()
-    for method in ("ring", "mesh"):
+    for method in {*REGISTRY} - {"usp", "zigzag"}:
         attention = SequenceParallelAttention(method, causal=True)
         full = jobs.inputs(11, 2, "float64")
         got, wanted = jobs.attend(attention, full), jobs.reference(11, 2, "float64", True)

@@ -16,7 +16,12 @@ from sp_bench.plan import BLOCKS, PHASES, Fold, Group, Pass, Plan, Problem, data
 from sp_bench.simulate import Cluster, simulate
 from sp_bench.simulate.graph import Segment, segments
 
-RATES = {f"{phase}_{shape}": {512: 100, 1024: 200} for phase in PHASES for shape in ("full", "causal")}
+TABLE = {
+    "figures": "assumed",
+    "head_dim": 64,
+    "dtypes": {"bfloat16": 1.0, "float32": 0.5},
+    **{f"{phase}_{mask}": {512: 100, 1024: 200} for phase in PHASES for mask in ("full", "causal")},
+}
 
 
 def cluster(*, gpus_per_node: int | None = None, bytes_per_s: float = 1e9, launch_s: float = 0.0, **other) -> Cluster:
@@ -29,9 +34,7 @@ def cluster(*, gpus_per_node: int | None = None, bytes_per_s: float = 1e9, launc
             "inter": {"bytes_per_s": bytes_per_s / 4, "latency_s": 3e-5},
             "device": {
                 "name": "test",
-                "head_dim": 64,
-                "rates": RATES,
-                "dtypes": {"bfloat16": 1.0, "float32": 0.5},
+                "rates": {"kernel": TABLE},
                 "peak_tflops": {},
                 "memory_bytes_per_s": 1e30,
                 "launch_s": launch_s,

@@ -1,0 +1,194 @@
+"""python -m sp_bench.calibrate key=value ...: measure this machine and write a cluster file for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sp_bench import records
+from sp_bench.bench.values import choice, truth, whole
+from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
+from sp_bench.calibrating.setting import Setting
+from sp_bench.errors import RequestError, unknown_key
+from sp_bench.machine import cores_here, gpus_here
+from sp_bench.measure.pool import RankError, RankFailure, RankPool
+from sp_bench.simulate import Cluster
+
+USAGE = """\
+python -m sp_bench.calibrate [key=value ...]
+
+Measures what this machine's block kernels, folds, copies and links between rank processes cost, and writes a cluster
+file. `python -m sp_bench cluster=NAME` measures on this machine and chooses tiles by those figures, and with
+mode=simulate it simulates the machine.
+
+  name=calibrated   what the cluster is called
+  out=null          the file; null: conf/cluster/NAME.yaml, where cluster=NAME finds it. In a folder of your own it
+                    should be FOLDER/cluster/NAME.yaml, for --config-dir FOLDER
+  device=auto       auto or cpu
+  kernel=auto       as in conf/kernel
+  head_dim=64       the one that the figures hold for
+  heads=8
+  ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16
+  repetitions=null  null: 5, or 3 if quick
+  quick=false       small blocks and messages: seconds instead of minutes, for a try
+"""
+DEFAULTS: dict[str, Any] = {
+    "name": "calibrated", "out": None, "device": "auto", "kernel": "auto", "head_dim": 64, "heads": 8,
+    "ranks": "auto", "repetitions": None, "quick": False,
+}  # fmt: skip
+CLUSTERS = Path(__file__).resolve().parent.parent / "conf" / "cluster"
+SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096), (64, 128)
+MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
+BUSY = 0.1
+"""A spread of block times from which on their medians can't be trusted."""
+MARK = "calibrated"
+"""The source that tells a file of this command from others, which it doesn't overwrite."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    try:
+        options = _options(arguments)
+        setting, path = _setting(options), _path(options)
+        name, ranks = str(options["name"]), _ranks(options["ranks"])
+        kept = [argument for argument in arguments if not argument.startswith("out=")]
+        config = _measure(name, setting, ranks, " ".join(["python -m sp_bench.calibrate", *kept]))
+        Cluster.build(config)
+        _write(path, config)
+    except RequestError as error:
+        return _failed(error)
+    except RankError as error:  # what a kernel refuses, a rank raises
+        return _failed(error.cause if isinstance(error.cause, RequestError) else error)
+    except RankFailure as error:
+        return _failed(error)
+    print(f"{path}: {_how_to_use(path)}")
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    print(f"sp_bench.calibrate: {error}", file=sys.stderr)
+    return 2 if isinstance(error, RequestError) else 1
+
+
+def _options(arguments: list[str]) -> dict[str, Any]:
+    """The options with their defaults. Raises RequestError for an argument that is none."""
+    options = dict(DEFAULTS)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise RequestError(argument, "is not of the form key=value", "quick=true would work")
+        if key not in DEFAULTS:
+            raise unknown_key(key, DEFAULTS)
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise RequestError(argument, "is no value", f"{key}={DEFAULTS[key]} would work") from None
+    if options["out"] and not any(argument.startswith("name=") for argument in arguments):
+        options["name"] = Path(str(options["out"])).stem
+    return options
+
+
+def _setting(options: dict[str, Any]) -> Setting:
+    device = choice("device", options["device"], ("auto", "cpu", "cuda"))
+    if device == "cuda":
+        here = gpus_here()
+        why = "calibrating GPUs is not supported yet" if here else "this machine has no GPU"
+        raise RequestError("device=cuda", why, "device=cpu would work")
+    quick = truth("quick", options["quick"])
+    repetitions = options["repetitions"]
+    return Setting(
+        device="cpu",
+        kernel=str(options["kernel"]),
+        dtypes=("float32", "bfloat16"),
+        heads=whole("heads", options["heads"]),
+        head_dim=whole("head_dim", options["head_dim"]),
+        sizes=QUICK_SIZES if quick else SIZES,
+        repetitions=(3 if quick else 5) if repetitions is None else whole("repetitions", repetitions),
+        message_bytes=QUICK_MESSAGE_BYTES if quick else MESSAGE_BYTES,
+    )
+
+
+def _ranks(value: Any) -> int:
+    return min(max(cores_here(), 2), 16) if value == "auto" else whole("ranks", value, least=2)
+
+
+def _path(options: dict[str, Any]) -> Path:
+    """The file to write. Raises RequestError before anything is measured where it can't or shouldn't be written."""
+    name, out = str(options["name"]), options["out"]
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise RequestError(f"name={name}", "must be a word of letters, digits and _", "name=calibrated would work")
+    path = CLUSTERS / f"{name}.yaml" if out is None else Path(str(out))
+    key = f"name={name}" if out is None else f"out={out}"
+    if path.suffix != ".yaml":
+        raise RequestError(key, "must be a .yaml file", f"out={path}/cluster/{name}.yaml would work")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(key, f"its folder can't be made ({error.strerror})", "out=null would work") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RequestError(key, "can't be written", f"out=my_conf/cluster/{name}.yaml would work")
+    if path.exists() and not _ours(path):
+        raise RequestError(key, "there is such a file, and this command didn't write it", "another name would work")
+    return path
+
+
+def _ours(path: Path) -> bool:
+    try:
+        return MARK in yaml.safe_load(path.read_text())["sources"]
+    except (yaml.YAMLError, KeyError, TypeError, UnicodeDecodeError):
+        return False
+
+
+def _measure(name: str, setting: Setting, ranks: int, command: str) -> dict[str, Any]:
+    with RankPool(ranks) as pool:
+        print(f"blocks of {setting.sizes[0]} to {setting.sizes[-1]} tokens, folds, copies", flush=True)
+        costs = pool.run("sp_bench.calibrating.kernels:measure_kernels", setting)[0]
+        print(f"links between {ranks} ranks", flush=True)
+        links = pool.run("sp_bench.calibrating.links:measure_links", setting)
+    if (spread := blocks_spread(costs)) > BUSY:
+        print(f"block times vary by {spread:.0%}: the machine is busy, and again when it is idle would be better")
+    return cluster_config(name, setting, costs, links, _provenance(command))
+
+
+def _provenance(command: str) -> dict[str, str]:
+    """When and from what, without the host's name."""
+    machine, code = records.machine(), records.provenance()
+    commit = f"{code['git_commit']}{' with changes' if code['git_dirty'] else ''}" if code["git_commit"] else "unknown"
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return {
+        MARK: f"{when} by `{command}`, git commit {commit}",
+        "machine": f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}",
+    }
+
+
+def _write(path: Path, config: dict[str, Any]) -> None:
+    text = "# This machine, as sp_bench.calibrate measured it: ranks are its processes.\n"
+    figures = {key: value for key, value in config.items() if key != "sources"}
+    text += yaml.safe_dump(figures, sort_keys=False, width=118, default_flow_style=None)
+    text += yaml.safe_dump({"sources": config["sources"]}, sort_keys=False, width=118)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _how_to_use(path: Path) -> str:
+    use = f"python -m sp_bench cluster={path.stem}"
+    if path.parent.resolve() == CLUSTERS:
+        return f"{use} gpus=2 would use it"
+    if path.parent.name == "cluster":
+        return f"{use} --config-dir {path.parent.parent} gpus=2 would use it"
+    return "in a folder named cluster, with --config-dir its parent, it would be found"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

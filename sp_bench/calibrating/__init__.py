@@ -1,0 +1,1 @@
+"""Measure what a machine's kernels, memory and links cost, for a conf/cluster file."""

@@ -1,0 +1,114 @@
+"""From samples to a conf/cluster file: medians, rates, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sp_bench.calibrating.setting import Costs, Links, Samples, Setting
+from sp_bench.plan import PHASES
+from sp_bench.simulate.costs import FLOPS_PER_PAIR
+
+DIGITS = 4
+LEAST_WORK = 0.1
+"""Of a sample, what stays where the launch cost seems to be all of it."""
+
+
+def cluster_config(
+    name: str, setting: Setting, costs: Costs, links: Sequence[Links], provenance: Mapping[str, str]
+) -> dict[str, Any]:
+    """The content of a conf/cluster file for this machine, from what rank 0's kernels and all ranks' links took."""
+    launch_s = _median(costs.launch_s)
+    latency_s, large_s = _slowest_s(links, "ring_tiny_s"), _slowest_s(links, "ring_large_s")
+    pair_s = _median(links[0].pair_large_s)
+    device = {
+        "name": "CPU",
+        "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
+        "peak_tflops": {},
+        "memory_bytes_per_s": _rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
+        "fold_bytes_per_s": _rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
+        "launch_s": _rounded(launch_s),
+        "transfer_slowdown": _rounded(_slowdown(links)),
+    }
+    return {
+        "name": name,
+        "this_machine": True,
+        "gpus_per_node": None,
+        "cores": "auto",
+        "intra": {
+            "bytes_per_s": _rounded(setting.message_bytes / _work_s(large_s, latency_s)),
+            "latency_s": _rounded(latency_s),
+        },
+        "device": device,
+        "sources": {
+            **provenance,
+            "spread": "half of the interquartile range over the median",
+            "rates": f"medians of {setting.repetitions} blocks of {setting.heads} heads on one thread, less launch_s; "
+            f"spread {blocks_spread(costs):.1%}, of the worst block {max(_spreads(costs.blocks_s.values())):.1%}",
+            "launch_s": f"a block of one token, median of {len(costs.launch_s)}",
+            "memory_bytes_per_s, fold_bytes_per_s": f"medians of {setting.repetitions} copies and folds of "
+            f"{costs.copy_bytes // 2} bytes in fp32, spread {max(_spreads([costs.copy_s, costs.fold_s])):.1%}",
+            "intra": f"{len(links)} ranks, each to the next over gloo at once: 4 bytes for the latency, "
+            f"{setting.message_bytes} for the rate, medians of {len(links[0].ring_tiny_s)} of the slowest rank, spread "
+            f"{max(_spreads(x for link in links for x in (link.ring_tiny_s, link.ring_large_s))):.1%}. One pair alone: "
+            f"{setting.message_bytes / pair_s:.3g} bytes/s, {_median(links[0].pair_tiny_s):.3g} s",
+            "transfer_slowdown": "blocks on all ranks while all of them send, over blocks without transfers",
+        },
+    }
+
+
+def blocks_spread(costs: Costs) -> float:
+    """How far block times typically are from their medians: large where the machine does something else too."""
+    return float(np.median(_spreads(costs.blocks_s.values())))
+
+
+def block_flops(name: str, q_tokens: int, kv_tokens: int, setting: Setting) -> float:
+    """What a block of forward_full and so on computes."""
+    phase, _, mask = name.partition("_")
+    pairs = q_tokens * kv_tokens if mask == "full" else q_tokens * (q_tokens + 1) // 2
+    return FLOPS_PER_PAIR[phase] * pairs * setting.heads * setting.head_dim
+
+
+def _table(dtype: str, setting: Setting, costs: Costs, launch_s: float) -> dict[str, Any]:
+    """One dtype's rates, TFLOP/s."""
+    found: dict[str, Any] = {
+        "kernel": costs.kernel, "figures": "measured", "head_dim": setting.head_dim, "dtypes": {dtype: 1.0},
+    }  # fmt: skip
+    for name in (f"{phase}_{mask}" for phase in PHASES for mask in ("full", "causal")):
+        found[name] = {}
+        for (of, case, q, kv), samples in costs.blocks_s.items():
+            if (of, case) == (dtype, name):
+                rate = block_flops(name, q, kv, setting) / _work_s(_median(samples), launch_s) / 1e12
+                found[name][f"{q}x{kv}" if "full" in name else q] = _rounded(rate)
+    return found
+
+
+def _work_s(total_s: float, overhead_s: float) -> float:
+    return max(total_s - overhead_s, LEAST_WORK * total_s)
+
+
+def _slowdown(links: Sequence[Links]) -> float:
+    alone = np.median([x for link in links for x in link.alone_s])
+    beside = [x for link in links for x in link.beside_s]
+    return max(float(np.median(beside) / alone) - 1, 0.0) if beside else 0.0
+
+
+def _slowest_s(links: Sequence[Links], name: str) -> float:
+    """The median over repetitions of the slowest rank."""
+    return float(np.median(np.max([getattr(link, name) for link in links], axis=0)))
+
+
+def _spreads(series: Iterable[Samples]) -> list[float]:
+    """Half of each interquartile range over its median."""
+    quartiles = (np.percentile(samples, [25, 50, 75]) for samples in series)
+    return [float((high - low) / 2 / middle) for low, middle, high in quartiles]
+
+
+def _median(samples: Samples) -> float:
+    return float(np.median(samples))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,80 @@
+"""Blocks, folds and copies, timed on one rank while the others are idle. Runs inside a rank's process."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_bench.calibrating.clock import CLOCKS
+from sp_bench.calibrating.setting import Costs, Setting
+from sp_bench.kernels import choose, fold_
+from sp_bench.measure.pool import report
+from sp_bench.plan import Mask
+
+LAUNCHES = 20
+"""Tiny blocks for each repetition."""
+MEMORY_TOKENS = 4096
+"""Of what is folded and copied: enough that launching them is nothing."""
+
+
+def measure_kernels(setting: Setting) -> Costs | None:
+    """The costs on rank 0; None on the others. The first repetition of each case is a warm-up and dropped."""
+    if dist.is_initialized() and dist.get_rank():
+        return None
+    costs = Costs()
+    for dtype in setting.dtypes:
+        _blocks(setting, dtype, costs)
+    _launches(setting, costs)
+    _memory(setting, costs)
+    return costs
+
+
+def random(setting: Setting, tokens: int, dtype: str, *, heads: int | None = None) -> Tensor:
+    """(1, tokens, heads, head_dim) of normal numbers."""
+    shape = (1, tokens, heads or setting.heads, setting.head_dim)
+    return torch.randn(shape, device=setting.device).to(getattr(torch, dtype))
+
+
+def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
+    kernel, clock = choose(setting.kernel, setting.device, dtype), CLOCKS[setting.device]
+    costs.kernel = kernel.name
+    q, k, v, dout = (random(setting, max(setting.sizes), dtype) for _ in range(4))
+    cases = [(Mask.FULL, *pair) for pair in itertools.product(setting.sizes, repeat=2)]
+    cases += [(Mask.CAUSAL, size, size) for size in setting.sizes]
+    # Case by case within a repetition, so that drift of the machine meets all of them alike.
+    for repetition in range(1 + setting.repetitions):
+        for mask, rows, columns in cases:
+            report((dtype, repetition, mask.value, rows, columns))
+            block = q[:, :rows], k[:, :columns], v[:, :columns]
+            forward_s, (out, lse) = clock(kernel.forward, *block, mask)
+            backward_s, _ = clock(kernel.backward, dout[:, :rows], *block, out, lse, mask)
+            if repetition:
+                for phase, seconds in (("forward", forward_s), ("backward", backward_s)):
+                    key = (dtype, f"{phase}_{mask.value}", rows, columns)
+                    costs.blocks_s.setdefault(key, []).append(seconds)
+
+
+def _launches(setting: Setting, costs: Costs) -> None:
+    kernel, clock = choose(setting.kernel, setting.device, setting.dtypes[0]), CLOCKS[setting.device]
+    tiny = [random(setting, 1, setting.dtypes[0], heads=1) for _ in range(3)]
+    for repetition in range(LAUNCHES * (1 + setting.repetitions)):
+        seconds, _ = clock(kernel.forward, *tiny, Mask.FULL)
+        if repetition >= LAUNCHES:
+            costs.launch_s.append(seconds)
+
+
+def _memory(setting: Setting, costs: Costs) -> None:
+    """Folds of a partial output into an accumulator, and copies of one, in fp32."""
+    clock, tokens = CLOCKS[setting.device], MEMORY_TOKENS
+    out, part = (random(setting, tokens, "float32") for _ in range(2))
+    lse, part_lse = (torch.randn(1, setting.heads, tokens, device=setting.device) for _ in range(2))
+    costs.fold_bytes, costs.copy_bytes = 3 * (out.nbytes + lse.nbytes), 2 * out.nbytes
+    for repetition in range(1 + setting.repetitions):
+        fold_s, _ = clock(fold_, out, lse, part, part_lse)
+        copy_s, _ = clock(out.copy_, part)
+        if repetition:
+            costs.fold_s.append(fold_s)
+            costs.copy_s.append(copy_s)

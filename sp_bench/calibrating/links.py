@@ -1,0 +1,101 @@
+"""Messages between rank processes, over the transport that executions use. Runs on every rank of a pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from sp_bench.calibrating.clock import CLOCKS
+from sp_bench.calibrating.kernels import random
+from sp_bench.calibrating.setting import Links, Samples, Setting
+from sp_bench.kernels import choose
+from sp_bench.measure.pool import report
+from sp_bench.plan import Mask
+from sp_bench.run.transport import GlooTransport
+
+TINY_BYTES = 4
+MESSAGES = 20
+"""Tiny messages, or large ones beside blocks, for each repetition."""
+ROUNDS = 4
+"""For each repetition: messages are shorter than blocks, and vary more."""
+COUNTED_AS = (("calibrate", "message", "message"),)
+
+
+def measure_links(setting: Setting) -> Links:
+    """What this rank sees; needs at least two ranks. The first repetition of each case is a warm-up and dropped."""
+    rank, n, links = dist.get_rank(), dist.get_world_size(), Links()
+    transport = GlooTransport(dist.group.WORLD)
+    tiny, large = (_Message(transport, size) for size in (TINY_BYTES, setting.message_bytes))
+    for repetition in range(1 + ROUNDS * setting.repetitions):
+        report(repetition)
+        kept = links if repetition else Links()
+        dist.barrier()
+        if rank < 2:
+            kept.pair_tiny_s.append(_mean_s(tiny.to_and_fro, rank) / 2)
+            kept.pair_large_s.append(_mean_s(large.to_and_fro, rank, times=2) / 2)
+        dist.barrier()
+        kept.ring_tiny_s.append(_mean_s(tiny.exchange, (rank + 1) % n, (rank - 1) % n))
+        dist.barrier()
+        kept.ring_large_s.append(_mean_s(large.exchange, (rank + 1) % n, (rank - 1) % n, times=2))
+        dist.barrier()
+        _blocks_beside_transfers(setting, large, kept)
+    return links
+
+
+def _mean_s(call: Callable[..., None], *arguments: int, times: int = MESSAGES) -> float:
+    """The mean time of so many calls in a row."""
+    started = time.perf_counter()
+    for _ in range(times):
+        call(*arguments)
+    return (time.perf_counter() - started) / times
+
+
+class _Message:
+    def __init__(self, transport: GlooTransport, size: int) -> None:
+        self._transport = transport
+        self._out, self._into = (torch.zeros(size // 4, dtype=torch.float32) for _ in range(2))
+
+    def exchange(self, target: int, source: int) -> None:
+        works = self._transport.receive(0, source, (self._into,))
+        for work in [*works, *self._transport.send(0, target, (self._out,), COUNTED_AS)]:
+            work.wait()
+
+    def to_and_fro(self, rank: int) -> None:
+        """Rank 0 sends to rank 1 and gets the message back."""
+        for sender in (0, 1):
+            if rank == sender:
+                works = self._transport.send(0, 1 - rank, (self._out,), COUNTED_AS)
+            else:
+                works = self._transport.receive(0, 1 - rank, (self._into,))
+            for work in works:
+                work.wait()
+
+
+def _blocks_beside_transfers(setting: Setting, message: _Message, links: Links) -> None:
+    """The mean time of a block alone, and while a lane exchanges a fixed number of messages, on all ranks at once."""
+    kernel, clock = choose(setting.kernel, setting.device, setting.dtypes[0]), CLOCKS[setting.device]
+    tokens, rank, n = setting.sizes[len(setting.sizes) // 2], dist.get_rank(), dist.get_world_size()
+    block = [random(setting, tokens, setting.dtypes[0]) for _ in range(3)]
+
+    def block_s() -> float:
+        return clock(kernel.forward, *block, Mask.FULL)[0]
+
+    links.alone_s.append(_mean([block_s() for _ in range(4)]))
+    dist.barrier()
+    with ThreadPoolExecutor(1) as lane:
+        sending = lane.submit(_mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
+        beside: Samples = []
+        while not sending.done():
+            beside.append(block_s())
+        sending.result()
+    dist.barrier()
+    if len(beside) > 1:  # the last one may have outlasted the transfers
+        links.beside_s.append(_mean(beside[:-1]))
+
+
+def _mean(samples: Samples) -> float:
+    return sum(samples) / len(samples)

@@ -1,0 +1,82 @@
+"""What is not as it should be on a cluster: slow ranks, slow links, and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+
+from sp_bench.errors import RequestError, unknown
+from sp_bench.simulate.topology import Network
+from sp_bench.simulate.values import number, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Nothing of the kind by default."""
+
+    ranks: Mapping[int, float] = field(default_factory=dict)
+    """How many times as long a rank computes."""
+    links: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """What share of its rate a link has, by class (port, nic, ...) and its number there, in both directions."""
+    jitter: float = 0.0
+    """Relative standard deviation of every run of blocks and every latency, log-normal, with their mean unchanged."""
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.ranks or self.links or self.jitter)
+
+    @classmethod
+    def build(cls, config: Any, seed: int, path: str = "stragglers") -> Self:
+        """The section of a config. Raises RequestError for a key or value that makes no sense."""
+        config = section(path, config or {}, (), ("ranks", "links", "jitter"))
+        ranks = _factors(f"{path}.ranks", config.get("ranks"))
+        classes = section(f"{path}.links", config.get("links") or {}, (), tuple(config.get("links") or ()))
+        links = {str(name): _factors(f"{path}.links.{name}", entries) for name, entries in classes.items()}
+        jitter = number(f"{path}.jitter", config.get("jitter", 0.0), zero=True)
+        return cls(ranks=ranks, links=links, jitter=jitter, seed=seed)
+
+    def slow_ranks(self, n: int) -> np.ndarray:
+        """How many times as long each rank computes: (n,). Raises RequestError for a rank that there is not."""
+        factors = np.ones(n)
+        for rank, factor in self.ranks.items():
+            if rank >= n:
+                raise RequestError(f"stragglers.ranks.{rank}", f"there are {n} ranks", f"0 to {n - 1} would work")
+            factors[rank] = factor
+        return factors
+
+    def slow_links(self, network: Network) -> Network:
+        """The network with slow links. Raises RequestError for a class or a number that there is not."""
+        rates = network.link_bytes_per_s.copy()
+        names = list(network.first_link)
+        for name, entries in self.links.items():
+            both = [whole for whole in names if whole.split()[0] == name]
+            if not both:
+                raise unknown("stragglers.links", name, sorted({whole.split()[0] for whole in names}))
+            for whole in both:
+                links = np.flatnonzero(network.link_class == names.index(whole))
+                for index, share in entries.items():
+                    if index >= links.size:
+                        key, rule = f"stragglers.links.{name}.{index}", f"there are {links.size} of them"
+                        raise RequestError(key, rule, f"0 to {links.size - 1} would work")
+                    rates[links[index]] *= share
+        return replace(network, link_bytes_per_s=rates)
+
+    def as_record(self) -> dict[str, Any] | None:
+        """What a record keeps of it."""
+        if not self:
+            return None
+        links = {name: {str(i): share for i, share in entries.items()} for name, entries in self.links.items()}
+        ranks = {str(rank): factor for rank, factor in self.ranks.items()}
+        return {"ranks": ranks, "links": links, "jitter": self.jitter, "seed": self.seed}
+
+
+def _factors(path: str, value: Any) -> dict[int, float]:
+    """A mapping of whole numbers to numbers above 0. Raises RequestError for anything else."""
+    entries = section(path, value or {}, (), tuple(value or ()))
+    for key in entries:
+        if type(key) is not int or key < 0:
+            raise RequestError(f"{path}.{key}", "must be the number of a rank or link", f"{path}={{0: 2.0}} would work")
+    return {int(key): number(f"{path}.{key}", factor) for key, factor in entries.items()}

@@ -1,0 +1,264 @@
+"""Kernel cost tables: their points, what lies between them, waves of thread blocks, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from methods import build
+from sp_bench import records
+from sp_bench.__main__ import main as bench
+from sp_bench.errors import RequestError
+from sp_bench.plan import PHASES, Problem, layout_named
+from sp_bench.simulate import Cluster, simulate
+from sp_bench.simulate.costs import FLOPS_PER_PAIR, DeviceCosts
+from sp_bench.simulate.kernel_table import KernelTable, Surface, Waves
+
+CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
+PRESETS = {"a10_pcie", "a100_hdr200", "ascend_oam", "b200", "h20_ndr400", "h100_ndr400", "h200_ndr400"}
+SIZES = [512, 1024, 2048, 4096]
+CURVE = dict(zip(SIZES, [300.0, 400.0, 480.0, 500.0], strict=True))
+MASKS = ("full", "causal")
+
+
+def table(**other: Any) -> dict[str, Any]:
+    rates = {f"{phase}_{mask}": CURVE for phase in PHASES for mask in MASKS}
+    configuration = {"heads": 16, "total_tokens": 16384, "tile_tokens": 128}
+    return {
+        "figures": "published", "head_dim": 128, "dtypes": {"bfloat16": 1.0, "float16": 0.5}, **configuration,
+        **rates, **other,
+    }  # fmt: skip
+
+
+def device(rates: Any = None, **other: Any) -> DeviceCosts:
+    base = {"name": "test", "peak_tflops": {}, "memory_bytes_per_s": 1e12, "launch_s": 0.0, "sms": 132}
+    return DeviceCosts.build({**base, "rates": rates or {"fast": table()}, **other})
+
+
+def problem(tokens: int, *, batch: int = 1, heads: int = 16, causal: bool = False, **other: Any) -> Problem:
+    layout = layout_named(other.pop("layout", "contiguous"), causal=causal)
+    shape: dict[str, Any] = {"n": 1, "seqlen": tokens, "kv_heads": heads, "head_dim": 128, **other}
+    return Problem(heads=heads, batch=batch, causal=causal, layout=layout, **shape)
+
+
+def full_s(costs: DeviceCosts, tokens: int, phase: str = "forward", **shape: Any) -> float:
+    return float(costs.block_s(problem(tokens, **shape), phase)[1])
+
+
+def tflops(costs: DeviceCosts, p: Problem, phase: str, pairs: float) -> float:
+    seconds = float(costs.block_s(p, phase)[1])
+    return FLOPS_PER_PAIR[phase] * pairs * p.batch * p.heads * p.head_dim / seconds / 1e12
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("tokens", SIZES)
+def test_published_points_come_out_in_their_own_configuration(tokens: int, phase: str) -> None:
+    p = problem(tokens, batch=16384 // tokens)
+    assert tflops(device(), p, phase, tokens**2) == pytest.approx(CURVE[tokens])
+    p = problem(tokens, batch=16384 // tokens, causal=True)
+    assert tflops(device(), p, phase, tokens * (tokens + 1) / 2) == pytest.approx(CURVE[tokens])
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS | {"local"}))
+def test_every_preset_returns_its_own_points(name: str) -> None:
+    config = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())["device"]
+    for entry in config["rates"].values():
+        costs = DeviceCosts.build({**config, "rates": {"kernel": entry}, "kernel": None, "launch_s": 0.0})
+        dtype, factor = next(iter(entry["dtypes"].items()))
+        heads, total = entry.get("heads", 8), entry.get("total_tokens")
+        for tokens, rate in entry["forward_full"].items():
+            if isinstance(tokens, int):
+                batch = max(total // tokens, 1) if total else 1
+                p = problem(tokens, batch=batch, heads=heads, head_dim=entry["head_dim"], dtype=dtype)
+                assert tflops(costs, p, "forward", tokens**2) == pytest.approx(rate * factor)
+
+
+GPUS = {"a10_pcie": 4}
+"""That fill presets of one node; of others two nodes do."""
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_simulates(name: str) -> None:
+    config = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())
+    cluster, n = Cluster.build(config), GPUS.get(name, 16)
+    assert cluster.name == name
+    p = problem(n * 2048, n=n, heads=32, causal=True, layout="striped")
+    cluster.refuse(n)
+    cluster.device.refuse(p)
+    assert cluster.device.figures(p).startswith(("published", "assumed"))
+    total_s = 0.0
+    for phase in PHASES:
+        run = simulate(build("ring", {}).plan(p, phase, cluster.profile(p)), p, cluster)
+        assert run.makespan_s >= run.busy_s.max() > 0
+        total_s += run.makespan_s
+    flops = sum(FLOPS_PER_PAIR.values()) * p.seqlen**2 / 2 * p.heads * p.head_dim
+    peak = cluster.device.peak_tflops.get("bfloat16", 400)
+    assert 0.01 < flops / n / total_s / 1e12 / peak < 0.9
+    for key in (
+        "intra",
+        "memory_bytes_per_s",
+        "launch_s",
+        "tile_tokens",
+        *(["inter"] if cluster.topology.inter else []),
+    ):
+        assert any(key in source for source in cluster.sources), f"{key} has no source"
+    assert all(entry.get("source") for entry in config["device"]["rates"].values())
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_a_choice_of_the_command_line(name: str, tmp_path: Path) -> None:
+    point = f"cluster={name} method=ring gpus={GPUS.get(name, 16)} seqlen=64k logger=none results_dir={tmp_path}"
+    assert bench(point.split()) == 0
+    (record,) = records.read_all(tmp_path)
+    assert (record.status, record.mode, record.cluster) == ("ok", "simulate", name)
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([None, 132]), st.sampled_from(PHASES))
+def test_time_grows_with_tokens_and_heads(tokens: int, heads: int, sms: int | None, phase: str) -> None:
+    costs = device(sms=sms)
+    for causal in (False, True):
+        here = full_s(costs, tokens, phase, heads=heads, causal=causal)
+        assert 0 < here <= full_s(costs, tokens + 1, phase, heads=heads, causal=causal) * (1 + 1e-12)
+        assert here <= full_s(costs, tokens, phase, heads=heads + 1, causal=causal) * (1 + 1e-12)
+
+
+@given(st.integers(512, 4096), st.sampled_from(PHASES), st.booleans())
+def test_rates_lie_between_those_of_their_neighbours(tokens: int, phase: str, causal: bool) -> None:
+    below, above = max(s for s in SIZES if s <= tokens), min(s for s in SIZES if s >= tokens)
+    pairs = tokens * (tokens + 1) / 2 if causal else tokens**2
+    rate = tflops(device(sms=None), problem(tokens, causal=causal), phase, pairs)
+    assert CURVE[below] * (1 - 1e-9) <= rate <= CURVE[above] * (1 + 1e-9)
+
+
+def test_rates_are_flat_outside_the_table() -> None:
+    costs = device(sms=None)
+    assert tflops(costs, problem(64), "forward", 64**2) == pytest.approx(CURVE[512])
+    assert tflops(costs, problem(65536), "forward", 65536**2) == pytest.approx(CURVE[4096])
+
+
+def test_one_thread_block_more_than_a_wave_costs_a_whole_one() -> None:
+    """132 heads of one tile fill a wave; one head more takes as long as 132 more."""
+    costs = device()
+    one, more, two = (full_s(costs, 128, heads=heads) for heads in (132, 133, 264))
+    assert more == pytest.approx(2 * one)
+    assert two == pytest.approx(more)
+    assert full_s(costs, 128, heads=1) == pytest.approx(one)
+    # The same by tokens: the wave takes no longer for a tile's last rows than for its first.
+    by_rows = {tokens: full_s(costs, tokens, heads=132) / tokens for tokens in (129, 256)}
+    assert by_rows[129] == pytest.approx(by_rows[256])
+
+
+@given(st.integers(1, 500), st.integers(1, 300))
+def test_waves_are_never_more_than_full(tokens: int, batch_heads: int) -> None:
+    assert 0 < Waves(sms=7, tile_tokens=16).fill(tokens, batch_heads) <= 1
+
+
+def test_a_block_that_is_not_square_goes_by_its_inner_loop() -> None:
+    """Zigzag, causal: all queries by half the keys (above), or half the queries by all keys (below)."""
+    costs = device(sms=None)
+    below, _, above = costs.block_s(problem(2048, causal=True, layout="zigzag"), "forward")
+    flops = 4 * 2048 * 1024 * 16 * 128
+    assert below == pytest.approx(flops / (CURVE[2048] * 1e12))
+    assert above == pytest.approx(flops / (CURVE[1024] * 1e12))
+    below, _, above = costs.block_s(problem(2048, causal=True, layout="zigzag"), "backward")
+    assert below == pytest.approx(2.5 * flops / (CURVE[1024] * 1e12))
+    assert above == pytest.approx(2.5 * flops / (CURVE[2048] * 1e12))
+
+
+def test_pairs_are_interpolated_in_both_directions() -> None:
+    pairs = {"256x256": 10.0, "256x1024": 30.0, "1024x256": 20.0, 1024: 60.0}
+    built = KernelTable.build("rates.x", "x", table(forward_full=pairs), None)
+    assert isinstance(built.rates["forward_full"], Surface)
+
+    def rate(q_tokens: int, kv_tokens: int) -> float:
+        found = built.flops_per_s("forward", "full", q_tokens, kv_tokens, batch_heads=1, dtype="bfloat16")
+        return found / 1e12
+
+    assert rate(256, 1024) == pytest.approx(30.0)
+    assert rate(1024, 256) == pytest.approx(20.0)
+    assert rate(512, 512) == pytest.approx((10 + 30 + 20 + 60) / 4)
+    assert rate(2048, 512) == pytest.approx(40.0)
+
+
+def test_dtypes_and_launches() -> None:
+    slow = full_s(device(launch_s=1e-3), 1024, dtype="float16") - 1e-3
+    assert slow == pytest.approx(2 * full_s(device(), 1024, dtype="bfloat16"))
+
+
+def test_a_strict_block_of_one_token_is_no_kernel() -> None:
+    below, equal, _ = device(launch_s=1e-3).block_s(problem(1, causal=True, layout="striped"), "forward")
+    assert below == 0 < equal
+
+
+def test_the_table_of_the_head_dim_and_dtype_is_taken() -> None:
+    rates = {
+        "d64": table(kernel="fast", head_dim=64, figures="measured"),
+        "d128": table(kernel="fast"),
+        "slow": table(dtypes={"bfloat16": 0.5, "float32": 0.1}, figures="assumed"),
+    }
+    costs = device(rates)
+    assert costs.figures(problem(512, head_dim=64)) == "measured (fast)"
+    assert costs.figures(problem(512)) == "published (fast)"
+    assert costs.figures(problem(512, dtype="float32")) == "assumed (slow)"
+    assert not costs.notes(problem(512))
+    assert "are assumptions" in costs.notes(problem(512, dtype="float32"))[0]
+    assert "below the smallest of the kernel figures (512)" in costs.notes(problem(256))[0]
+    assert device(rates, kernel="slow").figures(problem(512)) == "assumed (slow)"
+    costs.refuse(problem(512, head_dim=64))
+    with pytest.raises(RequestError, match="head_dim=96: .* for head_dim 64 or 128, and rates differ by it"):
+        costs.refuse(problem(512, head_dim=96))
+    with pytest.raises(RequestError, match="head_dim=64: .* are for head_dim 128"):
+        costs.refuse(problem(512, head_dim=64, dtype="float32"))
+    with pytest.raises(RequestError, match="dtype=float64: .*; one of bfloat16, float16, float32 would work"):
+        costs.refuse(problem(512, dtype="float64"))
+
+
+def test_without_figures_the_nearest_table_ranks_variants() -> None:
+    """What a point that is measured needs."""
+    assert full_s(device(), 1024, head_dim=64, dtype="float64") == pytest.approx(full_s(device(), 1024) / 2)
+
+
+def test_merging_outputs_has_a_rate_of_its_own() -> None:
+    p, costs = problem(1024), device(fold_bytes_per_s=1e11)
+    rows = 1024 * 16
+    assert costs.fold_s(p, "o", first=False, arriving=False) == pytest.approx(rows * (128 * 10 + 12) / 1e11)
+    assert costs.fold_s(p, "dq", first=False, arriving=False) == pytest.approx(rows * 128 * 10 / 1e12)
+    assert costs.fold_s(p, "o", first=True, arriving=False) == pytest.approx(rows * 128 * 6 / 1e12)
+    assert device().fold_bytes_per_s == device().memory_bytes_per_s
+
+
+def test_transfer_slowdown_is_held() -> None:
+    assert device().transfer_slowdown == 0
+    assert device(transfer_slowdown=0.19).transfer_slowdown == 0.19
+
+
+@pytest.mark.parametrize(
+    ("rates", "other", "message"),
+    [
+        ({"x": table(figures="guessed")}, {}, "rates.x.figures=guessed: there is no such figures; .*published"),
+        ({"x": table(forward_full={})}, {}, "rates.x.forward_full={}: has no rates"),
+        ({"x": table(forward_full={"512x": 1})}, {}, "rates.x.forward_full=512x: must be a whole number"),
+        ({"x": table(forward_full={0: 1})}, {}, "rates.x.forward_full=0: must be a whole number of at least 1"),
+        ({"x": table(forward_full={512: -1})}, {}, "rates.x.forward_full.512=-1: must be a finite number above 0"),
+        ({"x": table(forward_causal={"512x256": 1})}, {}, "forward_causal.512x256: a causal block must be square"),
+        ({"x": table(forward_full={"512x256": 1, 512: 1, 256: 1})}, {}, "forward_full.256x512: is missing"),
+        ({"x": table(heads=None)}, {}, "rates.x.heads: is missing: a device with sms"),
+        ({"x": table(tile_tokens=None)}, {}, "rates.x.tile_tokens: is missing: a device with sms"),
+        ({"x": table(tokens=3)}, {}, "rates.x.tokens: there is no such key"),
+        ({"x": {"figures": "measured"}}, {}, "rates.x.head_dim: is missing"),
+        ({"x": 3}, {}, "rates.x=3: must be a section"),
+        (3, {}, "rates=3: must be a section of tables"),
+        (None, {"kernel": "quick"}, "device.kernel=quick: there is no such kernel; .*known: fast"),
+        (None, {"sms": 1.5}, "device.sms=1.5: must be a whole number"),
+        (None, {"transfer_slowdown": -0.1}, "device.transfer_slowdown=-0.1: must be a finite number of at least 0"),
+        (None, {"fold_bytes_per_s": 0}, "device.fold_bytes_per_s=0: must be a finite number above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(rates: Any, other: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        device(rates, **other)
