@@ -60,7 +60,9 @@ class USP(Ulysses):
         return tuple(replace(self, ulysses=u) for u in chosen)
 
     def ranks_per_chunk(self, n: int) -> int:
-        """u. Raises RequestError while it is auto."""
+        """u. Raises RequestError while it is auto and matters."""
+        if n == 1:
+            return 1
         if not isinstance(self.ulysses, int):
             raise RequestError(
                 f"method.ulysses={self.ulysses}",

@@ -220,7 +220,7 @@ class SequenceParallelAttention(torch.nn.Module):
                 causal=self.causal,
                 dtype=str(q.dtype).removeprefix("torch."),
                 wire_dtype=self.wire_dtype,
-                layout=self._layout,
+                layout=self.layout,
             )
             # With nothing known of the machine, the variant that sends least.
             method = min(

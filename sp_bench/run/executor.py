@@ -160,24 +160,26 @@ class Executor:
     def _all_to_all(self, op: AllToAll, into: Tensors) -> Tensors:
         """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
         sent, received = (self._staging[Stage(op.lane, op.send.tensor, use)] for use in ("send", "recv"))
-        for field, pieces, tensor in zip(by_heads(op), sent, self._tensors(op.send), strict=False):
-            for member, piece in enumerate(pieces):
-                piece.copy_(self._piece(op, field, tensor, member, of_tokens=not op.to_heads))
         own, lane, works = int(op.group.position(self._rank)), self._lane_ids[op.lane], []
+        held = self._tensors(op.send)[: len(into)]
+        for field, pieces, tensor in zip(by_heads(op), sent, held, strict=True):
+            for member, piece in enumerate(pieces):
+                if member != own:
+                    piece.copy_(self._piece(op, field, tensor, member, of_tokens=not op.to_heads))
         members = [(int(op.group.member(self._rank, shift)), shift) for shift in range(1, op.group.size)]
         for rank, _ in members:
             works += self._transport.receive(lane, rank, [x[int(op.group.position(rank))] for x in received])
         for rank, _ in members:
             pieces = [x[int(op.group.position(rank))] for x in sent]
             works += self._transport.send(lane, rank, pieces, self._counted_as(op))
-        for mine, theirs in zip(sent, received, strict=True):
-            theirs[own].copy_(mine[own])
         for work in works:
             work.wait()
-        for field, pieces, tensor in zip(by_heads(op), received, into, strict=True):
+        for field, pieces, source, tensor in zip(by_heads(op), received, held, into, strict=True):
             if not op.to_heads:
                 tensor.zero_()
-            for member, piece in enumerate(pieces):
+            for member, theirs in enumerate(pieces):
+                # The rank's own piece doesn't travel, and is spared the rounding of the wire.
+                piece = theirs if member != own else self._piece(op, field, source, own, of_tokens=not op.to_heads)
                 place = self._piece(op, field, tensor, member, of_tokens=op.to_heads)
                 # What several ranks computed with one key head is added up.
                 place.copy_(piece) if op.to_heads else place.add_(piece)
