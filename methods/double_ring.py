@@ -63,6 +63,10 @@ class DoubleRing(Method):
         sizes = divisors(problem.n) if self.inner == "auto" else [self.inner]
         return tuple(replace(self, inner=size) for size in sizes)
 
+    def variant(self, n: int) -> str:
+        """The size of the inner rings."""
+        return f"inner {self.inner}"
+
     def tile_shape(self, n: int) -> tuple[int, int]:
         """A row of the assignment matrix."""
         return (1, n)

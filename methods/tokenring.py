@@ -114,8 +114,8 @@ class TokenRing(Method):
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def variant(self, n: int) -> str:
-        """The nodes, where there are several."""
-        return f"{self.nodes} nodes" if self.nodes > 1 else ""
+        """The nodes, where there are several, and whether rows that are not needed travel where they needn't."""
+        return ", ".join([f"{self.nodes} nodes"] * (self.nodes > 1) + ["untrimmed"] * (not self.trim))
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """How many nodes, and the share of Q that is sent."""

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from methods.ring import pass_round, pass_round_backward
 from methods.ulysses import Ulysses, degrees
-from sp_bench.plan import Chunk, Problem, RequestError, Steps
+from sp_bench.plan import Chunk, Problem, RequestError, Steps, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class USP(Ulysses):
         return tuple(replace(self, ulysses=u) for u in chosen)
 
     def ranks_per_chunk(self, n: int) -> int:
-        """u. Raises RequestError while it is auto and matters."""
+        """u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""
         if n == 1:
             return 1
         if not isinstance(self.ulysses, int):
@@ -68,6 +68,12 @@ class USP(Ulysses):
                 f"method.ulysses={self.ulysses}",
                 "decides which tokens a rank owns, and must be chosen before they are dealt out",
                 "a number, such as method.ulysses=2, would work",
+            )
+        if n % self.ulysses:
+            raise RequestError(
+                f"method.ulysses={self.ulysses}",
+                f"must divide gpus={n}",
+                f"one of {', '.join(map(str, divisors(n)))} would work",
             )
         return self.ulysses
 

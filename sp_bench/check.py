@@ -143,6 +143,8 @@ def _interface(plan: Plan, problem: Problem) -> None:
     for chunk in plan.kept:
         if chunk.index or chunk.arrival:
             raise PlanError(f"the plan keeps {chunk}: only a rank's own chunks are kept")
+        if [*plan.inputs, *plan.outputs, *plan.kept].count(chunk) > 1:
+            raise PlanError(f"the plan keeps {chunk} twice, or what is an input or output anyway")
 
 
 def _tiles(n: int, op: Op, where: str) -> None:
@@ -190,6 +192,8 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
     partial = is_partial(op.send.tensor)
+    if partial and op.send in facts.kept:
+        raise PlanError(f"{where}: sends {op.send} on, which is kept")
     if partial != op.recv.is_arriving:
         raise PlanError(f"{where}: {op.recv} is {'not ' if partial else ''}a buffer for arriving partials")
     if op.recv in facts.blocks and facts.blocks[op.recv].any():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIG = (
-    *("schema_version", "method", "tile_a", "tile_b", "layout", "mode", "phase"),
+    *("schema_version", "method", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
     *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "wire_dtype"),
     *("cluster", "kernel", "device", "device_name", "model", "iters", "warmup", "verify", "seed", "git_commit"),
 )
@@ -41,9 +41,8 @@ def tags(record: Mapping[str, Any]) -> list[str]:
 
 def name(record: Mapping[str, Any]) -> str:
     """The run's name, such as "mesh 16x16 256gpu"."""
-    a, b = record.get("tile_a"), record.get("tile_b")
-    tile = f" {a}x{b}" if a and b else ""
-    return f"{record.get('method')}{tile} {record.get('gpus')}gpu"
+    variant = f" {record['variant']}" if record.get("variant") else ""
+    return f"{record.get('method')}{variant} {record.get('gpus')}gpu"
 
 
 def sample_rows(samples: Mapping[str, Any]) -> list[tuple[int | None, int, str, float | None]]:

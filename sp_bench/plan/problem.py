@@ -100,6 +100,7 @@ class Problem:
                 f"one of {', '.join(map(str, divisors))} would work",
             )
         self.layout.refuse(self.n, self.seqlen)
+        assert 1 in (self.head_slices, self.layout.shared), "heads are taken in slices or split among ranks"
 
     @property
     def local_seqlen(self) -> int:

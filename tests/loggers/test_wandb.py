@@ -28,6 +28,7 @@ RECORD = {
     "method": "mesh",
     "tile_a": 16,
     "tile_b": 16,
+    "variant": "16x16",
     "gpus": 256,
     "causal": True,
     "cluster": "h100_ndr400",
@@ -119,7 +120,9 @@ def test_a_run_is_what_the_record_says(tmp_path: Path):
     assert (run.display_name, run.project) == ("mesh 16x16 256gpu", "p")
     assert list(run.tags) == ["simulate", "h100_ndr400", "ok"]
     config = {key: value for key, value in found.config.items() if key != "_wandb"}
-    assert config == {key: RECORD[key] for key in ("method", "tile_a", "tile_b", "gpus", "causal", "cluster")} | {
+    assert config == {
+        key: RECORD[key] for key in ("method", "tile_a", "tile_b", "variant", "gpus", "causal", "cluster")
+    } | {
         "mode": "simulate",
         "kernel": None,
     }

@@ -14,6 +14,7 @@ RECORD = {
     "method": "mesh",
     "tile_a": 16,
     "tile_b": 16,
+    "variant": "16x16",
     "gpus": 256,
     "seed": 0,
     "causal": True,
@@ -43,7 +44,7 @@ def test_hosts_arguments_and_other_texts_stay_here():
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({}, "mesh 16x16 256gpu"), ({"method": "ring", "tile_a": None, "tile_b": None}, "ring 256gpu")],
+    [({}, "mesh 16x16 256gpu"), ({"method": "ring", "tile_a": None, "tile_b": None, "variant": None}, "ring 256gpu")],
 )
 def test_name(changes: dict, name: str):
     assert fields.name(RECORD | changes) == name

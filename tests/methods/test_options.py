@@ -104,7 +104,6 @@ def test_a_layout_is_not_dealt_out_before_its_sharing_is_chosen() -> None:
     assert [chosen.ranks_per_chunk(8) for chosen in method.candidates(asked)] == [1, 2, 4]
 
 
-@pytest.mark.xfail(strict=True, reason="usp deals out to groups of any size, and refuses the problem only later")
 @pytest.mark.parametrize("ulysses", [3, 16])
 def test_a_layout_is_not_shared_by_groups_that_do_not_tile_the_ranks(ulysses: int) -> None:
     """Else tokens are dealt out wrongly, or with a division by zero, before a problem is asked about."""
@@ -118,16 +117,7 @@ def variants(name: str, asked: Problem) -> tuple[Method, ...]:
     return build(name, options).candidates(asked)
 
 
-TOLD_APART = [
-    pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="all its variants are 1x16"))
-    if name == "double_ring"
-    else name
-    for name in REGISTRY
-    if name != "reference"
-]
-
-
-@pytest.mark.parametrize("name", TOLD_APART)
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "reference"])
 def test_variants_are_told_apart(name: str) -> None:
     """In the list of candidates, and where a record says which of them ran."""
     found = variants(name, splittable_problem(16))
