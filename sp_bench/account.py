@@ -211,8 +211,11 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     result = np.array([_block_result_bytes(op, index, flow, problem) for index, op in plan])
     partials = [chunk.tensor for chunk in plan.ends_with if is_partial(chunk.tensor)]
     outputs = 0
-    if problem.dtype != problem.accumulate_dtype:
+    if problem.dtype != problem.accumulate_dtype or problem.head_slices > 1:
         outputs = sum(_compute_dtype_bytes(tensor, problem) for tensor in partials)
+    if problem.dtype != problem.accumulate_dtype and problem.head_slices > 1:
+        # Slices are put together field by field, and are there until they are.
+        outputs += problem.head_slices * max(_compute_dtype_bytes(tensor, problem) for tensor in partials)
     return int(inputs + max((alive + result).max(), alive[-1] + outputs))
 
 

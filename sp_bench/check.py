@@ -99,6 +99,10 @@ def check_all(plans: Mapping[str, Plan], problem: Problem) -> None:
     """Prove the plans of a forward, or of a forward and its backward. Raises PlanError for the first thing wrong."""
     for plan in plans.values():
         check(plan, problem)
+    starts = {chunk.tensor for plan in plans.values() if plan.phase == "backward" for chunk in plan.inputs}
+    ends = {chunk.tensor for plan in plans.values() if plan.phase == "forward" for chunk in plan.outputs}
+    if len(plans) > 1 and "odoq" in starts and "o" not in ends:
+        raise PlanError("the backward takes odoq, whose lse the forward doesn't leave: it ends with no o")
     if len({plan.kept for plan in plans.values()}) > 1:
         kept = " and ".join(f"{', '.join(map(str, plan.kept)) or 'nothing'} ({name})" for name, plan in plans.items())
         raise PlanError(f"what the forward keeps is not what the backward takes: {kept}")
@@ -156,7 +160,7 @@ def _tiles(n: int, op: Op, where: str) -> None:
     for group in groups:
         if n % group.span:
             raise PlanError(f"{where}: {group} doesn't tile {n} ranks")
-        if isinstance(group, Exchange) and (group.low.size != group.high.size or group.low.span > group.high.stride):
+        if isinstance(group, Exchange) and (group.low.size != group.high.size or group.high.stride % group.low.span):
             raise PlanError(f"{where}: {group} doesn't exchange two digits of a rank")
 
 
@@ -212,6 +216,8 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
     assert op.send is not None
     assert op.recv is not None
     held = facts.halves.get(op.send)
+    if op.against is None and not is_partial(op.send.tensor) and (facts.halves_of(op.send) != 0b11).any():
+        raise PlanError(f"{where}: {op.send} lacks rows that are to be sent")
     if op.against is not None:
         if op.against.tensor not in ("kv", "kv_h") or op.send.tensor not in ("q", "odoq", "o", "dq"):
             raise PlanError(f"{where}: no rows of {op.send} can be left out against {op.against}")

@@ -65,8 +65,11 @@ def describe(overrides: Sequence[str]) -> str:
     config["seqlen"] = -(-whole("seqlen", config["seqlen"]) // (2 * gpus)) * 2 * gpus
     # Any number of GPUs can be described: those that don't fill the cluster's nodes are on one.
     node = config["cluster"]["gpus_per_node"]
-    whole_nodes = {"gpus_per_node": node if node and gpus % node == 0 else None}
-    request = resolve({**config, "mode": "simulate", "cluster": {**config["cluster"], **whole_nodes}})
+    if node and gpus % node:
+        inside = {key: config["cluster"]["intra"][key] for key in ("bytes_per_s", "latency_s")}
+        one_node = {"gpus_per_node": None, "intra": inside, "inter": None, "fabric": None, "placement": None}
+        config["cluster"] = {**config["cluster"], **one_node}
+    request = resolve({**config, "mode": "simulate"})
     choice = choose(request)
     problem, variant = choice.problem, choice.method.variant(gpus)
     layout, shared = problem.layout.name, problem.layout.shared

@@ -140,8 +140,13 @@ class Record:
 
 def run_id(config: Mapping[str, Any]) -> str:
     """The id of a point: a hash of its resolved config and of the code that runs it."""
-    text = json.dumps({"config": config, "code": code_version()}, sort_keys=True, default=str)
+    text = json.dumps({"config": _text_keys(config), "code": code_version()}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _text_keys(value: Any) -> Any:
+    """The value with all keys of its mappings as text: numbers among texts can't be sorted."""
+    return {str(key): _text_keys(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
 @cache

@@ -116,4 +116,5 @@ def _kept(folder: Path, request: Request) -> Record | None:
         record = records.read(path)
     except ValueError:
         return None
-    return record if record.status == "ok" else None
+    wants_trace = request.mode == "simulate" and request.trace and not path.with_suffix(".trace.json").exists()
+    return record if record.status == "ok" and not wants_trace else None

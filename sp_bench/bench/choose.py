@@ -98,4 +98,7 @@ def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
     """What one phase takes at least, by what sets the bound (simulate.bounds); of compute, the blocks alone."""
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
     blocks_s = account.blocks(plan, problem) @ cluster.block_s(problem, phase)
-    return lower_bounds(plan, cluster, account.traffic(plan, problem), float(blocks_s.max()))
+    slowest_s = float((blocks_s * cluster.stragglers.slow_ranks(problem.n)).max())
+    # Noise may make blocks faster than they should be.
+    compute_s = 0.0 if cluster.stragglers.jitter else slowest_s
+    return lower_bounds(plan, cluster, account.traffic(plan, problem), compute_s)

@@ -73,7 +73,7 @@ class Stage(NamedTuple):
     lane: str
     tensor: str
     use: str
-    """send or recv."""
+    """send or recv of an AllToAll, or pass."""
 
 
 Buffer = tuple[tuple[int, ...], str]
@@ -92,7 +92,7 @@ def stages(plan: Plan, problem: Problem) -> dict[Stage, tuple[Buffer, ...]]:
             found[Stage(op.lane, op.send.tensor, "send")] = pieces
             found[Stage(op.lane, op.send.tensor, "recv")] = pieces
         elif isinstance(op, Pass) and op.send and (op.against or problem.needs_cast(op.send.tensor)):
-            found[Stage(op.lane, op.send.tensor, "send")] = wire_form(problem, op.send.tensor)
+            found[Stage(op.lane, op.send.tensor, "pass")] = wire_form(problem, op.send.tensor)
     return found
 
 

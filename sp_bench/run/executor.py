@@ -206,7 +206,7 @@ class Executor:
         assert op.send is not None
         chunk, part = op.send, part_sent(op, self._problem, self._rank)
         held, rows = self._tensors(chunk), self._among(chunk, part.slice(self._problem.block_tokens))
-        staged = self._staging.get(Stage(op.lane, chunk.tensor, "send"))
+        staged = self._staging.get(Stage(op.lane, chunk.tensor, "pass"))
         if staged is None or (part is self._part(chunk) and not self._problem.needs_cast(chunk.tensor)):
             return held
         staged = self._first_rows(staged, chunk, part)

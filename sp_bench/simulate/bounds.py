@@ -18,13 +18,14 @@ def lower_bounds(plan: Plan, cluster: Cluster, traffic: Traffic, compute_s: floa
     """Seconds that one phase takes at least, by what sets the bound.
 
     compute     blocks and folds of the busiest rank, `compute_s`
-    latency     the latencies of a lane's transfers, which run one after the other
+    latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them
     port, nic   and other classes of links: the bytes on the busiest one of them at its full rate
     """
     network = cluster.network(plan.n)
     busiest = link_bytes(network, traffic) / network.link_bytes_per_s
     by_class = {name: float(busiest[links].max(initial=0.0)) for name, links in link_classes(network).items()}
-    return {"compute": compute_s, "latency": _latency_s(plan, network), **by_class}
+    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network)
+    return {"compute": compute_s, "latency": latency_s, **by_class}
 
 
 def link_bytes(network: Network, traffic: Traffic) -> np.ndarray:

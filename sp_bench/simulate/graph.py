@@ -320,8 +320,9 @@ def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> Ta
         done = np.interp(begun, times, progress) + by_row[blocks, rank]
         # Beyond the last transfer blocks run at full speed.
         finished = np.where(done > progress[-1], times[-1] + done - progress[-1], np.interp(done, progress, times))
-        late = begun >= times[-1]
-        by_row[blocks, rank] = np.where(late, by_row[blocks, rank], finished - begun)
+        alone = by_row[blocks, rank]
+        # Never shorter than alone, which rounding could make it.
+        by_row[blocks, rank] = np.where(begun >= times[-1], alone, np.maximum(finished - begun, alone))
     return replace(graph.tasks, delay_s=delays)
 
 

@@ -33,9 +33,9 @@ class Stragglers:
         """The section of a config. Raises RequestError for a key or value that makes no sense."""
         config = section(path, config or {}, (), ("ranks", "links", "jitter"))
         ranks = _factors(f"{path}.ranks", config.get("ranks"))
-        classes = section(f"{path}.links", config.get("links") or {}, (), tuple(config.get("links") or ()))
+        classes = _entries(f"{path}.links", config.get("links"))
         links = {str(name): _factors(f"{path}.links.{name}", entries) for name, entries in classes.items()}
-        jitter = number(f"{path}.jitter", config.get("jitter", 0.0), zero=True)
+        jitter = number(f"{path}.jitter", config.get("jitter") or 0.0, zero=True)
         return cls(ranks=ranks, links=links, jitter=jitter, seed=seed)
 
     def slow_ranks(self, n: int) -> np.ndarray:
@@ -73,9 +73,16 @@ class Stragglers:
         return {"ranks": ranks, "links": links, "jitter": self.jitter, "seed": self.seed}
 
 
+def _entries(path: str, value: Any) -> Mapping[Any, Any]:
+    """A mapping with any keys; null is an empty one. Raises RequestError for anything else."""
+    if not isinstance(value or {}, Mapping):
+        raise RequestError(f"{path}={value}", "must be a section of keys", f"{path}=null would work")
+    return value or {}
+
+
 def _factors(path: str, value: Any) -> dict[int, float]:
     """A mapping of whole numbers to numbers above 0. Raises RequestError for anything else."""
-    entries = section(path, value or {}, (), tuple(value or ()))
+    entries = _entries(path, value)
     for key in entries:
         if type(key) is not int or key < 0:
             raise RequestError(f"{path}.{key}", "must be the number of a rank or link", f"{path}={{0: 2.0}} would work")

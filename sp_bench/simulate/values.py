@@ -12,9 +12,8 @@ from sp_bench.errors import RequestError, unknown_key
 def section(path: str, value: Any, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> Mapping[str, Any]:
     """A mapping with these keys and no others. Raises RequestError with the nearest name."""
     if not isinstance(value, Mapping):
-        raise RequestError(
-            f"{path}={value}", "must be a section of keys", f"{path}.{required[0]} and others would work"
-        )
+        known = ", ".join(required or optional)
+        raise RequestError(f"{path}={value}", "must be a section of keys", f"a section with {known} would work")
     for key in value:
         if key not in required + optional:
             raise unknown_key(f"{path}.{key}", [f"{path}.{name}" for name in required + optional])

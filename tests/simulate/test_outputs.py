@@ -125,3 +125,23 @@ def test_chrome_trace() -> None:
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(run.makespan_s * 1e6)
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert names == {"rank 0", "rank 1", "blocks", "kv"}
+
+
+@pytest.mark.parametrize("n", [6, 8])
+def test_slowdown_of_blocks_that_take_no_time(n: int) -> None:
+    """Contiguous causal leaves ranks without work; rounding must not turn that into less than nothing."""
+    p, where = problem(n, "contiguous", causal=True), cluster(gpus_per_node=2, transfer_slowdown=0.2)
+    for method in all_methods(p):
+        dealt = method.dealt(p)
+        for phase in PHASES:
+            plan = method.plan(p, phase, COMPUTE_BOUND)
+            slow, fast = simulate(plan, dealt, where), simulate(plan, dealt, cluster(gpus_per_node=2))
+            assert (slow.busy_s >= fast.busy_s * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_noise_may_beat_what_latencies_add_up_to(seed: int) -> None:
+    p, where = ring_problem(2), on_cluster(cluster(), jitter=0.3, seed=seed)
+    run = run_ring(p, where)
+    traffic = account.traffic(run.plan, p)
+    assert max(lower_bounds(run.plan, where, traffic, float(run.busy_s.max())).values()) <= run.makespan_s * (1 + 1e-9)
