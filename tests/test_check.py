@@ -64,15 +64,16 @@ def test_schedules_for_any_costs_are_accepted(planned: Planned) -> None:
     check(*planned)
 
 
-def test_256_ranks() -> None:
-    """All nine tiles of mesh, and all others."""
-    started, problem, proven = time.perf_counter(), splittable_problem(256), Counter()
+@pytest.mark.parametrize(("n", "tiles"), [(64, 7), (256, 9)])
+def test_many_ranks(n: int, tiles: int) -> None:
+    """All tiles of mesh, and all others."""
+    started, problem, proven = time.perf_counter(), splittable_problem(n), Counter()
     for method in all_methods(problem):
         check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(problem))
         proven[method.name] += 1
     assert set(proven) == set(REGISTRY) - {"reference"}
-    assert proven["mesh"] == 9 and proven["ring"] == 1
-    print(f"{2 * proven.total()} plans of 256 ranks: {time.perf_counter() - started:.2f} s")
+    assert proven["mesh"] == tiles and proven["ring"] == 1
+    print(f"{2 * proven.total()} plans of {n} ranks: {time.perf_counter() - started:.2f} s")
 
 
 # Plans that are broken. A mutation takes a right plan and spoils one thing that changes what it means.

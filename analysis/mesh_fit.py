@@ -1,0 +1,303 @@
+"""The Mesh-Attention paper's tables, cells of them predicted on a cluster, and the cluster's numbers fitted to some.
+
+The paper names no hardware. Fitted are 30 of the 48 cells of table 3: all of Ring, and Mesh on 32 GPUs. The other 18
+Mesh cells are held out: they choose neither a parameter nor a set of parameters.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+import methods
+from analysis.least_squares import fit
+from analysis.templates import Template
+from sp_bench.plan import PHASES, Method, Plan, Problem, layout_named
+from sp_bench.simulate import Cluster, simulate
+
+HERE = Path(__file__).parent
+CLUSTER = HERE.parent / "conf" / "cluster" / "mesh_paper.yaml"
+HEADS, HEAD_DIM = 32, 128
+"""Section 4.1. The batch, not named, is taken to be 1, the dtype bf16."""
+TOKENS = {"256k": 2**18, "512k": 2**19, "1M": 2**20}
+FITTED_MESH_GPUS = 32
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the paper's tables."""
+
+    causal: bool
+    seqlen: int
+    gpus: int
+    method: str
+
+    @property
+    def fitted(self) -> bool:
+        """Whether parameters are fitted to it; else it is held out."""
+        return self.method == "ring" or self.gpus == FITTED_MESH_GPUS
+
+    @property
+    def problem(self) -> Problem:
+        """Its attention: striped if causal (section 3.7), else contiguous."""
+        layout = layout_named("auto", causal=self.causal)
+        return Problem(
+            n=self.gpus,
+            seqlen=self.seqlen,
+            heads=HEADS,
+            kv_heads=HEADS,
+            head_dim=HEAD_DIM,
+            causal=self.causal,
+            layout=layout,
+        )
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """What MFU counts: 3.5 times the forward's 4 * seqlen^2 * hidden size, half of it if causal."""
+        return 3.5 * 4 * self.seqlen**2 * HEADS * HEAD_DIM / self.gpus / (2 if self.causal else 1)
+
+
+def table(number: int, name: str) -> dict[Cell, tuple[float, ...]]:
+    """A table of the paper, in the order of its file: what analysis/papers/mesh_table<number>_<name>.csv has."""
+    with (HERE / "papers" / f"mesh_table{number}_{name}.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    keys = ("causal", "seqlen", "gpus", "method")
+    return {
+        Cell(row["causal"] == "true", TOKENS[row["seqlen"]], int(row["gpus"]), row["method"]): tuple(
+            float(value) for key, value in row.items() if key not in keys
+        )
+        for row in rows
+    }
+
+
+def paper_s() -> dict[Cell, float]:
+    """Table 3 as seconds of an iteration."""
+    return {cell: 100 / value for cell, (value,) in table(3, "throughput").items()}
+
+
+def implied_peak_tflops(cells: Iterable[Cell]) -> float:
+    """The peak that tables 3 and 4 imply together on these cells, the median."""
+    seconds, mfu = paper_s(), {cell: value for cell, (value,) in table(4, "mfu").items()}
+    return float(np.median([c.flops_per_gpu / seconds[c] / (mfu[c] / 100) / 1e12 for c in cells]))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number of the cluster that may be fitted."""
+
+    start: float
+    low: float
+    high: float
+    meaning: str
+
+
+PARAMETERS = {
+    "flow_gb_per_s": Parameter(1.0, 0.1, 50, "GB/s that one transfer between two nodes gets at most"),
+    "node_gb_per_s": Parameter(3.5, 0.1, 400, "GB/s out of, and into, each node, which its GPUs share"),
+    "step_ms": Parameter(7.0, 0.01, 100, "ms before the first byte of each transfer, inside nodes too"),
+    "tflops": Parameter(65.0, 20, 148, "TFLOP/s of the block kernels, forward and backward"),
+    "causal_tflops": Parameter(60.0, 20, 148, "the same of blocks with a causal mask"),
+    "intra_gb_per_s": Parameter(10.0, 0.5, 400, "GB/s of each GPU's port inside its node"),
+    # Above 0.4, the most that has been published for NCCL, it would stand for something else.
+    "transfer_slowdown": Parameter(0.2, 0.01, 0.4, "how much longer kernels take while their rank sends"),
+}
+FIXED = {"intra_gb_per_s": 100.0, "transfer_slowdown": 0.0, "node_gb_per_s": 1e4}
+"""Values of parameters that are not fitted: fast enough not to matter, so that what they stand for is left out."""
+NODES, WORKERS = (8, 16, 32, 4), 2
+BASE = ("flow_gb_per_s", "step_ms", "tflops")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A set of parameters to fit, and the shape of the cluster that they are numbers of."""
+
+    gpus_per_node: int
+    free: tuple[str, ...]
+    own_nics: bool = False
+    """flow_gb_per_s is what each GPU has, rather than each transfer: two that it sends at once share it."""
+
+    @property
+    def name(self) -> str:
+        """In a few words."""
+        wiring = ", flows of a GPU share its rate" if self.own_nics else ""
+        return f"nodes of {self.gpus_per_node}{wiring}: {', '.join(self.free)}"
+
+    def config(self, values: Mapping[str, float]) -> dict[str, Any]:
+        """The cluster as a file of conf/cluster has it."""
+        v = {**FIXED, **values}
+        g, step_s, flow, node = self.gpus_per_node, v["step_ms"] / 1e3, v["flow_gb_per_s"], v["node_gb_per_s"]
+        inter: dict[str, Any] = {"bytes_per_s": node * 1e9, "latency_s": step_s, "nics_per_node": 1}
+        fabric = None
+        if self.own_nics:
+            inter = {"bytes_per_s": flow * 1e9, "latency_s": step_s}
+            # The node's shared link is a leaf switch of one node.
+            fabric = {"nodes_per_leaf": 1, "oversubscription": max(1.0, g * flow / node), "latency_s": 0.0}
+        else:
+            inter["flow_bytes_per_s"] = flow * 1e9
+        full, causal = v["tflops"], v.get("causal_tflops", v["tflops"])
+        rates = {f"{phase}_{mask}": {1024: rate} for phase in PHASES for mask, rate in _masks(full, causal)}
+        config = {
+            "name": "mesh_paper",
+            "gpus_per_node": g,
+            "intra": {"bytes_per_s": v["intra_gb_per_s"] * 1e9, "latency_s": step_s},
+            "inter": inter,
+            "device": {
+                "name": "the Mesh-Attention paper's GPU",
+                "rates": {"fitted": {"figures": "assumed", "head_dim": HEAD_DIM, "dtypes": {"bfloat16": 1.0}, **rates}},
+                "peak_tflops": {"bfloat16": implied_peak_tflops(fitted())},
+                "memory_bytes_per_s": 3.2e12,
+                "launch_s": 5e-6,
+                "transfer_slowdown": v["transfer_slowdown"],
+            },
+        }
+        return config | ({"fabric": fabric} if fabric else {})
+
+
+def _masks(full: float, causal: float) -> tuple[tuple[str, float], ...]:
+    return ("full", full), ("causal", causal)
+
+
+@cache
+def fitted() -> tuple[Cell, ...]:
+    """The cells that parameters are fitted to."""
+    return tuple(cell for cell in paper_s() if cell.fitted)
+
+
+@cache
+def held_out() -> tuple[Cell, ...]:
+    """All others."""
+    return tuple(cell for cell in paper_s() if not cell.fitted)
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """One cell, simulated with every tile that its method can have."""
+
+    cell: Cell
+    by_tile: Mapping[tuple[int, int], tuple[float, float]]
+    """Seconds forward and backward."""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The tile that is fastest, as tile=auto chooses."""
+        return min(self.by_tile, key=lambda tile: sum(self.by_tile[tile]))
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, forward and backward."""
+        return sum(self.by_tile[self.tile])
+
+
+def predict(cluster: Cluster, cell: Cell) -> Prediction:
+    """Simulate a cell."""
+    return _predict(cluster, cell, lambda plan, problem: simulate(plan, problem, cluster).makespan_s)
+
+
+class Simulator:
+    """Simulates cells on many clusters of one shape; remembers the task graphs."""
+
+    def __init__(self) -> None:
+        self.templates: dict[Any, Template] = {}
+
+    def seconds(self, cluster: Cluster, cells: Iterable[Cell]) -> np.ndarray:
+        """Of each cell, as `predict` says."""
+
+        def makespan_s(plan: Plan, problem: Problem) -> float:
+            key = (plan.phase, plan.ops, problem.seqlen, problem.causal)
+            if key not in self.templates:
+                self.templates[key] = Template.build(plan, problem, cluster)
+            return self.templates[key].makespan_s(cluster)
+
+        return np.array([_predict(cluster, cell, makespan_s).seconds for cell in cells])
+
+
+def _predict(cluster: Cluster, cell: Cell, makespan_s: Any) -> Prediction:
+    problem = cell.problem
+    costs = cluster.profile(problem)
+
+    def times(method: Method) -> tuple[float, float]:
+        forward_s, backward_s = (makespan_s(method.plan(problem, phase, costs), problem) for phase in PHASES)
+        return forward_s, backward_s
+
+    variants = methods.build(cell.method, {}).candidates(problem)
+    return Prediction(cell, {method.tile_shape(cell.gpus) or (1, cell.gpus): times(method) for method in variants})
+
+
+def fit_variant(variant: Variant) -> dict[str, Any]:
+    """The least squares of log(ours / paper's) over the fitted cells, as the report has it."""
+    simulator, paper = Simulator(), paper_s()
+    measured = np.log([paper[cell] for cell in fitted()])
+
+    def residuals(values: Mapping[str, float]) -> np.ndarray:
+        cluster = Cluster.build(variant.config(values))
+        return np.log(simulator.seconds(cluster, fitted())) - measured
+
+    start = {name: PARAMETERS[name].start for name in variant.free}
+    bounds = {name: (PARAMETERS[name].low, PARAMETERS[name].high) for name in variant.free}
+    found = fit(residuals, start, bounds)
+    # Worked out last, and chooses nothing.
+    cluster = Cluster.build(variant.config(found.values))
+    unseen = errors(predict(cluster, cell).seconds / paper[cell] for cell in held_out())
+    print(f"{variant.name}: {found.aicc:.1f} {dict(found.values)} {unseen}", file=sys.stderr, flush=True)
+    return {
+        "name": variant.name,
+        "gpus_per_node": variant.gpus_per_node,
+        "own_nics": variant.own_nics,
+        "values": dict(found.values),
+        "spread": {name: value if np.isfinite(value) else None for name, value in found.spread.items()},
+        "correlation": found.correlation.tolist(),
+        "squares": found.squares,
+        "aicc": found.aicc,
+        "left_out_rms": found.left_out_rms,
+        "fitted": errors(np.exp(found.residuals)),
+        "held_out": unseen,
+    }
+
+
+def errors(ratios: Iterable[float]) -> tuple[float, float]:
+    """Median and maximum of |ours / paper's - 1|."""
+    off = np.abs(np.array(list(ratios)) - 1)
+    return float(np.median(off)), float(off.max())
+
+
+def fit_all() -> tuple[Variant, list[dict[str, Any]]]:
+    """Fit variants step by step; the best on the fitted cells, and a row for each.
+
+    First node sizes, then what the best one could do without or have beside, then that with the second best node size.
+    Best is the least AICc, where a parameter more must lower it by 2: less says little.
+    """
+    with_node = (*BASE, "node_gb_per_s")
+    rows: dict[Variant, dict[str, Any]] = {}
+    with ProcessPoolExecutor(WORKERS) as pool:
+
+        def ranked(variants: Iterable[Variant]) -> list[Variant]:
+            new = [variant for variant in variants if variant not in rows]
+            rows.update(zip(new, pool.map(fit_variant, new), strict=True))
+            return sorted(rows, key=lambda variant: rows[variant]["aicc"] + 2 * len(variant.free))
+
+        best, second, *_ = ranked(Variant(g, with_node) for g in NODES)
+        extended = [replace(best, free=(*with_node, name)) for name in PARAMETERS if name not in with_node]
+        best = ranked([replace(best, free=BASE), replace(best, own_nics=True), *extended])[0]
+        best = ranked([replace(best, gpus_per_node=second.gpus_per_node)])[0]
+    return best, list(rows.values())
+
+
+def rounded(config: Any) -> Any:
+    """A config with its numbers to four digits, as the file has them."""
+    if isinstance(config, dict):
+        return {key: rounded(value) for key, value in config.items()}
+    return float(f"{config:.4g}") if isinstance(config, float) else config
+
+
+def load_cluster() -> Cluster:
+    """The fitted cluster, from its file."""
+    return Cluster.build(yaml.safe_load(CLUSTER.read_text()))

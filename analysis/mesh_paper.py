@@ -1,0 +1,44 @@
+"""Fit the cluster that the Mesh-Attention paper doesn't name, and test it on what was not fitted.
+
+python -m analysis.mesh_paper fit       # writes conf/cluster/mesh_paper.yaml and analysis/mesh_paper_fits.json
+python -m analysis.mesh_paper report    # predicts every cell from that file; writes docs/mesh_paper.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from analysis.mesh_fit import CLUSTER, HERE, errors, fit_all, fitted, held_out, load_cluster, paper_s, predict, rounded
+from analysis.mesh_report import REPORT, cluster_file, report
+from sp_bench.simulate import Cluster
+
+FITS = HERE / "mesh_paper_fits.json"
+
+
+def run_fit() -> None:
+    """Fit, and write what was found."""
+    best, rows = fit_all()
+    FITS.write_text(json.dumps({"chosen": best.name, "fits": rows}, indent=1) + "\n")
+    chosen = next(row for row in rows if row["name"] == best.name)
+    config, paper = rounded(best.config(chosen["values"])), paper_s()
+    cluster = Cluster.build(config)
+    found = {cell: predict(cluster, cell).seconds / paper[cell] for cell in paper}
+    by_set = [errors(found[cell] for cell in cells) for cells in (fitted(), held_out())]
+    CLUSTER.write_text(cluster_file(config, *by_set))
+    print(CLUSTER.read_text())
+
+
+def run_report() -> None:
+    """Predict all cells from the cluster's file, and write the report."""
+    cluster = load_cluster()
+    found = {cell: predict(cluster, cell) for cell in paper_s()}
+    REPORT.write_text(report(cluster, found, json.loads(FITS.read_text())))
+    print(REPORT.read_text())
+
+
+if __name__ == "__main__":
+    commands = {"fit": run_fit, "report": run_report}
+    if len(sys.argv) != 2 or sys.argv[1] not in commands:
+        sys.exit("usage: python -m analysis.mesh_paper fit, or report")
+    commands[sys.argv[1]]()

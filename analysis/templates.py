@@ -1,0 +1,95 @@
+"""Simulate one plan on many clusters that differ in numbers alone: its task graph is built once.
+
+A task's delay is a sum of constants, latencies and seconds of blocks, so that graphs built on three clusters give it
+for all. Results are those of sp_bench.simulate.simulate up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sp_bench.plan import Plan, Problem
+from sp_bench.simulate import SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED, Cluster
+from sp_bench.simulate.costs import DeviceCosts
+from sp_bench.simulate.flows import solve
+from sp_bench.simulate.graph import PlanGraph, build_graph, slowed_by_transfers
+from sp_bench.simulate.kernel_table import Curve, KernelTable
+
+UNIT_TFLOPS, NO_WORK_TFLOPS = 1.0, 1e30
+"""Rates at which blocks take their FLOPs in 1e-12 s, and no time at all."""
+
+
+def flat_rate(device: DeviceCosts, phase: str, causal: bool) -> float:
+    """The TFLOP/s of a device whose kernels have one rate for each phase and mask."""
+    curve = device.tables[0].rates[f"{phase}_{'causal' if causal else 'full'}"]
+    assert isinstance(curve, Curve) and curve.rates.size == 1
+    return float(curve.rates[0])
+
+
+def with_rate(cluster: Cluster, tflops: float) -> Cluster:
+    """The cluster with that rate for all blocks."""
+    table = cluster.device.tables[0]
+    curve = Curve(np.zeros(1), np.array([tflops]))
+    rates: Mapping[str, Curve] = dict.fromkeys(table.rates, curve)
+    changed: KernelTable = replace(table, rates=rates)
+    return replace(cluster, device=replace(cluster.device, tables=(changed,)))
+
+
+def with_network(cluster: Cluster, latency_s: float, flow_bytes_per_s: float) -> Cluster:
+    """The cluster with that latency everywhere and that cap on transfers across nodes."""
+    topology = cluster.topology
+    assert topology.inter
+    intra = replace(topology.intra, latency_s=latency_s)
+    inter = replace(topology.inter, latency_s=latency_s, flow_bytes_per_s=flow_bytes_per_s)
+    return replace(cluster, topology=replace(topology, intra=intra, inter=inter))
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """The task graph of one plan, with its delays by what they are made of."""
+
+    problem: Problem
+    phase: str
+    graph: PlanGraph
+    """Its delays are the constants; caps are finite across nodes alone."""
+    latencies: np.ndarray
+    """(T,) How many latencies each task waits."""
+    work: np.ndarray
+    """(T,) Seconds of each task's blocks at UNIT_TFLOPS."""
+
+    @classmethod
+    def build(cls, plan: Plan, problem: Problem, cluster: Cluster) -> Template:
+        """From a plan, and any cluster of the right shape."""
+        still = with_rate(with_network(cluster, 0.0, 1.0), NO_WORK_TFLOPS)
+        graph = build_graph(plan, problem, still)
+        delays = graph.tasks.delay_s
+        late = build_graph(plan, problem, with_network(still, 1.0, 1.0)).tasks.delay_s - delays
+        slow = build_graph(plan, problem, with_rate(still, UNIT_TFLOPS)).tasks.delay_s - delays
+        return cls(problem, plan.phase, graph, late, slow)
+
+    def makespan_s(self, cluster: Cluster) -> float:
+        """What simulate would say on a cluster of this shape, with one latency for all transfers."""
+        topology, device = cluster.topology, cluster.device
+        assert topology.inter and topology.inter.latency_s == topology.intra.latency_s
+        rate = flat_rate(device, self.phase, self.problem.causal)
+        base, quotient = self.graph.tasks, self.graph.quotient
+        rates = np.empty(base.link_bytes_per_s.size)
+        rates[quotient.link_orbit] = cluster.network(self.problem.n).link_bytes_per_s
+        across = np.isfinite(base.rate_cap)
+        tasks = replace(
+            base,
+            delay_s=base.delay_s + self.latencies * topology.inter.latency_s + self.work * UNIT_TFLOPS / rate,
+            rate_cap=np.where(across, topology.inter.flow_bytes_per_s, topology.intra.flow_bytes_per_s),
+            link_bytes_per_s=rates,
+        )
+        timing = solve(tasks)
+        graph = replace(self.graph, tasks=tasks)
+        for _ in range(SLOWDOWN_ROUNDS if device.transfer_slowdown else 0):
+            slowed = slowed_by_transfers(graph, timing, device.transfer_slowdown)
+            timing, before = solve(slowed), timing
+            if abs(timing.makespan_s - before.makespan_s) <= SLOWDOWN_SETTLED * before.makespan_s:
+                break
+        return timing.makespan_s

@@ -1,0 +1,117 @@
+"""The committed fit of the Mesh-Attention paper's cluster says what the code says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import methods
+from analysis.least_squares import fit
+from analysis.mesh_fit import (
+    CLUSTER,
+    TOKENS,
+    Cell,
+    Simulator,
+    errors,
+    fitted,
+    held_out,
+    load_cluster,
+    paper_s,
+    predict,
+)
+from analysis.mesh_report import REPORT, tile_held
+from sp_bench.simulate import simulate
+from sp_bench.simulate.costs import DeviceCosts
+
+CHECKED = [
+    *(Cell(True, TOKENS["512k"], n, method) for n in (32, 64, 128, 256) for method in ("ring", "mesh")),
+    *(Cell(False, TOKENS["1M"], n, method) for n in (32, 128) for method in ("ring", "mesh")),
+]
+
+
+@cache
+def stated() -> dict[Cell, tuple[str, str, float]]:
+    """The report's table 3: tile, fitted or held out, and iterations in 100 s."""
+    section = REPORT.read_text().split("## Table 3")[1].split("## ")[0]
+    rows = [[entry.strip() for entry in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    return {
+        Cell(causal == "yes", TOKENS[seqlen], int(gpus), method): (tile, kind, float(ours))
+        for causal, seqlen, gpus, method, tile, kind, ours, *_ in rows[2:]
+    }
+
+
+def test_fitted_are_ring_and_mesh_on_32_gpus() -> None:
+    cells = set(paper_s())
+    assert len(cells) == 48 and set(stated()) == cells
+    assert set(fitted()) == {cell for cell in cells if cell.method == "ring" or cell.gpus == 32}
+    assert (len(fitted()), len(held_out())) == (30, 18)
+    assert {cell for cell, (_, kind, _) in stated().items() if kind == "fitted"} == set(fitted())
+
+
+@pytest.mark.parametrize("cell", CHECKED, ids=str)
+def test_the_cluster_reproduces_the_report(cell: Cell) -> None:
+    found = predict(load_cluster(), cell)
+    tile, _, ours = stated()[cell]
+    assert 100 / found.seconds == pytest.approx(ours, abs=0.051)
+    assert tile == "x".join(map(str, found.tile))
+
+
+@pytest.mark.parametrize(("key", "cells"), [("errors_fitted", fitted()), ("errors_held_out", held_out())])
+def test_the_stated_errors_are_those_of_the_table(key: str, cells: tuple[Cell, ...]) -> None:
+    text = yaml.safe_load(CLUSTER.read_text())["sources"][key]
+    numbers = [float(number) / 100 for number in re.findall(r"([0-9.]+)%", text)]
+    ratios = [100 / stated()[cell][2] / paper_s()[cell] for cell in cells]
+    assert errors(ratios) == pytest.approx(numbers, abs=0.02)
+
+
+def test_the_better_method_is_right_in_every_pair() -> None:
+    for ring in (cell for cell in paper_s() if cell.method == "ring"):
+        mesh = replace(ring, method="mesh")
+        assert paper_s()[mesh] < paper_s()[ring] and stated()[mesh][2] > stated()[ring][2]
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.5])
+def test_templates_say_what_simulate_says(slowdown: float) -> None:
+    cluster = load_cluster()
+    device: DeviceCosts = replace(cluster.device, transfer_slowdown=slowdown)
+    cluster, cells = replace(cluster, device=device), [Cell(True, TOKENS["256k"], 32, "mesh")]
+    simulator = Simulator()
+    simulator.seconds(cluster, cells)
+    faster = replace(cluster.topology, intra=replace(cluster.topology.intra, bytes_per_s=2e9))
+    other = replace(cluster, topology=faster)
+    seconds = simulator.seconds(other, cells)
+    assert seconds == pytest.approx([predict(other, cells[0]).seconds], rel=1e-9)
+
+
+def test_predictions_are_of_the_plans_of_the_suite() -> None:
+    cluster, cell = load_cluster(), Cell(True, TOKENS["256k"], 32, "ring")
+    problem, ring = cell.problem, methods.build("ring", {})
+    runs: list[Any] = [
+        simulate(ring.plan(problem, phase, cluster.profile(problem)), problem, cluster)
+        for phase in ("forward", "backward")
+    ]
+    assert predict(cluster, cell).seconds == pytest.approx(sum(run.makespan_s for run in runs))
+
+
+def test_least_squares_finds_a_power_law_and_keeps_bounds() -> None:
+    x = np.arange(1.0, 8.0)
+
+    def residuals(values: Any) -> np.ndarray:
+        return np.log(values["scale"] * x ** values["power"]) - np.log(3 * x**1.5)
+
+    start, bounds = {"scale": 1.0, "power": 1.0}, {"scale": (0.1, 10.0), "power": (0.1, 10.0)}
+    found = fit(residuals, start, bounds)
+    assert found.values == pytest.approx({"scale": 3.0, "power": 1.5}, rel=1e-2)
+    held = fit(residuals, start, {**bounds, "scale": (0.1, 2.0)})
+    assert held.values["scale"] <= 2.0 * (1 + 1e-9)
+
+
+def test_peaks_name_the_tile_that_would_hold_them() -> None:
+    for a, b in ((16, 4), (8, 8)):
+        assert tile_held({"forward": 3 * a + 2 * b + 8, "backward": 5 * a + 6 * b + 26}, 64) == (a, b)
