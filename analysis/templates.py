@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sp_bench.plan import Plan, Problem
-from sp_bench.simulate import SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED, Cluster
+from sp_bench.simulate import Cluster, settle
 from sp_bench.simulate.costs import DeviceCosts
-from sp_bench.simulate.flows import solve
-from sp_bench.simulate.graph import PlanGraph, build_graph, slowed_by_transfers
+from sp_bench.simulate.graph import PlanGraph, build_graph
 from sp_bench.simulate.kernel_table import Curve, KernelTable
 
 UNIT_TFLOPS, NO_WORK_TFLOPS = 1.0, 1e30
@@ -85,11 +84,5 @@ class Template:
             rate_cap=np.where(across, topology.inter.flow_bytes_per_s, topology.intra.flow_bytes_per_s),
             link_bytes_per_s=rates,
         )
-        timing = solve(tasks)
-        graph = replace(self.graph, tasks=tasks)
-        for _ in range(SLOWDOWN_ROUNDS if device.transfer_slowdown else 0):
-            slowed = slowed_by_transfers(graph, timing, device.transfer_slowdown)
-            timing, before = solve(slowed), timing
-            if abs(timing.makespan_s - before.makespan_s) <= SLOWDOWN_SETTLED * before.makespan_s:
-                break
+        timing, _ = settle(replace(self.graph, tasks=tasks), device.transfer_slowdown)
         return timing.makespan_s

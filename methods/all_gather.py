@@ -16,7 +16,7 @@ Layouts: zigzag (Llama 3's), striped, contiguous. Refuses a stride that doesn't 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
@@ -26,10 +26,9 @@ from sp_bench.plan import (
     CostProfile,
     Group,
     Join,
-    Method,
     Plan,
     Problem,
-    RequestError,
+    Sized,
     Steps,
     all_gather,
     divisors,
@@ -38,7 +37,7 @@ from sp_bench.plan import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGather(Method):
+class AllGather(Sized):
     """KV gathered in slices of `stride` key heads."""
 
     name: ClassVar[str] = "all_gather"
@@ -46,29 +45,22 @@ class AllGather(Method):
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 
+    size_option: ClassVar[str] = "stride"
+
     stride: str | int = "auto"
     """Key heads that are gathered at a time; auto stands for every divisor of kv_heads."""
 
-    def refuse(self, problem: Problem) -> None:
+    def sizes(self, problem: Problem) -> list[int]:
         """Slices must be equal."""
-        sizes = divisors(problem.kv_heads)
-        if self.stride != "auto" and (type(self.stride) is not int or self.stride not in sizes):
-            raise RequestError(
-                f"method.stride={self.stride}",
-                f"must be auto or divide kv_heads={problem.kv_heads}",
-                f"one of {', '.join(map(str, sizes))} would work",
-            )
+        return divisors(problem.kv_heads)
 
-    def candidates(self, problem: Problem) -> tuple[AllGather, ...]:
-        """One for each stride."""
-        self.refuse(problem)
-        sizes = divisors(problem.kv_heads) if self.stride == "auto" else [self.stride]
-        return tuple(replace(self, stride=size) for size in sizes)
+    def size_rule(self, problem: Problem) -> str:
+        """In words."""
+        return f"divide kv_heads={problem.kv_heads}"
 
     def head_slices(self, problem: Problem) -> int:
         """kv_heads / stride."""
-        assert isinstance(self.stride, int), "a caller picks one of the candidates first"
-        return problem.kv_heads // self.stride
+        return problem.kv_heads // self.size
 
     def variant(self, n: int) -> str:
         """The stride."""

@@ -12,7 +12,7 @@ cross nodes. Refuses an inner ring that doesn't divide n.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
@@ -22,10 +22,9 @@ from sp_bench.plan import (
     CostProfile,
     Grid,
     Group,
-    Method,
     Plan,
     Problem,
-    RequestError,
+    Sized,
     Steps,
     divisors,
     inner,
@@ -36,7 +35,7 @@ from sp_bench.plan import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoubleRing(Method):
+class DoubleRing(Sized):
     """Ring Attention on rings of two levels."""
 
     name: ClassVar[str] = "double_ring"
@@ -44,24 +43,18 @@ class DoubleRing(Method):
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 
+    size_option: ClassVar[str] = "inner"
+
     inner: str | int = "auto"
     """Ranks of an inner ring; auto stands for every divisor of n."""
 
-    def refuse(self, problem: Problem) -> None:
+    def sizes(self, problem: Problem) -> list[int]:
         """Inner rings must be equal."""
-        sizes = divisors(problem.n)
-        if self.inner != "auto" and (type(self.inner) is not int or self.inner not in sizes):
-            raise RequestError(
-                f"method.inner={self.inner}",
-                f"must be auto or divide gpus={problem.n}",
-                f"one of {', '.join(map(str, sizes))} would work",
-            )
+        return divisors(problem.n)
 
-    def candidates(self, problem: Problem) -> tuple[DoubleRing, ...]:
-        """One for each size of the inner ring."""
-        self.refuse(problem)
-        sizes = divisors(problem.n) if self.inner == "auto" else [self.inner]
-        return tuple(replace(self, inner=size) for size in sizes)
+    def size_rule(self, problem: Problem) -> str:
+        """In words."""
+        return f"divide gpus={problem.n}"
 
     def variant(self, n: int) -> str:
         """The size of the inner rings."""
@@ -108,8 +101,7 @@ class DoubleRing(Method):
         return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
 
     def _chunk(self, tensor: str, problem: Problem) -> Chunk:
-        assert isinstance(self.inner, int), "a caller picks one of the candidates first"
-        return Chunk(tensor, 0, Grid(Group(1, self.inner), Group(self.inner, problem.n // self.inner)))
+        return Chunk(tensor, 0, Grid(Group(1, self.size), Group(self.size, problem.n // self.size)))
 
     def _receive(self, steps: Steps, kv: Chunk, r: int, s: int) -> None:
         """Open a step: the next round's first KV at the start of a round, and the inner ring's next one."""

@@ -24,7 +24,7 @@ Layouts: striped, zigzag, contiguous. Masks: full, causal. Refuses C whose squar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
@@ -37,11 +37,10 @@ from sp_bench.plan import (
     Grid,
     Group,
     Line,
-    Method,
     Pass,
     Plan,
     Problem,
-    RequestError,
+    Sized,
     Steps,
     all_gather,
     divisors,
@@ -52,7 +51,7 @@ from sp_bench.plan import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class StarTrail(Method):
+class StarTrail(Sized):
     """Teams of C ranks."""
 
     name: ClassVar[str] = "startrail"
@@ -63,32 +62,26 @@ class StarTrail(Method):
         "backward": "(4 + 8*k)*(C-1) + 4*k*(n/C-C)",
     }
 
+    size_option: ClassVar[str] = "team"
+
     team: str | int = "auto"
     """C, the ranks of a team; auto stands for every C whose square divides n."""
 
-    def refuse(self, problem: Problem) -> None:
+    def sizes(self, problem: Problem) -> list[int]:
         """Blocks of C teams must be equal."""
-        sizes = _team_sizes(problem.n)
-        if self.team != "auto" and (type(self.team) is not int or self.team not in sizes):
-            raise RequestError(
-                f"method.team={self.team}",
-                f"must be auto or have a square that divides gpus={problem.n}",
-                f"one of {', '.join(map(str, sizes))} would work",
-            )
+        return [c for c in divisors(problem.n) if problem.n % c**2 == 0]
 
-    def candidates(self, problem: Problem) -> tuple[StarTrail, ...]:
-        """One for each C."""
-        self.refuse(problem)
-        sizes = _team_sizes(problem.n) if self.team == "auto" else [self.team]
-        return tuple(replace(self, team=size) for size in sizes)
+    def size_rule(self, problem: Problem) -> str:
+        """In words."""
+        return f"have a square that divides gpus={problem.n}"
 
     def variant(self, n: int) -> str:
         """C."""
-        return f"C={self._size}"
+        return f"C={self.size}"
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """C."""
-        return {"C": self._size}
+        return {"C": self.size}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The four stages."""
@@ -96,10 +89,10 @@ class StarTrail(Method):
         orbit = self._in_orbit("kv", problem)
         steps = Steps()
         self._gather(steps, q, kv, orbit)
-        for s in range(problem.n // self._size**2):
+        for s in range(problem.n // self.size**2):
             self._receive(steps, orbit, s)
             for chunk in self._chunks(orbit, s):
-                steps.do(*(Attend(q.at(u), chunk, o.at(u)) for u in range(self._size)))
+                steps.do(*(Attend(q.at(u), chunk, o.at(u)) for u in range(self.size)))
         steps.next()
         steps.do(*reduce_scatter(o, lane="team"))
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
@@ -108,7 +101,7 @@ class StarTrail(Method):
         """The four stages, with dKV one hop behind KV, and home."""
         odoq, kv, dq, dkv = (self._in_team(tensor) for tensor in ("odoq", "kv", "dq", "dkv"))
         orbit, orbit_dkv = self._in_orbit("kv", problem), self._in_orbit("dkv", problem)
-        lines, size = self._lines(orbit_dkv), problem.n // self._size**2
+        lines, size = self._lines(orbit_dkv), problem.n // self.size**2
         steps = Steps()
         self._gather(steps, odoq, kv, orbit)
         for s in range(size):
@@ -116,7 +109,7 @@ class StarTrail(Method):
             behind = [reduce_next(line, s - 2, lane="dkv") for line in lines if s >= 2]
             steps.do(*(hop for hop, _ in behind))
             for chunk, into in zip(self._chunks(orbit, s), self._chunks(orbit_dkv, s), strict=True):
-                steps.do(*(AttendBackward(odoq.at(u), chunk, dq.at(u), into) for u in range(self._size)))
+                steps.do(*(AttendBackward(odoq.at(u), chunk, dq.at(u), into) for u in range(self.size)))
             steps.do(*(fold for _, fold in behind))
         steps.next()
         for line in lines if size > 1 else ():
@@ -131,34 +124,29 @@ class StarTrail(Method):
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
         """The header's formulas."""
-        team, rings = self._size - 1, problem.n // self._size - self._size
+        team, rings = self.size - 1, problem.n // self.size - self.size
         if phase == "forward":
             return {"q": team, "kv": 2 * team + rings, "o": team}
         return {"odoq": team, "kv": 2 * team + rings, "dq": team, "dkv": 2 * team + rings}
 
     @property
-    def _size(self) -> int:
-        assert isinstance(self.team, int), "a caller picks one of the candidates first"
-        return self.team
-
-    @property
     def _partners(self) -> Exchange:
         """The rank c of team s and the rank s of team c."""
-        return Exchange(Group(1, self._size), Group(self._size, self._size))
+        return Exchange(Group(1, self.size), Group(self.size, self.size))
 
     def _in_team(self, tensor: str) -> Chunk:
         """#u belongs to the team's rank u ahead."""
-        return Chunk(tensor, 0, Group(1, self._size))
+        return Chunk(tensor, 0, Group(1, self.size))
 
     def _in_orbit(self, tensor: str, problem: Problem) -> Chunk:
         """#(e + C s) belongs to the rank e ahead of the partner in its team, s blocks ahead."""
-        size = self._size
+        size = self.size
         return Chunk(tensor, 0, Grid(Group(1, size), Group(size**2, problem.n // size**2), self._partners))
 
     def _lines(self, orbit: Chunk) -> list[Line]:
         """The sub-rings of a rank: one for each of the C chunks that move together."""
         assert isinstance(orbit.home, Grid)
-        return [Line(orbit.at(e), orbit.home.outer, self._size) for e in range(self._size)]
+        return [Line(orbit.at(e), orbit.home.outer, self.size) for e in range(self.size)]
 
     def _chunks(self, orbit: Chunk, s: int) -> list[Chunk]:
         """The C chunks of step s."""
@@ -178,7 +166,3 @@ class StarTrail(Method):
         """Open a step of stage 3: the next KV comes in."""
         steps.next()
         steps.do(*(receive_next(line, s, lane="kv") for line in self._lines(orbit) if s + 1 < line.group.size))
-
-
-def _team_sizes(n: int) -> list[int]:
-    return [c for c in divisors(n) if n % c**2 == 0]

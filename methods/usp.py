@@ -16,17 +16,17 @@ neither divides kv_heads nor is a multiple of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
 from methods.ring import pass_round, pass_round_backward
 from methods.ulysses import Ulysses, degrees
-from sp_bench.plan import Chunk, Problem, RequestError, Steps, divisors
+from sp_bench.plan import Chunk, Problem, RequestError, Sized, Steps, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
-class USP(Ulysses):
+class USP(Sized, Ulysses):
     """Ulysses inside groups, Ring between them."""
 
     name: ClassVar[str] = "usp"
@@ -39,25 +39,19 @@ class USP(Ulysses):
     limit: ClassVar[str] = "any number"
 
     layout: str = "auto"
+    size_option: ClassVar[str] = "ulysses"
+
     ulysses: str | int = "auto"
     """u, the ranks that split the heads; auto stands for every degree that is possible."""
 
-    def refuse(self, problem: Problem) -> None:
+    def sizes(self, problem: Problem) -> list[int]:
         """Groups must be equal, and so must the heads of their ranks."""
-        known = _degrees(problem)
-        if self.ulysses != "auto" and (type(self.ulysses) is not int or self.ulysses not in known):
-            raise RequestError(
-                f"method.ulysses={self.ulysses}",
-                f"must be auto or divide gpus={problem.n} and heads={problem.heads}, and divide kv_heads="
-                f"{problem.kv_heads} or be a multiple of them",
-                f"one of {', '.join(map(str, known))} would work",
-            )
+        return [u for u in degrees(problem) if problem.n % u == 0]
 
-    def candidates(self, problem: Problem) -> tuple[USP, ...]:
-        """One for each degree."""
-        self.refuse(problem)
-        chosen = _degrees(problem) if self.ulysses == "auto" else [self.ulysses]
-        return tuple(replace(self, ulysses=u) for u in chosen)
+    def size_rule(self, problem: Problem) -> str:
+        """In words."""
+        kv_heads = f"kv_heads={problem.kv_heads}"
+        return f"divide gpus={problem.n} and heads={problem.heads}, and divide {kv_heads} or be a multiple of them"
 
     def ranks_per_chunk(self, n: int) -> int:
         """u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""
@@ -99,7 +93,3 @@ class USP(Ulysses):
 
     def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
         pass_round_backward(steps, odoq_h, kv_h, dq_h, dkv_h)
-
-
-def _degrees(problem: Problem) -> list[int]:
-    return [u for u in degrees(problem) if problem.n % u == 0]

@@ -215,27 +215,20 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
     """Which rows arrive; of a query chunk, none that the sender hasn't got, of a partial, all that hold anything."""
     assert op.send is not None
     assert op.recv is not None
-    held = facts.halves.get(op.send)
-    if op.against is None and not is_partial(op.send.tensor) and (facts.halves_of(op.send) != 0b11).any():
-        raise PlanError(f"{where}: {op.send} lacks rows that are to be sent")
+    held = arriving = facts.halves_of(op.send)
+    sent = np.full_like(held, 0b11)
     if op.against is not None:
         if op.against.tensor not in ("kv", "kv_h") or op.send.tensor not in ("q", "odoq", "o", "dq"):
             raise PlanError(f"{where}: no rows of {op.send} can be left out against {op.against}")
-        sent = facts.rows_seen(*op.seen_by(facts.ranks))
-        if is_partial(op.send.tensor):
-            wrong = facts.halves_of(op.send) & ~sent
-            what = "has rows that stay behind"
-        else:
-            wrong = sent & ~facts.halves_of(op.send)
-            what = "lacks rows that are to be sent"
-        if (rank := _first(wrong != 0)) is not None:
-            raise PlanError(f"{where}: on rank {rank}, {op.send} {what}")
-        held = sent
-    facts.halves.pop(op.recv, None)
+        sent = arriving = facts.rows_seen(*op.seen_by(facts.ranks))
     if is_partial(op.send.tensor):
+        wrong, what = held & ~sent, "has rows that stay behind"
         facts.halves.pop(op.send, None)
-    if held is not None:
-        facts.halves[op.recv] = held[source]
+    else:
+        wrong, what = sent & ~held, "lacks rows that are to be sent"
+    if (rank := _first(wrong != 0)) is not None:
+        raise PlanError(f"{where}: on rank {rank}, {op.send} {what}")
+    facts.halves[op.recv] = arriving[source]
 
 
 def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:

@@ -10,7 +10,7 @@ from sp_bench.bench.request import Request
 from sp_bench.errors import RequestError
 from sp_bench.plan import CostProfile, Method, Plan, Problem
 from sp_bench.simulate import Run, simulate
-from sp_bench.simulate.bounds import lower_bounds
+from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Choice:
 def choose(request: Request) -> Choice:
     """The variant with the least simulated time over the request's phases.
 
-    Variants are simulated in order of a lower bound on their time, max(blocks of the busiest rank, bytes over each
-    port), and those whose bound is above the best time so far are not simulated, nor those that don't fit the memory.
+    Variants are simulated in order of a lower bound on their time (simulate.bounds), and those whose bound is above the
+    best time so far are not simulated, nor those that don't fit the memory.
     Raises DeviceMemoryError if none fits, RequestError if those that do are too large to simulate.
     """
     costs = request.cluster.profile(request.problem)
@@ -101,4 +101,5 @@ def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
     slowest_s = float((blocks_s * cluster.stragglers.slow_ranks(problem.n)).max())
     # Noise may make blocks faster than they should be.
     compute_s = 0.0 if cluster.stragglers.jitter else slowest_s
-    return lower_bounds(plan, cluster, account.traffic(plan, problem), compute_s)
+    crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem))
+    return lower_bounds(plan, cluster, crossing, compute_s)

@@ -45,11 +45,11 @@ def _bounds_for(record: Record, request: Request, choice: Choice) -> None:
     crossed = np.zeros(network.link_bytes_per_s.size)
     for phase, run in choice.runs.items():
         plan = choice.plans[phase]
-        traffic = account.traffic(plan, choice.problem)
-        bounds_s = lower_bounds(plan, request.cluster, traffic, float(run.busy_s.max()))
+        crossing = link_bytes(network, account.traffic(plan, choice.problem))
+        bounds_s = lower_bounds(plan, request.cluster, crossing, float(run.busy_s.max()))
         name = max(bounds_s, key=lambda key: bounds_s[key])
         by_name[name] = by_name.get(name, 0.0) + bounds_s[name]
-        crossed += link_bytes(network, traffic)
+        crossed += crossing
     record.bound_ms, record.bound_by = 1e3 * sum(by_name.values()), max(by_name, key=lambda key: by_name[key])
     record.rank_idle_ms_max = 1e3 * sum(float(run.idle_s.max()) for run in choice.runs.values())
     record.comm_bytes_by_link = {

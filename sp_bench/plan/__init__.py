@@ -3,8 +3,9 @@
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.dataflow import Dataflow, Slot, Value, dataflow
+from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
-from sp_bench.plan.method import PHASES, Method
+from sp_bench.plan.method import PHASES, Method, Sized
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,
@@ -12,10 +13,7 @@ from sp_bench.plan.ops import (
     AttendBackward,
     Bundle,
     Chunk,
-    Exchange,
     Fold,
-    Grid,
-    Group,
     Join,
     Line,
     Op,
@@ -74,6 +72,7 @@ __all__ = [
     "Region",
     "Regions",
     "RequestError",
+    "Sized",
     "Slot",
     "Stage",
     "Steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sp_bench.plan.ops import Group
+from sp_bench.plan.groups import Group
 from sp_bench.plan.problem import Problem
 
 

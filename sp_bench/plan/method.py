@@ -116,3 +116,43 @@ class Method(ABC):
         problem = self.dealt(problem)
         sent = self.chunks_sent(problem, phase)
         return float(sum(count * problem.chunk_bytes(tensor, wire=True) for tensor, count in sent.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized(Method):
+    """A method with one size among its options; where that is auto, every possible size is a variant."""
+
+    size_option: ClassVar[str]
+    """The option's name."""
+
+    @abstractmethod
+    def sizes(self, problem: Problem) -> list[int]:
+        """Every size that is possible."""
+
+    @abstractmethod
+    def size_rule(self, problem: Problem) -> str:
+        """What a size must do to be possible, in words that follow "must"."""
+
+    @property
+    def size(self) -> int:
+        """The size of this variant."""
+        size = getattr(self, self.size_option)
+        assert isinstance(size, int), "a caller picks one of the candidates first"
+        return size
+
+    def refuse(self, problem: Problem) -> None:
+        """Raise RequestError for a size that is not possible."""
+        size, sizes = getattr(self, self.size_option), self.sizes(problem)
+        if size != "auto" and (type(size) is not int or size not in sizes):
+            raise RequestError(
+                f"method.{self.size_option}={size}",
+                f"must be auto or {self.size_rule(problem)}",
+                f"one of {', '.join(map(str, sizes))} would work",
+            )
+
+    def candidates(self, problem: Problem) -> tuple[Self, ...]:
+        """One for each size."""
+        self.refuse(problem)
+        size = getattr(self, self.size_option)
+        sizes = self.sizes(problem) if size == "auto" else [size]
+        return tuple(replace(self, **{self.size_option: each}) for each in sizes)

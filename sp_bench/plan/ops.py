@@ -1,4 +1,4 @@
-"""The words that plans are written in: groups, chunks, operations, and the plan itself.
+"""The words that plans are written in: chunks, operations, and the plan itself.
 
 A plan is one straight-line program that all ranks run. Its operations name chunks by local index and peers by a shift
 within a group, so that what a given rank does follows from its rank by arithmetic. Everything that knows a rank takes
@@ -14,72 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.problem import is_partial
 
 BLOCKS = "blocks"
 """The name of the stream that blocks and folds run on, beside the lanes."""
-
-
-class Group(NamedTuple):
-    """Ranks that differ in one digit: rank = ... + stride * position + ..., 0 <= position < size.
-
-    Stride 1 and size a is a Q group of the Mesh paper (section 3.2), stride a and size b a KV group.
-    """
-
-    stride: int
-    size: int
-
-    def position(self, rank):
-        """The position of `rank` within its own group."""
-        return rank // self.stride % self.size
-
-    def member(self, rank, shift):
-        """The rank that is `shift` positions ahead of `rank` in its group, around the ring."""
-        position = self.position(rank)
-        return rank + ((position + shift) % self.size - position) * self.stride
-
-    @property
-    def span(self) -> int:
-        """Groups tile the ranks in aligned runs of this many."""
-        return self.stride * self.size
-
-
-class Exchange(NamedTuple):
-    """Ranks of which two digits are exchanged: a pair of ranks, or a single one whose digits are equal."""
-
-    low: Group
-    high: Group
-
-    def member(self, rank, shift):
-        """The rank with both digits exchanged if `shift` is odd, else `rank` itself."""
-        move = (self.high.position(rank) - self.low.position(rank)) * (shift % 2)
-        return rank + move * (self.low.stride - self.high.stride)
-
-    @property
-    def span(self) -> int:
-        """As a group's."""
-        return self.high.span
-
-
-class Grid(NamedTuple):
-    """Ranks that differ in two digits. Position inner + inner.size * outer; a shift is made of two in the same way.
-
-    The home of chunks that move along rings of two levels, such as inside a node and across nodes.
-    """
-
-    inner: Group
-    outer: Group
-    exchange: Exchange | None = None
-    """The chunks are those of the partner in this exchange."""
-
-    @property
-    def size(self) -> int:
-        return self.inner.size * self.outer.size
-
-    def member(self, rank, shift):
-        """The rank that is shift % inner.size ahead along the inner ring and shift // inner.size along the outer."""
-        start = rank if self.exchange is None else self.exchange.member(rank, 1)
-        return self.outer.member(self.inner.member(start, shift % self.inner.size), shift // self.inner.size)
 
 
 class PlanError(Exception):

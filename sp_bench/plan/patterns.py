@@ -5,7 +5,8 @@ Chunk indices are local (Chunk): index u belongs to the rank u ahead, so everyth
 
 from __future__ import annotations
 
-from sp_bench.plan.ops import Chunk, Fold, Group, Line, Op, Pass
+from sp_bench.plan.groups import Group
+from sp_bench.plan.ops import Chunk, Fold, Line, Op, Pass
 
 BACK = -1
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.layout import Part
-from sp_bench.plan.ops import AllToAll, Exchange, Group, Pass, Plan, Transfer
+from sp_bench.plan.ops import AllToAll, Pass, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Field, Problem
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from sp_bench.plan import BLOCKS, Plan, Problem, Transfer
 from sp_bench.simulate.cluster import Cluster
-from sp_bench.simulate.flows import solve
+from sp_bench.simulate.flows import Engine, TaskGraph, Timing, solve
 from sp_bench.simulate.graph import PlanGraph, Segment, build_graph, slowed_by_transfers
 
 __all__ = ["Cluster", "Run", "Span", "simulate"]
@@ -89,11 +89,17 @@ def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bo
     """
     graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry)
     engine = "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto"
-    timing, tasks = solve(graph.tasks, engine), graph.tasks
-    for _ in range(SLOWDOWN_ROUNDS if cluster.device.transfer_slowdown else 0):
-        slowed = slowed_by_transfers(graph, timing, cluster.device.transfer_slowdown)
-        timing, before = solve(slowed, engine), timing
-        tasks = slowed
+    timing, tasks = settle(graph, cluster.device.transfer_slowdown, engine)
+    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s_with(tasks))
+
+
+def settle(graph: PlanGraph, slowdown: float, engine: Engine = "auto") -> tuple[Timing, TaskGraph]:
+    """When the tasks of a graph run, and the tasks with the delays that transfers leave them, if these slow blocks."""
+    tasks = graph.tasks
+    timing = solve(tasks, engine)
+    for _ in range(SLOWDOWN_ROUNDS if slowdown else 0):
+        tasks = slowed_by_transfers(graph, timing, slowdown)
+        timing, before = solve(tasks, engine), timing
         if abs(timing.makespan_s - before.makespan_s) <= SLOWDOWN_SETTLED * before.makespan_s:
             break
-    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s_with(tasks))
+    return timing, tasks

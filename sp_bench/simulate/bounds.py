@@ -14,16 +14,16 @@ Traffic = Iterable[tuple[np.ndarray, np.ndarray]]
 """(target, bytes) of what ranks send, each (n,) by rank (account.traffic)."""
 
 
-def lower_bounds(plan: Plan, cluster: Cluster, traffic: Traffic, compute_s: float) -> dict[str, float]:
-    """Seconds that one phase takes at least, by what sets the bound.
+def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: float) -> dict[str, float]:
+    """Seconds that one phase takes at least, by what sets the bound; `crossing` are the bytes on each link: (L,).
 
     compute     blocks and folds of the busiest rank, `compute_s`
     latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them
     port, nic   and other classes of links: the bytes on the busiest one of them at its full rate
     """
     network = cluster.network(plan.n)
-    busiest = link_bytes(network, traffic) / network.link_bytes_per_s
-    by_class = {name: float(busiest[links].max(initial=0.0)) for name, links in link_classes(network).items()}
+    needed_s = crossing / network.link_bytes_per_s
+    by_class = {name: float(needed_s[links].max(initial=0.0)) for name, links in link_classes(network).items()}
     latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network)
     return {"compute": compute_s, "latency": latency_s, **by_class}
 

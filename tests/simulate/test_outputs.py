@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from methods import build
 from sp_bench import account, draw
 from sp_bench.errors import RequestError
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Plan, Problem
 from sp_bench.simulate import Cluster, Run, simulate
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 from sp_bench.simulate.stragglers import Stragglers
@@ -27,6 +27,10 @@ def run_ring(p: Problem, where: Cluster, phase: str = "forward") -> Run:
     return simulate(build("ring", {}).plan(p, phase, COMPUTE_BOUND), p, where)
 
 
+def crossing(plan: Plan, p: Problem, where: Cluster) -> np.ndarray:
+    return link_bytes(where.network(p.n), account.traffic(plan, p))
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_no_plan_is_faster_than_its_bounds(data: st.DataObject) -> None:
@@ -35,7 +39,7 @@ def test_no_plan_is_faster_than_its_bounds(data: st.DataObject) -> None:
     where = on(data.draw(st.sampled_from(sorted(NETWORKS))))
     plan, dealt = method.plan(p, data.draw(st.sampled_from(PHASES)), COMPUTE_BOUND), method.dealt(p)
     run = simulate(plan, dealt, where)
-    bounds = lower_bounds(plan, where, account.traffic(plan, dealt), float(run.busy_s.max()))
+    bounds = lower_bounds(plan, where, crossing(plan, dealt, where), float(run.busy_s.max()))
     assert max(bounds.values()) <= run.makespan_s * (1 + 1e-9)
     assert run.busy_s + run.exposed_s + run.idle_s == pytest.approx(np.full(8, run.makespan_s))
     assert run.exposed_s.min() >= -1e-12
@@ -46,7 +50,7 @@ def test_bounds_of_a_ring() -> None:
     p, where = ring_problem(16), cluster(gpus_per_node=4)
     plan = build("ring", {}).plan(p, "forward", COMPUTE_BOUND)
     kv = p.chunk_bytes("kv", wire=True)
-    bounds = lower_bounds(plan, where, account.traffic(plan, p), 16 * block_s(p))
+    bounds = lower_bounds(plan, where, crossing(plan, p, where), 16 * block_s(p))
     assert bounds["nic"] == pytest.approx(15 * kv / 2.5e8)
     assert bounds["port"] == pytest.approx(15 * kv / 1e9)
     assert bounds["latency"] == pytest.approx(15 * 3e-5)
@@ -143,5 +147,5 @@ def test_slowdown_of_blocks_that_take_no_time(n: int) -> None:
 def test_noise_may_beat_what_latencies_add_up_to(seed: int) -> None:
     p, where = ring_problem(2), on_cluster(cluster(), jitter=0.3, seed=seed)
     run = run_ring(p, where)
-    traffic = account.traffic(run.plan, p)
-    assert max(lower_bounds(run.plan, where, traffic, float(run.busy_s.max())).values()) <= run.makespan_s * (1 + 1e-9)
+    crossed = crossing(run.plan, p, where)
+    assert max(lower_bounds(run.plan, where, crossed, float(run.busy_s.max())).values()) <= run.makespan_s * (1 + 1e-9)
