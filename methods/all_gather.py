@@ -36,6 +36,10 @@ from sp_bench.plan import (
 )
 
 
+MOST_HOPS = 1024
+"""More of them, at tens of microseconds each, add more latency than finer slices save."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Sized):
     """KV gathered in slices of `stride` key heads."""
@@ -48,7 +52,7 @@ class AllGather(Sized):
     size_option: ClassVar[str] = "stride"
 
     stride: str | int = "auto"
-    """Key heads that are gathered at a time; auto stands for every divisor of kv_heads."""
+    """Key heads that are gathered at a time; auto stands for every divisor of kv_heads that `candidates` leaves."""
 
     def sizes(self, problem: Problem) -> list[int]:
         """Slices must be equal."""
@@ -57,6 +61,11 @@ class AllGather(Sized):
     def size_rule(self, problem: Problem) -> str:
         """In words."""
         return f"divide kv_heads={problem.kv_heads}"
+
+    def candidates(self, problem: Problem) -> tuple[AllGather, ...]:
+        """One for each stride, but for those whose slices take more than MOST_HOPS hops, if any takes fewer."""
+        every = super().candidates(problem)
+        return tuple(m for m in every if (problem.n - 1) * m.head_slices(problem) <= MOST_HOPS) or every[-1:]
 
     def head_slices(self, problem: Problem) -> int:
         """kv_heads / stride."""

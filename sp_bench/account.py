@@ -88,7 +88,7 @@ def volume(plan: Plan, problem: Problem) -> Volume:
     ranks, sent = np.arange(problem.n), {}
     for op in plan.ops:
         if isinstance(op, Transfer):
-            for _, sizes in messages(op, problem, ranks):
+            for sizes in messages(op, problem, ranks):
                 for name, size in sizes.items():
                     counted = sent.setdefault((op.lane, op.carries, name), np.zeros(problem.n, np.int64))
                     counted += size
@@ -100,7 +100,7 @@ def traffic(plan: Plan, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]
     ranks, sent = np.arange(problem.n), {}
     for op in plan.ops:
         if isinstance(op, Transfer):
-            for (group, shift), (_, sizes) in zip(peers(op), messages(op, problem, ranks), strict=True):
+            for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks), strict=True):
                 total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
                 total += sum(sizes.values())
     return [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]

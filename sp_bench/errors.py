@@ -21,9 +21,10 @@ class RequestError(ValueError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """What would work in place of an unknown `word`: the nearest name first, then all of them."""
+    """What would work in place of an unknown `word`: the name that it begins, or the nearest, then all of them."""
     names = sorted(choices)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    begun = [name for name in names if word and name.startswith(word)]
+    close = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}known: {', '.join(names)}"
 

@@ -1,7 +1,8 @@
 """Records: one flat JSON object for each benchmark point, written whole or not at all.
 
-`python -m sp_bench` writes them to <results_dir>/<run_id>.json, raw samples beside them in <run_id>.samples.json, and
-simulated timelines, which Perfetto opens, in <run_id>.trace.json.
+`python -m sp_bench` writes them to <results_dir>/<run_id>.json, and beside them raw samples in <run_id>.samples.json
+or, where a point is simulated, each rank's times in <run_id>.ranks.json and some ranks' timelines, which Perfetto
+opens, in <run_id>.trace.json.
 `load(dir)` gives all of them as a pandas frame.
 """
 
@@ -212,15 +213,15 @@ def write(folder: Path, record: Record, **beside: Mapping[str, Any] | None) -> P
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in beside.items():
         if content is not None:
-            _write_whole(folder / f"{record.run_id}.{name}.json", content)
+            _write_whole(folder / f"{record.run_id}.{name}.json", json.dumps(content))
     path = folder / f"{record.run_id}.json"
-    _write_whole(path, record.to_dict())
+    _write_whole(path, json.dumps(record.to_dict(), indent=1))
     return path
 
 
-def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+def _write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.write_text(text + "\n")
     os.replace(temporary, path)
 
 
@@ -246,7 +247,7 @@ def read_all(folder: Path) -> list[Record]:
     """All records of a folder, by run_id. A file that is not a record is named in a warning and left out."""
     found = []
     for path in sorted(folder.glob("*.json")):
-        if path.name.endswith((".samples.json", ".trace.json")) or path.name.startswith("."):
+        if "." in path.stem:  # what stands beside a record, or is not whole yet
             continue
         try:
             found.append(read(path))

@@ -12,7 +12,7 @@ from sp_bench import records
 from sp_bench.bench.choose import Choice, DeviceMemoryError
 from sp_bench.bench.measured import Samples, measure_points
 from sp_bench.bench.request import Request, resolve
-from sp_bench.bench.simulated import simulate_point, trace_of
+from sp_bench.bench.simulated import simulate_point, time_by_rank, trace_of
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
 
@@ -28,6 +28,8 @@ class Outcome:
     samples: Samples | None = None
     trace: dict[str, Any] | None = None
     """The simulated timeline, for Perfetto."""
+    ranks: dict[str, list[float]] | None = None
+    """What each simulated rank's time went to, in milliseconds."""
     reused: bool = False
 
 
@@ -55,7 +57,7 @@ def run_points(
 
     def finish(outcome: Outcome) -> None:
         if not outcome.reused:
-            records.write(folder, outcome.record, samples=outcome.samples, trace=outcome.trace)
+            records.write(folder, outcome.record, samples=outcome.samples, trace=outcome.trace, ranks=outcome.ranks)
         outcomes.append(outcome)
         finished(outcome)
 
@@ -94,7 +96,7 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
 def _simulate(request: Request) -> Outcome:
     try:
         record, choice = simulate_point(request)
-        return Outcome(record, choice, trace=trace_of(choice, request.trace))
+        return Outcome(record, choice, trace=trace_of(choice, request.trace), ranks=time_by_rank(choice))
     except Exception as error:
         return _failed(request, error)
 

@@ -57,6 +57,15 @@ def _bounds_for(record: Record, request: Request, choice: Choice) -> None:
     }
 
 
+def time_by_rank(choice: Choice) -> dict[str, list[float]]:
+    """By phase and kind, each rank's milliseconds: busy computing, exposed to transfers, idle when it has ended."""
+    found = {}
+    for phase, run in choice.runs.items():
+        for name, seconds in (("busy", run.busy_s), ("exposed", run.exposed_s), ("idle", run.idle_s)):
+            found[f"{phase}_{name}_ms"] = (1e3 * seconds).tolist()
+    return found
+
+
 def trace_of(choice: Choice, ranks: int) -> dict[str, Any] | None:
     """The timeline of the first ranks, one phase after the other."""
     if not ranks:

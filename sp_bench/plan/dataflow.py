@@ -6,6 +6,7 @@ counted is what is executed.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -128,18 +129,21 @@ def _slots(
     """A buffer for each transfer that receives, and the value that was in it before."""
     slots: dict[int, Slot] = {}
     before: dict[int, Value] = {}
-    occupants: dict[Slot, Value] = {}
+    ends_with = set(plan.ends_with)
+    occupied: dict[tuple[str, bool], list[tuple[int, Slot, Value]]] = {}
+    """By tensor and whether it arrives: heaps by the last use of what a buffer holds."""
+    made = 0
     for index, op in plan:
-        if not isinstance(op, Transfer) or op.recv is None or op.recv in plan.ends_with:
+        if not isinstance(op, Transfer) or op.recv is None or op.recv in ends_with:
             continue
-        kind = (op.recv.tensor, op.recv.is_arriving)
-        free = [slot for slot, value in occupants.items() if slot[1:] == kind and last[value] < index]
-        if free:
-            slots[index] = min(free, key=lambda slot: last[occupants[slot]])
-            before[index] = occupants[slots[index]]
+        kind, value = (op.recv.tensor, op.recv.is_arriving), writes[index][0]
+        heap = occupied.setdefault(kind, [])
+        if heap and heap[0][0] < index:
+            _, slots[index], before[index] = heapq.heappop(heap)
         else:
-            slots[index] = Slot(len(occupants), *kind)
-        occupants[slots[index]] = writes[index][0]
+            slots[index] = Slot(made, *kind)
+            made += 1
+        heapq.heappush(heap, (last[value], slots[index], value))
     return slots, before
 
 

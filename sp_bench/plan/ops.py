@@ -25,6 +25,17 @@ class PlanError(Exception):
     """A plan that is not a correct program; the message names the operation."""
 
 
+class Place(NamedTuple):
+    """Whose tokens a chunk has: those of the rank `index` ahead in the group `home`."""
+
+    home: Group | Grid
+    index: int
+
+    def owner(self, rank):
+        """The global index of the chunk, which is the rank that owns its tokens."""
+        return self.home.member(rank, self.index)
+
+
 class Chunk(NamedTuple):
     """A named piece on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
 
@@ -40,9 +51,14 @@ class Chunk(NamedTuple):
     heads: int = 0
     """Which slice of the heads, out of Problem.head_slices."""
 
+    @property
+    def place(self) -> Place:
+        """Whose tokens it has."""
+        return Place(self.home, self.index)
+
     def owner(self, rank):
         """The global index of the chunk, which is the rank that owns its tokens."""
-        return self.home.member(rank, self.index)
+        return self.place.owner(rank)
 
     def at(self, index: int) -> Chunk:
         """The chunk with another local index."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.layout import Part
@@ -18,29 +19,36 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
     return [(op.group, op.shift)] if op.send else []
 
 
-def messages(op: Transfer, problem: Problem, rank) -> Iterator[tuple]:
-    """(target, {field: bytes}) of everything that `rank`, one or an array of them, sends in one transfer.
+def messages(op: Transfer, problem: Problem, rank) -> list[Mapping[str, Any]]:
+    """Bytes by field of each message that `rank`, one or an array of them, sends in one transfer, in `peers`' order.
 
-    All of it is under way at once. Nothing is sent where the target is the rank itself.
+    All of them are under way at once. Nothing is sent where the peer is the rank itself.
     """
     if isinstance(op, AllToAll):
         pieces = {field.name: piece_bytes(problem, field) for field in by_heads(op)}
-        for group, shift in peers(op):
-            yield group.member(rank, shift), pieces
-    elif op.send is not None:
-        target, share = op.target(rank), _rows(op, problem, rank)
-        if isinstance(op.group, Exchange):
-            share = share * (target != rank)
-        fields = FIELDS[op.send.tensor]
-        yield target, {f.name: share * problem.field_bytes(f, wire=True) // problem.field_tokens(f) for f in fields}
+        return [pieces] * (op.group.size - 1)
+    if op.send is None:
+        return []
+    whole = _wire_bytes(problem, op.send.tensor)
+    if op.against is None and not isinstance(op.group, Exchange):
+        return [whole]
+    tokens = problem.field_tokens(FIELDS[op.send.tensor][0])
+    share = tokens if op.against is None else _rows_seen(op, problem, rank)
+    if isinstance(op.group, Exchange):
+        share = share * (op.target(rank) != rank)
+    return [{name: share * size // tokens for name, size in whole.items()}]
 
 
-def _rows(op: Pass, problem: Problem, rank):
-    """How many tokens of its chunk a rank sends."""
+@lru_cache(maxsize=64)
+def _wire_bytes(problem: Problem, tensor: str) -> Mapping[str, int]:
+    """What each field of a chunk weighs on the wire. Plans have thousands of messages, of few tensors."""
+    return {field.name: problem.field_bytes(field, wire=True) for field in FIELDS[tensor]}
+
+
+def _rows_seen(op: Pass, problem: Problem, rank):
+    """How many tokens of its chunk a rank sends, where it sends only those that something sees."""
     assert op.send is not None
     tokens = problem.field_tokens(FIELDS[op.send.tensor][0])
-    if op.against is None:
-        return tokens
     order = problem.layout.order(*op.seen_by(rank))
     return sum((order == i) * part.tokens(tokens) for i, part in enumerate(problem.rows_seen()))
 

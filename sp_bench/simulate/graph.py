@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from sp_bench.plan import (
     Fold,
     Group,
     Op,
+    Place,
     Plan,
     Problem,
     Transfer,
@@ -165,6 +167,10 @@ class _Rows:
 class Path(NamedTuple):
     """What the simulated ranks' flows cross: (n,) latencies and caps, (n, P) links and how often they load each."""
 
+    target: np.ndarray
+    """(n,) The kind of rank that each sends to."""
+    source: np.ndarray
+    """(n,) The kind that each receives from."""
     latency_s: np.ndarray
     rate_cap: np.ndarray
     links: np.ndarray
@@ -188,14 +194,15 @@ class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.cluster = plan, problem, cluster
         self.flow = dataflow(plan)
-        self.block_s = cluster.block_s(problem, plan.phase)
+        self.case_s = cluster.block_s(problem, plan.phase)
+        # A plan has thousands of operations, of few kinds.
+        self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
         self.network = cluster.network(problem.n)
-        everyone = np.arange(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
         noisy = cluster.stragglers.jitter > 0
         moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
         for op in plan.ops if moves else ():
-            moves = that_leave(moves, self._costs(op, everyone))
+            moves = that_leave(moves, self._costs(op))
         self.noise = _Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
@@ -235,13 +242,14 @@ class _Builder:
                 "fewer GPUs, or a method with fewer steps, would work",
             )
 
-    def _costs(self, op: Op, ranks: np.ndarray) -> list[np.ndarray]:
-        """What an operation costs that may differ by rank."""
+    def _costs(self, op: Op) -> list[np.ndarray]:
+        """What an operation costs that may differ by rank: [(n,), ...]."""
         if isinstance(op, Attend | AttendBackward):
-            return [self._block_s(op, ranks)]
+            return [self.block_s(op.q.place, op.kv.place)]
         if isinstance(op, Transfer):
-            sizes = [sum(sizes.values()) for _, sizes in messages(op, self.problem, ranks)]
-            return [size for size in (*sizes, self._staged_s(op, ranks)) if isinstance(size, np.ndarray)]
+            everyone = np.arange(self.problem.n)
+            sizes = [sum(sizes.values()) for sizes in messages(op, self.problem, everyone)]
+            return [size for size in (*sizes, self._staged_s(op, everyone)) if isinstance(size, np.ndarray)]
         return []
 
     def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
@@ -260,26 +268,33 @@ class _Builder:
             return self.cluster.fold_s(self.problem, op.into.tensor, arriving=True)
         if not isinstance(op, Attend | AttendBackward):
             return 0.0
-        block_s = self._block_s(op, self.ranks)
-        starts = [(chunk.tensor, self.flow.starts(index, chunk)) for chunk in op.writes]
-        folds_s = sum(self.cluster.fold_s(self.problem, tensor, first=first) for tensor, first in starts)
+        block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
+        folds_s = sum(self.fold_s(chunk.tensor, self.flow.starts(index, chunk)) for chunk in op.writes)
         return block_s + (block_s > 0) * folds_s
 
-    def _block_s(self, op: Attend | AttendBackward, ranks: np.ndarray) -> np.ndarray:
-        return self.block_s[self.problem.layout.order(op.q.owner(ranks), op.kv.owner(ranks))]
+    def _block_s(self, q: Place, kv: Place) -> np.ndarray:
+        """What the block of two chunks takes on each rank: (n,)."""
+        everyone = np.arange(self.problem.n)
+        return self.case_s[self.problem.layout.order(q.owner(everyone), kv.owner(everyone))]
+
+    def _fold_s(self, tensor: str, first: bool) -> float:
+        return self.cluster.fold_s(self.problem, tensor, first=first)
+
+    def _cast_s(self, tensor: str) -> float:
+        return self.cluster.cast_s(self.problem, tensor, wire=True)
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over."""
         before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
-        staged_s, orbit = self._staged_s(op, self.ranks), self.quotient.orbit
+        staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
-        for (group, shift), (target, sizes) in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
+        for (group, shift), sizes in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
             path = self._path(group, shift)
             # The lane casts or packs what it sends before it posts it.
-            deps = [*before, *(ended[orbit[target]] for ended in before)]
+            deps = [*before, *(ended[path.target] for ended in before)]
             delay_s = path.latency_s * self.noise(self.ranks.size) + staged_s
             tasks.append(self.rows.add(delay_s, deps, sum(sizes.values()), path))
-            arrived.append(tasks[-1][orbit[group.member(self.ranks, -shift)]])
+            arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             return [self.rows.add(staged_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
@@ -289,7 +304,7 @@ class _Builder:
         if isinstance(op, AllToAll):
             packed = sum(self.problem.field_bytes(field, wire=True) for field in by_heads(op))
             return self.cluster.copy_s(self.problem, packed)
-        cast_s = self.cluster.cast_s(self.problem, op.carries, wire=True)
+        cast_s = self.cast_s(op.carries)
         if not isinstance(op.group, Exchange):
             return cast_s
         whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])
@@ -298,8 +313,10 @@ class _Builder:
     def _path(self, group: Group | Exchange, shift: int) -> Path:
         """What every simulated rank's message to the rank `shift` ahead in the group crosses."""
         if (group, shift) not in self.paths:
-            routes = self.network.routes(self.ranks, group.member(self.ranks, shift))
-            self.paths[group, shift] = Path(routes.latency_s, routes.rate_cap, *self.quotient.paths(routes.links))
+            target, source = group.member(self.ranks, shift), group.member(self.ranks, -shift)
+            routes, kinds = self.network.routes(self.ranks, target), self.quotient.orbit
+            crossed = self.quotient.paths(routes.links)
+            self.paths[group, shift] = Path(kinds[target], kinds[source], routes.latency_s, routes.rate_cap, *crossed)
         return self.paths[group, shift]
 
 

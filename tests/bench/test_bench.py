@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sp_bench import records
@@ -93,6 +95,23 @@ def test_a_record_tells_the_variant_and_the_busiest_rank(tmp_path: Path) -> None
     assert startrail.comm_bytes_busiest_gpu > startrail.comm_bytes_per_gpu == startrail.comm_bytes_expected
     assert ulysses.comm_bytes_busiest_gpu == ulysses.comm_bytes_per_gpu == ulysses.comm_bytes_lower_bound
     assert records.read_all(tmp_path)[0].schema_version == records.SCHEMA_VERSION
+
+
+def test_each_rank_s_time_stands_beside_the_record(tmp_path: Path) -> None:
+    slow = "stragglers.ranks={3: 1.5}"
+    (outcome,) = run_points([point("gpus=8", "seqlen=64k", "method=ring", slow)], folder=tmp_path, reuse=False)
+    ranks = json.loads((tmp_path / f"{outcome.record.run_id}.ranks.json").read_text())
+    assert {name: len(times) for name, times in ranks.items()} == {
+        f"{phase}_{what}_ms": 8 for phase in ("forward", "backward") for what in ("busy", "exposed", "idle")
+    }
+    for phase, total in (
+        ("forward", outcome.record.forward_ms_median),
+        ("backward", outcome.record.backward_ms_median),
+    ):
+        busy, exposed, idle = (np.array(ranks[f"{phase}_{what}_ms"]) for what in ("busy", "exposed", "idle"))
+        np.testing.assert_allclose(busy + exposed + idle, total)
+        assert busy.argmax() == 3
+    assert len(records.read_all(tmp_path)) == 1
 
 
 def record(low: float, high: float, iters: int = 9) -> records.Record:

@@ -20,7 +20,7 @@ from sp_bench.simulate.costs import FLOPS_PER_PAIR, DeviceCosts
 from sp_bench.simulate.kernel_table import KernelTable, Surface, Waves
 
 CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
-PRESETS = {"a10_pcie", "a100_hdr200", "ascend_oam", "b200", "h20_ndr400", "h100_ndr400", "h200_ndr400"}
+PRESETS = {"a10_pcie", "a100_hdr200", "ascend_oam", "b200", "h20", "h100_ndr400", "h200_ndr400"}
 SIZES = [512, 1024, 2048, 4096]
 CURVE = dict(zip(SIZES, [300.0, 400.0, 480.0, 500.0], strict=True))
 MASKS = ("full", "causal")

@@ -1,0 +1,152 @@
+"""What simulating costs: `python -m benchmarks.simulator_speed [--largest]` writes docs/simulator_speed.md and a plot.
+
+A point's wall time and peak memory are those of its whole command, `python -m sp_bench method=... gpus=...`, in a
+process of its own: start-up, tile search where there is one, proof and account, forward + backward, record and trace.
+Ratios are of one run: the same task graphs solved by the compiled engine and by the same functions in plain Python,
+and simulated with one rank of each kind and with all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import pandas as pd
+import seaborn as sns
+
+from sp_bench.bench import resolve
+from sp_bench.cli.compose import Composer
+from sp_bench.simulate import simulate
+from sp_bench.simulate.flows import Engine, solve
+from sp_bench.simulate.graph import build_graph
+
+ABOUT = (__doc__ or "").split("\n", 2)[2].strip()
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+METHODS = ("ring", "mesh", "ulysses", "usp", "startrail", "tokenring", "double_ring", "all_gather", "pass_q", "zigzag")
+SIZES = (16, 64, 256)
+LARGE, LARGEST = (("ring", 1024), ("mesh", 1024)), (("ring", 4096), ("mesh", 4096))
+TWINS = (("ring", 16), ("mesh", 16), ("ring", 64), ("mesh", 64))
+"""Points whose graphs of all ranks the plain Python engine solves too."""
+SEQLEN, LONG = "1M", "4M"
+"""Tokens, and where there are 1024 GPUs or more."""
+
+
+class Cost(NamedTuple):
+    """Of one command."""
+
+    wall_s: float
+    peak_mb: float
+
+
+def overrides(method: str, gpus: int) -> list[str]:
+    """The default point with another method and size. Methods that split heads get enough of them."""
+    seqlen = LONG if gpus >= 1024 else SEQLEN
+    heads = ["heads=256"] if method == "ulysses" else []
+    return [f"method={method}", f"gpus={gpus}", f"seqlen={seqlen}", "baseline=null", "logger=none", *heads]
+
+
+def command_cost(method: str, gpus: int) -> Cost:
+    """Run a point as a user would. Raises RuntimeError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "sp_bench", *overrides(method, gpus), f"results_dir={folder}"]
+        started = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s = time.perf_counter() - started
+    if status:
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+    return Cost(wall_s, usage.ru_maxrss / 1024)
+
+
+def timed(call, *arguments, **named) -> float:
+    """Seconds of the faster of two calls."""
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        call(*arguments, **named)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def ratios(method: str, gpus: int) -> dict[str, object]:
+    """One method's forward: the engines on the graph of all its ranks, and all its ranks against one of each kind."""
+    with Composer() as composer:
+        request = resolve(composer.compose(overrides(method, gpus)))
+    chosen = request.method.candidates(request.problem)[-1]
+    problem, cluster = chosen.dealt(request.problem), request.cluster
+    plan = chosen.plan(problem, "forward", cluster.profile(problem))
+    whole, kinds = (build_graph(plan, problem, cluster, use_symmetry=use).tasks for use in (False, True))
+    engines: tuple[Engine, Engine] = ("python", "numba")
+    python_s, numba_s = (timed(solve, whole, engine) for engine in engines)
+    all_s, one_s = (timed(simulate, plan, problem, cluster, use_symmetry=use) for use in (False, True))
+    return {
+        "point": f"{method} {chosen.variant(gpus)}, {gpus} GPUs, forward".replace(" ,", ","),
+        "tasks": whole.delay_s.size,
+        "Python / numba": f"{python_s / numba_s:.0f}",
+        "tasks, one rank of a kind": kinds.delay_s.size,
+        "all / one of a kind": f"{all_s / one_s:.1f}",
+    }
+
+
+def plot(costs: pd.DataFrame, path: Path) -> None:
+    """Wall time over GPUs, both logarithmic."""
+    matplotlib.use("Agg")
+    sns.set_theme(style="whitegrid", context="paper", palette="colorblind")
+    grid = sns.relplot(
+        costs, x="gpus", y="wall_s", hue="method", style="method", markers=True, dashes=False, kind="line",
+        height=4, aspect=1.5,
+    )  # fmt: skip
+    sizes = sorted(costs["gpus"].unique())
+    grid.set(xscale="log", yscale="log", xlabel="simulated GPUs", ylabel="wall time of the command (s)")
+    grid.ax.set_xticks(sizes, [str(size) for size in sizes])
+    grid.ax.minorticks_off()
+    grid.ax.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    grid.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--largest", action="store_true", help="add 4096 GPUs")
+    points = [(method, gpus) for method in METHODS for gpus in SIZES] + [*LARGE]
+    points += LARGEST if parser.parse_args().largest else ()
+    rows = []
+    for method, gpus in points:
+        cost = command_cost(method, gpus)
+        rows.append({"method": method, "gpus": gpus, "wall_s": cost.wall_s, "peak_mb": cost.peak_mb})
+        print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
+    costs = pd.DataFrame(rows)
+    plot(costs, DOCS / "simulator_speed.svg")
+    table = costs.assign(wall_s=costs["wall_s"].map("{:.2f}".format), peak_mb=costs["peak_mb"].map("{:.0f}".format))
+    twins = pd.DataFrame([ratios(method, gpus) for method, gpus in TWINS])
+    text = f"""# What simulating costs
+
+Made by `python -m benchmarks.simulator_speed --largest` on {os.cpu_count()} cores.
+
+{ABOUT}
+
+{_markdown(table.rename(columns={"wall_s": "wall (s)", "peak_mb": "peak memory (MB)"}))}
+
+![wall time over GPUs](simulator_speed.svg)
+
+Ratios:
+
+{_markdown(twins)}
+"""
+    (DOCS / "simulator_speed.md").write_text(text)
+    print(_markdown(twins))
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    lines = [list(frame.columns), ["---"] * frame.shape[1], *frame.astype(str).to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
