@@ -21,13 +21,13 @@ import matplotlib
 import pandas as pd
 import seaborn as sns
 
+from benchmarks.markdown import about, table
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Engine, solve
 from sp_bench.simulate.graph import build_graph
 
-ABOUT = (__doc__ or "").split("\n", 2)[2].strip()
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 METHODS = ("ring", "mesh", "ulysses", "usp", "startrail", "tokenring", "double_ring", "all_gather", "pass_q", "zigzag")
 SIZES = (16, 64, 256)
@@ -121,31 +121,25 @@ def main() -> None:
         cost = command_cost(method, gpus)
         rows.append({"method": method, "gpus": gpus, "wall_s": cost.wall_s, "peak_mb": cost.peak_mb})
         print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
-    costs = pd.DataFrame(rows)
-    plot(costs, DOCS / "simulator_speed.svg")
-    table = costs.assign(wall_s=costs["wall_s"].map("{:.2f}".format), peak_mb=costs["peak_mb"].map("{:.0f}".format))
-    twins = pd.DataFrame([ratios(method, gpus) for method, gpus in TWINS])
+    plot(pd.DataFrame(rows), DOCS / "simulator_speed.svg")
+    shown = [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in rows]
+    twins = table([ratios(method, gpus) for method, gpus in TWINS])
     text = f"""# What simulating costs
 
 Made by `python -m benchmarks.simulator_speed --largest` on {os.cpu_count()} cores.
 
-{ABOUT}
+{about(__doc__)}
 
-{_markdown(table.rename(columns={"wall_s": "wall (s)", "peak_mb": "peak memory (MB)"}))}
+{table(shown)}
 
 ![wall time over GPUs](simulator_speed.svg)
 
 Ratios:
 
-{_markdown(twins)}
+{twins}
 """
     (DOCS / "simulator_speed.md").write_text(text)
-    print(_markdown(twins))
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    lines = [list(frame.columns), ["---"] * frame.shape[1], *frame.astype(str).to_numpy().tolist()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    print(twins)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,13 @@ Keys, with their defaults (conf/config.yaml), then the choices of each group (co
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run the command line; returns the exit code. Under srun or torchrun rank 0 does, and the others serve it."""
+    from sp_bench.measure.ranks import drive
+
+    return drive(lambda: _answer(sys.argv[1:] if argv is None else argv))
+
+
+def _answer(arguments: list[str]) -> int:
     flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg")}
     if flags & {"-h", "--help"}:
         print(USAGE + _keys())
@@ -49,13 +54,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _keys() -> str:
     conf = Path(__file__).resolve().parent.parent / "conf"
-    keys = (conf / "config.yaml").read_text().partition("_self_\n")[2].strip()
+    defaults, _, keys = (conf / "config.yaml").read_text().partition("_self_\n")
     groups = [
         f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}"
         for group in sorted(conf.iterdir())
-        if list(group.glob("*.yaml"))
+        if list(group.glob("*.yaml")) and f"- {group.name}:" in defaults
     ]
-    return "\n".join(("", keys, "", *groups))
+    return "\n".join(("", keys.strip(), "", *groups))
 
 
 def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:

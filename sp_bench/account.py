@@ -175,11 +175,15 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
     and the outputs in the compute dtype. Workspace inside a kernel or a fold is not.
     """
     plans = list(plans)
+    return buffer_bytes(plans, problem) + max(_moving_bytes(plan, problem) for plan in plans)
+
+
+def buffer_bytes(plans: Iterable[Plan], problem: Problem) -> int:
+    """The receive and staging buffers that plans share: as many of each kind as the one that needs most, in bytes."""
     kept: Counter[Buffer] = Counter()
     for plan in plans:
         kept |= _buffers(plan, problem)
-    buffers = sum(math.prod(shape) * DTYPE_BYTES[dtype] * number for (shape, dtype), number in kept.items())
-    return buffers + max(_moving_bytes(plan, problem) for plan in plans)
+    return sum(math.prod(shape) * DTYPE_BYTES[dtype] * number for (shape, dtype), number in kept.items())
 
 
 def _buffers(plan: Plan, problem: Problem) -> Counter[Buffer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,37 +15,43 @@ import yaml
 from sp_bench import records
 from sp_bench.bench.values import choice, truth, whole
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
-from sp_bench.calibrating.setting import Setting
-from sp_bench.errors import RequestError, unknown_key
+from sp_bench.calibrating.hosts_file import link_rates, with_hosts
+from sp_bench.calibrating.setting import Exchanges, Setting
+from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.hosts.shaped import ShapedHosts, refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, gpus_here
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.simulate import Cluster
+from sp_bench.simulate.hosts import Hosts
 
 USAGE = """\
 python -m sp_bench.calibrate [key=value ...]
 
 Measures what this machine's block kernels, folds, copies and links between rank processes cost, and writes a cluster
 file. `python -m sp_bench cluster=NAME` measures on this machine and chooses tiles by those figures, and with
-mode=simulate it simulates the machine.
+mode=simulate it simulates the machine. cluster=shaped also makes that cluster's hosts, and measures their links.
 
   name=calibrated   what the cluster is called
   out=null          the file; null: conf/cluster/NAME.yaml, where cluster=NAME finds it. In a folder of your own it
                     should be FOLDER/cluster/NAME.yaml, for --config-dir FOLDER
+  cluster=null      one with hosts, which the file is for too; null: ranks talk over loopback
   device=auto       auto or cpu
   kernel=auto       as in conf/kernel
   head_dim=64       the one that the figures hold for
   heads=8
-  ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16
+  ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts
   repetitions=null  null: 5, or 3 if quick
   quick=false       small blocks and messages: seconds instead of minutes, for a try
 """
 DEFAULTS: dict[str, Any] = {
-    "name": "calibrated", "out": None, "device": "auto", "kernel": "auto", "head_dim": 64, "heads": 8,
+    "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": 64, "heads": 8,
     "ranks": "auto", "repetitions": None, "quick": False,
 }  # fmt: skip
 CLUSTERS = Path(__file__).resolve().parent.parent / "conf" / "cluster"
 SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096), (64, 128)
 MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
+EXCHANGE_BYTES, QUICK_EXCHANGE_BYTES = (2**17, 2**19, 2**21), (2**15, 2**17)
+HOSTED_RANKS = 16
 BUSY = 0.1
 """A spread of block times from which on their medians can't be trusted."""
 MARK = "calibrated"
@@ -60,9 +67,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = _options(arguments)
         setting, path = _setting(options), _path(options)
-        name, ranks = str(options["name"]), _ranks(options["ranks"])
+        hosts = _hosts(options["cluster"])
+        name, ranks = str(options["name"]), _ranks(options["ranks"], hosts)
         kept = [argument for argument in arguments if not argument.startswith("out=")]
         config = _measure(name, setting, ranks, " ".join(["python -m sp_bench.calibrate", *kept]))
+        if hosts:
+            config = with_hosts(config, hosts, _measure_hosts(setting, ranks, hosts))
         Cluster.build(config)
         _write(path, config)
     except RequestError as error:
@@ -115,11 +125,36 @@ def _setting(options: dict[str, Any]) -> Setting:
         sizes=QUICK_SIZES if quick else SIZES,
         repetitions=(3 if quick else 5) if repetitions is None else whole("repetitions", repetitions),
         message_bytes=QUICK_MESSAGE_BYTES if quick else MESSAGE_BYTES,
+        exchange_bytes=QUICK_EXCHANGE_BYTES if quick else EXCHANGE_BYTES,
     )
 
 
-def _ranks(value: Any) -> int:
-    return min(max(cores_here(), 2), 16) if value == "auto" else whole("ranks", value, least=2)
+def _hosts(cluster: Any) -> Hosts | None:
+    """The hosts of a cluster. Raises RequestError where it has none, or they can't be made here."""
+    if cluster is None:
+        return None
+    names = [path.stem for path in CLUSTERS.glob("*.yaml")]
+    if cluster not in names:
+        raise unknown("cluster", str(cluster), names)
+    described = yaml.safe_load((CLUSTERS / f"{cluster}.yaml").read_text()).get("hosts")
+    if described is None:
+        raise RequestError(f"cluster={cluster}", "has no hosts, which could be made here", "cluster=shaped would work")
+    hosts = Hosts.build(described)
+    refuse_what_can_not_be_made(hosts)
+    return hosts
+
+
+def _ranks(value: Any, hosts: Hosts | None) -> int:
+    """How many ranks. Raises RequestError for fewer than two, or too few or too many for whole hosts."""
+    if value != "auto":
+        ranks = whole("ranks", value, least=2)
+    else:
+        ranks = HOSTED_RANKS if hosts else min(max(cores_here(), 2), 16)
+    together = hosts.ranks_per_host if hosts else 1
+    if ranks % together or ranks == together:
+        rule = f"must fill two or more hosts of {together} ranks"
+        raise RequestError(f"ranks={ranks}", rule, f"ranks={2 * together} would work")
+    return ranks
 
 
 def _path(options: dict[str, Any]) -> Path:
@@ -158,6 +193,19 @@ def _measure(name: str, setting: Setting, ranks: int, command: str) -> dict[str,
     if (spread := blocks_spread(costs)) > BUSY:
         print(f"block times vary by {spread:.0%}: the machine is busy, and again when it is idle would be better")
     return cluster_config(name, setting, costs, links, _provenance(command))
+
+
+def _measure_hosts(setting: Setting, ranks: int, described: Hosts) -> dict[float, list[Exchanges]]:
+    """What each rank saw of the others on their hosts, by the rate of the links."""
+    found = {}
+    for rate in link_rates(described):
+        print(f"links of {rate:g} bytes/s between hosts of {described.ranks_per_host}", flush=True)
+        hosts = replace(described, link_bytes_per_s=rate, hosts_per_leaf=None, uplink_bytes_per_s=None)
+        host_of = [rank // hosts.ranks_per_host for rank in range(ranks)]
+        with RankPool(ranks, hosts=ShapedHosts(hosts, host_of)) as pool:
+            job = "sp_bench.calibrating.exchanges:measure_exchanges"
+            found[rate] = pool.run(job, setting, hosts.ranks_per_host)
+    return found
 
 
 def _provenance(command: str) -> dict[str, str]:

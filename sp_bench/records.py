@@ -27,7 +27,7 @@ from sp_bench.machine import cores_here
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "timeout", "failed")
 MODES = ("measure", "simulate")
 KEPT_VARIABLES = ("NCCL_", "TORCH_", "SLURM_", "OMP_")
@@ -57,6 +57,8 @@ class Record:
     cluster: str
     schema_version: int = SCHEMA_VERSION
     error: str | None = None
+    impl: str | None = None
+    """With method=peer, whose code ran."""
     layout: str | None = None
     tile_a: int | None = None
     tile_b: int | None = None
@@ -99,18 +101,34 @@ class Record:
     """Of the rank that sends most to other nodes."""
     comm_bytes_by_link: dict[str, float] | None = None
     """Bytes that cross links of each class (port, nic, ...) in one step, over the number of GPUs."""
+    interface_bytes_per_gpu: float | None = None
+    """Measured on shaped hosts: what their links' counters say was sent, headers included; hosts' sum over the GPUs."""
     bound_ms: float | None = None
     """What the step takes at least on that cluster: each phase its blocks, or its busiest link, or its latencies."""
     bound_by: str | None = None
     """What sets most of it: compute, latency, or a class of links."""
     compute_ms: float | None = None
     """Blocks and folds of the busiest rank in one step; on shared cores this includes waiting for a core."""
+    compute_only_ms_median: float | None = None
+    """Measured: the same plans without their transfers, in turn with the step."""
+    communication_only_ms_median: float | None = None
+    """Measured: the same plans without their blocks, in turn with the step."""
     exposed_comm_ms: float | None = None
-    """The step's time in which the busiest rank doesn't compute."""
+    """The step less compute_only_ms_median or, where that was not measured, less compute_ms."""
+    rank_step_ms_min: float | None = None
+    """Measured: the median of each rank's own steps, of the rank with the shortest."""
+    rank_step_ms_max: float | None = None
     peak_mem_bytes_max: int | None = None
-    """Computed from the plans: what a rank can hold at most for the attention (account.peak_bytes)."""
+    """What a rank holds at most for the attention: inputs, buffers, accumulators, results."""
     peak_mem_bytes_min: int | None = None
     """Of the rank with least, where memory is measured."""
+    peak_mem_source: str | None = None
+    """What these two are: computed from the plans, or of which tensors they are the sum."""
+    peak_mem_bytes_expected: int | None = None
+    """Computed from the plans, for lanes as late as the waits allow (account.peak_bytes)."""
+    peak_rss_growth_bytes_max: int | None = None
+    """Measured on CPU: how much a rank's resident memory grew, from before its inputs to its peak in the first step."""
+    peak_rss_growth_bytes_min: int | None = None
     rank_idle_ms_max: float | None = None
     """Of a simulated step: how long the first rank to end waits for the last one, over the phases."""
     rank_imbalance: float | None = None
@@ -126,6 +144,8 @@ class Record:
     """Slow ranks, slow links and noise that were simulated."""
     notes: list[str] | None = None
     """What a reader must know about these numbers."""
+    config: dict[str, Any] | None = None
+    """All that was asked for, resolved: what `--cfg` prints."""
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ SETTING = Setting(
     sizes=(64, 128),
     repetitions=3,
     message_bytes=1000,
+    exchange_bytes=(10_000, 100_000),
 )
 LAUNCH_S = 1e-6
 
@@ -162,6 +163,8 @@ def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.
         ("out=/proc/no/x.yaml", "out=/proc/no/x.yaml: its folder can't be made"),
         ("kernel=flesh out=build/cluster/x.yaml", "kernel=flesh: there is no such kernel"),
         ("quick=[", "quick=\\[: is no value"),
+        ("cluster=shapd", "cluster=shapd: there is no such cluster; did you mean shaped"),
+        ("cluster=local", "cluster=local: has no hosts, .*; cluster=shaped would work"),
     ],
 )
 def test_bad_arguments_exit_2(

@@ -81,7 +81,8 @@ def run_points(
 
 def _together(request: Request) -> tuple:
     """Points that are equal in this run together."""
-    return (request.mode, request.problem.n, request.iters, request.warmup, request.cluster.name)
+    cluster = request.cluster
+    return (request.mode, request.problem.n, request.iters, request.warmup, cluster.name, cluster.hosts)
 
 
 def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:

@@ -36,6 +36,7 @@ def choose(request: Request) -> Choice:
     best time so far are not simulated, nor those that don't fit the memory.
     Raises DeviceMemoryError if none fits, RequestError if those that do are too large to simulate.
     """
+    assert isinstance(request.method, Method), "a peer has no plans to choose among"
     costs = request.cluster.profile(request.problem)
     variants = request.method.candidates(request.problem)
     planned = [_plan(method, request, costs) for method in variants]
@@ -98,8 +99,8 @@ def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
     """What one phase takes at least, by what sets the bound (simulate.bounds); of compute, the blocks alone."""
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
     blocks_s = account.blocks(plan, problem) @ cluster.block_s(problem, phase)
-    slowest_s = float((blocks_s * cluster.stragglers.slow_ranks(problem.n)).max())
+    least_s = cluster.least_compute_s(blocks_s * cluster.stragglers.slow_ranks(problem.n))
     # Noise may make blocks faster than they should be.
-    compute_s = 0.0 if cluster.stragglers.jitter else slowest_s
+    compute_s = 0.0 if cluster.stragglers.jitter else least_s
     crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem))
     return lower_bounds(plan, cluster, crossing, compute_s)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from sp_bench import account, records
 from sp_bench.bench.choose import Choice, choose
-from sp_bench.bench.outcome import account_for, by_lane, plain, rates_for
+from sp_bench.bench.outcome import account_for, by_lane, describe_peer, plain, rates_for
 from sp_bench.bench.request import Request, refuse_what_does_not_fit
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
-from sp_bench.measure.pool import RankError, RankFailure, RankPool
+from sp_bench.hosts.shaped import hosts_for
+from sp_bench.measure.pool import RankError, RankFailure
+from sp_bench.measure.ranks import by_host, open_ranks
 from sp_bench.measure.spec import Measured, Spec
 from sp_bench.measure.stats import summarise
+from sp_bench.peers.peer import Peer
 from sp_bench.records import Record
 
 Samples = dict[str, list[list[float]]]
@@ -31,20 +33,20 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
     `progress` is called with the number of steps done. Where a rank fails, the point under way is to blame, and the
     others are measured again without it.
     """
-    choices = [choose(request) for request in requests]
+    choices = [None if isinstance(request.method, Peer) else choose(request) for request in requests]
     for choice in choices:
-        check_all(choice.plans, choice.problem)
+        if choice:
+            check_all(choice.plans, choice.problem)
     first = requests[0]
-    together = sum(account.peak_bytes(choice.plans.values(), choice.problem) for choice in choices)
-    refuse_what_does_not_fit(first.problem.n, together, first.config)
-    specs = [
-        Spec(
-            plans=choice.plans, problem=choice.problem, kernel=request.kernel, verify=request.verify, seed=request.seed
-        )
-        for request, choice in zip(requests, choices, strict=True)
-    ]
+    together = sum(map(_least_bytes, requests, choices))
+    here = first.launch.ranks_here if first.launch else first.problem.n
+    refuse_what_does_not_fit(here, together, first.config)
+    specs = list(map(_spec, requests, choices))
     try:
-        with RankPool(first.problem.n, max(request.timeout_s for request in requests)) as pool:
+        timeout_s = max(request.timeout_s for request in requests)
+        hosts = None if first.launch else hosts_for(first.cluster, first.problem.n)
+        with open_ranks(first.problem.n, timeout_s, first.launch, hosts) as pool:
+            ranks_by_host = by_host(pool)
             by_rank = pool.run(
                 "sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=lambda _: progress(1)
             )
@@ -59,9 +61,30 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
         points = measure_points(others, progress) if others else []
         return [*points[:under_way], failed, *points[under_way:]]
     return [
-        _point(request, choice, [rank[i] for rank in by_rank])
+        _point(request, choice, [rank[i] for rank in by_rank], ranks_by_host)
         for i, (request, choice) in enumerate(zip(requests, choices, strict=True))
     ]
+
+
+def _spec(request: Request, choice: Choice | None) -> Spec:
+    peer = request.method if isinstance(request.method, Peer) else None
+    return Spec(
+        phases=request.phases,
+        plans=choice.plans if choice else {},
+        peer=peer,
+        problem=choice.problem if choice else request.problem,
+        kernel=request.kernel,
+        verify=request.verify,
+        parts=request.parts,
+        seed=request.seed,
+    )
+
+
+def _least_bytes(request: Request, choice: Choice | None) -> int:
+    """What a rank holds at least: by the plans or, of a peer, its inputs and outputs."""
+    if choice:
+        return account.peak_bytes(choice.plans.values(), choice.problem)
+    return sum(request.problem.chunk_bytes(tensor, wire=False) for tensor in ("odoq", "kv", "dq", "dkv"))
 
 
 def _status(failure: Exception) -> str:
@@ -72,11 +95,15 @@ def _status(failure: Exception) -> str:
     return "oom" if any(words in str(failure) for words in out_of_memory) else "failed"
 
 
-def _point(request: Request, choice: Choice, ranks: list[Measured]) -> Point:
+def _point(request: Request, choice: Choice | None, ranks: list[Measured], hosts: dict[str, list[int]]) -> Point:
     record = request.record("ok")
     record.iters, record.warmup = request.iters, request.warmup
-    record.provenance = {**records.provenance(), "ranks_by_host": {platform.node(): list(range(request.problem.n))}}
-    account_for(record, request, choice)
+    record.nodes = len(hosts) if request.launch else record.nodes
+    record.provenance = {**records.provenance(), "ranks_by_host": hosts}
+    if choice:
+        account_for(record, request, choice)
+    elif isinstance(request.method, Peer):
+        describe_peer(record, request, request.method)
     errors = ranks[0].errors
     record.err_out, record.err_dq = errors.get("out"), errors.get("dq")
     record.err_dk, record.err_dv = errors.get("dk"), errors.get("dv")
@@ -84,7 +111,21 @@ def _point(request: Request, choice: Choice, ranks: list[Measured]) -> Point:
     if wrong:
         record.status, record.error = "incorrect", f"the correctness gate: {wrong}"
         return record, choice, None
-    _count_sent(record, choice, ranks)
+    _times_for(record, request, ranks)
+    if choice:
+        _count_sent(record, choice, ranks)
+        _parts_for(record, request, ranks)
+    else:
+        _sent_by_peer(record, ranks)
+    _memory_for(record, ranks)
+    _interfaces_for(record, ranks, hosts)
+    record.kernel = ranks[0].kernel
+    rates_for(record, request)
+    return record, choice, _samples(ranks, inside=choice is not None)
+
+
+def _times_for(record: Record, request: Request, ranks: list[Measured]) -> None:
+    """Every statistic is of iterations, each of which takes as long as its slowest rank."""
     forward_ms, backward_ms = _slowest(ranks, "forward_s"), _slowest(ranks, "backward_s")
     spread = summarise(forward_ms + backward_ms, request.seed)
     record.step_ms_median, record.step_ms_p25, record.step_ms_p75 = spread.median, spread.p25, spread.p75
@@ -92,15 +133,37 @@ def _point(request: Request, choice: Choice, ranks: list[Measured]) -> Point:
     record.forward_ms_median = float(np.median(forward_ms))
     if "backward" in request.phases:
         record.backward_ms_median = float(np.median(backward_ms))
+    own_ms = 1e3 * np.median([np.add(rank.forward_s, rank.backward_s) for rank in ranks], axis=1)
+    record.rank_step_ms_min, record.rank_step_ms_max = float(own_ms.min()), float(own_ms.max())
+
+
+def _parts_for(record: Record, request: Request, ranks: list[Measured]) -> None:
+    """What a plan's blocks and transfers take in the step, and alone."""
+    assert record.step_ms_median is not None
     blocks_ms = 1e3 * np.median([rank.blocks_s for rank in ranks], axis=1)
     record.compute_ms = float(blocks_ms.max())
-    record.exposed_comm_ms = record.step_ms_median - record.compute_ms
     record.rank_imbalance = float(blocks_ms.max() / blocks_ms.mean())
-    record.kernel = ranks[0].kernel
-    rates_for(record, request)
-    names = ("forward_s", "backward_s", "blocks_s", "waits_s")
-    samples = {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in names}
-    return record, choice, samples
+    record.exposed_comm_ms = record.step_ms_median - record.compute_ms
+    if request.parts:
+        record.compute_only_ms_median = float(np.median(_slowest(ranks, "compute_only_s")))
+        record.communication_only_ms_median = float(np.median(_slowest(ranks, "communication_only_s")))
+        record.exposed_comm_ms = record.step_ms_median - record.compute_only_ms_median
+
+
+def _memory_for(record: Record, ranks: list[Measured]) -> None:
+    """What the ranks held, in place of what the plans say that they can hold."""
+    live, grown = ([getattr(rank, name) for rank in ranks] for name in ("live_bytes", "grown_bytes"))
+    record.peak_rss_growth_bytes_max, record.peak_rss_growth_bytes_min = max(grown), min(grown)
+    if any(live):  # a peer's tensors can't be seen
+        record.peak_mem_source = "the executor's live tensors"
+        record.peak_mem_bytes_max, record.peak_mem_bytes_min = max(live), min(live)
+
+
+def _samples(ranks: list[Measured], *, inside: bool) -> Samples:
+    """`inside`: with what a step spent its time on, which is not known of a peer."""
+    names = ("forward_s", "backward_s", "compute_only_s", "communication_only_s", *(("blocks_s", "waits_s") * inside))
+    given = [name for name in names if getattr(ranks[0], name)]
+    return {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in given}
 
 
 def _slowest(ranks: list[Measured], name: str) -> np.ndarray:
@@ -119,3 +182,21 @@ def _count_sent(record: Record, choice: Choice, ranks: list[Measured]) -> None:
             record.status, record.error = "incorrect", f"rank {rank} sent {sent}, and the plan says {planned}"
         total += sum(sent.values())
     record.comm_bytes_per_gpu = plain(total / len(ranks))
+
+
+def _sent_by_peer(record: Record, ranks: list[Measured]) -> None:
+    """Volume from the operations of torch.distributed; not known where some of them can't be counted."""
+    sent = [by_lane(rank.sent_bytes) for rank in ranks]
+    totals = [sum(by_operation.values()) for by_operation in sent]
+    if not any(totals) and len(ranks) > 1:
+        return
+    record.comm_bytes_per_gpu, record.comm_bytes_busiest_gpu = plain(sum(totals) / len(ranks)), int(max(totals))
+    names = dict.fromkeys(name for by_operation in sent for name in by_operation)
+    record.comm_bytes_by_lane = {name: plain(sum(x.get(name, 0) for x in sent) / len(ranks)) for name in names}
+
+
+def _interfaces_for(record: Record, ranks: list[Measured], hosts: Mapping[str, Sequence[int]]) -> None:
+    """What the links' counters say that hosts sent, where there are such."""
+    first = [ranks[on_host[0]].interface_sent_bytes for on_host in hosts.values()]
+    if all(first):
+        record.interface_bytes_per_gpu = float(np.median(np.sum(first, axis=0)) / len(ranks))

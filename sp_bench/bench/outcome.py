@@ -9,6 +9,7 @@ import numpy as np
 from sp_bench import account
 from sp_bench.bench.choose import Choice
 from sp_bench.bench.request import Request
+from sp_bench.peers.peer import Peer
 from sp_bench.records import Record
 
 
@@ -30,7 +31,8 @@ def account_for(record: Record, request: Request, choice: Choice) -> None:
     record.comm_bytes_statistics = plain(sum(volume.statistic_bytes for volume in volumes.values()))
     record.comm_bytes_by_lane = by_lane({phase: volume.sent_bytes for phase, volume in volumes.items()})
     record.comm_bytes_across_nodes_max = int(np.sum(across, axis=0).max())
-    record.peak_mem_bytes_max = account.peak_bytes(choice.plans.values(), problem)
+    record.peak_mem_bytes_expected = account.peak_bytes(choice.plans.values(), problem)
+    record.peak_mem_bytes_max, record.peak_mem_source = record.peak_mem_bytes_expected, "computed from the plans"
     stretched = request.cluster.device.notes(problem) if request.mode == "simulate" else []
     record.notes = [*request.notes, *stretched] or None
     if record.comm_bytes_per_gpu != record.comm_bytes_expected:
@@ -38,8 +40,13 @@ def account_for(record: Record, request: Request, choice: Choice) -> None:
         record.status, record.error = "incorrect", f"the plan sends {counted} bytes, the closed form says {formula}"
 
 
-def by_lane(sent: Mapping[str, Mapping[tuple[str, str, str], float]]) -> dict[str, float]:
-    """Sent bytes with their keys as text: phase/lane/tensor/field."""
+def describe_peer(record: Record, request: Request, peer: Peer) -> None:
+    """What is known of a peer, which has no plan."""
+    record.variant, record.notes = peer.variant(request.problem) or None, request.notes or None
+
+
+def by_lane(sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, float]:
+    """Sent bytes with their keys as text: phase/lane/tensor/field, or phase/operation of a peer."""
     return {"/".join((phase, *key)): plain(size) for phase, counts in sent.items() for key, size in counts.items()}
 
 

@@ -10,7 +10,11 @@ import methods
 from sp_bench import records
 from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
 from sp_bench.errors import RequestError
+from sp_bench.hosts.shaped import refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, free_bytes, gpus_here
+from sp_bench.measure.ranks import Launch
+from sp_bench.peers import registry as peers
+from sp_bench.peers.peer import Peer
 from sp_bench.plan import PHASES, Method, Problem, layout_named
 from sp_bench.records import Record
 from sp_bench.simulate import Cluster
@@ -28,7 +32,8 @@ RANK_OVERHEAD_BYTES = 150 * 2**20
 class Request:
     """A point whose values fit together. `mode` is measure or simulate, and `why` says why where it was chosen."""
 
-    method: Method
+    method: Method | Peer
+    """What runs: a method of ours, or somebody else's code, which has no plans."""
     problem: Problem
     cluster: Cluster
     mode: str
@@ -40,12 +45,16 @@ class Request:
     iters: int
     warmup: int
     verify: bool
+    parts: bool
+    """Whether blocks alone and transfers alone are timed beside the step."""
     seed: int
     trace: int
     """How many ranks' simulated timelines to write."""
     timeout_s: float
     run_id: str
     config: Mapping[str, Any] = field(repr=False)
+    launch: Launch | None = None
+    """Where a measured point's ranks have been started already."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -61,6 +70,7 @@ class Request:
             error=error,
             mode=self.mode,
             method=self.method.name,
+            impl=self.method.impl if isinstance(self.method, Peer) else None,
             layout=problem.layout.name,
             gpus=problem.n,
             nodes=self.cluster.nodes(problem.n),
@@ -77,20 +87,22 @@ class Request:
             device_name=self.cluster.device.name,
             seed=self.seed,
             stragglers=self.cluster.stragglers.as_record(),
+            config=dict(self.config),
             provenance=records.provenance(),
         )
 
 
-def resolve(config: Mapping[str, Any]) -> Request:
+def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     """The request of a composed config. Raises RequestError for the first value that makes no sense.
 
     `config` is what conf/config.yaml composes to: keys as there, and the groups method, cluster, kernel, logger.
+    `launch` has the ranks that the point is measured on; None starts them on this machine.
     """
     numbers = _numbers(config)
     gpus = numbers["gpus"]
     causal = truth("causal", config["causal"])
     options = {key: value for key, value in config["method"].items() if key != "name"}
-    method = methods.build(config["method"]["name"], options)
+    method = _implementation(config["method"]["name"], options, config["impl"], causal)
     problem = Problem(
         n=gpus,
         seqlen=numbers["seqlen"],
@@ -104,22 +116,29 @@ def resolve(config: Mapping[str, Any]) -> Request:
         layout=layout_named(method.layout, causal=causal),
     )
     method.refuse(problem)
+    problem = method.dealt(problem) if isinstance(method, Peer) else problem
     cluster = replace(
         Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], numbers["seed"])
     )
     known_keys("kernel.", config["kernel"], ["name"])
     cluster.refuse(gpus)
-    mode, why = _mode(config, gpus, cluster)
+    mode, why = _mode(config, gpus, cluster, launch)
     if cluster.stragglers and mode == "measure":
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
     notes = []
+    if isinstance(method, Peer):
+        peers.refuse_run(method, mode=mode, kernel=config["kernel"]["name"])
+        notes = method.notes()
+    here, cores = (launch.ranks_here, launch.cores_here) if launch else (gpus, cores_here())
     if mode == "simulate":
         cluster.device.refuse(problem)
-    elif gpus > cores_here():
-        notes = [f"{gpus} ranks share {cores_here()} cores: their compute time includes waiting for one"]
+    elif here > cores:
+        notes.append(f"{here} ranks share {cores} cores: their compute time includes waiting for one")
     if mode == "measure":
         inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False)
-        refuse_what_does_not_fit(problem.n, inputs, config)
+        refuse_what_does_not_fit(here, inputs, config)
+        if cluster.hosts:
+            refuse_what_can_not_be_made(cluster.hosts)
     return Request(
         method=method,
         problem=problem,
@@ -131,13 +150,20 @@ def resolve(config: Mapping[str, Any]) -> Request:
         iters=numbers["iters"],
         warmup=numbers["warmup"],
         verify=truth("verify", config["verify"]),
+        parts=truth("parts", config["parts"]) and not isinstance(method, Peer),
         seed=numbers["seed"],
         trace=numbers["trace"],
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
-        run_id=_point_id(config, mode, cluster.cores),
+        run_id=_point_id(config, mode, cluster.cores, method.version if isinstance(method, Peer) else None),
         config=config,
+        launch=launch if mode == "measure" else None,
     )
+
+
+def _implementation(name: str, options: Mapping[str, Any], impl: str | None, causal: bool) -> Method | Peer:
+    """A method of ours, or with method=peer somebody else's. Raises RequestError for one that there is not."""
+    return peers.build(impl, options, causal=causal) if name == peers.METHOD else methods.build(name, options)
 
 
 def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
@@ -150,7 +176,7 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
         status="unsupported",
         error=str(error),
         mode=mode,
-        method=config["method"]["name"],
+        method=config["impl"] or peers.METHOD if config["method"]["name"] == peers.METHOD else config["method"]["name"],
         gpus=numbers["gpus"],
         seqlen=numbers["seqlen"],
         batch=numbers["batch"],
@@ -162,6 +188,7 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
         wire_dtype=str(config["wire_dtype"] or config["dtype"]),
         phase=str(config["phase"]),
         cluster=cluster["name"],
+        config=dict(config),
         provenance=records.provenance(),
     )
 
@@ -175,14 +202,19 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, int]:
     return {**numbers, "kv_heads": numbers["heads"] if kv_heads is None else whole("kv_heads", kv_heads)}
 
 
-def _point_id(config: Mapping[str, Any], mode: str, cores: int | None) -> str:
-    """The run_id of a point: what its numbers depend on, however it was written. `cores` is the cluster's."""
+def _point_id(config: Mapping[str, Any], mode: str, cores: int | None, version: str | None = None) -> str:
+    """The run_id of a point: what its numbers depend on, however it was written.
+
+    `cores` is the cluster's, `version` a peer's package's.
+    """
     kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT} | _numbers(config)
     kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
+    # In a sweep, impl may be there for another point.
+    kept |= {"impl": config["impl"] if config["method"]["name"] == peers.METHOD else None, "version": version}
     return records.run_id({**kept, "machine": records.machine() if mode == "measure" else None})
 
 
-def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, str]:
+def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster, launch: Launch | None) -> tuple[str, str]:
     """Measure or simulate, and why."""
     mode = choice("mode", config["mode"], ("auto", "measure", "simulate"))
     device = choice("device", config["device"], ("auto", "cpu", "cuda"))
@@ -190,6 +222,10 @@ def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, 
         return mode, "mode=simulate asks for it"
     if device == "cuda":
         raise RequestError("device=cuda", "measuring on GPUs is not supported yet", "device=cpu would work")
+    if launch:
+        launch.refuse(gpus)
+        _refuse_to_join(launch, cluster)
+        return "measure", f"{launch.by} has started them, and they compute on their hosts' CPUs"
     if cluster.this_machine:
         return "measure", f"cluster={cluster.name} is this machine, and ranks are processes on its CPU"
     here = gpus_here()
@@ -200,6 +236,17 @@ def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster) -> tuple[str, 
         asks = f"{has}, and the point asks for {gpus} {cluster.device.name}"
         raise RequestError(f"mode=measure on cluster={cluster.name}", asks, "cluster=local or mode=simulate would work")
     return "simulate", has
+
+
+def _refuse_to_join(launch: Launch, cluster: Cluster) -> None:
+    """Raise RequestError for a cluster that ranks which have been started already can't be ranks of."""
+    rule = ""
+    if not cluster.this_machine:
+        rule = f"ranks of {launch.by} are on CPUs, as measuring on GPUs is not supported yet"
+    elif cluster.hosts:
+        rule = f"its hosts are made for ranks that are started on them, and {launch.by} has started these"
+    if rule:
+        raise RequestError(f"cluster={cluster.name}", rule, "cluster=local, or mode=simulate, would work")
 
 
 def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:

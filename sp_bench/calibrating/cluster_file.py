@@ -27,10 +27,10 @@ def cluster_config(
         "name": "CPU",
         "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
         "peak_tflops": {},
-        "memory_bytes_per_s": _rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
-        "fold_bytes_per_s": _rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
-        "launch_s": _rounded(launch_s),
-        "transfer_slowdown": _rounded(_slowdown(links)),
+        "memory_bytes_per_s": rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
+        "fold_bytes_per_s": rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
+        "launch_s": rounded(launch_s),
+        "transfer_slowdown": rounded(_slowdown(links)),
     }
     return {
         "name": name,
@@ -38,8 +38,8 @@ def cluster_config(
         "gpus_per_node": None,
         "cores": "auto",
         "intra": {
-            "bytes_per_s": _rounded(setting.message_bytes / _work_s(large_s, latency_s)),
-            "latency_s": _rounded(latency_s),
+            "bytes_per_s": rounded(setting.message_bytes / _work_s(large_s, latency_s)),
+            "latency_s": rounded(latency_s),
         },
         "device": device,
         "sources": {
@@ -81,7 +81,7 @@ def _table(dtype: str, setting: Setting, costs: Costs, launch_s: float) -> dict[
         for (of, case, q, kv), samples in costs.blocks_s.items():
             if (of, case) == (dtype, name):
                 rate = block_flops(name, q, kv, setting) / _work_s(_median(samples), launch_s) / 1e12
-                found[name][f"{q}x{kv}" if "full" in name else q] = _rounded(rate)
+                found[name][f"{q}x{kv}" if "full" in name else q] = rounded(rate)
     return found
 
 
@@ -110,5 +110,6 @@ def _median(samples: Samples) -> float:
     return float(np.median(samples))
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """To the digits that a cluster file gives."""
     return float(f"{value:.{DIGITS}g}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ MESSAGES = 20
 """Tiny messages, or large ones beside blocks, for each repetition."""
 ROUNDS = 4
 """For each repetition: messages are shorter than blocks, and vary more."""
+T = TypeVar("T")
 COUNTED_AS = (("calibrate", "message", "message"),)
 
 
@@ -29,24 +31,24 @@ def measure_links(setting: Setting) -> Links:
     """What this rank sees; needs at least two ranks. The first repetition of each case is a warm-up and dropped."""
     rank, n, links = dist.get_rank(), dist.get_world_size(), Links()
     transport = GlooTransport(dist.group.WORLD)
-    tiny, large = (_Message(transport, size) for size in (TINY_BYTES, setting.message_bytes))
+    tiny, large = (Message(transport, size) for size in (TINY_BYTES, setting.message_bytes))
     for repetition in range(1 + ROUNDS * setting.repetitions):
         report(repetition)
         kept = links if repetition else Links()
         dist.barrier()
         if rank < 2:
-            kept.pair_tiny_s.append(_mean_s(tiny.to_and_fro, rank) / 2)
-            kept.pair_large_s.append(_mean_s(large.to_and_fro, rank, times=2) / 2)
+            kept.pair_tiny_s.append(mean_s(tiny.to_and_fro, rank) / 2)
+            kept.pair_large_s.append(mean_s(large.to_and_fro, rank, times=2) / 2)
         dist.barrier()
-        kept.ring_tiny_s.append(_mean_s(tiny.exchange, (rank + 1) % n, (rank - 1) % n))
+        kept.ring_tiny_s.append(mean_s(tiny.exchange, (rank + 1) % n, (rank - 1) % n))
         dist.barrier()
-        kept.ring_large_s.append(_mean_s(large.exchange, (rank + 1) % n, (rank - 1) % n, times=2))
+        kept.ring_large_s.append(mean_s(large.exchange, (rank + 1) % n, (rank - 1) % n, times=2))
         dist.barrier()
         _blocks_beside_transfers(setting, large, kept)
     return links
 
 
-def _mean_s(call: Callable[..., None], *arguments: int, times: int = MESSAGES) -> float:
+def mean_s(call: Callable[..., None], *arguments: int, times: int = MESSAGES) -> float:
     """The mean time of so many calls in a row."""
     started = time.perf_counter()
     for _ in range(times):
@@ -54,12 +56,15 @@ def _mean_s(call: Callable[..., None], *arguments: int, times: int = MESSAGES) -
     return (time.perf_counter() - started) / times
 
 
-class _Message:
+class Message:
+    """A message of so many bytes, out and in."""
+
     def __init__(self, transport: GlooTransport, size: int) -> None:
         self._transport = transport
         self._out, self._into = (torch.zeros(size // 4, dtype=torch.float32) for _ in range(2))
 
     def exchange(self, target: int, source: int) -> None:
+        """Send to one rank and receive from another, both at once."""
         works = self._transport.receive(0, source, (self._into,))
         for work in [*works, *self._transport.send(0, target, (self._out,), COUNTED_AS)]:
             work.wait()
@@ -75,26 +80,33 @@ class _Message:
                 work.wait()
 
 
-def _blocks_beside_transfers(setting: Setting, message: _Message, links: Links) -> None:
+def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -> None:
     """The mean time of a block alone, and while a lane exchanges a fixed number of messages, on all ranks at once."""
-    kernel, clock = choose(setting.kernel, setting.device, setting.dtypes[0]), CLOCKS[setting.device]
-    tokens, rank, n = setting.sizes[len(setting.sizes) // 2], dist.get_rank(), dist.get_world_size()
-    block = [random(setting, tokens, setting.dtypes[0]) for _ in range(3)]
-
-    def block_s() -> float:
-        return clock(kernel.forward, *block, Mask.FULL)[0]
-
+    rank, n, block_s = dist.get_rank(), dist.get_world_size(), block_clock(setting)
     links.alone_s.append(_mean([block_s() for _ in range(4)]))
     dist.barrier()
-    with ThreadPoolExecutor(1) as lane:
-        sending = lane.submit(_mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
-        beside: Samples = []
-        while not sending.done():
-            beside.append(block_s())
-        sending.result()
+    _, beside = beside_blocks(block_s, mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
     dist.barrier()
     if len(beside) > 1:  # the last one may have outlasted the transfers
         links.beside_s.append(_mean(beside[:-1]))
+
+
+def block_clock(setting: Setting) -> Callable[[], float]:
+    """What runs a full block of middle size and returns its time."""
+    kernel, clock = choose(setting.kernel, setting.device, setting.dtypes[0]), CLOCKS[setting.device]
+    tokens = setting.sizes[len(setting.sizes) // 2]
+    block = [random(setting, tokens, setting.dtypes[0]) for _ in range(3)]
+    return lambda: clock(kernel.forward, *block, Mask.FULL)[0]
+
+
+def beside_blocks(block_s: Callable[[], float], call: Callable[..., T], *arguments: Any) -> tuple[T, Samples]:
+    """What a call in a lane of its own returns, and the times of the blocks that this rank computes meanwhile."""
+    with ThreadPoolExecutor(1) as lane:
+        called = lane.submit(call, *arguments)
+        beside: Samples = []
+        while not called.done():
+            beside.append(block_s())
+        return called.result(), beside
 
 
 def _mean(samples: Samples) -> float:

@@ -22,6 +22,8 @@ class Setting:
     repetitions: int
     message_bytes: int
     """Of a large message; a tiny one has a few bytes."""
+    exchange_bytes: tuple[int, ...]
+    """Of messages between shaped hosts."""
 
 
 @dataclass(kw_only=True)
@@ -55,3 +57,17 @@ class Links:
     """A block on every rank, without transfers."""
     beside_s: Samples = field(default_factory=list)
     """The same while every rank sends large messages round the ring."""
+
+
+@dataclass(kw_only=True)
+class Exchanges:
+    """What one rank saw of messages to the next host and from the one before, over links of one rate."""
+
+    idle_s: dict[int, Samples] = field(default_factory=dict)
+    """By bytes of a message, with no rank computing."""
+    beside_s: dict[int, Samples] = field(default_factory=dict)
+    """The same while all ranks compute blocks."""
+    crowded_block_s: Samples = field(default_factory=list)
+    """A block on every rank, without transfers."""
+    block_s: Samples = field(default_factory=list)
+    """The same beside the exchanges."""

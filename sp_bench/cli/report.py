@@ -125,13 +125,18 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
     ("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
     ("compute, busiest rank", lambda r: _share(r.compute_ms, r)),
+    ("  blocks alone", lambda r: _share(r.compute_only_ms_median, r)),
+    ("  transfers alone", lambda r: _share(r.communication_only_ms_median, r)),
     ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
     ("bound", _bound),
     ("sent by each GPU, counted", lambda r: amount(r.comm_bytes_per_gpu)),
+    ("  by the links' counters", lambda r: amount(r.interface_bytes_per_gpu)),
     ("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
     ("  closed form", _expected),
     ("  lower bound (payload)", _over_bound),
     ("peak memory of the attention", lambda r: amount(r.peak_mem_bytes_max)),
+    ("  from the plans", lambda r: amount(r.peak_mem_bytes_expected)),
+    ("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
     ("error against fp64 (out, dq, dk, dv)", _errors),
 )
 
@@ -144,7 +149,9 @@ def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         table.add_column(outcome.record.method, style="bold" if outcome is outcomes[0] else "")
     for name, cell in ROWS:
-        table.add_row(name, *(cell(outcome.record) for outcome in outcomes))
+        cells = [cell(outcome.record) for outcome in outcomes]
+        if set(cells) != {"-"}:
+            table.add_row(name, *cells)
     table.add_row(f"speed-up over {outcomes[-1].record.method}", *(speed_up(o.record, outcomes) for o in outcomes))
     console.print(table)
     print_notes(console, [outcome.record for outcome in outcomes])
@@ -195,7 +202,7 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
         )
         for stream, bar in draw.timeline(spans, start_s, BAR).items():
             console.print(f"  {stream:>8} |{bar}|", highlight=False)
-    elif outcome.samples:
+    elif outcome.samples and "blocks_ms" in outcome.samples:
         console.print(
             f"\n[bold]{record.method}[/bold], every rank's mean step, measured: █ blocks and folds, ░ waiting"
         )

@@ -17,16 +17,17 @@ from sp_bench.bench.request import unsupported
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.loggers import Logger
+from sp_bench.measure.ranks import OtherLaunchError, launched
 from sp_bench.records import Record
 
 
 def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, folder: Path, logger: Logger) -> int:
     """One point beside its baseline. Raises RequestError if the point can't be served."""
     console = report.make_console()
-    requests = [resolve(config)]
+    requests = [resolve(config, launched())]
     if baseline:
         try:
-            requests.append(resolve(baseline))
+            requests.append(resolve(baseline, launched()))
         except RequestError as error:
             console.print(f"no baseline: {error}", highlight=False)
     _say_mode(console, requests)
@@ -41,18 +42,25 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
 
 
 def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger) -> int:
-    """All points, and one table. A point that can't be served is a row."""
+    """All points, and one table. A point that can't be served is a row; one of another number of ranks than were
+    started with this process is none.
+    """
     console = report.make_console()
     requests: list[Request | Record] = []
+    elsewhere: list[OtherLaunchError] = []
     for config in configs:
         try:
-            requests.append(resolve(config))
+            requests.append(resolve(config, launched()))
+        except OtherLaunchError as error:
+            elsewhere.append(error)
         except RequestError as error:
             requests.append(unsupported(config, error))
+    if elsewhere:
+        console.print(f"Left out {len(elsewhere)} of {len(configs)} points: {elsewhere[0]}", highlight=False)
     served = [r for r in requests if isinstance(r, Request)]
     if not served:
-        errors = sorted({r.error or "" for r in requests if isinstance(r, Record)})
-        raise RequestError(f"none of {len(requests)} points", "; ".join(errors[:3]), "one that works would")
+        errors = sorted({r.error or "" for r in requests if isinstance(r, Record)} | {str(e) for e in elsewhere})
+        raise RequestError(f"none of {len(configs)} points", "; ".join(errors[:3]), "one that works would")
     _say_mode(console, served)
     outcomes = {o.record.run_id: o for o in _run(console, served, folder, logger, reuse=_reuse(configs[0], sweep=True))}
     rows = [outcomes[r.run_id] if isinstance(r, Request) else _written(folder, r, logger) for r in requests]

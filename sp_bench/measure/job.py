@@ -11,11 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sp_bench.hosts.inside import interface_bytes
 from sp_bench.kernels import KERNELS
 from sp_bench.measure.pool import report
+from sp_bench.measure.resident import forget_peak, peak_resident_bytes, resident_bytes
 from sp_bench.measure.spec import Measured, Spec
+from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan import Mask, Problem
 from sp_bench.run.attention import Engine
+from sp_bench.run.executor import Does
+from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sharding import shard, unshard
 
 GATE_TOKENS = 32
@@ -39,14 +44,16 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
     for index, (spec, result) in enumerate(zip(specs, results, strict=True)):
         if not result.wrong(spec.problem.dtype):
             report(index)
-            timed.append((index, _Bench(spec), result))
+            bench = _Bench(spec)
+            bench.watch_memory(result)
+            timed.append((index, bench, result))
     for iteration in range(warmup + iters):
         for index, bench, result in timed:
             report(index)
             bench.step(None if iteration < warmup else result)
     for _, bench, result in timed:
         result.finite = bench.finite()
-        result.kernel = bench.engine.kernel.name
+        result.kernel = bench.engine.kernel_name
         bench.engine.close()
     return results
 
@@ -56,40 +63,78 @@ class _Bench:
 
     def __init__(self, spec: Spec) -> None:
         problem = spec.problem
+        forget_peak()
+        self.resident_before = resident_bytes()
         generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + _rank())
         self.q, self.dout = (_random(problem, problem.heads, generator) for _ in range(2))
         self.k, self.v = (_random(problem, problem.kv_heads, generator) for _ in range(2))
-        self.engine = Engine(spec.plans, problem, None, spec.kernel, CPU)
+        self.engine = _engine(spec, problem)
+        self.phases = spec.phases
+        self.does = tuple(Does) if spec.parts else (Does.EVERYTHING,)
         self.last: list[Tensor] = []
+
+    def watch_memory(self, result: Measured) -> None:
+        """One step, untimed, that finds out how much memory the point takes. Nothing else may run meanwhile."""
+        live = LiveBytes()
+        self._execute(Does.EVERYTHING, live)
+        result.live_bytes = live.peak
+        result.grown_bytes = max(0, peak_resident_bytes() - self.resident_before)
 
     def step(self, result: Measured | None) -> None:
         """One iteration, recorded in `result` if given. All ranks start each of its phases together."""
-        sent = self.engine.transport.sent_bytes
-        sent.clear()
+        for does in self.does:
+            self.engine.transport.sent_bytes.clear()
+            if does is Does.EVERYTHING:
+                _barrier()
+                before = interface_bytes()
+            times_s, by_phase = self._execute(does)
+            if result is None:
+                continue
+            if does is Does.EVERYTHING:
+                _barrier()  # all have received, so that nothing is on its way any more
+                if before and (after := interface_bytes()):
+                    result.interface_sent_bytes.append(after[0] - before[0])
+                spent = [self.engine.spent(phase) for phase in times_s]
+                result.forward_s.append(times_s["forward"])
+                result.backward_s.append(times_s.get("backward", 0.0))
+                result.blocks_s.append(sum(s.blocks_s for s in spent))
+                result.waits_s.append(sum(s.waits_s for s in spent))
+                result.sent_bytes = by_phase
+            else:
+                alone = result.compute_only_s if does is Does.COMPUTE else result.communication_only_s
+                alone.append(sum(times_s.values()))
+
+    def _execute(self, does: Does, live: LiveBytes | None = None) -> tuple[dict[str, float], dict[str, Counter]]:
+        """Seconds and bytes sent of each phase. Only an execution of everything leaves results behind."""
+        sent, times_s = self.engine.transport.sent_bytes, {}
         _barrier()
         start = time.perf_counter()
-        out, saved = self.engine.forward(self.q, self.k, self.v)
-        forward_s, backward_s = time.perf_counter() - start, 0.0
-        self.last = [out]
+        out, saved = self.engine.forward(self.q, self.k, self.v, does, live)
+        times_s["forward"] = time.perf_counter() - start
         by_phase = {"forward": Counter(sent)}
-        if "backward" in self.engine.plans:
+        found = [out]
+        if "backward" in self.phases:
+            if does is not Does.EVERYTHING:
+                saved = self.saved
             _barrier()
             start = time.perf_counter()
-            self.last += self.engine.backward(self.dout, saved)
-            backward_s = time.perf_counter() - start
-            by_phase["backward"] = sent - by_phase["forward"]
-        if result is None:
-            return
-        spent = [self.engine.spent(phase) for phase in by_phase]
-        result.forward_s.append(forward_s)
-        result.backward_s.append(backward_s)
-        result.blocks_s.append(sum(s.blocks_s for s in spent))
-        result.waits_s.append(sum(s.waits_s for s in spent))
-        result.sent_bytes = by_phase
+            found += self.engine.backward(self.dout, saved, does, live)
+            times_s["backward"] = time.perf_counter() - start
+            by_phase["backward"] = Counter(sent) - by_phase["forward"]
+        if does is Does.EVERYTHING:
+            self.last, self.saved = found, saved
+        return times_s, by_phase
 
     def finite(self) -> bool:
         """Whether the results of the last step are."""
         return all(bool(x.isfinite().all()) for x in self.last)
+
+
+def _engine(spec: Spec, problem: Problem) -> Engine | PeerEngine:
+    """What executes a point, or a smaller problem of the same kind."""
+    if spec.peer:
+        return PeerEngine(spec.peer, problem, spec.phases)
+    return Engine(spec.plans, problem, None, spec.kernel, CPU)
 
 
 def _random(problem: Problem, heads: int, generator: torch.Generator) -> Tensor:
@@ -119,12 +164,12 @@ def _gate(spec: Spec, result: Measured) -> None:
         for heads in (small.heads, small.kv_heads, small.kv_heads, small.heads)
     )
     my_q, my_k, my_v, my_dout = (shard(x, small.layout, _rank(), small.n) for x in (q, k, v, dout))
-    engine = Engine(spec.plans, small, None, spec.kernel, CPU)
+    engine = _engine(spec, small)
     found: list[Tensor] = []
     for _ in range(2):
         out, saved = engine.forward(my_q, my_k, my_v)
         found = [out]
-        if "backward" in spec.plans:
+        if "backward" in spec.phases:
             found += engine.backward(my_dout, saved)
     engine.close()
     full = [unshard(x, small.layout, None, small.n) for x in found]

@@ -23,7 +23,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from sp_bench.hosts.inside import move_in
+
+if TYPE_CHECKING:
+    from sp_bench.hosts.shaped import ShapedHosts
 
 GRACE_S = 2.0
 """How long the other ranks have to answer once one has failed, or to say where they hang."""
@@ -50,9 +55,15 @@ class RankError(RankFailure):
 class RankPool:
     """n processes, one gloo group of all of them. Use it as a context manager, or close it."""
 
-    def __init__(self, n: int, timeout_s: float = 60.0) -> None:
-        """`timeout_s` is how long all ranks may be silent before they count as hung."""
-        self.n, self.timeout_s = n, timeout_s
+    hosts: ShapedHosts | None = None
+    """Where the ranks live; None: they talk over this machine's loopback."""
+
+    def __init__(self, n: int, timeout_s: float = 60.0, hosts: ShapedHosts | None = None) -> None:
+        """`timeout_s` is how long all ranks may be silent before they count as hung.
+
+        `hosts` are closed with the pool.
+        """
+        self.n, self.timeout_s, self.hosts = n, timeout_s, hosts
         self._folder = tempfile.TemporaryDirectory(prefix="sp_bench-ranks-")
         context = _context()
         self._pipes: list[Connection] = []
@@ -62,7 +73,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, n, theirs, lifeline, self._folder.name, timeout_s),
+                args=(rank, n, theirs, lifeline, self._folder.name, timeout_s, hosts.place_of(rank) if hosts else None),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -122,6 +133,8 @@ class RankPool:
         self._lifeline.close()
         self._processes, self._pipes = [], []
         self._folder.cleanup()
+        if self.hosts:
+            self.hosts.close()
 
     def _collect(self, progress: Callable[[Any], None] | None, reported: dict[int, Any]) -> list[Any]:
         """Everybody's answer; `reported` is filled with what each rank reported last."""
@@ -193,7 +206,9 @@ def _context() -> Any:
     return context
 
 
-def _serve(rank: int, n: int, pipe: Connection, lifeline: Connection, folder: str, timeout_s: float) -> None:
+def _serve(
+    rank: int, n: int, pipe: Connection, lifeline: Connection, folder: str, timeout_s: float, place: str | None
+) -> None:
     """A rank's process: join the group, then run what the pool sends until its pipe closes."""
     import torch
     import torch.distributed as dist
@@ -202,6 +217,8 @@ def _serve(rank: int, n: int, pipe: Connection, lifeline: Connection, folder: st
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(Path(folder, f"{rank}.stack"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        if place:
+            move_in(place)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
         # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sp_bench.peers.peer import Peer
 from sp_bench.plan import Plan, Problem
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
@@ -17,11 +19,17 @@ HEAD_FACTOR = 4
 class Spec:
     """One point as the ranks need it."""
 
-    plans: dict[str, Plan]
-    """By phase: forward, or forward and backward. The gate runs the same ones on its small problem."""
+    phases: tuple[str, ...]
+    """forward, or forward and backward."""
+    plans: Mapping[str, Plan]
+    """By phase; the gate runs the same ones on its small problem. Empty where a peer's code runs."""
+    peer: Peer | None
     problem: Problem
+    """As the plans' method, or the peer, deals it out."""
     kernel: str
     verify: bool
+    parts: bool
+    """Whether to time blocks alone and transfers alone too."""
     seed: int
 
 
@@ -35,12 +43,22 @@ class Measured:
     """The same over the worst single head, so that one wrong block among many shows."""
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
+    compute_only_s: list[float] = field(default_factory=list)
+    """Forward and backward of the same plans without their transfers."""
+    communication_only_s: list[float] = field(default_factory=list)
+    """Forward and backward of the same plans without their blocks."""
     blocks_s: list[float] = field(default_factory=list)
-    """In blocks and folds."""
+    """In blocks and folds, of the step with everything."""
     waits_s: list[float] = field(default_factory=list)
-    """Waiting for transfers."""
-    sent_bytes: dict[str, Counter[tuple[str, str, str]]] = field(default_factory=dict)
-    """In one iteration, by phase."""
+    """Waiting for transfers, of the step with everything."""
+    live_bytes: int = 0
+    """The most that the executor's tensors took together in one step: inputs, buffers, accumulators, results."""
+    grown_bytes: int = 0
+    """How much the process's resident memory grew from before the point's inputs to its peak in the first step."""
+    sent_bytes: dict[str, Counter[tuple[str, ...]]] = field(default_factory=dict)
+    """In one iteration, by phase, then by lane, tensor and field, or by operation where a peer's code ran."""
+    interface_sent_bytes: list[int] = field(default_factory=list)
+    """What the rank's host sent over its link in each iteration, headers and barriers included; empty on no host."""
     finite: bool = True
     """Whether the results of the last timed iteration are finite."""
     kernel: str = ""

@@ -19,7 +19,8 @@ from sp_bench.kernels import choose
 from sp_bench.plan import COMPUTE_BOUND, FIELDS, PHASES, Chunk, CostProfile, Kind, Layout, Plan, Problem, layout_named
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
-from sp_bench.run.executor import Executor, Spent
+from sp_bench.run.executor import Does, Executor, Spent
+from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.partials import Tensors
 from sp_bench.run.transport import GlooTransport
 
@@ -37,20 +38,27 @@ class Engine:
         group: dist.ProcessGroup | None,
         kernel: str,
         device: torch.device,
+        *,
+        alone_as: tuple[int, GlooTransport] | None = None,
     ) -> None:
-        """`plans` by phase. Raises RequestError for a kernel that refuses the device or dtype."""
-        if problem.n > 1:
-            group = group or dist.group.WORLD
+        """`plans` by phase. `alone_as` executes one rank of them, without a group, on a transport that needs none.
+
+        Raises RequestError for a kernel that refuses the device or dtype.
+        """
         self.plans, self.problem = plans, problem
         self.kernel = choose(kernel, device.type, problem.dtype)
-        self.transport = GlooTransport(group if problem.n > 1 else None)
-        self._rank = dist.get_rank(group) if problem.n > 1 else 0
-        self._device, self._buffers = device, Buffers(problem, device)
+        if alone_as is None:
+            group = (group or dist.group.WORLD) if problem.n > 1 else None
+            alone_as = (dist.get_rank(group) if group else 0), GlooTransport(group)
+        self._rank, self.transport = alone_as
+        self._device, self.buffers = device, Buffers(problem, device)
         self._executors: dict[str, Executor] = {}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, does: Does = Does.EVERYTHING, live: LiveBytes | None = None
+    ) -> tuple[Tensor, Saved]:
         """out_BSHD of this rank's queries in the compute dtype, and what the backward needs beside its gradient."""
-        found = self._run("forward", {"q": (q,), "kv": (k, v)})
+        found = self._run("forward", {"q": (q,), "kv": (k, v)}, does, live)
         out, *lse = found.pop("o", None) or found.pop("out")
         if "backward" in self.plans:
             needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
@@ -58,14 +66,21 @@ class Engine:
             found |= {"odoq": (q, out, *lse)} if "odoq" in needs else {}
         return out, found
 
-    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+    def backward(
+        self, dout: Tensor, saved: Saved, does: Does = Does.EVERYTHING, live: LiveBytes | None = None
+    ) -> tuple[Tensor, ...]:
         """(dq, dk, dv) of this rank's tokens, in the compute dtype."""
         inputs = {**saved, "do": (dout,)}
         if "odoq" in saved:
             q, out, lse = saved["odoq"]
             inputs["odoq"] = (q, out, dout, lse)
-        found = self._run("backward", inputs)
+        found = self._run("backward", inputs, does, live)
         return (*found["dq"], *found["dkv"])
+
+    @property
+    def kernel_name(self) -> str:
+        """What computes its blocks."""
+        return self.kernel.name
 
     def spent(self, phase: str) -> Spent:
         """Where the time of the last execution of a phase went."""
@@ -79,19 +94,25 @@ class Engine:
     def _executor(self, phase: str) -> Executor:
         if phase not in self._executors:
             self._executors[phase] = Executor(
-                self.plans[phase], self.problem, self._rank, self.transport, self.kernel, self._buffers, self._device
+                self.plans[phase], self.problem, self._rank, self.transport, self.kernel, self.buffers, self._device
             )
         return self._executors[phase]
 
-    def _run(self, phase: str, inputs: Saved) -> Saved:
+    def _run(self, phase: str, inputs: Saved, does: Does, live: LiveBytes | None) -> Saved:
         """Run a phase on tensors by name; returns what it ends with, by name, in the compute dtype."""
         plan = self.plans[phase]
         given = {
             chunk: tuple(self._slice(x, chunk.heads).contiguous() for x in inputs[chunk.tensor])
             for chunk in plan.starts_with
         }
-        found = self._executor(phase)(given)
-        return {tensor: self._whole(tensor, found, plan) for tensor in dict.fromkeys(c.tensor for c in plan.ends_with)}
+        if live:
+            live.always = [x for tensors in inputs.values() for x in tensors]
+        found = self._executor(phase)(given, does, live)
+        whole = {tensor: self._whole(tensor, found, plan) for tensor in dict.fromkeys(c.tensor for c in plan.ends_with)}
+        if live:
+            held = [*given.values(), *found.values(), *whole.values()]
+            live.see([*self.buffers.tensors(), *(x for tensors in held for x in tensors)])
+        return whole
 
     def _slice(self, x: Tensor, heads: int) -> Tensor:
         """One slice of the heads of a (B, S, H, D) or (B, H, S) tensor."""

@@ -23,6 +23,10 @@ class Buffers:
         staged = stages(plan, self._problem).items()
         return slots, {stage: tuple(self._take(kind, taken) for kind in kinds) for stage, kinds in staged}
 
+    def tensors(self) -> list[Tensor]:
+        """All that were made."""
+        return [tensor for made in self._made.values() for tensor in made]
+
     def _chunk(self, slot: Slot, taken: dict[Buffer, int]) -> Tensors:
         problem, wire = self._problem, slot.arriving
         kinds = ((problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in FIELDS[slot.tensor])

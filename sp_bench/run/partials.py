@@ -60,6 +60,10 @@ class Partials:
                 self._held[chunk] = tuple(torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
         return self._held[chunk]
 
+    def tensors(self) -> list[Tensors]:
+        """All accumulators. Other threads may drop some meanwhile."""
+        return list(self._held.values())
+
     def drop(self, chunk: Chunk) -> None:
         """Forget the accumulator: it was sent on."""
         self._held.pop(chunk, None)

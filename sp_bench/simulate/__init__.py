@@ -48,7 +48,9 @@ class Run:
         return float(self.finish_s.max(initial=0.0))
 
     busy_s: np.ndarray
-    """Seconds that each rank computes: (n,)."""
+    """Seconds that each rank computes, waiting for a core among it where cores are shared: (n,)."""
+    work_s: np.ndarray
+    """Seconds that it would compute alone on its core or device: (n,)."""
 
     @property
     def ended_s(self) -> np.ndarray:
@@ -90,7 +92,7 @@ def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bo
     graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry)
     engine = "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto"
     timing, tasks = settle(graph, cluster.device.transfer_slowdown, engine)
-    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s_with(tasks))
+    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks))
 
 
 def settle(graph: PlanGraph, slowdown: float, engine: Engine = "auto") -> tuple[Timing, TaskGraph]:

@@ -13,6 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.simulate.costs import DeviceCosts
+from sp_bench.simulate.hosts import Hosts
 from sp_bench.simulate.stragglers import Stragglers
 from sp_bench.simulate.topology import Network, Topology
 from sp_bench.simulate.values import count, section
@@ -31,6 +32,8 @@ class Cluster:
     cores: int | None
     """CPU cores that all ranks share, where ranks have no device of their own."""
     topology: Topology
+    hosts: Hosts | None = None
+    """How the nodes are made on this machine; None: they aren't, and ranks talk over the machine's loopback."""
     device: DeviceCosts
     sources: Mapping[str, str]
     """Where the numbers are from."""
@@ -39,9 +42,9 @@ class Cluster:
     @classmethod
     def build(cls, config: Any) -> Self:
         """The cluster of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
-        required = ("name", "gpus_per_node", "intra", "device")
-        optional = ("this_machine", "cores", "sources", *NETWORK_KEYS[2:])
-        config = section("cluster", config, required, optional)
+        optional = ("this_machine", "cores", "sources", "hosts", *NETWORK_KEYS)
+        config = section("cluster", config, ("name", "device"), optional)
+        hosts = None if config.get("hosts") is None else Hosts.build(config["hosts"])
         cores = config.get("cores")
         if cores == "auto":
             cores = cores_here()
@@ -49,7 +52,8 @@ class Cluster:
             name=str(config["name"]),
             this_machine=config.get("this_machine") is True,
             cores=None if cores is None else count("cluster.cores", cores),
-            topology=Topology.build({key: config[key] for key in NETWORK_KEYS if key in config}, "cluster"),
+            topology=Topology.build(_network_config(config, hosts), "cluster"),
+            hosts=hosts,
             device=DeviceCosts.build(config["device"]),
             sources=config.get("sources") or {},
         )
@@ -69,37 +73,51 @@ class Cluster:
         network = _network(self.topology, gpus)
         return self.stragglers.slow_links(network) if self.stragglers.links else network
 
+    def node_of(self, gpus: int) -> np.ndarray:
+        """The node of each of that many ranks: (gpus,)."""
+        return self.network(gpus).node_of(np.arange(gpus))
+
     def nodes(self, gpus: int) -> int:
         """How many nodes that many ranks are on."""
-        return int(np.unique(self.network(gpus).node_of(np.arange(gpus))).size)
+        return int(np.unique(self.node_of(gpus)).size)
 
-    def slowdown(self, ranks: int) -> float:
-        """How much longer a rank computes since it shares its cores."""
-        return max(1.0, ranks / self.cores) if self.cores else 1.0
+    def shared_cores(self, ranks: int) -> int | None:
+        """The cores that the ranks share; None where each has a device or a core of its own."""
+        return self.cores if self.cores and ranks > self.cores else None
+
+    def least_compute_s(self, work_s: np.ndarray) -> float:
+        """What ranks need at least for the work that each has, alone on a core or device: (n,)."""
+        cores = self.shared_cores(work_s.size)
+        return max(float(work_s.max()), float(work_s.sum()) / cores if cores else 0.0)
 
     def block_s(self, problem: Problem, phase: str) -> np.ndarray:
-        """Seconds of one block without its fold, for q chunk below, equal to, above kv chunk: (3,)."""
-        return self.device.block_s(problem, phase) * self.slowdown(problem.n)
+        """Seconds of one block without its fold, for q chunk below, equal to, above kv chunk: (3,).
+
+        As all that ranks compute: of a rank that has its device or core to itself.
+        """
+        return self.device.block_s(problem, phase)
 
     def fold_s(self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False) -> float:
         """Seconds of folding one chunk's partial into its accumulator."""
-        return self.device.fold_s(problem, tensor, first=first, arriving=arriving) * self.slowdown(problem.n)
+        return self.device.fold_s(problem, tensor, first=first, arriving=arriving)
 
     def cast_s(self, problem: Problem, tensor: str, *, wire: bool) -> float:
         """Seconds of casting an accumulator to its wire dtype, or to the compute dtype of a result."""
-        return self.device.cast_s(problem, tensor, wire=wire) * self.slowdown(problem.n)
+        return self.device.cast_s(problem, tensor, wire=wire)
 
     def copy_s(self, problem: Problem, moved_bytes: float) -> float:
         """Seconds of copying so many bytes on a rank's device."""
-        return self.device.copy_s(moved_bytes) * self.slowdown(problem.n)
+        return self.device.copy_s(moved_bytes)
 
     def profile(self, problem: Problem) -> CostProfile:
         """What a schedule may know of this cluster."""
         intra, inter = self.topology.intra, self.topology.inter or self.topology.intra
         intra_rate, inter_rate = self.topology.crowded_bytes_per_s(problem.n)
+        crowded = problem.n / (self.shared_cores(problem.n) or problem.n)
 
         def block_s(phase: str, *folded: str) -> float:
-            return float(self.block_s(problem, phase).max()) + sum(self.fold_s(problem, t) for t in folded)
+            alone_s = float(self.block_s(problem, phase).max()) + sum(self.fold_s(problem, t) for t in folded)
+            return alone_s * crowded
 
         return CostProfile(
             forward_block_s=block_s("forward", "o"),
@@ -110,6 +128,18 @@ class Cluster:
             inter_latency_s=inter.latency_s,
             inter_bytes_per_s=inter_rate,
         )
+
+
+def _network_config(config: Mapping[str, Any], hosts: Hosts | None) -> dict[str, Any]:
+    """The network that a conf/cluster file describes, in words or by its hosts."""
+    network = {key: config[key] for key in NETWORK_KEYS if key in config}
+    if hosts is None:
+        return network
+    for key, value in hosts.network().items():
+        if network.get(key) is not None:
+            raise RequestError(f"cluster.{key}", "follows from cluster.hosts", f"cluster without {key} would work")
+        network[key] = value
+    return network
 
 
 @lru_cache(maxsize=8)

@@ -69,18 +69,26 @@ class PlanGraph:
     items: tuple[Item, ...]
     quotient: Quotient
     """Which ranks stand for which: rows have a task for each of quotient.ranks."""
+    work: str
+    """The field of `tasks` that has the seconds of segments: delay_s, or flow_bytes where cores are shared."""
 
     def rows_of(self, *, blocks: bool) -> np.ndarray:
-        """The rows of segments, or of the flows."""
+        """The rows of segments, or of the transfers that move something."""
+        segments = [row for item in self.items if isinstance(item.what, Segment) for row in item.rows]
         if blocks:
-            return np.array([r for item in self.items if isinstance(item.what, Segment) for r in item.rows], int)
-        flows = self.tasks.flow_bytes.reshape(-1, self.quotient.ranks.size)
-        return np.flatnonzero(flows.any(axis=1))
+            return np.array(segments, int)
+        moving = self.tasks.flow_bytes.reshape(-1, self.quotient.ranks.size).any(axis=1)
+        return np.setdiff1d(np.flatnonzero(moving), segments)
 
-    def busy_s_with(self, tasks: TaskGraph) -> np.ndarray:
-        """Seconds that each rank computes, with the delays of `tasks`: (n,)."""
-        delays = tasks.delay_s.reshape(-1, self.quotient.ranks.size)[self.rows_of(blocks=True)]
-        return delays.sum(axis=0)[self.quotient.orbit]
+    def work_s(self, tasks: TaskGraph) -> np.ndarray:
+        """Seconds that each rank has to compute, alone on its core or device, by such tasks: (n,)."""
+        work_s = getattr(tasks, self.work).reshape(-1, self.quotient.ranks.size)[self.rows_of(blocks=True)]
+        return work_s.sum(axis=0)[self.quotient.orbit]
+
+    def busy_s(self, timing: Timing) -> np.ndarray:
+        """Seconds that each rank spends in its segments, waiting for a core among it where cores are shared: (n,)."""
+        taken_s = (timing.finish_s - timing.start_s).reshape(-1, self.quotient.ranks.size)
+        return taken_s[self.rows_of(blocks=True)].sum(axis=0)[self.quotient.orbit]
 
     def tasks_of(self, item: Item, rank: int) -> list[int]:
         """The tasks of an item that a rank does."""
@@ -147,8 +155,8 @@ class _Rows:
         self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
         return (len(self.delays) - 1) * n + np.arange(n)
 
-    def task_graph(self) -> TaskGraph:
-        """The finished graph."""
+    def task_graph(self, cores: int | None) -> TaskGraph:
+        """The finished graph, with one more link where cores are shared."""
         path_counts = np.concatenate([times.sum(axis=1) for _, times in self.paths])
         path_links = [np.repeat(links.ravel(), times.ravel()) for links, times in self.paths]
         dep_counts = np.concatenate([np.full(self.n, dep.shape[1]) for dep in self.deps])
@@ -160,7 +168,7 @@ class _Rows:
             dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
             dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
             rate_cap=np.concatenate(self.caps),
-            link_bytes_per_s=self.quotient.link_bytes_per_s,
+            link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores] if cores else []),
         )
 
 
@@ -208,6 +216,7 @@ class _Builder:
         self.ranks = self.quotient.ranks
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
+        self.cores = cluster.shared_cores(problem.n)
         self.rows = _Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
@@ -230,7 +239,8 @@ class _Builder:
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
-        return PlanGraph(self.rows.task_graph(), tuple(items), self.quotient)
+        work = "flow_bytes" if self.cores else "delay_s"
+        return PlanGraph(self.rows.task_graph(self.cores), tuple(items), self.quotient, work)
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
         n, ops = self.ranks.size, self.plan.ops
@@ -260,7 +270,16 @@ class _Builder:
             results = [chunk.tensor for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
             seconds += sum(self.cluster.cast_s(self.problem, tensor, wire=False) for tensor in results)
         seconds *= self.slow * self.noise(self.ranks.size)
-        return [self.rows.add(seconds, [*previous, *(t for i in segment.waits.values() for t in self.ended[i])])]
+        deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
+        if self.cores:
+            return [self.rows.add(0.0, deps, seconds, self._on_cores())]
+        return [self.rows.add(seconds, deps)]
+
+    def _on_cores(self) -> Path:
+        """Cores that ranks share are one link, on which work flows at most at a second per second, and fairly."""
+        q, kinds = self.ranks.size, np.arange(self.ranks.size)
+        link = np.full((q, 1), self.quotient.link_bytes_per_s.size)
+        return Path(kinds, kinds, np.zeros(q), np.ones(q), link, self.quotient.sizes[:, None])
 
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
@@ -325,11 +344,11 @@ def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> Ta
 
     A rank's blocks take 1 + `slowdown` times as long while it sends: the network's kernels use the same device.
     """
-    q, delays = graph.quotient.ranks.size, graph.tasks.delay_s.copy()
+    q, work = graph.quotient.ranks.size, getattr(graph.tasks, graph.work).copy()
     starts, ends = (x.reshape(-1, q) for x in (timing.start_s, timing.finish_s))
     blocks, flows = graph.rows_of(blocks=True), graph.rows_of(blocks=False)
     moving = graph.tasks.flow_bytes.reshape(-1, q) > 0
-    by_row = delays.reshape(-1, q)
+    by_row = work.reshape(-1, q)
     for rank in range(q):
         sends = flows[moving[flows, rank]]
         times, progress = _progress(starts[sends, rank], ends[sends, rank], 1 / (1 + slowdown))
@@ -340,7 +359,7 @@ def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> Ta
         alone = by_row[blocks, rank]
         # Never shorter than alone, which rounding could make it.
         by_row[blocks, rank] = np.where(begun >= times[-1], alone, np.maximum(finished - begun, alone))
-    return replace(graph.tasks, delay_s=delays)
+    return replace(graph.tasks, **{graph.work: work})
 
 
 def _progress(starts: np.ndarray, ends: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:

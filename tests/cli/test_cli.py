@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sp_bench import records
@@ -221,7 +222,17 @@ def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert record.step_ms_ci95_low <= record.step_ms_median <= record.step_ms_ci95_high
         assert record.provenance["ranks_by_host"] == {os.uname().nodename: [0, 1, 2, 3]}
         samples = json.loads((tmp_path / f"{record.run_id}.samples.json").read_text())
-        assert set(samples) == {"forward_ms", "backward_ms", "blocks_ms", "waits_ms"}
+        alone = {"compute_only_ms", "communication_only_ms"}
+        assert set(samples) == {"forward_ms", "backward_ms", "blocks_ms", "waits_ms"} | alone
+        slowest = {name: np.max(by_rank, axis=0) for name, by_rank in samples.items()}
+        assert record.step_ms_median == np.median(slowest["forward_ms"] + slowest["backward_ms"])
+        for name in alone:
+            assert getattr(record, f"{name}_median") == np.median(slowest[name]) > 0
+        assert record.exposed_comm_ms == record.step_ms_median - record.compute_only_ms_median
+        assert 0 < record.rank_step_ms_min <= record.rank_step_ms_max
+        assert 0 < record.peak_mem_bytes_min <= record.peak_mem_bytes_max <= record.peak_mem_bytes_expected
+        assert record.peak_mem_source == "the executor's live tensors"
+        assert record.peak_rss_growth_bytes_max > 0
         assert all(len(ranks) == 4 and all(len(rank) == 3 for rank in ranks) for ranks in samples.values())
         phases = [[max(c) for c in zip(*samples[name], strict=True)] for name in ("forward_ms", "backward_ms")]
         assert record.step_ms_median == pytest.approx(sorted(map(sum, zip(*phases, strict=True)))[1])

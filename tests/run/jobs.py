@@ -18,7 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from methods import build
 from sp_bench import SequenceParallelAttention
-from sp_bench.plan import COMPUTE_BOUND, CostProfile, Method, Problem, layout_named
+from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Method, Problem, layout_named
+from sp_bench.run.executor import Does
+from sp_bench.run.holdings import LiveBytes
 from tests.ranks import group_of
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
@@ -184,6 +186,44 @@ def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
         after_forward = dict(attention.sent_bytes)
         out.backward(attention.shard(full.dout_BSHD))
         found[case] = (after_forward, dict(attention.sent_bytes))
+    return found
+
+
+class Parts(NamedTuple):
+    """What executions of blocks alone and of transfers alone did, beside one of everything."""
+
+    sent: dict[Does, dict]
+    """By what was done: bytes sent by (lane, tensor, field), forward and backward."""
+    kernels_s: dict[Does, float]
+    differ_after: list[str]
+    """Results of everything that differ in any bit once the parts have run."""
+    live_bytes: int
+    buffer_bytes: int
+
+
+def run_parts(cases: Sequence[Case]) -> dict[Case, Parts]:
+    """For each case, its plans executed as a whole, in parts, and as a whole again."""
+    found = {}
+    for case in cases:
+        if (group := group_of(case.n, case)) is None:
+            continue
+        attention, full = case.attention(group), case.inputs(case.n * case.tokens)
+        q, k, v, dout = (attention.shard(x) for x in full)
+        engine, results, live = attention.engine(q, k, v), [], LiveBytes()
+        parts = Parts({}, {}, [], 0, 0)
+        for does in (*Does, Does.EVERYTHING):
+            engine.transport.sent_bytes.clear()
+            out, fresh = engine.forward(q, k, v, does, live)
+            saved = fresh if does is Does.EVERYTHING else saved
+            gradients = engine.backward(dout, saved, does, live)
+            parts.sent[does] = dict(engine.transport.sent_bytes)
+            parts.kernels_s[does] = sum(engine.spent(phase).kernels_s for phase in PHASES)
+            if does is Does.EVERYTHING:
+                results.append(Results(out, *gradients))
+        buffers = sum(x.nbytes for x in engine.buffers.tensors())
+        found[case] = parts._replace(
+            differ_after=_unequal(results[1], results[0]), live_bytes=live.peak, buffer_bytes=buffers
+        )
     return found
 
 

@@ -39,6 +39,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         },
     },
     "cyclic": {"gpus_per_node": 4, "placement": "cyclic"},
+    "shared cores": {"gpus_per_node": 4},
 }
 
 
@@ -49,7 +50,8 @@ def on(name: str, **stragglers: Any) -> Cluster:
     }
     base = cluster()
     topology = type(base.topology).build(default | NETWORKS[name], "cluster")
-    return replace(base, topology=topology, stragglers=Stragglers(**stragglers))
+    cores = 3 if name == "shared cores" else None
+    return replace(base, topology=topology, cores=cores, stragglers=Stragglers(**stragglers))
 
 
 def problem(n: int, layout: str = "striped", *, causal: bool = False) -> Problem:

@@ -1,0 +1,211 @@
+"""What executing a plan costs beside its kernels: `python -m benchmarks.executor_profile` writes docs/executor.md.
+
+One process executes the plans of one rank, with its lanes' threads, on a transport that delivers at once. So nobody
+waits for a network, and what is neither kernel nor fold nor waiting for a lane is the interpreter. One thread of torch,
+fp32. Compared numbers are taken in turn within one run, and medians are shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.markdown import about, table
+from methods import build
+from sp_bench.kernels import choose
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Problem, layout_named
+from sp_bench.run.attention import Engine
+from sp_bench.run.executor import Does
+from sp_bench.run.transport import GlooTransport
+
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "executor.md"
+HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 7
+OVERHEAD_TOKENS = 1024
+"""Of a block, where the interpreter is looked at."""
+EFFICIENCY_SEQLENS = (4096, 8192)
+METHODS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("ring", {}),
+    ("mesh", {"tile": (2, 4)}),
+    ("tokenring", {}),
+    ("ulysses", {}),
+    ("startrail", {"team": 2}),
+)
+
+
+class _Done:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass
+class Instant(GlooTransport):
+    """Whatever is received is there already: what the buffer holds."""
+
+    def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[Any]:
+        """Nothing comes, and at once."""
+        return [_Done()] * len(tensors)
+
+    def send(self, lane: int, target: int, tensors: Sequence[Tensor], counted_as: Sequence) -> list[Any]:
+        """Nothing goes."""
+        return [_Done()] * len(tensors)
+
+
+class Rank:
+    """A rank of n, alone."""
+
+    def __init__(self, method: str, options: dict[str, object], seqlen: int, *, causal: bool) -> None:
+        chosen = build(method, options)
+        layout = layout_named(chosen.layout, causal=causal)
+        whole = Problem(
+            n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, causal=causal, dtype="float32",
+            layout=layout,
+        )  # fmt: skip
+        self.problem = chosen.dealt(whole)
+        plans = {phase: chosen.plan(self.problem, phase, COMPUTE_BOUND) for phase in PHASES}
+        alone = (0, Instant(None))
+        self.engine = Engine(plans, self.problem, None, "auto", torch.device("cpu"), alone_as=alone)
+        self.inputs = [torch.randn(1, seqlen // RANKS, HEADS, HEAD_DIM) for _ in range(4)]
+
+    def step(self, does: Does = Does.EVERYTHING) -> tuple[float, float]:
+        """Seconds of a forward and a backward."""
+        q, k, v, dout = self.inputs
+        started = time.perf_counter()
+        _, saved = self.engine.forward(q, k, v, does)
+        between = time.perf_counter()
+        self.engine.backward(dout, saved, does)
+        return between - started, time.perf_counter() - between
+
+
+class Overhead(NamedTuple):
+    """Of one step: seconds in total and in its parts, operations, allocations."""
+
+    total_s: float
+    kernels_s: float
+    folds_s: float
+    waits_s: float
+    operations: int
+
+    @property
+    def interpreter_s(self) -> float:
+        """What is left."""
+        return self.total_s - self.kernels_s - self.folds_s - self.waits_s
+
+
+def overhead(rank: Rank) -> Overhead:
+    """The step with the median total."""
+    operations = sum(len(plan.ops) for plan in rank.engine.plans.values())
+    found = []
+    for _ in range(1 + REPETITIONS):
+        total_s = sum(rank.step())
+        spent = [rank.engine.spent(phase) for phase in PHASES]
+        parts = (sum(getattr(s, name) for s in spent) for name in ("kernels_s", "folds_s", "waits_s"))
+        kernels_s, folds_s, waits_s = parts
+        found.append(Overhead(total_s, kernels_s, folds_s, waits_s, operations))
+    return sorted(found[1:])[REPETITIONS // 2]
+
+
+def allocations(rank: Rank) -> tuple[int, float]:
+    """How many times memory is taken in one step's blocks and folds, and how much of it in all, in MB."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        rank.step(Does.COMPUTE)
+    sizes = [event.nbytes() for event in _memory_events(profiled) if event.nbytes() > 0]
+    return len(sizes), sum(sizes) / 1e6
+
+
+def _memory_events(profiled: profile) -> list[Any]:
+    assert profiled.profiler is not None
+    results = profiled.profiler.kineto_results
+    assert results is not None
+    return [event for event in results.events() if event.name() == "[memory]"]
+
+
+def monolithic_s(seqlen: int, *, causal: bool) -> tuple[float, float]:
+    """Seconds of one call of the kernel on the whole sequence, forward and backward."""
+    kernel = choose("auto", "cpu", "float32")
+    q, k, v, dout = (torch.randn(1, seqlen, HEADS, HEAD_DIM) for _ in range(4))
+    mask = Mask.CAUSAL if causal else Mask.FULL
+    started = time.perf_counter()
+    out, lse = kernel.forward(q, k, v, mask)
+    between = time.perf_counter()
+    kernel.backward(dout, q, k, v, out, lse, mask)
+    return between - started, time.perf_counter() - between
+
+
+def efficiency(seqlen: int, *, causal: bool) -> list[float]:
+    """The monolithic call's share of a rank, over the time of its blocks and folds: forward and backward."""
+    rank = Rank("ring", {}, seqlen, causal=causal)
+    rank.step()
+    whole, blocks = [], []
+    for _ in range(REPETITIONS):
+        whole.append(monolithic_s(seqlen, causal=causal))
+        blocks.append(rank.step(Does.COMPUTE))
+    return [
+        statistics.median(one[phase] for one in whole) / RANKS / statistics.median(one[phase] for one in blocks)
+        for phase in (0, 1)
+    ]
+
+
+def overhead_rows() -> list[dict[str, str]]:
+    """A row for each method, of blocks of OVERHEAD_TOKENS."""
+    rows = []
+    for method, options in METHODS:
+        rank = Rank(method, options, OVERHEAD_TOKENS * RANKS, causal=False)
+        found, (count, megabytes) = overhead(rank), allocations(rank)
+        parts = {"kernels": found.kernels_s, "folds": found.folds_s, "waiting for lanes": found.waits_s}
+        parts |= {"interpreter": found.interpreter_s}
+        row = {"method": method, "operations": str(found.operations), "step": f"{1e3 * found.total_s:.1f} ms"}
+        row |= {name: f"{seconds / found.total_s:.2%}" for name, seconds in parts.items()}
+        row |= {"interpreter, each operation": f"{1e6 * found.interpreter_s / found.operations:.0f} us"}
+        rows.append(row | {"allocations": f"{count} ({megabytes:.0f} MB)"})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def efficiency_rows() -> list[dict[str, str]]:
+    """A row for each sequence length and mask."""
+    rows = []
+    for seqlen, causal in itertools.product(EFFICIENCY_SEQLENS, (False, True)):
+        forward, backward = efficiency(seqlen, causal=causal)
+        mask, layout = ("causal", "striped") if causal else ("full", "contiguous")
+        row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "mask": mask, "layout": layout}
+        rows.append(row | {"forward": f"{forward:.3f}", "backward": f"{backward:.3f}"})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    REPORT.write_text(f"""# What executing a plan costs
+
+Made by `python -m benchmarks.executor_profile`, torch {torch.__version__}, Python {platform.python_version()}.
+
+{about(__doc__)}
+
+## The interpreter, at blocks of {OVERHEAD_TOKENS} tokens, {HEADS} heads of {HEAD_DIM}, forward + backward
+
+{table(overhead_rows())}
+
+## Blocks against one call on the whole sequence, {RANKS} ranks
+
+Time of the call, over {RANKS}, over the time of one rank's blocks and folds (Ring). torch's kernel for CPUs computes
+causal blocks in steps of 512 keys, so that a causal block of 512 tokens costs as much as a full one; that is the
+kernel's, and the same for whoever calls it on such blocks.
+
+{table(efficiency_rows())}
+""")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Methods over links slower than the kernels: `python -m benchmarks.shaped_hosts` writes docs/shaped_hosts.md.
+
+Ranks live in network namespaces of this machine, joined by links that are shaped in both directions (docs/shaped.md).
+All points of a table are measured in turn, iteration by iteration, in one set of processes, behind the correctness
+gate. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.markdown import about, table
+from sp_bench.bench import resolve, run_points
+from sp_bench.cli.compose import Composer
+from sp_bench.machine import cores_here
+from sp_bench.records import Record
+
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "shaped_hosts.md"
+COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")
+TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
+SLOW_LINK, ITERATIONS = "cluster.hosts.link_bytes_per_s=3.125e6", 7
+"""25 Mbit/s: the blocks of 16 ranks on two cores take a tenth of what Ring's transfers do."""
+BALANCED_RANKS = 4
+BALANCED_RATES = ("6.25e6", "12.5e6", "25e6", "50e6")
+BALANCED_METHODS = "ring,mesh,tokenring,pass_q"
+
+
+def measured(arguments: Sequence[str], folder: Path) -> list[Record]:
+    """The records of a sweep, in the order of its points. Raises RuntimeError for a point that is not ok."""
+    with Composer() as composer:
+        requests = [resolve(composer.compose(point)) for point in composer.points(arguments, sweep=True)]
+    found = [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
+    for record in found:
+        if record.status != "ok":
+            raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
+    return found
+
+
+def communication_bound(phase: str, folder: Path) -> str:
+    """Mesh's tiles beside Ring: what the times' ratio is, and what the bytes' ratio allows."""
+    common = [*COMMON, SLOW_LINK, f"phase={phase}", "gpus=16", "seqlen=4k", f"iters={ITERATIONS}", "warmup=1"]
+    # One sweep, so that Ring and all tiles are timed in turn.
+    with Composer() as composer:
+        points = [(*common, "method=ring"), *((*common, "method=mesh", f"method.tile={tile}") for tile in TILES)]
+        requests = [resolve(composer.compose(point)) for point in points]
+    ring, *meshes = [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
+    rows = []
+    for record in (ring, *meshes):
+        sent = _value(record.comm_bytes_per_gpu)
+        allowed = _value(ring.comm_bytes_per_gpu) / sent
+        faster = _value(ring.step_ms_median) / _value(record.step_ms_median)
+        rows.append({
+            "method": f"{record.method} {record.variant or ''}",
+            "step, ms [95%]": interval(record),
+            "blocks alone": f"{record.compute_only_ms_median:.0f}",
+            "transfers alone": f"{record.communication_only_ms_median:.0f}",
+            "sent by a rank": f"{sent / 1e6:.2f} MB",
+            "link counters over that": f"{_value(record.interface_bytes_per_gpu) / sent:.3f}",
+            "Ring's bytes over these": f"{allowed:.2f}",
+            "Ring's time over this": f"{faster:.2f}",
+            "reached": f"{faster / allowed:.0%}",
+        })  # fmt: skip
+    by_bytes = [str(r.variant) for r in sorted(meshes, key=lambda r: _value(r.comm_bytes_per_gpu))]
+    by_time = [str(r.variant) for r in sorted(meshes, key=lambda r: _value(r.step_ms_median))]
+    return f"{table(rows)}\n\nTiles by counted bytes: {', '.join(by_bytes)}; by time: {', '.join(by_time)}."
+
+
+def interval(record: Record) -> str:
+    """The median step with its 95% interval."""
+    return f"{record.step_ms_median:.0f} [{record.step_ms_ci95_low:.0f}, {record.step_ms_ci95_high:.0f}]"
+
+
+def overlap(folder: Path) -> str:
+    """How close the step comes to the longer of its two parts, at rates around where they balance."""
+    rows = []
+    for rate in BALANCED_RATES:
+        arguments = [*COMMON, f"cluster.hosts.link_bytes_per_s={rate}", f"gpus={BALANCED_RANKS}", "seqlen=4k"]
+        arguments += [f"iters={ITERATIONS}", "warmup=1", f"method={BALANCED_METHODS}"]
+        for record in measured(arguments, folder):
+            blocks, transfers = _value(record.compute_only_ms_median), _value(record.communication_only_ms_median)
+            rows.append({
+                "link": f"{float(rate) * 8e-6:.0f} Mbit/s",
+                "method": f"{record.method} {record.variant or ''}",
+                "step, ms [95%]": interval(record),
+                "blocks alone": f"{blocks:.0f}",
+                "transfers alone": f"{transfers:.0f}",
+                "step over the longer": f"{_value(record.step_ms_median) / max(blocks, transfers):.2f}",
+            })  # fmt: skip
+    return table(rows)
+
+
+def _value(number: float | None) -> float:
+    assert number is not None, "a measured point that is ok has it"
+    return number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=Path, default=Path("results/shaped_hosts"))
+    folder = parser.parse_args().records
+    text = f"""# Over shaped links
+
+Made by `python -m benchmarks.shaped_hosts` on {cores_here()} cores: 4k tokens, 8 heads of 64, fp32, full attention.
+
+{about(__doc__)}
+
+## 16 ranks, 25 Mbit/s, forward
+
+{communication_bound("forward", folder)}
+
+## 16 ranks, 25 Mbit/s, forward + backward
+
+{communication_bound("forward_backward", folder)}
+
+## Overlap: {BALANCED_RANKS} ranks, forward + backward, at rates around where the parts balance
+
+{overlap(folder)}
+"""
+    REPORT.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

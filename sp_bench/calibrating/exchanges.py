@@ -1,0 +1,43 @@
+"""Messages between shaped hosts whose ranks compute meanwhile, as in executions. Runs on every rank of a pool."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch.distributed as dist
+
+from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s
+from sp_bench.calibrating.setting import Exchanges, Setting
+from sp_bench.measure.pool import report
+from sp_bench.run.transport import GlooTransport
+
+IN_A_ROW = 4
+"""Messages, or blocks, for each repetition."""
+
+
+def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
+    """What this rank sees while every rank sends to the next host. The first repetition is a warm-up and dropped."""
+    rank, n, found = dist.get_rank(), dist.get_world_size(), Exchanges()
+    transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting)
+    ring = (rank + ranks_per_host) % n, (rank - ranks_per_host) % n
+    messages = {size: Message(transport, size) for size in setting.exchange_bytes}
+    for repetition in range(1 + setting.repetitions):
+        kept = found if repetition else Exchanges()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            block_s()
+        dist.barrier()
+        kept.crowded_block_s.append((time.perf_counter() - started) / IN_A_ROW)
+        for size, message in messages.items():
+            report((repetition, size))
+            exchange_s = partial(mean_s, message.exchange, *ring, times=IN_A_ROW)
+            idle_s = exchange_s()
+            dist.barrier()
+            beside_s, blocks_s = beside_blocks(block_s, exchange_s)
+            dist.barrier()
+            kept.idle_s.setdefault(size, []).append(idle_s)
+            kept.beside_s.setdefault(size, []).append(beside_s)
+            kept.block_s += blocks_s[:-1]  # the last one may have outlasted the messages
+    return found

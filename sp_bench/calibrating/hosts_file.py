@@ -1,0 +1,107 @@
+"""From exchanges between shaped hosts to the figures of a cluster file, which hold at other link rates too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sp_bench.calibrating.cluster_file import rounded
+from sp_bench.calibrating.setting import Exchanges
+from sp_bench.simulate.hosts import Hosts
+
+UNSHAPED_BYTES_PER_S = 1e11
+"""More than any machine's cores can carry."""
+SLOWER = 4
+"""The links are measured at their rate and at this fraction of it."""
+
+MediansS = Mapping[tuple[float, int], float]
+"""Seconds of the slowest rank, by what of its link's rate each rank had, bytes/s, and the bytes of the message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """What a message takes: latency_s + bytes / (payload_share * the rate of its link)."""
+
+    latency_s: float
+    payload_share: float
+    off: float
+    """The largest relative difference to a median that this was fitted to."""
+
+
+def link_rates(hosts: Hosts) -> tuple[float, float, float]:
+    """The rates of links to measure at, bytes/s."""
+    return hosts.link_bytes_per_s, hosts.link_bytes_per_s / SLOWER, UNSHAPED_BYTES_PER_S
+
+
+def fit(medians_s: MediansS, payload_share: float | None = None) -> Messages:
+    """The share by least squares, which long messages decide, if it isn't given; the latency by what is left."""
+    (rate, size), seconds = np.array([*medians_s]).T, np.array([*medians_s.values()])
+    ideal_s = size / rate
+    slope = 1 / payload_share if payload_share else max(float(np.polyfit(ideal_s, seconds, 1)[0]), 1.0)
+    latency_s = max(float(np.median(seconds - slope * ideal_s)), 0.0)
+    off = np.abs((latency_s + slope * ideal_s) / seconds - 1).max()
+    return Messages(latency_s=latency_s, payload_share=1 / slope, off=float(off))
+
+
+def with_hosts(
+    config: Mapping[str, Any], hosts: Hosts, exchanges: Mapping[float, Sequence[Exchanges]]
+) -> dict[str, Any]:
+    """A cluster file for hosts, from the one for the same ranks on loopback.
+
+    `exchanges` is what each rank saw, by the rate of the links.
+    """
+    at, unshaped = exchanges[hosts.link_bytes_per_s], exchanges[UNSHAPED_BYTES_PER_S]
+    shaped = {rate: ranks for rate, ranks in exchanges.items() if rate != UNSHAPED_BYTES_PER_S}
+    idle = fit(_medians_s(shaped, hosts, "idle_s"))
+    beside = fit(_medians_s(shaped, hosts, "beside_s"), idle.payload_share)
+    blocks_s, alone_s = (_median([rank.block_s for rank in at]), _median([rank.crowded_block_s for rank in at]))
+    measured = replace(
+        hosts,
+        payload_share=rounded(idle.payload_share),
+        latency_s=rounded(beside.latency_s),
+        flow_bytes_per_s=rounded(_most_bytes_per_s(_medians_s({1.0: unshaped}, hosts, "beside_s"))),
+    )
+    sources = {
+        "hosts.payload_share": f"{len(at)} ranks, each to the next host at once, {_sizes(at)} bytes over links of "
+        f"{' and '.join(f'{rate:g}' for rate in shaped)} bytes/s: medians of the slowest rank, met within "
+        f"{idle.off:.0%}, with {idle.latency_s:.2g} s before the first byte",
+        "hosts.latency_s": "the same while all ranks compute blocks, so that a message waits for a core as well: good "
+        f"for about as many ranks to a core; met within {beside.off:.0%}",
+        "hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks",
+        "transfer_slowdown": "blocks on all ranks while all of them send, over blocks without transfers, over links of "
+        f"{hosts.link_bytes_per_s:g} bytes/s",
+    }
+    kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
+    return {
+        **kept,
+        "hosts": asdict(measured),
+        "intra": config["intra"],
+        "device": {**config["device"], "transfer_slowdown": rounded(max(blocks_s / alone_s - 1, 0.0))},
+        "sources": {**config["sources"], **sources},
+    }
+
+
+def _medians_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, name: str) -> MediansS:
+    return {
+        (rate / hosts.ranks_per_host, size): float(np.median(np.max([getattr(rank, name)[size] for rank in ranks], 0)))
+        for rate, ranks in exchanges.items()
+        for size in getattr(ranks[0], name)
+    }
+
+
+def _most_bytes_per_s(medians_s: MediansS) -> float:
+    """Of a long message, what comes after a short one's time; all of it where that is as long."""
+    (_, short), (_, long) = min(medians_s), max(medians_s)
+    short_s, long_s = medians_s[min(medians_s)], medians_s[max(medians_s)]
+    return (long - short) / (long_s - short_s) if long_s > short_s else long / long_s
+
+
+def _median(samples: Sequence[Sequence[float]]) -> float:
+    return float(np.median([x for series in samples for x in series]))
+
+
+def _sizes(ranks: Sequence[Exchanges]) -> str:
+    return ", ".join(map(str, ranks[0].beside_s))

@@ -1,0 +1,202 @@
+"""Makes shaped hosts: a network namespace for each, and one more for the switches that join them.
+
+                         [down0]  spine  [down1]
+                            |               |
+                          [up0]           [up1]
+    host 0 [shaped0]--[port0]               [port2]--[shaped0] host 2
+                          leaf0           leaf1
+    host 1 [shaped0]--[port1]               [port3]--[shaped0] host 3
+
+Each [ ] is an end of a virtual cable, and tbf (token bucket filter) shapes what it sends. Without hosts_per_leaf, leaf0
+has all hosts and no spine above it.
+
+Nothing of this has a name outside, so that any number of runs can have theirs at once, and it is gone with the process
+that made it, even if that is killed: the kernel removes what no process holds any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from sp_bench.errors import RequestError
+from sp_bench.hosts import namespaces
+from sp_bench.hosts.inside import LINK
+from sp_bench.simulate import Cluster
+from sp_bench.simulate.hosts import Hosts
+
+MTU_BYTES = 9000
+"""Jumbo frames, as clusters have them, so that headers are less than 1% of a link."""
+FRAME_BYTES = MTU_BYTES + 14
+LARGEST_PACKET_BYTES = 2**16
+"""Of what TCP hands over in one piece."""
+QUEUE_BYTES = 2**26
+"""More than the sockets behind a link can have under way: packets wait, and none is dropped."""
+IPV4 = {
+    "tcp_congestion_control": "reno",  # in every kernel, and nothing is lost that it could react to
+    "tcp_slow_start_after_idle": "0",  # ranks are silent between messages
+    "tcp_rmem": "4096 1048576 1048576",
+    "tcp_wmem": "4096 1048576 1048576",
+}
+"""Windows that are open from the start and hold several times what is under way on a fast link."""
+FIRST_ADDRESS = ipaddress.IPv4Address("10.0.0.1")
+SHAPED_BYTES_PER_S = (1e4, 1e11)
+"""What tbf can count in its units of time."""
+
+
+class ShapedHosts:
+    """Hosts, up and joined, and which ranks are to live on them. Use it as a context manager, or close it."""
+
+    def __init__(self, hosts: Hosts, host_of: Sequence[int]) -> None:
+        """`host_of` has the host of each rank, counted from 0.
+
+        Raises RequestError where this machine, this user or these figures don't allow it.
+        """
+        _refuse(hosts)
+        self._hosts, self._host_of, self._held = hosts, host_of, []
+        try:
+            self._switches, *self._places = [self._new_place() for _ in range(max(host_of) + 2)]
+            namespaces.call_inside(self._switches, self._join)
+            for host, place in enumerate(self._places):
+                namespaces.call_inside(place, lambda host=host: self._bring_up(host))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _not_allowed(error) from None
+            raise
+
+    def __enter__(self) -> ShapedHosts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def place_of(self, rank: int) -> str:
+        """Where `inside.move_in` finds the host of a rank."""
+        return self._places[self._host_of[rank]]
+
+    @property
+    def ranks(self) -> dict[str, list[int]]:
+        """The ranks on each host."""
+        return {
+            f"host{host}": [rank for rank, its in enumerate(self._host_of) if its == host]
+            for host in sorted(set(self._host_of))
+        }
+
+    def close(self) -> None:
+        """Let go of the hosts and switches: a host ends with the last process on it."""
+        for namespace in self._held:
+            os.close(namespace)
+        self._held = []
+
+    def _new_place(self) -> str:
+        self._held.append(namespaces.new())
+        return namespaces.path(self._held[-1])
+
+    def _join(self) -> None:
+        """Among the switches: make them, and the cables to hosts and between them."""
+        hosts, links, shapes = self._hosts, [], []
+        below = hosts.hosts_per_leaf or len(self._places)
+        leaves = range(-(-len(self._places) // below))
+        links += [f"link add name leaf{leaf} up type bridge" for leaf in leaves]
+        for host, place in enumerate(self._places):
+            links.append(_cable(f"port{host}", f"{LINK} address {_hardware_address(host)} netns {place}"))
+            links.append(self._plug(f"port{host}", f"leaf{host // below}"))
+            shapes.append(self._shape(f"port{host}", hosts.link_bytes_per_s))
+        if hosts.uplink_bytes_per_s and len(leaves) > 1:
+            links.append("link add name spine up type bridge")
+            for leaf in leaves:
+                links.append(_cable(f"up{leaf}", f"down{leaf}"))
+                links += [self._plug(f"up{leaf}", f"leaf{leaf}"), self._plug(f"down{leaf}", "spine")]
+                shapes += [self._shape(f"{end}{leaf}", hosts.uplink_bytes_per_s) for end in ("up", "down")]
+        _batch("ip", links)
+        _batch("tc", shapes)
+
+    def _bring_up(self, host: int) -> None:
+        """On a host: TCP, addresses, and the shape of what it sends."""
+        for name, value in IPV4.items():
+            Path("/proc/sys/net/ipv4", name).write_text(value)
+        lines = ["link set dev lo up", f"link set dev {LINK} {self._packets()} up"]
+        lines.append(f"address add {FIRST_ADDRESS + host}/8 dev {LINK}")
+        # Known from the start: a kernel learns few neighbours, for all its namespaces together.
+        lines += [
+            f"neighbour add {FIRST_ADDRESS + other} lladdr {_hardware_address(other)} dev {LINK} nud permanent"
+            for other in range(len(self._places))
+            if other != host
+        ]
+        _batch("ip", lines)
+        _batch("tc", [self._shape(LINK, self._hosts.link_bytes_per_s)])
+
+    def _plug(self, end: str, switch: str) -> str:
+        return f"link set dev {end} {self._packets()} master {switch} up"
+
+    def _packets(self) -> str:
+        """With the headers of its frames, no packet is larger than a burst: tbf would cut it up, which costs cores."""
+        return f"gso_max_size {min(LARGEST_PACKET_BYTES, self._hosts.burst_bytes * 7 // 8)}"
+
+    def _shape(self, end: str, bytes_per_s: float) -> str:
+        burst_bytes = self._hosts.burst_bytes
+        return f"qdisc add dev {end} root tbf rate {bytes_per_s:.0f}bps burst {burst_bytes} limit {QUEUE_BYTES}"
+
+
+def hosts_for(cluster: Cluster, ranks: int) -> ShapedHosts | None:
+    """The hosts of a cluster, made for that many ranks; None where it has none. Raises RequestError."""
+    return ShapedHosts(cluster.hosts, cluster.node_of(ranks).tolist()) if cluster.hosts else None
+
+
+@lru_cache(maxsize=8)
+def refuse_what_can_not_be_made(hosts: Hosts) -> None:
+    """Raise RequestError where such hosts can't be had here: two are made, and removed."""
+    ShapedHosts(hosts, (0, 1)).close()
+
+
+def _refuse(hosts: Hosts) -> None:
+    """Raise RequestError for a system or for figures with which no hosts can be made."""
+    if sys.platform != "linux":
+        raise RequestError("cluster.hosts", "hosts are made on Linux only", "mode=simulate would work")
+    for tool in ("ip", "tc"):
+        if not shutil.which(tool):
+            would = "the package iproute2, or mode=simulate, would work"
+            raise RequestError("cluster.hosts", f"hosts are made with {tool}, which is not in PATH", would)
+    if hosts.burst_bytes < FRAME_BYTES:
+        rule = f"must be at least {FRAME_BYTES}, a frame, to be made"
+        raise RequestError(f"cluster.hosts.burst_bytes={hosts.burst_bytes}", rule, "32768 would work")
+    low, high = SHAPED_BYTES_PER_S
+    for key in ("link_bytes_per_s", "uplink_bytes_per_s"):
+        rate = getattr(hosts, key)
+        if rate is not None and not low <= rate <= high:
+            rule = f"must be from {low:g} to {high:g} to be made"
+            raise RequestError(f"cluster.hosts.{key}={rate:g}", rule, "2.5e+7, or mode=simulate, would work")
+
+
+def _not_allowed(error: OSError) -> RequestError:
+    why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    would = "root, `unshare --map-root-user` before the command, or mode=simulate would work"
+    return RequestError("cluster.hosts", f"hosts can't be made with this user's rights ({why})", would)
+
+
+def _cable(end: str, other_end: str) -> str:
+    return f"link add name {end} mtu {MTU_BYTES} type veth peer name {other_end} mtu {MTU_BYTES}"
+
+
+def _hardware_address(host: int) -> str:
+    """One that is administered locally."""
+    return (0x02 << 40 | host).to_bytes(6).hex(":")
+
+
+def _batch(tool: str, lines: Sequence[str]) -> None:
+    """Run lines of ip or tc. Raises RequestError where the kernel can't do a line, PermissionError where it won't."""
+    done = subprocess.run([tool, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
+    if done.returncode:
+        said = f"{tool}: {' '.join(done.stderr.split())}"
+        if os.strerror(errno.EPERM) in said:
+            raise PermissionError(errno.EPERM, said)
+        would = "a kernel with veth, bridge and tbf (sch_tbf), or mode=simulate, would work"
+        raise RequestError("cluster.hosts", f"this kernel can't make hosts ({said})", would)

@@ -1,0 +1,54 @@
+"""DeepSpeed-Ulysses: the original DistributedAttention, around flash_attn.
+
+Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+Transformer Models", 2023, https://github.com/deepspeedai/DeepSpeed, deepspeed/sequence/layer.py.
+
+Layout: contiguous. Each all-to-all is waited for: overlapping them takes CUDA streams.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from sp_bench.peers.peer import Peer, refuse_uneven_heads
+from sp_bench.plan import Problem
+
+if TYPE_CHECKING:
+    from sp_bench.peers.peer import Attention
+
+HEADS_DIM, TOKENS_DIM, BATCH_DIM = 2, 1, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedUlysses(Peer):
+    """One algorithm."""
+
+    name: ClassVar[str] = "deepspeed_ulysses"
+    distribution: ClassVar[str] = "deepspeed"
+    module: ClassVar[str] = "deepspeed"
+    algorithms: ClassVar[tuple[str, ...]] = ("ulysses",)
+
+    def wanted_layout(self) -> str:
+        return "contiguous"
+
+    def refuse(self, problem: Problem) -> None:
+        super().refuse(problem)
+        refuse_uneven_heads(self, problem, problem.n)
+
+    def attention(self, problem: Problem) -> Attention:
+        from sp_bench.peers import stand_in
+
+        stand_in.install()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed  # pyright: ignore[reportMissingImports]
+        import torch.distributed as dist
+        from deepspeed.sequence.layer import DistributedAttention  # pyright: ignore[reportMissingImports]
+        from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+        # Else it would look which of its C++ extensions can be compiled here, and compile an all-reduce; none is used.
+        deepspeed.ops.__compatible_ops__ = {}
+        deepspeed.init_distributed(dist_backend="gloo")
+        attention = DistributedAttention(flash_attn_func, dist.group.WORLD, HEADS_DIM, TOKENS_DIM)
+        return lambda q, k, v: attention(q, k, v, BATCH_DIM, causal=self.causal)

@@ -1,0 +1,58 @@
+"""PyTorch's context parallel attention: torch.distributed.tensor.experimental, `context_parallel`.
+
+Its ring attention is a template that is given a block kernel. The public `context_parallel()` gives it CUDA kernels
+only, so on a CPU the template itself, which is private, is given the CPU kernel that our methods use. Everything else
+is torch's: how KV travels, merging, load balance, the backward. Its tensors are (B, H, S, D). The source is
+https://github.com/pytorch/pytorch, torch/distributed/tensor/experimental/_context_parallel/_attention.py.
+
+Layout: zigzag if causal, else contiguous, as its load balancer wants. Accumulates in fp32 whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from sp_bench.errors import RequestError
+from sp_bench.peers.peer import Peer
+from sp_bench.plan import Problem
+
+if TYPE_CHECKING:
+    from sp_bench.peers.peer import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchContextParallel(Peer):
+    """Algorithms are torch's rotate methods: KV gathered at once (its default), or passed on around the ring."""
+
+    name: ClassVar[str] = "torch_context_parallel"
+    distribution: ClassVar[str] = "torch"
+    module: ClassVar[str] = "torch.distributed.tensor.experimental._context_parallel._attention"
+    algorithms: ClassVar[tuple[str, ...]] = ("all_gather", "all_to_all")
+
+    def wanted_layout(self) -> str:
+        return "zigzag" if self.causal else "contiguous"
+
+    def refuse_absence(self) -> None:
+        """Looks for the file, since finding the module would import torch."""
+        spec = importlib.util.find_spec("torch")
+        assert spec and spec.origin, "sp_bench depends on torch"
+        inside = self.module.split(".")[1:]
+        if not Path(spec.origin).parent.joinpath(*inside).with_suffix(".py").exists():
+            raise RequestError(
+                f"impl={self.name}", f"torch {self.version} has no {self.module}", "torch>=2.10 would work"
+            )
+
+    @property
+    def kernel_name(self) -> str:
+        return "aten_cpu"
+
+    def notes(self) -> list[str]:
+        return [f"{self.name} is torch {self.version}'s private template, given the CPU kernel of our own methods"]
+
+    def attention(self, problem: Problem) -> Attention:
+        from sp_bench.peers.torch_ring import TorchRing
+
+        return lambda q, k, v: TorchRing.apply(q, k, v, self.causal, self.algorithm)

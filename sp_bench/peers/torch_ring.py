@@ -1,0 +1,72 @@
+"""torch's templated ring attention as a differentiable function. Imported inside ranks: it reaches into torch."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+
+from sp_bench.kernels import KERNELS
+from sp_bench.plan import Mask
+
+TOKENS_DIM = 2
+KERNEL = KERNELS["aten_cpu"]()
+
+
+class TorchRing(torch.autograd.Function):
+    """q, k, v and out are (B, S, H, D); `rotate` is the name of one of torch's rotate methods."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, rotate: str) -> Tensor:
+        _choose(causal, rotate)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = context_parallel._templated_ring_attention(
+            _world(), TOKENS_DIM, _forward_block, q, k, v, is_causal=causal
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.rotate = causal, rotate
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        _choose(ctx.causal, ctx.rotate)
+        dout = grad_outputs[0].transpose(1, 2)
+        dq, dk, dv = context_parallel._templated_ring_attention_backward(
+            _world(), TOKENS_DIM, _backward_block, dout, "grad_out", *ctx.saved_tensors, is_causal=ctx.causal
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None
+
+
+def _choose(causal: bool, rotate: str) -> None:
+    """torch keeps its options in one place for the whole process, and points of one run may differ in them."""
+    options = context_parallel._cp_options
+    options.enable_load_balance = causal
+    options.rotate_method = context_parallel._RotateMethod[rotate.upper()]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "a peer runs inside ranks"
+    return group
+
+
+def _forward_block(query: Tensor, key: Tensor, value: Tensor, **kwargs: object) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = KERNEL.forward(q, k, v, _mask(kwargs))
+    return out.transpose(1, 2), lse
+
+
+def _backward_block(query: Tensor, key: Tensor, value: Tensor, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+    dout, out, lse = (cast(Tensor, kwargs[name]) for name in ("grad_out", "out", "logsumexp"))
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, query, key, value, out))
+    dq, dk, dv = KERNEL.backward(dout, q, k, v, out, lse, _mask(kwargs))
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _mask(kwargs: dict[str, object]) -> Mask:
+    return Mask.CAUSAL if kwargs["is_causal"] else Mask.FULL

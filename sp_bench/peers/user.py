@@ -1,0 +1,94 @@
+"""A function of the user's own: impl=my_module:my_attention.
+
+    def my_attention(q, k, v, *, causal, group):
+        ...
+        return out
+
+Every rank calls it with its own tokens, as method.layout deals them out, and with the torch.distributed group: q
+(B, S / n, H, D), k and v (B, S / n, kv_heads, D). It returns out (B, S / n, H, D), and autograd must be able to go back
+through it unless phase=forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sp_bench.errors import RequestError, nearest
+from sp_bench.peers.peer import Peer
+from sp_bench.plan import Problem, layout_named
+
+if TYPE_CHECKING:
+    from sp_bench.peers.peer import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class User(Peer):
+    """`function` is what `impl` says. Layouts are our own; auto is striped if causal, else contiguous."""
+
+    name: ClassVar[str] = "user"
+    distribution: ClassVar[str] = ""
+    algorithms: ClassVar[tuple[str, ...]] = ("own",)
+
+    function: str
+    """module:name, as `impl` has it."""
+
+    @classmethod
+    def named(cls, function: str, options: Mapping[str, Any], *, causal: bool) -> User:
+        """The user's function with these options."""
+        return cls.build({**options, "function": function}, causal=causal)
+
+    def wanted_layout(self) -> str:
+        return layout_named(self.layout, causal=self.causal).name
+
+    def refuse_absence(self) -> None:
+        """Finds the file; whether the function is in it is seen inside the ranks, where it is imported."""
+        if self._file() is None:
+            module = self.function.partition(":")[0]
+            raise RequestError(
+                f"impl={self.function}", f"there is no module {module}", "the name of one on PYTHONPATH would work"
+            )
+
+    @property
+    def version(self) -> str:
+        """A hash of the module's own file."""
+        file = self._file()
+        return hashlib.sha256(file.read_bytes() if file else b"").hexdigest()[:16]
+
+    @property
+    def impl(self) -> str:
+        return self.function
+
+    @property
+    def kernel_name(self) -> str:
+        return "its own"
+
+    def variant(self, problem: Problem) -> str:
+        return self.function
+
+    def notes(self) -> list[str]:
+        return [f"{self.function} is the user's own code; the hash of its file is {self.version}"]
+
+    def attention(self, problem: Problem) -> Attention:
+        import torch.distributed as dist
+
+        module_name, _, name = self.function.partition(":")
+        module = importlib.import_module(module_name)
+        if not callable(function := vars(module).get(name)):
+            names = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
+            raise RequestError(f"impl={self.function}", f"{module_name} has no function {name}", nearest(name, names))
+        return lambda q, k, v: function(  # pyright: ignore[reportReturnType]
+            q, k, v, causal=self.causal, group=dist.group.WORLD
+        )
+
+    def _file(self) -> Path | None:
+        try:
+            spec = importlib.util.find_spec(self.function.partition(":")[0])
+        except (ImportError, ValueError):
+            return None
+        return Path(spec.origin) if spec and spec.origin and spec.has_location else None

@@ -1,0 +1,65 @@
+"""What a rank holds while it executes a plan: chunks it started with or received, and the partials it accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from sp_bench.plan import Chunk, Part, Problem
+from sp_bench.run.partials import Partials, Tensors
+
+
+class Holdings:
+    """Tensors by chunk. Lanes put down what they received, and blocks and lanes read it, in the order of the waits."""
+
+    def __init__(self, inputs: Mapping[Chunk, Tensors], problem: Problem, device: torch.device) -> None:
+        self.partials = Partials(problem, device)
+        self._tokens = problem.block_tokens
+        self._held = dict(inputs)
+        self._parts: dict[Chunk, Part] = {}
+
+    def put(self, chunk: Chunk, tensors: Tensors, part: Part = Part.WHOLE) -> None:
+        """Hold a chunk, or a part of its rows."""
+        self._held[chunk], self._parts[chunk] = tensors, part
+
+    def received(self, chunk: Chunk) -> Tensors:
+        """A chunk that was an input, received or bundled."""
+        return self._held[chunk]
+
+    def get(self, chunk: Chunk) -> Tensors:
+        """A chunk of either kind."""
+        return self._held[chunk] if chunk in self._held else self.partials.get(chunk)
+
+    def part(self, chunk: Chunk) -> Part:
+        """Which rows of a chunk are there."""
+        return self._parts.get(chunk, Part.WHOLE)
+
+    def rows(self, chunk: Chunk) -> slice:
+        """Those rows, counted from the first of the chunk."""
+        return self.part(chunk).slice(self._tokens)
+
+    def among(self, chunk: Chunk, rows: slice) -> slice:
+        """Rows of a chunk, counted among those that are there."""
+        first = self.rows(chunk).start
+        return slice(rows.start - first, rows.stop - first)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is held at this moment. Other threads may add to it meanwhile."""
+        chunks = [*list(self._held.values()), *self.partials.tensors()]
+        return [tensor for tensors in chunks for tensor in tensors]
+
+
+class LiveBytes:
+    """The most memory that tensors seen together take; those that share memory count once."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self.always: list[Tensor] = []
+        """What is there all the time, seen or not."""
+
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Count what is there now."""
+        storages = (tensor.untyped_storage() for tensor in (*self.always, *tensors))
+        self.peak = max(self.peak, sum({s.data_ptr(): s.nbytes() for s in storages}.values()))

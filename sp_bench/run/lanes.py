@@ -1,0 +1,157 @@
+"""Execute transfers on one rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sp_bench.plan import (
+    FIELDS,
+    AllToAll,
+    Chunk,
+    Dataflow,
+    Field,
+    Part,
+    Pass,
+    Plan,
+    Problem,
+    Stage,
+    Transfer,
+    by_heads,
+    part_sent,
+)
+from sp_bench.run.buffers import Buffers
+from sp_bench.run.holdings import Holdings
+from sp_bench.run.partials import Tensors
+from sp_bench.run.transport import GlooTransport
+
+
+class Lanes:
+    """The transfers of one plan, with receive and staging buffers that are reused from call to call."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        flow: Dataflow,
+        problem: Problem,
+        rank: int,
+        transport: GlooTransport,
+        buffers: Buffers,
+        device: torch.device,
+    ) -> None:
+        self._plan, self._flow, self._problem, self._rank = plan, flow, problem, rank
+        self._transport, self._device = transport, device
+        self._slots, self._staging = buffers.of(plan, flow)
+        self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
+
+    def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
+        """Send and receive, and hold what came."""
+        assert op.recv is not None
+        into, part = self._into(index, op)
+        if isinstance(op, AllToAll):
+            self._all_to_all(op, into, holdings)
+        else:
+            self._pass(op, into, holdings)
+        self._arrived(op, into, part, holdings)
+
+    def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
+        """Hold what was received last time, or nothing but zeros, as if it had come now. Nothing is sent."""
+        into, part = self._into(index, op)
+        if index not in self._flow.slots:
+            for tensor in into:
+                tensor.zero_()
+        self._arrived(op, into, part, holdings)
+
+    def _into(self, index: int, op: Transfer) -> tuple[Tensors, Part]:
+        """Where a transfer receives, and which part of the chunk that will be."""
+        assert op.recv is not None
+        slot = self._flow.slots.get(index)
+        buffers = self._slots[slot] if slot else self._new(op.recv)
+        if isinstance(op, AllToAll):
+            return buffers, Part.WHOLE
+        part = part_sent(op, self._problem, int(op.source(self._rank)))
+        return self._first_rows(buffers, op.recv, part), part
+
+    def _arrived(self, op: Transfer, tensors: Tensors, part: Part, holdings: Holdings) -> None:
+        assert op.send is not None
+        assert op.recv is not None
+        holdings.put(op.recv, tensors, part)
+        if op.send not in self._plan.kept:
+            holdings.partials.drop(op.send)
+
+    def _pass(self, op: Pass, into: Tensors, holdings: Holdings) -> None:
+        source, target = int(op.source(self._rank)), int(op.target(self._rank))
+        outgoing = self._outgoing(op, holdings)
+        if target == self._rank:
+            for buffer, tensor in zip(into, outgoing, strict=True):
+                buffer.copy_(tensor)
+            return
+        works = self._transport.receive(self._ids[op.lane], source, into)
+        works += self._transport.send(self._ids[op.lane], target, outgoing, self._counted_as(op))
+        for work in works:
+            work.wait()
+
+    def _all_to_all(self, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
+        """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
+        sent, received = (self._staging[Stage(op.lane, op.send.tensor, use)] for use in ("send", "recv"))
+        own, lane, works = int(op.group.position(self._rank)), self._ids[op.lane], []
+        held = holdings.get(op.send)[: len(into)]
+        for field, pieces, tensor in zip(by_heads(op), sent, held, strict=True):
+            for member, piece in enumerate(pieces):
+                if member != own:
+                    piece.copy_(self._piece(op, field, tensor, member, of_tokens=not op.to_heads))
+        members = [(int(op.group.member(self._rank, shift)), shift) for shift in range(1, op.group.size)]
+        for rank, _ in members:
+            works += self._transport.receive(lane, rank, [x[int(op.group.position(rank))] for x in received])
+        for rank, _ in members:
+            pieces = [x[int(op.group.position(rank))] for x in sent]
+            works += self._transport.send(lane, rank, pieces, self._counted_as(op))
+        for work in works:
+            work.wait()
+        for field, pieces, source, tensor in zip(by_heads(op), received, held, into, strict=True):
+            if not op.to_heads:
+                tensor.zero_()
+            for member, theirs in enumerate(pieces):
+                # The rank's own piece doesn't travel, and is spared the rounding of the wire.
+                piece = theirs if member != own else self._piece(op, field, source, own, of_tokens=not op.to_heads)
+                place = self._piece(op, field, tensor, member, of_tokens=op.to_heads)
+                # What several ranks computed with one key head is added up.
+                place.copy_(piece) if op.to_heads else place.add_(piece)
+
+    def _piece(self, op: AllToAll, field: Field, tensor: Tensor, member: int, *, of_tokens: bool) -> Tensor:
+        """A member's tokens of a chunk by heads, or a member's heads of a chunk by tokens."""
+        if of_tokens:
+            tokens = self._problem.local_seqlen
+            return tensor[:, member * tokens : (member + 1) * tokens]
+        heads, first = self._problem.field_heads(field), member * tensor.shape[2] // op.group.size
+        return tensor[:, :, first : first + heads]
+
+    def _outgoing(self, op: Pass, holdings: Holdings) -> Tensors:
+        """What a rank sends, in its wire form: the chunk itself, or rows of it or a cast of it, in a staging buffer."""
+        assert op.send is not None
+        chunk, part = op.send, part_sent(op, self._problem, self._rank)
+        held, rows = holdings.get(chunk), holdings.among(chunk, part.slice(self._problem.block_tokens))
+        staged = self._staging.get(Stage(op.lane, chunk.tensor, "pass"))
+        if staged is None or (part is holdings.part(chunk) and not self._problem.needs_cast(chunk.tensor)):
+            return held
+        staged = self._first_rows(staged, chunk, part)
+        for wire, tensor in zip(staged, held, strict=True):
+            wire.copy_(tensor[:, rows] if tensor.ndim == 4 else tensor[:, :, rows])
+        return staged
+
+    def _first_rows(self, buffers: Tensors, chunk: Chunk, part: Part) -> Tensors:
+        """As much of a chunk's buffers as a part of it takes, contiguous."""
+        if part is Part.WHOLE:
+            return buffers
+        shapes = [self._problem.field_shape(field, part) for field in FIELDS[chunk.tensor]]
+        return tuple(x.view(-1)[: math.prod(s)].view(s) for x, s in zip(buffers, shapes, strict=True))
+
+    def _new(self, chunk: Chunk) -> Tensors:
+        """Tensors for a chunk that outlives the plan."""
+        kinds = ((self._problem.field_shape(f), self._problem.field_dtype(f, wire=False)) for f in FIELDS[chunk.tensor])
+        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in kinds)
+
+    def _counted_as(self, op: Transfer) -> list[tuple[str, str, str]]:
+        return [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]

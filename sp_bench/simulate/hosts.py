@@ -1,0 +1,75 @@
+"""Shaped hosts: what the links between them carry, from which their topology follows and by which they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sp_bench.errors import RequestError
+from sp_bench.simulate.values import count, number, section
+
+REQUIRED = ("link_bytes_per_s", "burst_bytes", "payload_share", "latency_s")
+OPTIONAL = ("ranks_per_host", "hosts_per_leaf", "uplink_bytes_per_s", "uplink_latency_s", "flow_bytes_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """Hosts that share this machine's cores, each with one link to a switch; leaf switches join over a spine.
+
+    A host is a node of the simulated topology, its link the node's one NIC, and ranks on it talk over its loopback.
+    """
+
+    link_bytes_per_s: float
+    """Of a host's link in each direction, headers included."""
+    burst_bytes: int
+    """What a shaped link that was idle lets through at once."""
+    payload_share: float
+    """Of a link's rate, what messages get that are larger than a burst."""
+    latency_s: float
+    """Before a message's first byte."""
+    ranks_per_host: int = 1
+    hosts_per_leaf: int | None = None
+    """Consecutive hosts that share a leaf switch and its uplink; None: one switch for all."""
+    uplink_bytes_per_s: float | None = None
+    """Of each leaf switch to the spine in each direction, headers included."""
+    uplink_latency_s: float = 0.0
+    """Of going to another leaf, in addition."""
+    flow_bytes_per_s: float | None = None
+    """Most that one message takes, however fast its links: what this machine's cores can carry; None: no limit."""
+
+    @classmethod
+    def build(cls, config: Any, path: str = "cluster.hosts") -> Self:
+        """The section that a conf/cluster file has at `path`. Raises RequestError for a key or value."""
+        given = {key: value for key, value in section(path, config, REQUIRED, OPTIONAL).items() if value is not None}
+        hosts = cls(**{key: _value(f"{path}.{key}", key, given.get(key)) for key in {*REQUIRED, *given}})
+        if (hosts.hosts_per_leaf is None) != (hosts.uplink_bytes_per_s is None):
+            rule = f"goes with uplink_bytes_per_s, which is {hosts.uplink_bytes_per_s}"
+            raise RequestError(f"{path}.hosts_per_leaf={hosts.hosts_per_leaf}", rule, "both or neither would work")
+        if hosts.payload_share > 1:
+            key = f"{path}.payload_share"
+            raise RequestError(f"{key}={hosts.payload_share}", "must be at most 1", f"{key}=0.95 would work")
+        return hosts
+
+    def network(self) -> Mapping[str, Any]:
+        """The sections of a topology that describe the network between hosts, with the rates that messages get."""
+        link_bytes_per_s = self.payload_share * self.link_bytes_per_s
+        fabric = None
+        if self.hosts_per_leaf and self.uplink_bytes_per_s:
+            below_bytes_per_s = self.hosts_per_leaf * self.link_bytes_per_s
+            fabric = {
+                "nodes_per_leaf": self.hosts_per_leaf,
+                # An uplink with more than all hosts below it can send is never full.
+                "oversubscription": max(1.0, below_bytes_per_s / self.uplink_bytes_per_s),
+                "latency_s": self.uplink_latency_s,
+            }
+        inter = {"bytes_per_s": link_bytes_per_s, "latency_s": self.latency_s, "nics_per_node": 1}
+        if self.flow_bytes_per_s:
+            inter["flow_bytes_per_s"] = self.flow_bytes_per_s
+        return {"gpus_per_node": self.ranks_per_host, "inter": inter, "fabric": fabric}
+
+
+def _value(path: str, key: str, value: Any) -> Any:
+    if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
+        return count(path, value)
+    return number(path, value, zero=key.endswith("latency_s"))

@@ -1,0 +1,246 @@
+"""python -m sp_bench.validate key=value ...: measure points and simulate them, and say how far apart the two are."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.progress import Progress
+
+from sp_bench import records
+from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
+from sp_bench.cli.compose import Composer
+from sp_bench.errors import RequestError
+from sp_bench.records import Record
+
+USAGE = """\
+python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
+
+Measures every point on this machine and simulates it with the figures of the same cluster, which should be calibrated
+ones (python -m sp_bench.calibrate). Writes FOLDER/validation.md, .csv and .svg: both times of each point, the error,
+and whether the simulator orders the methods as the measurements do wherever these can tell them apart.
+
+  out=results/validate    the folder; records are in it too, and points with a record there are not measured again
+  key=value,value         axes as in python -m sp_bench -m; without any, SHAPED below
+
+Without keys, on cluster=shaped (its hosts need root):
+"""
+COMMON = (
+    "heads=8", "head_dim=64", "dtype=float32", "causal=false", "iters=7", "warmup=2", "parts=false", "logger=none",
+)  # fmt: skip
+EVERY_METHOD = "method=ring,mesh,startrail,ulysses,usp,tokenring,pass_q,all_gather,double_ring"
+SHAPED = (
+    ("gpus=4", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", EVERY_METHOD),
+    ("gpus=8", "seqlen=4k", "cluster.hosts.link_bytes_per_s=25e6", EVERY_METHOD),
+    ("gpus=8", "seqlen=8k", "cluster.hosts.link_bytes_per_s=12.5e6", EVERY_METHOD),
+    ("gpus=8", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", "causal=true", f"{EVERY_METHOD},striped,zigzag"),
+    ("gpus=16", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", "heads=16", EVERY_METHOD),
+    ("gpus=16", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", "method=mesh",
+     "method.tile=[1,16],[2,8],[4,4],[8,2],[16,1]"),
+)  # fmt: skip
+"""Sweeps, each with its own keys beside COMMON."""
+SETTING = ["cluster", "link_mbit_per_s", "gpus", "seqlen", "causal", "heads"]
+"""What points must share to be compared."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE + "\n".join("  " + " ".join(sweep) for sweep in SHAPED) + f"\n  each with {' '.join(COMMON)}")
+        return 0
+    try:
+        out, own, keys = _arguments(arguments)
+        sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
+        with Composer(own) as composer:
+            configs = [config for sweep in sweeps or _shaped(keys) for config in _configs(composer, sweep)]
+        table = validate(configs, out / "records")
+    except RequestError as error:
+        print(f"sp_bench.validate: {error}", file=sys.stderr)
+        return 2
+    write(table, out)
+    print((out / "validation.md").read_text())
+    return 0
+
+
+def _arguments(arguments: Sequence[str]) -> tuple[Path, Path | None, list[str]]:
+    """The folder, the user's own conf, and the rest."""
+    out, own, rest = Path("results/validate"), None, list(arguments)
+    if "--config-dir" in rest:
+        at = rest.index("--config-dir")
+        if at + 1 == len(rest):
+            raise RequestError("--config-dir", "needs a folder", "--config-dir my_conf would work")
+        own = Path(rest[at + 1])
+        del rest[at : at + 2]
+    for argument in [a for a in rest if a.startswith("out=")]:
+        out = Path(argument.removeprefix("out="))
+        rest.remove(argument)
+    return out, own, rest
+
+
+def _shaped(keys: Sequence[str]) -> list[list[str]]:
+    """The default sweeps, on the cluster that the command line names."""
+    cluster = keys or ["cluster=shaped"]
+    found = []
+    for sweep in SHAPED:
+        given = {key.partition("=")[0] for key in sweep}
+        found.append([*cluster, *(key for key in COMMON if key.partition("=")[0] not in given), *sweep])
+    return found
+
+
+def _configs(composer: Composer, sweep: Sequence[str]) -> list[dict[str, Any]]:
+    return [composer.compose(point) for point in composer.points(sweep, sweep=True)]
+
+
+def validate(configs: Sequence[Mapping[str, Any]], folder: Path) -> pd.DataFrame:
+    """Both modes of each point, a row for each (see `row`). Records go to `folder`; those there are reused.
+
+    Raises RequestError if no point can be measured here.
+    """
+    pairs: list[tuple[Request, Request]] = []
+    refused: list[RequestError] = []
+    for config in configs:
+        try:
+            pairs.append((resolve({**config, "mode": "measure"}), resolve({**config, "mode": "simulate", "trace": 0})))
+        except RequestError as error:
+            refused.append(error)
+    if not pairs:
+        raise refused[0] if refused else RequestError("no points", "there is nothing to do", "method=ring would work")
+    for error in refused:
+        print(f"left out: {error}", file=sys.stderr)
+    console = Console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("points", total=sum(work_of(pair) for pair in pairs))
+        run = _runner(folder, lambda steps: progress.advance(task, steps))
+        measured = run([pair[0] for pair in pairs])
+        simulated = run([pair[1] for pair in pairs])
+    return pd.DataFrame([row(one.record, other.record) for one, other in zip(measured, simulated, strict=True)])
+
+
+def _runner(folder: Path, advance: Callable[[int], None]) -> Callable[[Sequence[Request]], list[Outcome]]:
+    def run(requests: Sequence[Request]) -> list[Outcome]:
+        outcomes = run_points(requests, folder=folder, reuse=True, progress=advance)
+        by_id = {outcome.record.run_id: outcome for outcome in outcomes}
+        return [by_id[request.run_id] for request in requests]
+
+    return run
+
+
+def row(measured: Record, simulated: Record) -> dict[str, Any]:
+    """One point: what it is, both times in milliseconds, and the error of the simulated one."""
+    hosts = (measured.config or {}).get("cluster", {}).get("hosts") or {}
+    found = {
+        key: getattr(measured, key) for key in ("method", "variant", "cluster", "gpus", "seqlen", "causal", "heads")
+    }
+    found |= {"link_mbit_per_s": hosts.get("link_bytes_per_s", 0) * 8e-6 or None, "status": measured.status}
+    found |= {"why": measured.error or simulated.error, "bound_by": simulated.bound_by}
+    found |= {"measured_run_id": measured.run_id, "simulated_run_id": simulated.run_id}
+    for phase in ("step", "forward", "backward"):
+        one, other = (getattr(record, f"{phase}_ms_median") for record in (measured, simulated))
+        found |= {f"{phase}_measured_ms": one, f"{phase}_simulated_ms": other}
+        found[f"{phase}_error"] = other / one - 1 if one and other else None
+    return found | {"low_ms": measured.step_ms_ci95_low, "high_ms": measured.step_ms_ci95_high}
+
+
+def pairs_in_order(table: pd.DataFrame) -> tuple[int, int, list[str]]:
+    """(pairs ordered alike, pairs, those that are not): of points that differ in method or variant only.
+
+    A pair counts where the measured intervals don't overlap.
+    """
+    alike, wrong, pairs = 0, [], 0
+    for _, group in table.dropna(subset=["step_error"]).groupby(SETTING, dropna=False):
+        for one, other in itertools.combinations(group.to_dict("records"), 2):
+            if one["low_ms"] <= other["high_ms"] and other["low_ms"] <= one["high_ms"]:
+                continue
+            pairs += 1
+            measured = one["step_measured_ms"] < other["step_measured_ms"]
+            if measured == (one["step_simulated_ms"] < other["step_simulated_ms"]):
+                alike += 1
+            else:
+                wrong.append(f"{_name(one)} and {_name(other)} ({_setting(one)})")
+    return alike, pairs, wrong
+
+
+def write(table: pd.DataFrame, out: Path) -> None:
+    """The table as CSV and Markdown, and a scatter plot."""
+    out.mkdir(parents=True, exist_ok=True)
+    table.to_csv(out / "validation.csv", index=False)
+    done = table.dropna(subset=["step_error"])
+    if len(done):
+        plot(done, out / "validation.svg")
+    (out / "validation.md").write_text(_report(table, done))
+
+
+def _report(table: pd.DataFrame, done: pd.DataFrame) -> str:
+    machine = records.machine()
+    lines = [
+        "# Simulated against measured", "",
+        f"Made by `python -m sp_bench.validate` on {machine['cores']} cores ({machine['cpu']}), code version "
+        f"{records.code_version()}. The error is simulated / measured - 1.", "",
+    ]  # fmt: skip
+    if len(done):
+        alike, pairs, wrong = pairs_in_order(done)
+        lines += ["| | median of errors' sizes | 90th percentile | largest |", "|---|---|---|---|"]
+        for phase in ("step", "forward", "backward"):
+            sizes = done[f"{phase}_error"].dropna().abs()
+            if len(sizes):
+                lines.append(f"| {phase} | {sizes.median():.1%} | {np.percentile(sizes, 90):.1%} | {sizes.max():.1%} |")
+        lines += [
+            "",
+            f"{len(done)} points. Ordered alike: {alike} of {pairs} pairs whose measured intervals don't overlap.",
+        ]
+        lines += [f"Not: {', '.join(wrong)}." for _ in range(bool(wrong))]
+        lines += ["", "![simulated over measured](validation.svg)", ""]
+    lines += [
+        "| setting | method | measured, ms [95%] | simulated, ms | error | forward | backward | bound by | records |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for point in table.to_dict("records"):
+        ids = f"{point['measured_run_id']} {point['simulated_run_id']}"
+        if point["step_error"] is None or np.isnan(point["step_error"]):
+            lines.append(
+                f"| {_setting(point)} | {_name(point)} | {point['status']}: {point['why']} | | | | | | {ids} |"
+            )
+            continue
+        errors = " | ".join(f"{point[f'{phase}_error']:+.1%}" for phase in ("step", "forward", "backward"))
+        lines.append(
+            f"| {_setting(point)} | {_name(point)} | {point['step_measured_ms']:.0f} [{point['low_ms']:.0f}, "
+            f"{point['high_ms']:.0f}] | {point['step_simulated_ms']:.0f} | {errors} | {point['bound_by']} | {ids} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _name(point: Mapping[str, Any]) -> str:
+    return f"{point['method']} {point['variant']}" if isinstance(point["variant"], str) else point["method"]
+
+
+def _setting(point: Mapping[str, Any]) -> str:
+    link = point["link_mbit_per_s"]
+    words = [f"{point['gpus']} ranks", f"{point['seqlen'] // 1024}k", "causal" if point["causal"] else "full"]
+    return ", ".join(words + ([f"{link:.0f} Mbit/s"] if link == link and link else []))
+
+
+def plot(done: pd.DataFrame, path: Path) -> None:
+    """Simulated over measured, both logarithmic, with the diagonal."""
+    import matplotlib
+    import seaborn as sns
+
+    matplotlib.use("Agg")
+    sns.set_theme(style="whitegrid", context="paper", palette="colorblind")
+    grid = sns.relplot(
+        done, x="step_measured_ms", y="step_simulated_ms", hue="method", style="method", height=4, aspect=1.4, s=50
+    )
+    ends = [done[["step_measured_ms", "step_simulated_ms"]].min().min(), done["step_measured_ms"].max()]
+    grid.ax.axline((ends[0], ends[0]), slope=1, color="0.5", linewidth=1, zorder=0)
+    grid.set(xscale="log", yscale="log", xlabel="measured step (ms)", ylabel="simulated step (ms)")
+    grid.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

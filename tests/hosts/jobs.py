@@ -1,0 +1,51 @@
+"""What ranks do in the tests of hosts. Imported inside the ranks, so it stays light."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from sp_bench.hosts.inside import interface_bytes
+
+
+def exchange(payload_bytes: int) -> tuple[float, int, int]:
+    """Rank r sends to rank r ^ 1 and receives from it: seconds, and the bytes that its link has sent and received."""
+    peer = dist.get_rank() ^ 1
+    out, into = torch.full((payload_bytes,), 1 + dist.get_rank(), dtype=torch.uint8), torch.zeros(payload_bytes).byte()
+    dist.barrier()
+    before, started = link_bytes(), time.perf_counter()
+    works = [dist.irecv(into, peer), dist.isend(out, peer)]
+    for work in works:
+        work.wait()
+    seconds = time.perf_counter() - started
+    assert bool((into == 1 + peer).all())
+    dist.barrier()
+    sent, received = (after - then for after, then in zip(link_bytes(), before, strict=True))
+    return seconds, sent, received
+
+
+def send_across(payload_bytes: int, distance: int) -> float:
+    """The first ranks send to those `distance` further, at once; seconds until the slowest has."""
+    rank, tensor = dist.get_rank(), torch.zeros(payload_bytes, dtype=torch.uint8)
+    dist.barrier()
+    started = time.perf_counter()
+    if rank < distance:
+        dist.send(tensor, rank + distance)
+    else:
+        dist.recv(tensor, rank - distance)
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def link_bytes() -> tuple[int, int]:
+    """(sent, received) of the host that this rank is on."""
+    found = interface_bytes()
+    assert found is not None, "this rank is on no shaped host"
+    return found
+
+
+def is_on_a_host() -> bool:
+    """Whether this rank is on a shaped host."""
+    return interface_bytes() is not None

@@ -1,0 +1,91 @@
+"""Calibration of shaped hosts: figures that come back, at whatever rate the links have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sp_bench.calibrate import CLUSTERS, main
+from sp_bench.calibrating.cluster_file import cluster_config
+from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, fit, link_rates, with_hosts
+from sp_bench.calibrating.setting import Exchanges
+from sp_bench.simulate import Cluster
+from sp_bench.simulate.hosts import Hosts
+from tests.hosts.conftest import described
+from tests.test_calibrate import SETTING, samples
+
+
+def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s: float) -> dict[float, list[Exchanges]]:
+    """What two ranks would have seen on hosts of known figures, of which one is always slower."""
+    found = {}
+    for rate in link_rates(hosts):
+        each = min(share * rate / hosts.ranks_per_host, most_bytes_per_s)
+        times = {size: latency_s + size / each for size in SETTING.exchange_bytes}
+        found[rate] = [
+            Exchanges(
+                idle_s={size: [x * factor] * 3 for size, x in times.items()},
+                beside_s={size: [0.9 * factor * x, factor * x, 3 * factor * x] for size, x in times.items()},
+                crowded_block_s=[1.0, 2.0, 9.0],
+                block_s=[2.5, 2.5, 9.0],
+            )
+            for factor in (0.5, 1.0)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
+    """And serve at other rates of the links."""
+    hosts = described(ranks_per_host=ranks_per_host, hosts_per_leaf=4, uplink_bytes_per_s=4e7)
+    seen = exchanges(hosts, latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
+    costs, links = samples()
+    config = with_hosts(cluster_config("box", SETTING, costs, links, {"calibrated": "now"}), hosts, seen)
+    found = Cluster.build(config)
+    assert found.hosts and found.topology.inter
+    assert found.hosts.payload_share == pytest.approx(0.9)
+    assert found.hosts.latency_s == pytest.approx(0.02)
+    assert found.hosts.flow_bytes_per_s == pytest.approx(1e8)
+    assert found.device.transfer_slowdown == pytest.approx(0.25)
+    assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
+    assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
+    for figure in ("payload_share", "latency_s"):
+        assert "met within 0%" in config["sources"][f"hosts.{figure}"]
+
+
+def test_messages_faster_than_their_links_have_no_latency() -> None:
+    """As short ones are, which a burst lets through."""
+    medians_s = {(1e6, 1000): 0.5e-3, (1e6, 10_000): 9.0e-3, (1e6, 20_000): 18.0e-3}
+    found = fit(medians_s)
+    assert (found.latency_s, found.payload_share) == (0.0, 1.0)
+    assert found.off == pytest.approx(1.0)
+    slower = fit(medians_s, 0.5)
+    assert (slower.latency_s, slower.payload_share) == (0.0, 0.5)
+
+
+def test_cores_that_nothing_keeps_busy_still_have_a_rate() -> None:
+    """Where a long message took no longer than a short one."""
+    hosts = described()
+    seen = exchanges(hosts, latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
+    for rank in seen[UNSHAPED_BYTES_PER_S]:
+        rank.beside_s = dict.fromkeys(SETTING.exchange_bytes, [0.01] * 3)
+    costs, links = samples()
+    config = with_hosts(cluster_config("box", SETTING, costs, links, {}), hosts, seen)
+    assert config["hosts"]["flow_bytes_per_s"] == pytest.approx(max(SETTING.exchange_bytes) / 0.01)
+
+
+@pytest.mark.usefixtures("can_be_made")
+def test_hosts_are_calibrated(tmp_path: Path) -> None:
+    """By the same command, into a file for the same hosts."""
+    path = tmp_path / "cluster" / "box.yaml"
+    assert main(["cluster=shaped", "quick=true", "ranks=2", "head_dim=16", "heads=2", f"out={path}"]) == 0
+    config = yaml.safe_load(path.read_text())
+    cluster, shaped = Cluster.build(config), yaml.safe_load((CLUSTERS / "shaped.yaml").read_text())["hosts"]
+    measured = {"payload_share", "latency_s", "flow_bytes_per_s"}
+    assert cluster.hosts and cluster.topology.gpus_per_node == shaped["ranks_per_host"]
+    assert {k: v for k, v in config["hosts"].items() if k not in measured} == {
+        k: v for k, v in shaped.items() if k not in measured
+    }
+    assert 0.1 < cluster.hosts.payload_share <= 1 and cluster.hosts.latency_s < 1
+    assert {f"hosts.{name}" for name in measured} <= config["sources"].keys()

@@ -1,0 +1,178 @@
+"""What ranks do in the tests of sp_bench.peers, and attention of a user's own. Imported inside the ranks: no pytest.
+
+Peers take all ranks there are, so that a test of n ranks has a pool of n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from torch.nn.functional import scaled_dot_product_attention
+
+from sp_bench.measure.pool import report
+from sp_bench.peers import registry
+from sp_bench.peers.engine import PeerEngine
+from sp_bench.peers.peer import Peer
+from sp_bench.peers.traffic import Traffic
+from sp_bench.plan import PHASES, Problem, layout_named
+from sp_bench.run.sharding import positions, shard, unshard
+from tests.run.jobs import BATCH, HEAD_DIM, HEADS, inputs, reference
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One peer on one problem."""
+
+    impl: str
+    algorithm: str = "auto"
+    layout: str = "auto"
+    ulysses: int | str = "auto"
+    n: int = 2
+    causal: bool = True
+    kv_heads: int = HEADS
+    dtype: str = "float32"
+    batch: int = BATCH
+    tokens: int = 16
+    """Tokens of each rank."""
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        words = [self.impl, self.algorithm, f"n={self.n}", mask, f"kv_heads={self.kv_heads}", self.dtype]
+        words += [self.layout] if self.layout != "auto" else []
+        words += [f"ulysses={self.ulysses}"] if self.ulysses != "auto" else []
+        return " ".join(words)
+
+    @property
+    def peer(self) -> Peer:
+        options = {"algorithm": self.algorithm, "layout": self.layout, "ulysses": self.ulysses}
+        return registry.build(self.impl, options, causal=self.causal)
+
+    @property
+    def problem(self) -> Problem:
+        """As the peer deals it out. Raises RequestError where the peer refuses it."""
+        peer = self.peer
+        whole = Problem(
+            n=self.n,
+            seqlen=self.n * self.tokens,
+            batch=self.batch,
+            heads=HEADS,
+            kv_heads=self.kv_heads,
+            head_dim=HEAD_DIM,
+            causal=self.causal,
+            dtype=self.dtype,
+            layout=layout_named(peer.layout, causal=self.causal),
+        )
+        peer.refuse(whole)
+        return peer.dealt(whole)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a case came to on one rank."""
+
+    errors: dict[str, float]
+    """Relative L2, over the whole sequence, against fp64."""
+    sent_bytes: dict[str, dict[str, int]]
+    """By phase and operation."""
+
+
+def run(cases: Sequence[Case]) -> dict[Case, Found]:
+    """Forward and backward twice; the second time is judged."""
+    found = {}
+    for case in cases:
+        report(str(case))
+        problem = case.problem
+        seqlen, n, layout = problem.seqlen, problem.n, problem.layout
+        q, k, v, dout = (
+            shard(x[: case.batch], layout, dist.get_rank(), n) for x in inputs(seqlen, case.kv_heads, case.dtype)
+        )
+        engine = PeerEngine(case.peer, problem, PHASES)
+        sent = {}
+        for _ in range(2):
+            engine.transport.sent_bytes.clear()
+            out, saved = engine.forward(q, k, v)
+            sent["forward"] = dict(engine.transport.sent_bytes)
+            engine.transport.sent_bytes.clear()
+            gradients = engine.backward(dout, saved)
+            sent["backward"] = dict(engine.transport.sent_bytes)
+        whole = [unshard(x, layout, None, n) for x in (out, *gradients)]
+        wanted = [x[: case.batch] for x in reference(seqlen, case.kv_heads, case.dtype, case.causal)]
+        errors = {
+            name: float((x.double() - y).norm() / y.norm()) for name, x, y in zip(NAMES, whole, wanted, strict=True)
+        }
+        found[case] = Found(errors, {phase: {op[0]: size for op, size in ops.items()} for phase, ops in sent.items()})
+    return found
+
+
+def run_phases(case: Case, phases: Sequence[str]) -> Tensor:
+    """out of this rank, of an engine for these phases only."""
+    problem = case.problem
+    q, k, v, _ = (
+        shard(x, problem.layout, dist.get_rank(), problem.n) for x in inputs(problem.seqlen, HEADS, "float32")
+    )
+    return PeerEngine(case.peer, problem, phases).forward(q, k, v)[0]
+
+
+def count(elements: int) -> dict[str, tuple[int, list[str]]]:
+    """Bytes counted, and operations that can't be, of operations on float32 tensors of `elements` elements."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x, wide = torch.ones(elements), torch.ones(n * elements)
+    first = [elements, *[0] * (n - 1)]
+    mine = [elements if rank == 0 else 0] * n
+    operations: dict[str, Any] = {
+        "ring": lambda: [work.wait() for work in dist.batch_isend_irecv(_ring(x, rank, n))],
+        "all_gather": lambda: dist.all_gather([torch.empty_like(x) for _ in range(n)], x),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.empty_like(x), list(wide.chunk(n))),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(wide), wide),
+        "all to rank 0": lambda: dist.all_to_all_single(torch.empty(sum(mine)), x, mine, first),
+        "all_reduce": lambda: dist.all_reduce(wide),
+        "barrier": dist.barrier,
+        "broadcast from 0": lambda: dist.broadcast(x, 0),
+        "scatter from 0": lambda: dist.scatter(torch.empty_like(x), list(wide.chunk(n)) if rank == 0 else None),
+        "gather to 0": lambda: dist.gather(x, list(wide.chunk(n)) if rank == 0 else None),
+        "reduce to 0": lambda: dist.reduce(x, 0),
+    }
+    found = {}
+    for name, operation in operations.items():
+        with Traffic() as traffic:
+            operation()
+        found[name] = (traffic.sent_bytes.total(), sorted(traffic.unknown))
+    return found
+
+
+def _ring(x: Tensor, rank: int, n: int) -> list[dist.P2POp]:
+    return [
+        dist.P2POp(dist.isend, x, (rank + 1) % n),
+        dist.P2POp(dist.irecv, torch.empty_like(x), (rank - 1) % n),
+    ]
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """A user's attention on the striped layout, or any if the mask is full: all of K and V on every rank."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    heads_first = [
+        x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
+        for x in (q, *(torch.cat(all_gather(y.contiguous(), group), dim=1) for y in (k, v)))
+    ]
+    seqlen, layout = q.shape[1] * n, layout_named("striped", causal=True)
+    keys = torch.cat([positions(layout, r, n, seqlen) for r in range(n)])
+    seen = keys[None] <= positions(layout, rank, n, seqlen)[:, None] if causal else None
+    return scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)
+
+
+def transposed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Returns the wrong shape."""
+    return q.transpose(1, 2)
+
+
+def detached(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """Leaves nothing that autograd could go back through."""
+    return gathered(q, k, v, causal=causal, group=group).detach()

@@ -1,0 +1,66 @@
+"""Blocks alone and transfers alone, and the memory that an execution takes, for every method and variant."""
+
+from __future__ import annotations
+
+import pytest
+
+from sp_bench import account
+from sp_bench.plan import COMPUTE_BOUND, PHASES
+from sp_bench.run.executor import Does
+from tests.problems import all_methods, splittable_problem
+from tests.ranks import Ranks
+from tests.run import jobs
+from tests.run.jobs import Case, Parts
+
+Found = dict[Case, list[Parts]]
+
+
+def cases(n: int) -> list[Case]:
+    """Every method in every variant; from case to case another dtype, number of key heads, mask and layout."""
+    every = []
+    for i, method in enumerate(all_methods(splittable_problem(n))):
+        options = tuple((k, v) for k, v in vars(method).items() if k != "layout")
+        layout = ("striped", "contiguous", "zigzag")[i % 3]
+        layout = layout if layout in method.layouts else method.layouts[0]
+        dtype, kv_heads = ("float32", "bfloat16")[i % 2], 2 * n // (1 + i // 2 % 2)
+        every.append(
+            Case(
+                n=n, method=method.name, options=options, layout=layout, causal=i % 4 != 3, heads=2 * n,
+                kv_heads=kv_heads, dtype=dtype,
+            )
+        )  # fmt: skip
+    return every
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Ranks) -> Found:
+    wanted = [case for n in (1, 4, 9) for case in cases(n)]
+    answers = ranks.run(jobs.run_parts, wanted)
+    return {case: [answer[case] for answer in answers[: case.n]] for case in wanted}
+
+
+def test_blocks_alone_send_nothing_and_transfers_alone_send_everything(found: Found) -> None:
+    for case, ranks in found.items():
+        for parts in ranks:
+            assert parts.sent[Does.COMPUTE] == {}, case
+            assert parts.sent[Does.COMMUNICATION] == parts.sent[Does.EVERYTHING], case
+            assert bool(parts.sent[Does.EVERYTHING]) == (case.n > 1), case
+            assert parts.kernels_s[Does.COMMUNICATION] == 0.0 < parts.kernels_s[Does.COMPUTE], case
+
+
+def test_parts_leave_nothing_behind(found: Found) -> None:
+    assert [d for ranks in found.values() for parts in ranks for d in parts.differ_after] == []
+
+
+def test_buffers_are_the_plans_and_memory_is_within_what_they_say(found: Found) -> None:
+    """Exactly the buffers; of the rest, the plans' figure is for lanes as late as the waits allow."""
+    shares = []
+    for case, ranks in found.items():
+        plans = [case.built.plan(case.problem, phase, COMPUTE_BOUND) for phase in PHASES]
+        expected = account.peak_bytes(plans, case.problem)
+        for parts in ranks:
+            assert parts.buffer_bytes == account.buffer_bytes(plans, case.problem), case
+            assert parts.live_bytes <= expected, case
+            shares.append(parts.live_bytes / expected)
+    assert min(shares) > 0.6
+    assert max(shares) == 1.0
