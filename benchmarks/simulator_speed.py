@@ -24,6 +24,7 @@ import seaborn as sns
 from benchmarks.markdown import about, table
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
+from sp_bench.plan import Method
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Engine, solve
 from sp_bench.simulate.graph import build_graph
@@ -79,6 +80,7 @@ def ratios(method: str, gpus: int) -> dict[str, object]:
     """One method's forward: the engines on the graph of all its ranks, and all its ranks against one of each kind."""
     with Composer() as composer:
         request = resolve(composer.compose(overrides(method, gpus)))
+    assert isinstance(request.method, Method)
     chosen = request.method.candidates(request.problem)[-1]
     problem, cluster = chosen.dealt(request.problem), request.cluster
     plan = chosen.plan(problem, "forward", cluster.profile(problem))

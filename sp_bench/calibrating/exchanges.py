@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import torch.distributed as dist
@@ -24,12 +23,11 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
     messages = {size: Message(transport, size) for size in setting.exchange_bytes}
     for repetition in range(1 + setting.repetitions):
         kept = found if repetition else Exchanges()
+        if rank == 0:
+            kept.alone_block_s.append(mean_s(block_s, times=IN_A_ROW))
         dist.barrier()
-        started = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            block_s()
+        kept.crowded_block_s.append(mean_s(block_s, times=IN_A_ROW))
         dist.barrier()
-        kept.crowded_block_s.append((time.perf_counter() - started) / IN_A_ROW)
         for size, message in messages.items():
             report((repetition, size))
             exchange_s = partial(mean_s, message.exchange, *ring, times=IN_A_ROW)

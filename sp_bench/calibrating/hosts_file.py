@@ -10,6 +10,8 @@ import numpy as np
 
 from sp_bench.calibrating.cluster_file import rounded
 from sp_bench.calibrating.setting import Exchanges
+from sp_bench.machine import cores_here
+from sp_bench.plan import PHASES
 from sp_bench.simulate.hosts import Hosts
 
 UNSHAPED_BYTES_PER_S = 1e11
@@ -57,7 +59,8 @@ def with_hosts(
     shaped = {rate: ranks for rate, ranks in exchanges.items() if rate != UNSHAPED_BYTES_PER_S}
     idle = fit(_medians_s(shaped, hosts, "idle_s"))
     beside = fit(_medians_s(shaped, hosts, "beside_s"), idle.payload_share)
-    blocks_s, alone_s = (_median([rank.block_s for rank in at]), _median([rank.crowded_block_s for rank in at]))
+    blocks_s, crowded_s = (_median([rank.block_s for rank in at]), _median([rank.crowded_block_s for rank in at]))
+    crowding = crowded_s / _median([at[0].alone_block_s]) / max(1.0, len(at) / cores_here())
     measured = replace(
         hosts,
         payload_share=rounded(idle.payload_share),
@@ -71,6 +74,8 @@ def with_hosts(
         "hosts.latency_s": "the same while all ranks compute blocks, so that a message waits for a core as well: good "
         f"for about as many ranks to a core; met within {beside.off:.0%}",
         "hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks",
+        "rates": f"{config['sources']['rates']}; then all divided by {crowding:.3f}, by which a block takes longer "
+        f"than its share of the cores explains where {len(at)} ranks compute at once",
         "transfer_slowdown": "blocks on all ranks while all of them send, over blocks without transfers, over links of "
         f"{hosts.link_bytes_per_s:g} bytes/s",
     }
@@ -79,9 +84,19 @@ def with_hosts(
         **kept,
         "hosts": asdict(measured),
         "intra": config["intra"],
-        "device": {**config["device"], "transfer_slowdown": rounded(max(blocks_s / alone_s - 1, 0.0))},
+        "device": {
+            **config["device"],
+            "rates": {name: _scaled(table, 1 / crowding) for name, table in config["device"]["rates"].items()},
+            "transfer_slowdown": rounded(max(blocks_s / crowded_s - 1, 0.0)),
+        },
         "sources": {**config["sources"], **sources},
     }
+
+
+def _scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """A table of kernel rates, all of them so many times as high."""
+    rated = (f"{phase}_{mask}" for phase in PHASES for mask in ("full", "causal"))
+    return {**table} | {name: {size: rounded(x * factor) for size, x in table[name].items()} for name in rated}
 
 
 def _medians_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, name: str) -> MediansS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from sp_bench.calibrating.setting import Links, Samples, Setting
 from sp_bench.kernels import choose
 from sp_bench.measure.pool import report
 from sp_bench.plan import Mask
+from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 TINY_BYTES = 4
@@ -48,7 +48,7 @@ def measure_links(setting: Setting) -> Links:
     return links
 
 
-def mean_s(call: Callable[..., None], *arguments: int, times: int = MESSAGES) -> float:
+def mean_s(call: Callable[..., object], *arguments: int, times: int = MESSAGES) -> float:
     """The mean time of so many calls in a row."""
     started = time.perf_counter()
     for _ in range(times):
@@ -101,7 +101,7 @@ def block_clock(setting: Setting) -> Callable[[], float]:
 
 def beside_blocks(block_s: Callable[[], float], call: Callable[..., T], *arguments: Any) -> tuple[T, Samples]:
     """What a call in a lane of its own returns, and the times of the blocks that this rank computes meanwhile."""
-    with ThreadPoolExecutor(1) as lane:
+    with lane_threads(1) as lane:
         called = lane.submit(call, *arguments)
         beside: Samples = []
         while not called.done():

@@ -67,6 +67,8 @@ class Exchanges:
     """By bytes of a message, with no rank computing."""
     beside_s: dict[int, Samples] = field(default_factory=dict)
     """The same while all ranks compute blocks."""
+    alone_block_s: Samples = field(default_factory=list)
+    """A block on rank 0 while the others are idle; empty on other ranks."""
     crowded_block_s: Samples = field(default_factory=list)
     """A block on every rank, without transfers."""
     block_s: Samples = field(default_factory=list)

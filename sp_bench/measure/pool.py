@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sp_bench.hosts.inside import move_in
+from sp_bench.hosts.inside import move_in, transfers_go_first
 
 if TYPE_CHECKING:
     from sp_bench.hosts.shaped import ShapedHosts
@@ -224,6 +224,7 @@ def _serve(
         # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
         patience = timedelta(seconds=60 + 4 * timeout_s)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=patience)
+        transfers_go_first()
         global _report
         _report = lambda value: pipe.send(("progress", value))  # noqa: E731
         while True:

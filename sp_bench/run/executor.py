@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -37,7 +36,7 @@ from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.lanes import Lanes
 from sp_bench.run.partials import Tensors
-from sp_bench.run.streams import Progress
+from sp_bench.run.streams import Progress, lane_threads
 from sp_bench.run.transport import GlooTransport
 
 
@@ -86,7 +85,7 @@ class Executor:
             lane: [(index, op) for index, op in plan if isinstance(op, Transfer) and op.lane == lane]
             for lane in plan.lanes
         }
-        self._threads = ThreadPoolExecutor(len(plan.lanes), "sp_bench-lane") if plan.lanes else None
+        self._threads = lane_threads(len(plan.lanes)) if plan.lanes else None
         self._buffers, self._windows = buffers, cache(self._find_windows)
         self._live: LiveBytes | None = None
         self.spent = Spent()

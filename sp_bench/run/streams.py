@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from sp_bench.hosts.inside import transfers_go_first
 
 
 class Aborted(RuntimeError):
     """Another stream of this rank failed; that stream raises the cause."""
+
+
+def lane_threads(lanes: int) -> ThreadPoolExecutor:
+    """A thread for the transfers of each lane."""
+    return ThreadPoolExecutor(lanes, "sp_bench-lane", initializer=transfers_go_first)
 
 
 class Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ from sp_bench.calibrate import CLUSTERS, main
 from sp_bench.calibrating.cluster_file import cluster_config
 from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, fit, link_rates, with_hosts
 from sp_bench.calibrating.setting import Exchanges
+from sp_bench.machine import cores_here
 from sp_bench.simulate import Cluster
 from sp_bench.simulate.hosts import Hosts
 from tests.hosts.conftest import described
+from tests.simulate.test_simulate import problem
 from tests.test_calibrate import SETTING, samples
+
+CROWDED = max(1.0, 2 / cores_here())
+"""How many times as long two ranks take that compute at once, if cores are all that they share."""
 
 
 def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s: float) -> dict[float, list[Exchanges]]:
@@ -27,6 +33,7 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
             Exchanges(
                 idle_s={size: [x * factor] * 3 for size, x in times.items()},
                 beside_s={size: [0.9 * factor * x, factor * x, 3 * factor * x] for size, x in times.items()},
+                alone_block_s=[0.5 * CROWDED] * 3,
                 crowded_block_s=[1.0, 2.0, 9.0],
                 block_s=[2.5, 2.5, 9.0],
             )
@@ -48,6 +55,11 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.hosts.latency_s == pytest.approx(0.02)
     assert found.hosts.flow_bytes_per_s == pytest.approx(1e8)
     assert found.device.transfer_slowdown == pytest.approx(0.25)
+    alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
+    p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
+    p = replace(p, heads=SETTING.heads, kv_heads=SETTING.heads, head_dim=SETTING.head_dim)
+    crowding = 2.0 / (0.5 * CROWDED) / CROWDED
+    assert found.block_s(p, "forward") == pytest.approx(alone.block_s(p, "forward") * crowding, rel=1e-3)
     assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
     for figure in ("payload_share", "latency_s"):
@@ -87,5 +99,5 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
     assert {k: v for k, v in config["hosts"].items() if k not in measured} == {
         k: v for k, v in shaped.items() if k not in measured
     }
-    assert 0.1 < cluster.hosts.payload_share <= 1 and cluster.hosts.latency_s < 1
+    assert 0 < cluster.hosts.payload_share <= 1
     assert {f"hosts.{name}" for name in measured} <= config["sources"].keys()

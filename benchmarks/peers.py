@@ -1,0 +1,123 @@
+"""Public implementations beside ours: `python -m benchmarks.peers` writes docs/peers_speed.md.
+
+Each pair runs the same algorithm on the same tokens, shapes and dtype, over the same links and, on a CPU, the same
+block kernel. All points of one table are timed in turn, iteration by iteration, in one set of processes. A peer that
+fails the gate against fp64 is not timed, and its row says by how much it is off. Needs `pip install -e '.[peers]'`
+and, for shaped links, root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.markdown import about, table
+from sp_bench.bench import resolve, run_points
+from sp_bench.cli.compose import Composer
+from sp_bench.machine import cores_here
+from sp_bench.records import Record
+
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "peers_speed.md"
+RANKS, ITERATIONS = 4, 9
+COMMON = (
+    f"gpus={RANKS}", "seqlen=4k", "heads=8", "head_dim=64", f"iters={ITERATIONS}", "warmup=2", "parts=false",
+    "logger=none", "timeout_s=180",
+)  # fmt: skip
+LINKS = {
+    "this machine's loopback": ("cluster=local",),
+    "links of 100 Mbit/s": ("cluster=shaped", "cluster.hosts.link_bytes_per_s=12.5e6"),
+}
+OURS = {
+    "ring": ("method=ring", "method.layout=contiguous"),
+    "zigzag": ("method=zigzag",),
+    "striped": ("method=striped",),
+    "all_gather, zigzag": ("method=all_gather", "method.layout=zigzag"),
+    "all_gather": ("method=all_gather", "method.layout=contiguous"),
+    "ulysses": ("method=ulysses",),
+    "usp, zigzag": ("method=usp", "method.ulysses=2", "method.layout=zigzag"),
+}
+
+
+class Peer(NamedTuple):
+    """One implementation, and which of ours does the same."""
+
+    ours: str
+    impl: str
+    algorithm: str
+
+
+PEERS = (
+    Peer("ring", "ring_flash_attn", "ring"),
+    Peer("zigzag", "ring_flash_attn", "zigzag"),
+    Peer("zigzag", "torch_context_parallel", "all_to_all"),
+    Peer("striped", "ring_flash_attn", "stripe"),
+    Peer("all_gather, zigzag", "torch_context_parallel", "all_gather"),
+    Peer("all_gather", "ring_flash_attn", "llama3"),
+    Peer("ulysses", "yunchang", "ulysses"),
+    Peer("ulysses", "deepspeed_ulysses", "ulysses"),
+    Peer("usp, zigzag", "yunchang", "zigzag"),
+)
+
+
+def rows(dtype: str, links: tuple[str, ...], folder: Path) -> list[dict[str, str]]:
+    """A row for each peer, all of them and ours measured in turn."""
+    points = [[*COMMON, *links, f"dtype={dtype}", *ours] for ours in OURS.values()]
+    points += [
+        [*COMMON, *links, f"dtype={dtype}", "method=peer", f"impl={p.impl}", f"method.algorithm={p.algorithm}"]
+        for p in PEERS
+    ]
+    with Composer() as composer:
+        requests = [resolve(composer.compose(point)) for point in points]
+    records = [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
+    ours = dict(zip(OURS, records, strict=False))
+    return [_row(ours[peer.ours], record, peer) for peer, record in zip(PEERS, records[len(OURS) :], strict=True)]
+
+
+def _row(ours: Record, peer: Record, names: Peer) -> dict[str, str]:
+    found = {"ours": names.ours, "peer": f"{names.impl} {names.algorithm}"}
+    found |= {"ours, ms [95%]": _interval(ours), "peer, ms [95%]": _interval(peer)}
+    for phase in ("step", "forward", "backward"):
+        one, other = (getattr(record, f"{phase}_ms_median") for record in (ours, peer))
+        found[f"{phase}, peer over ours"] = f"{other / one:.2f}" if one and other else "-"
+    found["sent, ours and peer"] = f"{_megabytes(ours)}, {_megabytes(peer)}"
+    return found | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
+
+
+def _interval(record: Record) -> str:
+    if record.status != "ok":
+        return record.status if record.status == "incorrect" else f"{record.status}: {record.error}"
+    return f"{record.step_ms_median:.0f} [{record.step_ms_ci95_low:.0f}, {record.step_ms_ci95_high:.0f}]"
+
+
+def _megabytes(record: Record) -> str:
+    return "-" if record.comm_bytes_per_gpu is None else f"{record.comm_bytes_per_gpu / 1e6:.1f} MB"
+
+
+def _errors(record: Record) -> str:
+    errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv]
+    return ", ".join(f"{error:.0e}" for error in errors if error is not None) or "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=Path, default=Path("results/peers"))
+    folder = parser.parse_args().records
+    parts = []
+    for (name, links), dtype in itertools.product(LINKS.items(), ("float32", "bfloat16")):
+        parts.append(f"## {dtype} over {name}\n\n{table(rows(dtype, links, folder))}")
+        print(parts[-1], flush=True)
+    text = f"""# Peers and ours
+
+Made by `python -m benchmarks.peers` on {cores_here()} cores: {RANKS} ranks, 4k tokens, 8 heads of 64, causal. Errors
+are relative L2 against fp64: out, dq, dk, dv. docs/peers.md says what each peer is and what is wrong with it.
+
+{about(__doc__)}
+
+"""
+    REPORT.write_text(text + "\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

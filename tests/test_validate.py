@@ -1,0 +1,66 @@
+"""Simulated against measured: real points on this machine, and what counts as ordered alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from sp_bench import records
+from sp_bench.validate import main, pairs_in_order
+
+SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()
+
+
+def test_points_are_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512,1k", "method=ring,pass_q,ulysses"]
+    assert main(arguments) == 0
+    table = pd.read_csv(tmp_path / "validation.csv")
+    assert len(table) == 6
+    assert table["step_error"].equals(table["step_simulated_ms"] / table["step_measured_ms"] - 1)
+    by_id = {record.run_id: record for record in records.read_all(tmp_path / "records")}
+    for point in table.to_dict("records"):
+        measured, simulated = by_id[point["measured_run_id"]], by_id[point["simulated_run_id"]]
+        assert (measured.mode, simulated.mode) == ("measure", "simulate")
+        assert point["step_measured_ms"] == measured.step_ms_median
+        assert point["step_simulated_ms"] == pytest.approx(simulated.step_ms_median)
+    text = (tmp_path / "validation.md").read_text()
+    assert text in capsys.readouterr().out
+    assert text.count("| 2 ranks, ") == 6
+    assert "6 points. Ordered alike: " in text
+    assert "<svg" in (tmp_path / "validation.svg").read_text()
+
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "records").iterdir()}
+    assert main(arguments) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "records").iterdir()} == before, "all were there"
+
+
+def test_what_can_not_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "method=ring,startrail", "method.team=3"]) == 2
+    assert "method.team" in capsys.readouterr().err
+    assert main([f"out={tmp_path}", "gpus=8", "cluster=h100_ndr400", "method=ring"]) == 2
+    assert "mode=measure on cluster=h100_ndr400" in capsys.readouterr().err
+    assert main([f"out={tmp_path}", *SMALL, "gpus=3,2", "seqlen=768", "method=ulysses"]) == 0
+    assert "left out: gpus=3: ulysses" in capsys.readouterr().err
+
+
+def point(method: str, measured: float, simulated: float, spread: float = 0.0, **setting: Any) -> dict[str, Any]:
+    shape = {"cluster": "shaped", "link_mbit_per_s": 100.0, "gpus": 4, "seqlen": 4096, "causal": False, "heads": 8}
+    times = {"step_measured_ms": measured, "step_simulated_ms": simulated, "step_error": simulated / measured - 1}
+    interval = {"low_ms": measured - spread, "high_ms": measured + spread}
+    return {"method": method, "variant": None, **shape, **setting, **times, **interval}
+
+
+def test_pairs_count_where_intervals_do_not_overlap() -> None:
+    ring, mesh = point("ring", 30, 33), point("mesh", 20, 19)
+    assert pairs_in_order(pd.DataFrame([ring, mesh])) == (1, 1, [])
+    close = point("pass_q", 29, 40, spread=2)
+    assert pairs_in_order(pd.DataFrame([ring, close])) == (0, 0, [])
+    wrong = point("usp", 25, 18)
+    assert pairs_in_order(pd.DataFrame([ring, mesh, wrong])) == (2, 3, ["mesh and usp (4 ranks, 4k, full, 100 Mbit/s)"])
+    elsewhere = point("usp", 25, 18, gpus=8)
+    assert pairs_in_order(pd.DataFrame([ring, mesh, elsewhere])) == (1, 1, [])
+    no_link = [point("ring", 30, 33, link_mbit_per_s=None), point("mesh", 20, 40, link_mbit_per_s=None)]
+    assert pairs_in_order(pd.DataFrame(no_link)) == (0, 1, ["ring and mesh (4 ranks, 4k, full)"])
