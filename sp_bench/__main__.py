@@ -76,6 +76,8 @@ def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
     for argument in rest:
         if argument.startswith("-"):
             raise RequestError(argument, "there is no such flag", "known: -m, --config-dir DIR, --cfg, --help")
+        if argument.partition("=")[0].partition(".")[0] in ("sweep", "slurm"):
+            raise RequestError(argument, "is for job arrays", f"python -m slurm.sweep {argument} would work")
     return own, rest
 
 

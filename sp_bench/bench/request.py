@@ -155,7 +155,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         trace=numbers["trace"],
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
-        run_id=_point_id(config, mode, cluster.cores, method.version if isinstance(method, Peer) else None),
+        run_id=_point_id(config, mode, cluster.cores, method.version if isinstance(method, Peer) else None, launch),
         config=config,
         launch=launch if mode == "measure" else None,
     )
@@ -202,13 +202,21 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, int]:
     return {**numbers, "kv_heads": numbers["heads"] if kv_heads is None else whole("kv_heads", kv_heads)}
 
 
-def _point_id(config: Mapping[str, Any], mode: str, cores: int | None, version: str | None = None) -> str:
+def _point_id(
+    config: Mapping[str, Any],
+    mode: str,
+    cores: int | None,
+    version: str | None = None,
+    launch: Launch | None = None,
+) -> str:
     """The run_id of a point: what its numbers depend on, however it was written.
 
     `cores` is the cluster's, `version` a peer's package's.
     """
     kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT} | _numbers(config)
     kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
+    if mode == "measure" and launch and len(launch.ranks_by_node) > 1:
+        kept["ranks_by_node"] = launch.ranks_by_node
     # In a sweep, impl may be there for another point.
     kept |= {"impl": config["impl"] if config["method"]["name"] == peers.METHOD else None, "version": version}
     return records.run_id({**kept, "machine": records.machine() if mode == "measure" else None})

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
-from sp_bench.hosts.shaped import hosts_for
 from sp_bench.machine import cores_here
 from sp_bench.measure.pool import RankPool
-from sp_bench.simulate import Cluster
 
 if TYPE_CHECKING:
     from sp_bench.hosts.shaped import ShapedHosts
@@ -38,6 +36,8 @@ class Launch:
     """srun or torchrun."""
     rank: int
     n: int
+    ranks_by_node: tuple[int, ...]
+    """How many ranks each node has."""
     ranks_here: int
     """On this process's host, this one among them."""
     cores_here: int
@@ -57,7 +57,7 @@ class Launch:
     @staticmethod
     def planned(n: int) -> Launch:
         """A launch to come, of which no rank is on this machine."""
-        return Launch(by="srun", rank=0, n=n, ranks_here=0, cores_here=1, address="", name="")
+        return Launch(by="srun", rank=0, n=n, ranks_by_node=(), ranks_here=0, cores_here=1, address="", name="")
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
@@ -77,11 +77,13 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 def _of_torchrun(environment: Mapping[str, str]) -> Launch:
     keys = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     n = int(environment["WORLD_SIZE"])
+    here = int(environment.get("LOCAL_WORLD_SIZE", n))
     return Launch(
         by="torchrun",
         rank=int(environment["RANK"]),
         n=n,
-        ranks_here=int(environment.get("LOCAL_WORLD_SIZE", n)),
+        ranks_by_node=(here,) * (n // here),
+        ranks_here=here,
         cores_here=cores_here(),
         address=environment.get("MASTER_ADDR", "localhost"),
         name="/".join(environment.get(key, "") for key in keys),
@@ -91,12 +93,13 @@ def _of_torchrun(environment: Mapping[str, str]) -> Launch:
 def _of_srun(environment: Mapping[str, str]) -> Launch:
     """Array tasks have job ids of their own, and a job that is requeued its restart count."""
     keys = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    cores = os.cpu_count() or 1
+    cores, by_node = os.cpu_count() or 1, tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     return Launch(
         by="srun",
         rank=int(environment["SLURM_PROCID"]),
         n=int(environment["SLURM_STEP_NUM_TASKS"]),
-        ranks_here=tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])],
+        ranks_by_node=by_node,
+        ranks_here=by_node[int(environment["SLURM_NODEID"])],
         cores_here=min(cores, int(environment.get("SLURM_CPUS_ON_NODE", cores))),
         address=_address(first_host(environment["SLURM_STEP_NODELIST"])),
         name="/".join(environment.get(key, "") for key in keys),
@@ -110,13 +113,13 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
-def tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str) -> tuple[int, ...]:
     """The tasks of each node, which SLURM writes as 2(x3),1."""
     counts: list[int] = []
     for part in text.split(","):
         tasks, _, times = part.rstrip(")").partition("(x")
         counts += [int(tasks)] * int(times or 1)
-    return counts
+    return tuple(counts)
 
 
 def _address(node: str) -> str:

@@ -1,0 +1,76 @@
+"""A sweep of five methods on 2, 4 and 8 CPU ranks as SLURM job arrays, disturbed, resumed and complete.
+
+    python -m benchmarks.slurm_sweep [FOLDER]
+
+Starts a SLURM in a box (slurm/testcluster.py) whose four nodes take 2 ranks each, submits conf/sweep/cpu_methods.yaml,
+cancels an array task, takes a node down, restarts the controller, resumes, and checks that each of the 30 points is
+there once. Needs root and the Debian packages slurm-wlm and munge; takes minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurm.folder import Sweep
+from slurm.sweep import main as sweep_main
+from slurm.testcluster import SlurmBox
+from sp_bench import records
+
+
+def disturb(box: SlurmBox) -> None:
+    """Cancel one of the tasks that run, take down the node of another, and restart the controller."""
+    _wait_for(lambda: len(_tasks(box, "RUNNING")) >= 2)
+    (cancelled, _, _), *_, (_, _, node) = _tasks(box, "RUNNING")
+    box.run("scancel", cancelled)
+    box.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    box.restart_controller()
+    print(f"cancelled task {cancelled}, took down node {node}, restarted the controller")
+    _wait_for(lambda: box.nodes()[node] in ("idle", "mixed", "allocated"))
+    for _, job, _ in _tasks(box, "PENDING"):
+        with contextlib.suppress(subprocess.CalledProcessError):  # it has begun meanwhile
+            # SLURM would wait two minutes before it runs again what was on the node.
+            box.run("scontrol", "update", f"jobid={job}", "starttime=now")
+
+
+def _tasks(box: SlurmBox, state: str) -> list[tuple[str, ...]]:
+    """Array tasks in a state: JOB_TASK, SLURM's own id, first node."""
+    lines = box.run("squeue", "--noheader", "--array", f"--states={state}", "--format=%F_%K %A %B").splitlines()
+    return sorted(tuple(line.split()) for line in lines)
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.2)
+
+
+def main() -> int:
+    """Returns 0 if every point is there once, and ok."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="sp_bench-sweep-"))
+    box = SlurmBox(folder / "box", gpus_per_node=2)
+    box.up()
+    try:
+        started = time.monotonic()
+        settings = [f"slurm.variables.SLURM_CONF={box.conf}", f"slurm.python={sys.executable}"]
+        sweep_main(["sweep=cpu_methods", f"folder={folder}/sweep", "slurm.gpus_per_node=2", *settings])
+        disturb(box)
+        sweep_main(["status", f"{folder}/sweep", "--wait"])
+        sweep_main(["resume", f"{folder}/sweep", "--wait"])
+        print(f"{time.monotonic() - started:.0f} s in all")
+    finally:
+        box.down()
+    sweep = Sweep.read(folder / "sweep")
+    frame = records.load(sweep.records)
+    print(frame.pivot_table(index=["gpus", "nodes", "seqlen"], columns="method", values="step_ms_median").round(1))
+    whole = len(frame) == len(sweep.points) and not frame.duplicated(["method", "gpus", "seqlen"]).any()
+    print(f"{len(frame)} records of {len(sweep.points)} points, {(frame.status == 'ok').sum()} ok")
+    return 0 if whole and (frame.status == "ok").all() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""A sweep's folder, which stands alone: what was asked, what was submitted, and what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm.points import Point, Refused, Task, numbered
+from slurm.settings import Settings
+from sp_bench import records
+from sp_bench.errors import RequestError
+from sp_bench.records import Record
+
+FINISHED = {"ok": "done", "unsupported": "unsupported"}
+"""The statuses of points that are not to be run again, and what a sweep says of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A folder with
+
+    sweep.json      the resolved points, in tasks; written once
+    jobs.json       the jobs that were submitted, with their tasks
+    scripts/        an sbatch script for each number of GPUs
+    logs/           what array tasks print
+    points/         for each point with a record that record's run_id, by the point's id
+    records/        the records, as `python -m sp_bench` writes them
+    """
+
+    folder: Path
+    name: str
+    settings: Settings
+    tasks: Sequence[Task]
+    refused: Sequence[Point] = ()
+    """Points that were refused when the sweep was made."""
+    code_version: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Sweep:
+        """Raises RequestError where there is none."""
+        try:
+            content = json.loads((folder / "sweep.json").read_text())
+        except (OSError, ValueError):
+            would_work = "python -m slurm.sweep sweep=NAME makes one"
+            raise RequestError(str(folder), "is not the folder of a sweep", would_work) from None
+        groups = ((task["gpus"], [Point(**point) for point in task["points"]]) for task in content["tasks"])
+        return cls(
+            folder=folder.resolve(),
+            name=content["name"],
+            settings=Settings.build(content["settings"]),
+            tasks=numbered(groups),
+            refused=[Point(**point) for point in content["refused"]],
+            code_version=content["code_version"],
+        )
+
+    def write(self, refused: Sequence[Refused]) -> None:
+        """Make the folder, with the records of points that were refused.
+
+        Raises RequestError where it has a sweep already, or can't be made.
+        """
+        if (self.folder / "sweep.json").exists():
+            would_work = f"python -m slurm.sweep resume {self.folder}, or another folder=, would work"
+            raise RequestError(f"folder={self.folder}", "has a sweep already", would_work)
+        content = {
+            "name": self.name,
+            "code_version": self.code_version,
+            "settings": self.settings.as_json(),
+            "tasks": [{"gpus": task.gpus, "points": list(map(vars, task.points))} for task in self.tasks],
+            "refused": list(map(vars, self.refused)),
+        }
+        try:
+            for name in ("scripts", "logs", "points", "records"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            rule = f"can't be made ({error.strerror})"
+            raise RequestError(f"folder={self.folder}", rule, "folder=results/NAME would work") from None
+        for each in refused:
+            self.refuse(each.point, each.record)
+        _write(self.folder / "sweep.json", content)
+
+    @property
+    def records(self) -> Path:
+        """Where the records are."""
+        return self.folder / "records"
+
+    @property
+    def points(self) -> list[Point]:
+        """All of them."""
+        return [*(point for task in self.tasks for point in task.points), *self.refused]
+
+    def record(self, point: Point) -> Record | None:
+        """A point's record, if it has one."""
+        try:
+            run_id = json.loads((self.folder / "points" / f"{point.id}.json").read_text())["run_id"]
+            return records.read(self.records / f"{run_id}.json")
+        except (OSError, ValueError):
+            return None
+
+    def keep(self, point: Point, record: Record) -> None:
+        """Write down whose record this is, which stands in `records` already."""
+        _write(self.folder / "points" / f"{point.id}.json", {"run_id": record.run_id})
+
+    def refuse(self, point: Point, record: Record) -> None:
+        """Write the record of a point that can't be served."""
+        records.write(self.records, record)
+        self.keep(point, record)
+
+    def missing(self, task: Task) -> list[Point]:
+        """The points of a task that are still to be run."""
+        return [point for point in task.points if (found := self.record(point)) is None or found.status not in FINISHED]
+
+    @property
+    def jobs(self) -> dict[int, list[int]]:
+        """The numbers of the tasks of each job that was submitted, by the job's id."""
+        path = self.folder / "jobs.json"
+        return {int(job): tasks for job, tasks in json.loads(path.read_text()).items()} if path.exists() else {}
+
+    def add_job(self, job: int, tasks: Sequence[Task]) -> None:
+        """Write down what was submitted."""
+        _write(self.folder / "jobs.json", self.jobs | {job: [task.number for task in tasks]})
+
+
+def _write(path: Path, content: Mapping[Any, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)

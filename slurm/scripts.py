@@ -1,0 +1,97 @@
+"""sbatch scripts: one job array for each number of GPUs, with the resources that those need."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from slurm.folder import Sweep
+from slurm.points import Task, by_gpus
+from slurm.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+TERM_S = 30
+"""How long before its time limit a task is told."""
+
+
+def scripts(sweep: Sweep) -> dict[int, str]:
+    """The text of each script, by the number of GPUs of its points."""
+    return {gpus: script(sweep, gpus, tasks) for gpus, tasks in by_gpus(sweep.tasks).items()}
+
+
+def write(sweep: Sweep) -> None:
+    """Write them into the sweep's folder."""
+    for gpus, text in scripts(sweep).items():
+        path_of(sweep, gpus).write_text(text)
+
+
+def path_of(sweep: Sweep, gpus: int) -> Path:
+    """The script for points of that many GPUs."""
+    return sweep.folder / "scripts" / f"gpus-{gpus}.sbatch"
+
+
+def script(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> str:
+    """One array: `tasks` in it, each on `gpus` GPUs."""
+    parts = [
+        ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(sweep, gpus, tasks))],
+        [f"module load {' '.join(sweep.settings.modules)}"] if sweep.settings.modules else [],
+        list(sweep.settings.environment),
+        [f"export {name}={shlex.quote(value)}" for name, value in sweep.settings.variables.items()],
+        [f"cd {shlex.quote(str(ROOT))}"],
+        [_srun(sweep, gpus)],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def array(settings: Settings, tasks: Iterable[Task]) -> str:
+    """The numbers of tasks as sbatch takes them, and how many may run at once: 0-3,7%2."""
+    runs: list[list[int]] = []
+    for number in sorted(task.number for task in tasks):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    numbers = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return numbers + (f"%{settings.most_at_once}" if settings.most_at_once else "")
+
+
+def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:
+    settings, nodes = sweep.settings, sweep.settings.nodes(gpus)
+    per_node = -(-gpus // nodes)
+    return [
+        f"--job-name={sweep.name}-{gpus}",
+        f"--array={array(settings, tasks)}",
+        f"--nodes={nodes}",
+        f"--ntasks={gpus}",
+        f"--ntasks-per-node={per_node}",
+        f"--gres=gpu:{per_node}",
+        *([f"--account={settings.account}"] if settings.account else []),
+        *([f"--partition={settings.partition}"] if settings.partition else []),
+        f"--time={settings.time}",
+        f"--output={sweep.folder}/logs/%A_%a.txt",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=TERM@{TERM_S}",
+        *settings.sbatch,
+    ]
+
+
+def _srun(sweep: Sweep, gpus: int) -> str:
+    """The line that measures a task's points, with one process for each GPU."""
+    settings = sweep.settings
+    options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", *settings.srun, *_container(settings, sweep.folder)]
+    command = [settings.python, "-m", "slurm.task", str(sweep.folder)]
+    return f'srun {shlex.join(options)} {shlex.join(command)} "$SLURM_ARRAY_TASK_ID"'
+
+
+def _container(settings: Settings, folder: Path) -> list[str]:
+    if not settings.container:
+        return []
+    own = [f"{path}:{path}" for path in (ROOT, folder)]
+    mounts = ",".join([*settings.container.get("mounts", ()), *own])
+    return [
+        f"--container-image={settings.container['image']}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={ROOT}",
+    ]

@@ -1,0 +1,181 @@
+"""python -m slurm.sweep ...: the points of a sweep as SLURM job arrays, submitted, followed and taken up again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from slurm import queue, scripts
+from slurm.folder import FINISHED, Sweep
+from slurm.points import Refused, by_gpus, planned
+from slurm.settings import load
+from sp_bench import records
+from sp_bench.errors import RequestError, unknown
+
+USAGE = """\
+python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--dry-run] [--wait]
+python -m slurm.sweep status | resume | cancel DIR [--wait]
+
+Submits the points of conf/sweep/NAME.yaml as job arrays, one for each number of GPUs. What is fixed or swept there can
+be given otherwise by key=value or key=value,value. Every point is resolved first; one that can't be served is a record
+at once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes what it says.
+
+  --dry-run   print the scripts, and write and submit nothing
+  --wait      follow the jobs until none is left
+  status DIR  how many points are done, running, pending, failed
+  resume DIR  submit what is missing
+  cancel DIR  end its jobs; what is done is kept
+
+Exit codes: 0 ok, with --wait all points done; 2 a request that can't be served; 1 anything else.
+"""
+STATES = ("done", "running", "pending", "failed", "unsupported")
+POLL_S = 2.0
+PATIENCE_S = 300.0
+"""How long the controller may not answer while jobs are followed."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    if not arguments or flags & {"-h", "--help"}:
+        print(USAGE, end="")
+        return 0
+    try:
+        if unknown_flags := flags - {"--dry-run", "--wait"}:
+            raise unknown("flag", min(unknown_flags), ["--dry-run", "--wait"])
+        return _answer([a for a in arguments if a not in flags], dry="--dry-run" in flags, wait="--wait" in flags)
+    except RequestError as error:
+        print(f"slurm.sweep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("slurm.sweep: interrupted; the jobs go on", file=sys.stderr)
+        return 1
+
+
+def _answer(words: list[str], *, dry: bool, wait: bool) -> int:
+    if "=" in words[0]:
+        sweep, refused = asked_for(words)
+        errors = Counter(each.record.error for each in refused)
+        if not sweep.tasks:
+            raise RequestError(f"none of {len(refused)} points", "; ".join(map(str, errors)), "one that works would")
+        for error, count in errors.items():
+            print(f"slurm.sweep: unsupported, {count} points: {error}", file=sys.stderr)
+        if dry:
+            print("\n".join(scripts.scripts(sweep).values()), end="")
+            return 0
+        queue.refuse_without_slurm(sweep.settings)
+        sweep.write(refused)
+        scripts.write(sweep)
+        submit_missing(sweep)
+    else:
+        command, folder = words[0], Path(words[1] if len(words) == 2 else "")
+        if command not in ("status", "resume", "cancel"):
+            raise unknown("command", command, ["status", "resume", "cancel"])
+        sweep = Sweep.read(folder)
+        if command == "resume":
+            submit_missing(sweep)
+        elif command == "cancel":
+            queue.cancel(sweep.settings, list(sweep.jobs))
+    if wait:
+        return follow(sweep)
+    print(told(states(sweep)))
+    print_failures(sweep)
+    return 0
+
+
+def asked_for(words: list[str]) -> tuple[Sweep, list[Refused]]:
+    """The sweep that a command line asks for, not yet written. Raises RequestError."""
+    own = {"slurm": "testcluster"}
+    of_slurm, changes = [], []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise RequestError(word, "is not of the form key=value", "sweep=mesh_table3 would work")
+        if key in ("sweep", "slurm", "folder"):
+            own[key] = value
+        elif key.startswith("slurm."):
+            of_slurm.append(word.removeprefix("slurm."))
+        else:
+            changes.append(word)
+    if "sweep" not in own:
+        raise RequestError("sweep", "is not given", "sweep=mesh_table3 would work")
+    name = own["sweep"]
+    settings = load(own["slurm"], of_slurm)
+    tasks, refused = planned(name, changes)
+    sweep = Sweep(
+        folder=Path(own.get("folder") or f"results/sweeps/{name}").resolve(),
+        name=name,
+        settings=settings,
+        tasks=tasks,
+        refused=[each.point for each in refused],
+        code_version=records.code_version(),
+    )
+    return sweep, refused
+
+
+def submit_missing(sweep: Sweep) -> None:
+    """Submit all tasks that have points without a result and are not in the queue. Raises RequestError."""
+    if sweep.code_version != records.code_version():
+        rule = "was made with other code, and one sweep has one code"
+        raise RequestError(str(sweep.folder), rule, "a new folder=, or the code as it was, would work")
+    queued = set.union(*queue.waiting_and_running(sweep.settings, list(sweep.jobs)))
+    todo = [task for task in sweep.tasks if sweep.missing(task) and task.number not in queued]
+    for gpus, tasks in by_gpus(todo).items():
+        array = scripts.array(sweep.settings, tasks)
+        sweep.add_job(queue.submit(sweep.settings, scripts.path_of(sweep, gpus), array), tasks)
+
+
+def states(sweep: Sweep) -> Counter[str]:
+    """How many points are in each state. A point that SLURM has ended is failed, as one whose record says so."""
+    waiting, running = queue.waiting_and_running(sweep.settings, list(sweep.jobs))
+    counts: Counter[str] = Counter(unsupported=len(sweep.refused))
+    for task in sweep.tasks:
+        in_slurm = "running" if task.number in running else "pending" if task.number in waiting else "failed"
+        for point in task.points:
+            record = sweep.record(point)
+            counts[FINISHED.get(record.status, in_slurm) if record else in_slurm] += 1
+    return counts
+
+
+def told(counts: Counter[str]) -> str:
+    """One line on the states."""
+    return f"{counts.total()} points: {', '.join(f'{counts[state]} {state}' for state in STATES)}"
+
+
+def print_failures(sweep: Sweep) -> None:
+    """Say of each point whose record has no result why that is. What SLURM has ended has a log, and no record."""
+    for task in sweep.tasks:
+        for point in sweep.missing(task):
+            if record := sweep.record(point):
+                shape = f"method={record.method} gpus={record.gpus} seqlen={record.seqlen}"
+                print(f"{shape}: {record.status}: {record.error}")
+
+
+def follow(sweep: Sweep) -> int:
+    """Say how points fare whenever that changes, until no job is left; returns 0 if all are done.
+
+    Raises RequestError where the controller has not answered for long.
+    """
+    said, answered = "", time.monotonic()
+    while True:
+        try:
+            counts = states(sweep)
+        except queue.SlurmError:
+            if time.monotonic() - answered > PATIENCE_S:
+                raise
+        else:
+            answered = time.monotonic()
+            if (line := told(counts)) != said:
+                print(said := line, flush=True)
+            if not counts["running"] and not counts["pending"]:
+                print_failures(sweep)
+                print(f"records: {sweep.records}")
+                return 1 if counts["failed"] else 0
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""python -m slurm.task FOLDER NUMBER: measure what is missing of one task of a sweep; each task of srun runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sp_bench.measure.ranks import drive
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    folder, number = sys.argv[1:] if argv is None else argv
+    return drive(lambda: _measure(Path(folder), int(number)))
+
+
+def _measure(folder: Path, number: int) -> int:
+    """Only the process that drives imports what this needs."""
+    from slurm.folder import Sweep
+    from slurm.measuring import measure
+
+    sweep = Sweep.read(folder)
+    return measure(sweep, sweep.tasks[number])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

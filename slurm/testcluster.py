@@ -1,0 +1,312 @@
+"""A real SLURM in a box: nodes of 8 pretend GPUs, all on this machine, all state in one folder.
+
+    slurm/testcluster up
+    export SLURM_CONF=/tmp/sp_bench-slurm/slurm.conf
+    srun -N 2 --ntasks-per-node 4 hostname
+    slurm/testcluster down
+
+It needs root (munge, slurmd and device files do) and the Debian packages slurm-wlm and munge. Ports are chosen free,
+so that several boxes in folders of their own don't meet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sp_bench.errors import RequestError
+
+FOLDER = Path("/tmp/sp_bench-slurm")
+PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm"}
+"""The programs that are needed, and the Debian package that each is in."""
+DAEMONS = ("slurmctld", "slurmd", "slurmstepd", "munged")
+PORTS = range(20_000, 32_000)
+"""Below the ports that systems give to outgoing connections, so that a daemon can come back to its own."""
+PATIENCE_S = 60.0
+LOOPBACK = "127.0.0.1"
+
+SLURM_CONF = """\
+ClusterName=box
+SlurmctldHost={controller}({controller_address})
+SlurmctldPort={controller_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=30
+KillWait=5
+GresTypes=gpu
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
+PartitionName=box Nodes={names} Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = "NodeName={name} NodeHostName={controller} NodeAddr={address} Port={port} CPUs=16 RealMemory=20000 Gres=gpu:{n}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where a node's slurmd runs: this machine, or a network namespace of it that has an address of its own."""
+
+    name: str
+    address: str = LOOPBACK
+    enter: tuple[str, ...] = ()
+    """What a command is preceded by to run there, such as ip netns exec NAME."""
+
+
+class SlurmBox:
+    """A SLURM whose state is one folder. Nothing runs before `up`, nothing is left after `down`."""
+
+    def __init__(
+        self,
+        folder: Path = FOLDER,
+        *,
+        hosts: Sequence[Host] = tuple(Host(name=f"n{i}") for i in range(1, 5)),
+        gpus_per_node: int = 8,
+        controller_address: str = LOOPBACK,
+    ) -> None:
+        """`controller_address` is one that all hosts reach this machine by."""
+        self.folder, self.hosts, self.gpus_per_node = folder.resolve(), hosts, gpus_per_node
+        self.controller_address = controller_address
+        self.conf = self.folder / "slurm.conf"
+
+    def up(self) -> None:
+        """Start it and wait until all nodes are idle; nothing if it runs. Raises RequestError where it can't."""
+        refuse_without_root_and_packages()
+        if self.is_up():
+            return
+        self.down()
+        try:
+            self._write()
+            self._start()
+            _wait_for(lambda: set(self.nodes().values()) == {"idle"}, "its nodes to be idle")
+        except (OSError, subprocess.CalledProcessError, TimeoutError) as error:
+            logs = "\n".join(_last_lines(path) for path in sorted(self.folder.glob("*.log")))
+            self.down()
+            raise RequestError(f"folder={self.folder}", f"{_reason(error)}\n{logs}", "see its logs above") from None
+
+    def down(self) -> None:
+        """End its jobs, its daemons and what they started, and remove the folder."""
+        if self._pids("slurmctld"):
+            with contextlib.suppress(subprocess.CalledProcessError, TimeoutError):
+                self.run("scancel", "--user", str(os.geteuid()))
+                _wait_for(lambda: not self.run("squeue", "--noheader"), "its jobs to end", patience_s=20)
+        for name in ("slurmd", "slurmstepd", "slurmctld", "munged"):
+            _end(self._pids(name))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def restart_controller(self) -> None:
+        """End slurmctld, and start it again from its saved state."""
+        _end(self._pids("slurmctld"))
+        self._daemon("slurmctld", "-f", str(self.conf))
+        _wait_for(lambda: self.is_up() and "unknown" not in self.nodes().values(), "its controller to know its nodes")
+
+    def is_up(self) -> bool:
+        """Whether the controller answers and knows all its nodes."""
+        return self.conf.exists() and bool(self._pids("slurmctld")) and len(self.nodes()) == len(self.hosts)
+
+    def nodes(self) -> dict[str, str]:
+        """The state of each node, as sinfo says it; empty where the controller does not answer."""
+        try:
+            lines = self.run("sinfo", "--noheader", "--Node", "--format", "%N %T").splitlines()
+        except (OSError, subprocess.CalledProcessError):
+            return {}
+        return {name: state.rstrip("*") if self._pids("slurmd") else "down" for name, state in map(str.split, lines)}
+
+    def environment(self) -> dict[str, str]:
+        """The environment in which SLURM's commands talk to this box."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+        return inherited | {"SLURM_CONF": str(self.conf)}
+
+    def run(self, *command: str) -> str:
+        """The output of one of SLURM's commands. Raises CalledProcessError where it fails."""
+        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout
+
+    def _write(self) -> None:
+        """The folder, with the settings, the key of munge and the files of the pretend GPUs."""
+        controller, (controller_port, *ports) = platform.node(), _free_ports(1 + len(self.hosts))
+        self.folder.mkdir(parents=True)
+        self.folder.chmod(0o755)
+        (self.folder / "state").mkdir()
+        nodes = [
+            NODE.format(name=host.name, controller=controller, address=host.address, port=port, n=self.gpus_per_node)
+            for host, port in zip(self.hosts, ports, strict=True)
+        ]
+        names = ",".join(host.name for host in self.hosts)
+        self.conf.write_text(
+            SLURM_CONF.format(
+                controller=controller,
+                controller_address=self.controller_address,
+                controller_port=controller_port,
+                folder=self.folder,
+                nodes="\n".join(nodes),
+                names=names,
+            )
+        )
+        for gpu in range(self.gpus_per_node):
+            os.mknod(self.folder / f"gpu{gpu}", 0o666 | 0o020000, os.makedev(1, 3))
+        files = f"{self.folder}/gpu[0-{self.gpus_per_node - 1}]"
+        (self.folder / "gres.conf").write_text(f"NodeName={names} Name=gpu File={files}\n")
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+
+    def _start(self) -> None:
+        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
+        files |= {"log-file": "munged.log", "seed-file": "munged.seed"}
+        self._daemon("munged", "--force", *(f"--{option}={self.folder / name}" for option, name in files.items()))
+        self._daemon("slurmctld", "-f", str(self.conf))
+        for host in self.hosts:
+            self._daemon(*host.enter, "slurmd", "-f", str(self.conf), "-N", host.name)
+
+    def _daemon(self, *command: str) -> None:
+        """Start what puts itself into the background."""
+        subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=True, timeout=60)
+
+    def _pids(self, name: str) -> list[int]:
+        """This box's daemons of a name: those that were told its folder, or inherited it."""
+        return [pid for pid in _processes(name) if str(self.folder).encode() in _told(pid)]
+
+
+def refuse_without_root_and_packages() -> None:
+    """Raise RequestError where a box can't be started."""
+    missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=_path())})
+    if missing:
+        would_work = f"apt-get install -y {' '.join(missing)} would work"
+        raise RequestError("a SLURM on this machine", f"needs the packages {' and '.join(missing)}", would_work)
+    if os.geteuid() != 0:
+        raise RequestError(
+            "a SLURM on this machine", "needs root, as its daemons do", "sudo slurm/testcluster up would"
+        )
+
+
+def _path() -> str:
+    """Where daemons are, which a user's PATH may leave out."""
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def _free_ports(count: int) -> list[int]:
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
+
+
+def _wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Raises TimeoutError."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {patience_s:g} s for {what}")
+        time.sleep(0.1)
+
+
+def _processes(name: str) -> list[int]:
+    """All processes of a program, but not those that have ended."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            command, _, rest = status.read_text().partition("(")[2].rpartition(")")
+            if command == name and rest.split()[0] != "Z":
+                found.append(int(status.parent.name))
+    return found
+
+
+def _told(pid: int) -> bytes:
+    """The arguments and the environment that a process was started with."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def _descendants(pids: Iterable[int]) -> list[int]:
+    """The processes below some others."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(status.parent.name))
+    found, below = [], list(pids)
+    while below:
+        below = [child for pid in below for child in children.get(pid, [])]
+        found += below
+    return found
+
+
+def _end(pids: list[int]) -> None:
+    """Ask processes to end, and after a while make them and what they started."""
+    below = _descendants(pids)
+    _signal(pids, signal.SIGTERM)
+    with contextlib.suppress(TimeoutError):
+        _wait_for(lambda: not any(_told(pid) for pid in pids), "processes to end", patience_s=10)
+    _signal([*pids, *below], signal.SIGKILL)
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.cmd[0]}: {error.stderr.strip()}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+
+
+def _last_lines(path: Path, count: int = 5) -> str:
+    return "\n".join(f"{path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-count:])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="slurm/testcluster", description="A real SLURM on this machine.")
+    parser.add_argument("command", choices=("up", "down", "status"))
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where all its state is (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    os.environ["PATH"] = _path()
+    box = SlurmBox(arguments.folder)
+    try:
+        if arguments.command == "up":
+            box.up()
+        elif arguments.command == "down":
+            box.down()
+    except RequestError as error:
+        print(f"testcluster: {error}", file=sys.stderr)
+        return 2
+    nodes = box.nodes() if box.conf.exists() else {}
+    print("\n".join(f"{name}  {state}" for name, state in nodes.items()) or f"no cluster in {box.folder}")
+    if nodes:
+        print(f"export SLURM_CONF={box.conf}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

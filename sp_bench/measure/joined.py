@@ -1,0 +1,324 @@
+"""Ranks under srun or torchrun: a pool like RankPool, over the hosts of a launch.
+
+Each process of the launch keeps one rank, a child of its own, so that a rank can die or hang and a new pool can still
+be opened. Rank 0's process drives: it tells all keepers to start their ranks, talks to each rank directly, and asks
+the keepers why a rank is silent. The other processes do nothing else than keep (`keep_a_rank`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from sp_bench.measure import pool
+from sp_bench.measure.meeting import Listener, connect, interface_of
+from sp_bench.measure.pool import GRACE_S, RankFailure, RankPool
+from sp_bench.measure.ranks import Launch, host_here, launched
+
+JOIN_S = 120.0
+"""How long processes of a launch wait for each other, and a pool for its ranks to start."""
+ANSWER_S = 10.0
+"""How long a keeper may take to answer: it may be starting a rank, on a busy host."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a rank is started with."""
+
+    rank: int
+    n: int
+    address: str
+    """Of rank 0's host."""
+    name: str
+    """That rank 0's process listens by."""
+    opened: int
+    """Which of the launch's pools, in order, the rank is for."""
+    own_address: str | None
+    """Of the interface to use; None for the one that leads to rank 0."""
+    timeout_s: float
+
+
+class Company:
+    """All processes of a launch, as rank 0's has them: it keeps a rank itself, in a thread."""
+
+    def __init__(self, launch: Launch) -> None:
+        """Waits for everybody; OSError where no port is free to wait at."""
+        self.launch, self.opened = launch, 0
+        self.lost: RankFailure | None = None
+        """The first of its processes that is gone, after which no pool can be opened."""
+        self.listener = Listener(launch.name)
+        ours, theirs = multiprocessing.Pipe()
+        threading.Thread(target=_keep, args=(theirs,), daemon=True).start()
+        self.keepers: dict[int, Connection] = {0: ours}
+        self.own_address = LOOPBACK
+        """Of the interface that ranks on other hosts reach rank 0 by."""
+        self._beside: set[int] = {0}
+        """The ranks on rank 0's host, which all use that interface."""
+        deadline = time.monotonic() + JOIN_S
+        while len(self.keepers) < launch.n:
+            try:
+                keeper, address = self.listener.accept(deadline)
+                rank, host = keeper.recv()
+            except TimeoutError:
+                absent = min(set(range(launch.n)) - set(self.keepers))
+                self.lost = RankFailure(absent, f"its process has not joined for {JOIN_S:g} s")
+                break
+            except (EOFError, OSError):
+                continue
+            self.keepers[rank] = keeper
+            if host == host_here():
+                self._beside.add(rank)
+            if not address.startswith("127."):
+                self.own_address = address
+
+    def ask(self, ranks: list[int], what: str) -> dict[int, Any]:
+        """What the keepers of some ranks answer; one that is gone or does not, answers None and is lost for good."""
+        answers: dict[int, Any] = {}
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                self.keepers[rank].send((what, None))
+        deadline = time.monotonic() + ANSWER_S
+        for rank in ranks:
+            answers[rank] = None
+            with contextlib.suppress(EOFError, OSError):
+                if self.keepers[rank].poll(max(0.0, deadline - time.monotonic())):
+                    answers[rank] = self.keepers[rank].recv()
+                    continue
+            self.lost = self.lost or RankFailure(rank, "its process is gone, or does not react")
+        return answers
+
+    def start_ranks(self, timeout_s: float) -> None:
+        """Have everybody start a rank for a new pool. Raises RankFailure where somebody is lost."""
+        if self.lost:
+            raise RankFailure(self.lost.rank, self.lost.why)
+        self.opened += 1
+        for rank, keeper in self.keepers.items():
+            order = Order(
+                rank=rank,
+                n=self.launch.n,
+                address=self.launch.address if rank else LOOPBACK,
+                name=self.launch.name,
+                opened=self.opened,
+                own_address=self.own_address if rank in self._beside else None,
+                timeout_s=timeout_s,
+            )
+            with contextlib.suppress(OSError):
+                keeper.send(("start", order))
+
+    def dismiss(self, code: int) -> None:
+        """Have all other processes end with an exit code, once this one has."""
+        for keeper in self.keepers.values():
+            with contextlib.suppress(OSError):
+                keeper.send(("leave", code))
+        self.listener.close()
+
+
+@cache
+def company() -> Company:
+    """The launch that this process drives, which is joined once."""
+    launch = launched()
+    assert launch and launch.rank == 0
+    return Company(launch)
+
+
+class JoinedRanks(RankPool):
+    """The ranks of this process's launch, one gloo group of all of them. Use it as a context manager, or close it."""
+
+    def __init__(self, company: Company, timeout_s: float = 60.0) -> None:
+        """`timeout_s` is how long all ranks may be silent before they count as hung. Raises RankFailure."""
+        self.n, self.timeout_s, self._company = company.launch.n, timeout_s, company
+        self._processes, self._pipes = [], []
+        self._company.start_ranks(timeout_s)
+        ranks: dict[int, Connection] = {}
+        try:
+            self._meet(ranks)
+        except (TimeoutError, EOFError, OSError):
+            absent = min(set(range(self.n)) - set(ranks), default=0)
+            raise RankFailure(absent, f"did not start: {self._reasons()[absent]}") from None
+        self._pipes = [ranks[rank] for rank in range(self.n)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pool is open."""
+        return bool(self._pipes)
+
+    def close(self) -> None:
+        """End all ranks."""
+        if self._pipes:
+            self._reasons()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes = []
+
+    def _meet(self, ranks: dict[int, Connection]) -> None:
+        """Fill in the pipe to each rank, and tell them all where rank 0 has the store by which they form a group."""
+        deadline = time.monotonic() + JOIN_S
+        while len(ranks) < self.n:
+            pipe, _ = self._company.listener.accept(deadline)
+            opened, rank = pipe.recv()
+            if opened == self._company.opened:
+                ranks[rank] = pipe
+        port = ranks[0].recv()
+        for rank in range(1, self.n):
+            ranks[rank].send(port)
+
+    def _reasons(self) -> dict[int, str]:
+        """End all ranks, and say why each had ended before; "killed by SIGKILL" where it had not."""
+        reasons = self._company.ask(list(range(self.n)), "stop")
+        return {rank: reason or "its process is gone" for rank, reason in reasons.items()}
+
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, OSError):
+            reason = self._company.ask([rank], "why")[rank]
+            raise RankFailure(rank, f"died: {reason or 'with its process, or its host'}") from None
+
+    def _blame_hang(self, pending: list[int]) -> RankFailure:
+        """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
+        where = self._company.ask(pending, "where")
+        frozen = [rank for rank, stack in where.items() if not stack]
+        busy = [rank for rank, stack in where.items() if stack and not pool._is_waiting(stack)]
+        silent = f"no rank has answered for {self.timeout_s:g} s"
+        if frozen:
+            return RankFailure(frozen[0], f"hangs: its process is stopped or does not react ({silent})")
+        if busy:
+            return RankFailure(busy[0], f"hangs ({silent}) in {where[busy[0]][0]}")
+        return RankFailure(None, f"{silent}; all of ranks {pending} wait for each other")
+
+
+def keep_a_rank(launch: Launch) -> int:
+    """All that a process other than rank 0's does, silently; returns the exit code that rank 0 says."""
+    for told_to_all in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(told_to_all, signal.SIG_IGN)  # rank 0 leaves in order, and this process after it
+    try:
+        driver, _ = connect(launch.address, launch.name, time.monotonic() + JOIN_S)
+    except TimeoutError:
+        return 1
+    driver.send((launch.rank, host_here()))
+    return _keep(driver)
+
+
+def _keep(driver: Connection) -> int:
+    """Start, watch and end this process's rank as told, until rank 0's process ends. Returns its exit code.
+
+    Not before it: srun may take whoever leaves early for a failure, and end the others.
+    """
+    with tempfile.TemporaryDirectory(prefix="sp_bench-rank-") as folder, contextlib.ExitStack() as at_the_end:
+        kept, code = _Kept(Path(folder, "stack")), 1
+        at_the_end.callback(kept.stop)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                what, value = driver.recv()
+                match what:
+                    case "start":
+                        kept.start(value)
+                    case "where":
+                        driver.send(kept.where())
+                    case "why":
+                        driver.send(kept.why())
+                    case "stop":
+                        driver.send(kept.stop())
+                    case "leave":
+                        code = value
+    return code
+
+
+class _Kept:
+    """The rank of a process: none yet, running, or ended."""
+
+    def __init__(self, stack: Path) -> None:
+        """`stack` is the file into which it writes where it is."""
+        self._stack = stack
+        self._process: Any = None
+        self._lifeline: Connection | None = None
+
+    def start(self, order: Order) -> None:
+        """A new one."""
+        self.stop()
+        context = pool._context()
+        theirs, self._lifeline = context.Pipe(duplex=False)
+        process = context.Process(target=_serve, args=(order, theirs, str(self._stack)), daemon=True)
+        process.start()
+        theirs.close()
+        self._process = process
+
+    def where(self) -> list[str]:
+        """Its stack, innermost frame first; empty where it does not react."""
+        if self._process:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGUSR1)
+            time.sleep(GRACE_S / 2)
+        return pool._stack(self._stack)
+
+    def why(self) -> str:
+        """Why it has ended, or is about to."""
+        if self._process:
+            self._process.join(GRACE_S)
+        return self.stop()
+
+    def stop(self) -> str:
+        """End it, and say how it has ended."""
+        if not self._process:
+            return "it was not started"
+        self._process.kill()
+        self._process.join()
+        if self._lifeline:
+            self._lifeline.close()
+        return pool._exit_reason(self._process.exitcode)
+
+
+def _serve(order: Order, lifeline: Connection, stack: str) -> None:
+    """A rank's process: join the group, then run what the pool sends until its pipe closes."""
+    threading.Thread(target=pool._end_with_the_pool, args=(lifeline,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(stack, "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+        driver, address = connect(order.address, order.name, time.monotonic() + JOIN_S)
+        driver.send((order.opened, order.rank))
+        if interface := interface_of(order.own_address or address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        _join_group(order, driver)
+        pool._report = lambda value: driver.send(("progress", value))
+        while True:
+            try:
+                message = driver.recv_bytes()
+            except (EOFError, OSError):
+                break
+            try:
+                function, args = pickle.loads(message)
+                driver.send(("answer", pool._found(function)(*args)))
+            except Exception as error:
+                driver.send(("error", (pool._summary(error), pool._portable(error))))
+    os._exit(0)
+
+
+def _join_group(order: Order, driver: Connection) -> None:
+    """The default group, by a store that rank 0 has. Ranks are on CPUs; a GPU of this rank's and nccl go here."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    torch.set_num_threads(1)
+    # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
+    patience = timedelta(seconds=60 + 4 * order.timeout_s)
+    if order.rank == 0:
+        store = TCPStore(order.address, 0, order.n, is_master=True, timeout=patience, wait_for_workers=False)
+        driver.send(store.port)
+    else:
+        store = TCPStore(order.address, driver.recv(), order.n, timeout=patience, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=order.rank, world_size=order.n, timeout=patience)

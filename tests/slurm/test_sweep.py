@@ -1,0 +1,202 @@
+"""Sweeps on a real SLURM: ranks on its nodes, arrays of points, and what is done once and only once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm import queue, testcluster
+from slurm.folder import Sweep
+from slurm.scripts import ROOT
+from slurm.sweep import main
+from slurm.testcluster import SlurmBox
+from sp_bench import records
+
+POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
+SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]
+SRUN += [sys.executable, "-m", "sp_bench", *POINT]
+"""The command line on two nodes with two ranks each."""
+PATIENCE_S = 150.0
+
+
+def srun(box: SlurmBox, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What came out of it."""
+    command, environment = [*SRUN, *arguments], box.environment()
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.2)
+
+
+def test_ranks_of_a_step(box: SlurmBox, tmp_path: Path) -> None:
+    """One command line of four speaks, and its record has the ranks of each node."""
+    done = srun(box, "method=mesh", "gpus=4", "seqlen=256", "baseline=null", "iters=3", f"results_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Measured on 4 ranks: srun has started them") == 1
+    (record,) = records.read_all(tmp_path)
+    assert (record.status, record.mode, record.nodes) == ("ok", "measure", 2)
+    assert record.provenance and record.provenance["ranks_by_host"] == {"n1": [0, 1], "n2": [2, 3]}
+
+
+def test_a_step_of_other_ranks_is_refused(box: SlurmBox, tmp_path: Path) -> None:
+    done = srun(box, "gpus=8", "seqlen=256", f"results_dir={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr.count("sp_bench: gpus=8: srun has started 4 ranks; gpus=4, or mode=simulate, would work") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_of_a_step_that_dies(box: SlurmBox, tmp_path: Path) -> None:
+    """Its point says which rank and why, and the other point is measured with new ranks."""
+    command = [*SRUN, "iters=150", "method=mesh", "gpus=4", "seqlen=512", "timeout_s=30", f"results_dir={tmp_path}"]
+    with subprocess.Popen(
+        command, env=box.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as step:
+        wait_for(lambda: len(ranks_of(box)) == 4, "four ranks to start")
+        time.sleep(1)  # let them begin
+        os.kill(ranks_of(box)[2], signal.SIGKILL)
+        out, _ = step.communicate(timeout=PATIENCE_S)
+    assert step.returncode == 1, out
+    by_status = {record.status: record for record in records.read_all(tmp_path)}
+    assert set(by_status) == {"failed", "ok"}
+    assert re.match(r"rank \d: died: killed by SIGKILL", by_status["failed"].error or ""), by_status["failed"].error
+
+
+def ranks_of(box: SlurmBox) -> list[int]:
+    """The processes of ranks: what fork servers have forked."""
+    below = testcluster._descendants(box._pids("slurmstepd"))
+    return testcluster._descendants(pid for pid in below if b"multiprocessing.forkserver" in testcluster._told(pid))
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("/proc/sweep", "folder=/proc/sweep: can't be made"),
+        ("{tmp_path}", "folder={tmp_path}: has a sweep already; python -m slurm.sweep resume {tmp_path}"),
+    ],
+)
+def test_folders_that_are_refused(
+    box: SlurmBox, folder: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is submitted."""
+    (tmp_path / "sweep.json").touch()
+    asked = ["sweep=cpu_methods", "method=ring", "gpus=2", f"slurm.variables.SLURM_CONF={box.conf}"]
+    assert main([*asked, f"folder={folder.format(tmp_path=tmp_path)}"]) == 2
+    assert message.format(tmp_path=tmp_path) in capsys.readouterr().err
+    assert not box.run("squeue", "--noheader")
+
+
+class Run:
+    """A sweep of ring and mesh on 2 and 4 ranks at two lengths, and at one that can't be served."""
+
+    def __init__(self, box: SlurmBox, folder: Path) -> None:
+        self.box, self.folder = box, folder
+        keys = ["method=ring,mesh", "gpus=2,4,6", "seqlen=512,1k", "heads=4", "iters=10", f"folder={folder}"]
+        settings = [f"slurm.variables.SLURM_CONF={box.conf}", f"slurm.python={sys.executable}", "slurm.most_at_once=1"]
+        assert main(["sweep=cpu_methods", *keys, *settings]) == 0
+        self.sweep = Sweep.read(folder)
+
+    def running(self) -> dict[str, int]:
+        """SLURM's own id of each array task that runs, by job and task."""
+        return self._in("RUNNING")
+
+    def waiting(self) -> dict[str, int]:
+        """The same for those that wait."""
+        return self._in("PENDING")
+
+    def ended(self) -> bool:
+        """Whether no task is left; those that wait needn't wait for two minutes after a node failure, as SLURM says."""
+        for own in self.waiting().values():
+            with contextlib.suppress(subprocess.CalledProcessError):  # it has begun meanwhile
+                self.box.run("scontrol", "update", f"jobid={own}", "starttime=now")
+        return not self.waiting() and not self.running()
+
+    def _in(self, state: str) -> dict[str, int]:
+        lines = self.box.run("squeue", "--noheader", "--array", f"--states={state}", "--format=%F_%K %A").splitlines()
+        return {task: int(own) for task, own in map(str.split, lines)}
+
+    def done(self) -> dict[str, float]:
+        """When each finished point's record was written, by run_id."""
+        paths = {r.run_id: self.sweep.records / f"{r.run_id}.json" for r in records.read_all(self.sweep.records)}
+        return {run_id: path.stat().st_mtime for run_id, path in paths.items()}
+
+
+def test_a_sweep_that_is_disturbed(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A task is cancelled, a node fails, the controller restarts: what was not done is done, and nothing twice."""
+    run = Run(box, tmp_path / "sweep")
+    assert "8 pending, 0 failed, 4 unsupported" in capsys.readouterr().out, (
+        "points of 6 ranks have been refused already"
+    )
+    wait_for(lambda: len(run.running()) == 2, "one task of each array to run")
+    cancelled, failed = sorted(run.running())
+    box.run("scancel", cancelled)
+    (node,) = box.run("squeue", "--noheader", f"--jobs={failed}", "--format=%N").split()
+    box.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    box.restart_controller()
+    wait_for(lambda: box.nodes()[node] in ("idle", "mixed"), "the node to come back")
+    assert failed in run.waiting(), "SLURM runs a task again whose node has failed"
+    assert main(["status", str(run.folder)]) == 0
+    assert "12 points" in capsys.readouterr().out
+    assert main(["resume", str(run.folder)]) == 0
+    assert [int(cancelled.partition("_")[2])] in list(run.sweep.jobs.values())[2:]
+    assert len(run.sweep.jobs) == 3, "what is queued is not submitted again"
+    before = run.done()
+    wait_for(run.ended, "all tasks to end")
+    assert main(["status", str(run.folder), "--wait"]) == 0
+    assert "12 points: 8 done, 0 running, 0 pending, 0 failed, 4 unsupported" in capsys.readouterr().out
+
+    frame = records.load(run.sweep.records)
+    assert len(frame) == 12
+    assert not frame.duplicated(["method", "gpus", "seqlen"]).any()
+    assert frame.status.value_counts().to_dict() == {"ok": 8, "unsupported": 4}
+    assert {run_id: run.done()[run_id] for run_id in before} == before, "nothing was run twice"
+    assert main(["resume", str(run.folder)]) == 0
+    assert len(run.sweep.jobs) == 3, "nothing is left to submit"
+
+
+def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its processes end, too, and leave nothing behind."""
+    run = Run(box, tmp_path / "sweep")
+    wait_for(lambda: len(processes_of(run.folder)) >= 6, "two tasks to run")
+    assert main(["cancel", str(run.folder), "--wait"]) == 1
+    assert "12 points: 0 done, 0 running, 0 pending, 8 failed, 4 unsupported" in capsys.readouterr().out
+    assert queue.waiting_and_running(run.sweep.settings, list(run.sweep.jobs)) == (set(), set())
+    wait_for(lambda: not processes_of(run.folder), "its processes to end")
+    assert not [path for path in (run.folder / "logs").iterdir() if "Traceback" in path.read_text()]
+
+
+def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:
+    """slurm/array.sbatch does the same, with keys of one's own behind it."""
+    (tmp_path / "results").mkdir()
+    options = ["--wait", "--array=0-1", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", f"--chdir={tmp_path}"]
+    command = ["sbatch", *options, str(ROOT / "slurm" / "array.sbatch"), *POINT, "iters=3"]
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "SEQLENS": "128 256", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=box.environment() | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + "".join(p.read_text() for p in (tmp_path / "results").glob("*.txt"))
+    found = [(r.method, r.gpus, r.seqlen, r.status, r.nodes) for r in records.read_all(tmp_path / "results")]
+    assert sorted(found) == [(m, 2, s, "ok", 2) for m in ("mesh", "ring") for s in (128, 256)]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines of processes that were told a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if f"slurm.task {folder}" in line and path.parent.name != str(os.getpid()):
+            found.append(line)
+    return found
