@@ -32,20 +32,22 @@ and whether the simulator orders the methods as the measurements do wherever the
 Without keys, on cluster=shaped (its hosts need root):
 """
 COMMON = (
-    "heads=8", "head_dim=64", "dtype=float32", "causal=false", "iters=7", "warmup=2", "parts=false", "logger=none",
+    "heads=8", "head_dim=64", "dtype=float32", "causal=false", "seqlen=4k", "iters=5", "warmup=1", "parts=false",
+    "logger=none",
 )  # fmt: skip
 EVERY_METHOD = "method=ring,mesh,startrail,ulysses,usp,tokenring,pass_q,all_gather,double_ring"
+LINK, LEAVES = "cluster.hosts.link_bytes_per_s", "cluster.hosts.hosts_per_leaf=4 cluster.hosts.uplink_bytes_per_s=25e6"
 SHAPED = (
-    ("gpus=4", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", EVERY_METHOD),
-    ("gpus=8", "seqlen=4k", "cluster.hosts.link_bytes_per_s=25e6", EVERY_METHOD),
-    ("gpus=8", "seqlen=8k", "cluster.hosts.link_bytes_per_s=12.5e6", EVERY_METHOD),
-    ("gpus=8", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", "causal=true", f"{EVERY_METHOD},striped,zigzag"),
-    ("gpus=16", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", "heads=16", EVERY_METHOD),
-    ("gpus=16", "seqlen=4k", "cluster.hosts.link_bytes_per_s=12.5e6", "method=mesh",
-     "method.tile=[1,16],[2,8],[4,4],[8,2],[16,1]"),
-)  # fmt: skip
+    (EVERY_METHOD, "gpus=4", f"{LINK}=12.5e6"),
+    (EVERY_METHOD, "gpus=8", f"{LINK}=25e6"),
+    (EVERY_METHOD, "gpus=8", f"{LINK}=25e6", *LEAVES.split()),
+    (EVERY_METHOD, "gpus=8", f"{LINK}=12.5e6", "seqlen=2k"),
+    (f"{EVERY_METHOD},striped,zigzag", "gpus=8", f"{LINK}=25e6", "causal=true"),
+    (EVERY_METHOD, "gpus=16", f"{LINK}=25e6", "heads=16"),
+    ("method=mesh", "method.tile=[1,16],[2,8],[4,4],[8,2],[16,1]", "gpus=16", f"{LINK}=12.5e6"),
+)
 """Sweeps, each with its own keys beside COMMON."""
-SETTING = ["cluster", "link_mbit_per_s", "gpus", "seqlen", "causal", "heads"]
+SETTING = ["cluster", "link_mbit_per_s", "uplink_mbit_per_s", "gpus", "seqlen", "causal", "heads"]
 """What points must share to be compared."""
 
 
@@ -138,8 +140,14 @@ def row(measured: Record, simulated: Record) -> dict[str, Any]:
     found = {
         key: getattr(measured, key) for key in ("method", "variant", "cluster", "gpus", "seqlen", "causal", "heads")
     }
-    found |= {"link_mbit_per_s": hosts.get("link_bytes_per_s", 0) * 8e-6 or None, "status": measured.status}
-    found |= {"why": measured.error or simulated.error, "bound_by": simulated.bound_by}
+    for tier in ("link", "uplink"):
+        found[f"{tier}_mbit_per_s"] = (hosts.get(f"{tier}_bytes_per_s") or 0) * 8e-6 or None
+    found |= {
+        "hosts_per_leaf": hosts.get("hosts_per_leaf"),
+        "status": measured.status,
+        "why": measured.error or simulated.error,
+        "bound_by": simulated.bound_by,
+    }
     found |= {"measured_run_id": measured.run_id, "simulated_run_id": simulated.run_id}
     for phase in ("step", "forward", "backward"):
         one, other = (getattr(record, f"{phase}_ms_median") for record in (measured, simulated))
@@ -221,9 +229,14 @@ def _name(point: Mapping[str, Any]) -> str:
 
 
 def _setting(point: Mapping[str, Any]) -> str:
-    link = point["link_mbit_per_s"]
     words = [f"{point['gpus']} ranks", f"{point['seqlen'] // 1024}k", "causal" if point["causal"] else "full"]
-    return ", ".join(words + ([f"{link:.0f} Mbit/s"] if link == link and link else []))
+    for tier in ("link", "uplink"):
+        rate = point[f"{tier}_mbit_per_s"]
+        if rate and not np.isnan(rate):
+            words.append(
+                f"{rate:.0f} Mbit/s" + (f" for {point['hosts_per_leaf']:.0f} hosts" if tier == "uplink" else "")
+            )
+    return ", ".join([*words, f"{point['heads']} heads"])
 
 
 def plot(done: pd.DataFrame, path: Path) -> None:

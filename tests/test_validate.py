@@ -47,7 +47,15 @@ def test_what_can_not_be_measured_is_said(tmp_path: Path, capsys: pytest.Capture
 
 
 def point(method: str, measured: float, simulated: float, spread: float = 0.0, **setting: Any) -> dict[str, Any]:
-    shape = {"cluster": "shaped", "link_mbit_per_s": 100.0, "gpus": 4, "seqlen": 4096, "causal": False, "heads": 8}
+    shape = {
+        "cluster": "shaped",
+        "link_mbit_per_s": 100.0,
+        "uplink_mbit_per_s": None,
+        "gpus": 4,
+        "seqlen": 4096,
+        "causal": False,
+        "heads": 8,
+    }
     times = {"step_measured_ms": measured, "step_simulated_ms": simulated, "step_error": simulated / measured - 1}
     interval = {"low_ms": measured - spread, "high_ms": measured + spread}
     return {"method": method, "variant": None, **shape, **setting, **times, **interval}
@@ -59,8 +67,12 @@ def test_pairs_count_where_intervals_do_not_overlap() -> None:
     close = point("pass_q", 29, 40, spread=2)
     assert pairs_in_order(pd.DataFrame([ring, close])) == (0, 0, [])
     wrong = point("usp", 25, 18)
-    assert pairs_in_order(pd.DataFrame([ring, mesh, wrong])) == (2, 3, ["mesh and usp (4 ranks, 4k, full, 100 Mbit/s)"])
+    assert pairs_in_order(pd.DataFrame([ring, mesh, wrong])) == (
+        2,
+        3,
+        ["mesh and usp (4 ranks, 4k, full, 100 Mbit/s, 8 heads)"],
+    )
     elsewhere = point("usp", 25, 18, gpus=8)
     assert pairs_in_order(pd.DataFrame([ring, mesh, elsewhere])) == (1, 1, [])
     no_link = [point("ring", 30, 33, link_mbit_per_s=None), point("mesh", 20, 40, link_mbit_per_s=None)]
-    assert pairs_in_order(pd.DataFrame(no_link)) == (0, 1, ["ring and mesh (4 ranks, 4k, full)"])
+    assert pairs_in_order(pd.DataFrame(no_link)) == (0, 1, ["ring and mesh (4 ranks, 4k, full, 8 heads)"])

@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import threading
@@ -23,9 +22,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sp_bench.measure import pool
 from sp_bench.measure.meeting import Listener, connect, interface_of
-from sp_bench.measure.pool import GRACE_S, RankFailure, RankPool
+from sp_bench.measure.pool import (
+    GRACE_S,
+    RankFailure,
+    RankPool,
+    answer,
+    end_with_the_pool,
+    exit_reason,
+    forkserver,
+    stack_in,
+)
 from sp_bench.measure.ranks import Launch, host_here, launched
 
 JOIN_S = 120.0
@@ -188,17 +195,8 @@ class JoinedRanks(RankPool):
             reason = self._company.ask([rank], "why")[rank]
             raise RankFailure(rank, f"died: {reason or 'with its process, or its host'}") from None
 
-    def _blame_hang(self, pending: list[int]) -> RankFailure:
-        """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
-        where = self._company.ask(pending, "where")
-        frozen = [rank for rank, stack in where.items() if not stack]
-        busy = [rank for rank, stack in where.items() if stack and not pool._is_waiting(stack)]
-        silent = f"no rank has answered for {self.timeout_s:g} s"
-        if frozen:
-            return RankFailure(frozen[0], f"hangs: its process is stopped or does not react ({silent})")
-        if busy:
-            return RankFailure(busy[0], f"hangs ({silent}) in {where[busy[0]][0]}")
-        return RankFailure(None, f"{silent}; all of ranks {pending} wait for each other")
+    def _stacks(self, pending: list[int]) -> dict[int, list[str]]:
+        return {rank: stack or [] for rank, stack in self._company.ask(pending, "where").items()}
 
 
 def keep_a_rank(launch: Launch) -> int:
@@ -250,7 +248,7 @@ class _Kept:
     def start(self, order: Order) -> None:
         """A new one."""
         self.stop()
-        context = pool._context()
+        context = forkserver()
         theirs, self._lifeline = context.Pipe(duplex=False)
         process = context.Process(target=_serve, args=(order, theirs, str(self._stack)), daemon=True)
         process.start()
@@ -263,7 +261,7 @@ class _Kept:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGUSR1)
             time.sleep(GRACE_S / 2)
-        return pool._stack(self._stack)
+        return stack_in(self._stack)
 
     def why(self) -> str:
         """Why it has ended, or is about to."""
@@ -279,12 +277,12 @@ class _Kept:
         self._process.join()
         if self._lifeline:
             self._lifeline.close()
-        return pool._exit_reason(self._process.exitcode)
+        return exit_reason(self._process.exitcode)
 
 
 def _serve(order: Order, lifeline: Connection, stack: str) -> None:
     """A rank's process: join the group, then run what the pool sends until its pipe closes."""
-    threading.Thread(target=pool._end_with_the_pool, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=end_with_the_pool, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stack, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
@@ -293,17 +291,7 @@ def _serve(order: Order, lifeline: Connection, stack: str) -> None:
         if interface := interface_of(order.own_address or address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         _join_group(order, driver)
-        pool._report = lambda value: driver.send(("progress", value))
-        while True:
-            try:
-                message = driver.recv_bytes()
-            except (EOFError, OSError):
-                break
-            try:
-                function, args = pickle.loads(message)
-                driver.send(("answer", pool._found(function)(*args)))
-            except Exception as error:
-                driver.send(("error", (pool._summary(error), pool._portable(error))))
+        answer(driver)
     os._exit(0)
 
 

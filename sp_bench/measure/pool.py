@@ -65,7 +65,7 @@ class RankPool:
         """
         self.n, self.timeout_s, self.hosts = n, timeout_s, hosts
         self._folder = tempfile.TemporaryDirectory(prefix="sp_bench-ranks-")
-        context = _context()
+        context = forkserver()
         self._pipes: list[Connection] = []
         self._processes = []
         lifeline, self._lifeline = context.Pipe(duplex=False)
@@ -173,15 +173,11 @@ class RankPool:
             return self._pipes[rank].recv()
         except (EOFError, OSError):
             self._processes[rank].join(GRACE_S)
-            raise RankFailure(rank, f"died: {_exit_reason(self._processes[rank].exitcode)}") from None
+            raise RankFailure(rank, f"died: {exit_reason(self._processes[rank].exitcode)}") from None
 
     def _blame_hang(self, pending: list[int]) -> RankFailure:
         """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
-        for rank in pending:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(GRACE_S / 2)
-        where = {rank: _stack(Path(self._folder.name, f"{rank}.stack")) for rank in pending}
+        where = self._stacks(pending)
         frozen = [rank for rank, stack in where.items() if not stack]
         busy = [rank for rank, stack in where.items() if stack and not _is_waiting(stack)]
         silent = f"no rank has answered for {self.timeout_s:g} s"
@@ -190,6 +186,14 @@ class RankPool:
         if busy:
             return RankFailure(busy[0], f"hangs ({silent}) in {where[busy[0]][0]}")
         return RankFailure(None, f"{silent}; all of ranks {pending} wait for each other")
+
+    def _stacks(self, pending: list[int]) -> dict[int, list[str]]:
+        """Where each of some ranks is, innermost frame first; empty where it does not react."""
+        for rank in pending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(GRACE_S / 2)
+        return {rank: stack_in(Path(self._folder.name, f"{rank}.stack")) for rank in pending}
 
 
 _report: Callable[[Any], None] = lambda value: None  # noqa: E731
@@ -200,7 +204,7 @@ def report(value: Any) -> None:
     _report(value)
 
 
-def _context() -> Any:
+def forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sp_bench.measure.job"])
     return context
@@ -213,7 +217,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    threading.Thread(target=_end_with_the_pool, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=end_with_the_pool, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(Path(folder, f"{rank}.stack"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
@@ -225,19 +229,24 @@ def _serve(
         patience = timedelta(seconds=60 + 4 * timeout_s)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=patience)
         transfers_go_first()
-        global _report
-        _report = lambda value: pipe.send(("progress", value))  # noqa: E731
-        while True:
-            try:
-                message = pipe.recv_bytes()
-            except (EOFError, OSError):
-                break
-            try:
-                function, args = pickle.loads(message)
-                pipe.send(("answer", _found(function)(*args)))
-            except Exception as error:
-                pipe.send(("error", (_summary(error), _portable(error))))
+        answer(pipe)
     os._exit(0)
+
+
+def answer(pipe: Connection) -> None:
+    """In a rank's process: run what its pool sends, until the pipe closes."""
+    global _report
+    _report = lambda value: pipe.send(("progress", value))  # noqa: E731
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            function, args = pickle.loads(message)
+            pipe.send(("answer", _found(function)(*args)))
+        except Exception as error:
+            pipe.send(("error", (_summary(error), _portable(error))))
 
 
 def _found(function: Callable | str) -> Callable:
@@ -247,7 +256,7 @@ def _found(function: Callable | str) -> Callable:
     return function
 
 
-def _end_with_the_pool(lifeline: Connection) -> None:
+def end_with_the_pool(lifeline: Connection) -> None:
     """No orphan is left when the process that has the pool dies, however it does."""
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv_bytes()
@@ -267,13 +276,13 @@ def _portable(error: Exception) -> Exception | None:
     return error
 
 
-def _exit_reason(code: int | None) -> str:
+def exit_reason(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
 
 
-def _stack(path: Path) -> list[str]:
+def stack_in(path: Path) -> list[str]:
     """The stack that a rank wrote, innermost frame first."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [line.strip() for line in lines if line.strip().startswith("File ")]
