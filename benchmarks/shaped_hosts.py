@@ -18,13 +18,12 @@ from sp_bench.machine import cores_here
 from sp_bench.records import Record
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "shaped_hosts.md"
-COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")
+COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1", "logger=none")
 TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
-SLOW_LINK, ITERATIONS = "cluster.hosts.link_bytes_per_s=3.125e6", 7
-"""25 Mbit/s: the blocks of 16 ranks on two cores take a tenth of what Ring's transfers do."""
-BALANCED_RANKS = 4
-BALANCED_RATES = ("6.25e6", "12.5e6", "25e6", "50e6")
-BALANCED_METHODS = "ring,mesh,tokenring,pass_q"
+SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=6.25e6", "iters=5")
+"""50 Mbit/s: 16 ranks on two cores compute their blocks in a small part of what Ring's transfers take."""
+BALANCED = ("gpus=4", "seqlen=8k", "method=ring,mesh", "iters=5")
+BALANCED_RATES = ("12.5e6", "18.75e6")
 
 
 def measured(arguments: Sequence[str], folder: Path) -> list[Record]:
@@ -40,7 +39,7 @@ def measured(arguments: Sequence[str], folder: Path) -> list[Record]:
 
 def communication_bound(phase: str, folder: Path) -> str:
     """Mesh's tiles beside Ring: what the times' ratio is, and what the bytes' ratio allows."""
-    common = [*COMMON, SLOW_LINK, f"phase={phase}", "gpus=16", "seqlen=4k", f"iters={ITERATIONS}", "warmup=1"]
+    common = [*COMMON, *SLOW, f"phase={phase}"]
     # One sweep, so that Ring and all tiles are timed in turn.
     with Composer() as composer:
         points = [(*common, "method=ring"), *((*common, "method=mesh", f"method.tile={tile}") for tile in TILES)]
@@ -76,9 +75,7 @@ def overlap(folder: Path) -> str:
     """How close the step comes to the longer of its two parts, at rates around where they balance."""
     rows = []
     for rate in BALANCED_RATES:
-        arguments = [*COMMON, f"cluster.hosts.link_bytes_per_s={rate}", f"gpus={BALANCED_RANKS}", "seqlen=4k"]
-        arguments += [f"iters={ITERATIONS}", "warmup=1", f"method={BALANCED_METHODS}"]
-        for record in measured(arguments, folder):
+        for record in measured([*COMMON, *BALANCED, f"cluster.hosts.link_bytes_per_s={rate}"], folder):
             blocks, transfers = _value(record.compute_only_ms_median), _value(record.communication_only_ms_median)
             rows.append({
                 "link": f"{float(rate) * 8e-6:.0f} Mbit/s",
@@ -102,19 +99,19 @@ def main() -> None:
     folder = parser.parse_args().records
     text = f"""# Over shaped links
 
-Made by `python -m benchmarks.shaped_hosts` on {cores_here()} cores: 4k tokens, 8 heads of 64, fp32, full attention.
+Made by `python -m benchmarks.shaped_hosts` on {cores_here()} cores: 8 heads of 64, fp32, full attention.
 
 {about(__doc__)}
 
-## 16 ranks, 25 Mbit/s, forward
+## 16 ranks, 2k tokens, 50 Mbit/s, forward
 
 {communication_bound("forward", folder)}
 
-## 16 ranks, 25 Mbit/s, forward + backward
+## 16 ranks, 2k tokens, 50 Mbit/s, forward + backward
 
 {communication_bound("forward_backward", folder)}
 
-## Overlap: {BALANCED_RANKS} ranks, forward + backward, at rates around where the parts balance
+## Overlap: 4 ranks, 8k tokens, forward + backward, at rates where the parts are about as long
 
 {overlap(folder)}
 """

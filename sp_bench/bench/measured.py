@@ -44,7 +44,9 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
     specs = list(map(_spec, requests, choices))
     try:
         timeout_s = max(request.timeout_s for request in requests)
-        hosts = None if first.launch else hosts_for(first.cluster, first.problem.n)
+        # A peer posts its transfers where it computes, and all that are timed in turn get the same cores.
+        first_go_transfers = not any(spec.peer for spec in specs)
+        hosts = None if first.launch else hosts_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
         with open_ranks(first.problem.n, timeout_s, first.launch, hosts) as pool:
             ranks_by_host = by_host(pool)
             by_rank = pool.run(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s
 from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.measure.pool import report
+from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 4
@@ -31,7 +32,8 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
         for size, message in messages.items():
             report((repetition, size))
             exchange_s = partial(mean_s, message.exchange, *ring, times=IN_A_ROW)
-            idle_s = exchange_s()
+            with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
+                idle_s = lane.submit(exchange_s).result()
             dist.barrier()
             beside_s, blocks_s = beside_blocks(block_s, exchange_s)
             dist.barrier()

@@ -23,12 +23,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from sp_bench.errors import RequestError
 from sp_bench.hosts import namespaces
-from sp_bench.hosts.inside import LINK
+from sp_bench.hosts.inside import LINK, Home
 from sp_bench.simulate import Cluster
 from sp_bench.simulate.hosts import Hosts
 
@@ -79,8 +80,12 @@ class ShapedHosts:
         self.close()
 
     def place_of(self, rank: int) -> str:
-        """Where `inside.move_in` finds the host of a rank."""
+        """The path of the namespace of a rank's host."""
         return self._places[self._host_of[rank]]
+
+    def home_of(self, rank: int) -> Home:
+        """What `inside.move_in` needs to make a process that rank's."""
+        return Home(self.place_of(rank), self._hosts.transfers_first)
 
     @property
     def ranks(self) -> dict[str, list[int]]:
@@ -146,9 +151,15 @@ class ShapedHosts:
         return f"qdisc add dev {end} root tbf rate {bytes_per_s:.0f}bps burst {burst_bytes} limit {QUEUE_BYTES}"
 
 
-def hosts_for(cluster: Cluster, ranks: int) -> ShapedHosts | None:
-    """The hosts of a cluster, made for that many ranks; None where it has none. Raises RequestError."""
-    return ShapedHosts(cluster.hosts, cluster.node_of(ranks).tolist()) if cluster.hosts else None
+def hosts_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> ShapedHosts | None:
+    """The hosts of a cluster, made for that many ranks; None where it has none. Raises RequestError.
+
+    `transfers_first` may take priority from transfers, not give it to them where the cluster doesn't.
+    """
+    if not cluster.hosts:
+        return None
+    hosts = replace(cluster.hosts, transfers_first=transfers_first and cluster.hosts.transfers_first)
+    return ShapedHosts(hosts, cluster.node_of(ranks).tolist())
 
 
 @lru_cache(maxsize=8)

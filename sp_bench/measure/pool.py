@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sp_bench.hosts.inside import move_in, transfers_go_first
+from sp_bench.hosts.inside import Home, move_in, transfers_go_first
 
 if TYPE_CHECKING:
     from sp_bench.hosts.shaped import ShapedHosts
@@ -73,7 +73,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, n, theirs, lifeline, self._folder.name, timeout_s, hosts.place_of(rank) if hosts else None),
+                args=(rank, n, theirs, lifeline, self._folder.name, timeout_s, hosts.home_of(rank) if hosts else None),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -211,7 +211,7 @@ def forkserver() -> Any:
 
 
 def _serve(
-    rank: int, n: int, pipe: Connection, lifeline: Connection, folder: str, timeout_s: float, place: str | None
+    rank: int, n: int, pipe: Connection, lifeline: Connection, folder: str, timeout_s: float, home: Home | None
 ) -> None:
     """A rank's process: join the group, then run what the pool sends until its pipe closes."""
     import torch
@@ -221,8 +221,8 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(Path(folder, f"{rank}.stack"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        if place:
-            move_in(place)
+        if home:
+            move_in(home)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
         # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.

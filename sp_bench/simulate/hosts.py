@@ -10,7 +10,14 @@ from sp_bench.errors import RequestError
 from sp_bench.simulate.values import count, number, section
 
 REQUIRED = ("link_bytes_per_s", "burst_bytes", "payload_share", "latency_s")
-OPTIONAL = ("ranks_per_host", "hosts_per_leaf", "uplink_bytes_per_s", "uplink_latency_s", "flow_bytes_per_s")
+OPTIONAL = (
+    "ranks_per_host",
+    "hosts_per_leaf",
+    "uplink_bytes_per_s",
+    "uplink_latency_s",
+    "flow_bytes_per_s",
+    "transfers_first",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,9 @@ class Hosts:
     """Of going to another leaf, in addition."""
     flow_bytes_per_s: float | None = None
     """Most that one message takes, however fast its links: what this machine's cores can carry; None: no limit."""
+
+    transfers_first: bool = True
+    """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none."""
 
     @classmethod
     def build(cls, config: Any, path: str = "cluster.hosts") -> Self:
@@ -70,6 +80,10 @@ class Hosts:
 
 
 def _value(path: str, key: str, value: Any) -> Any:
+    if key == "transfers_first":
+        if not isinstance(value, bool):
+            raise RequestError(f"{path}={value}", "must be true or false", f"{path}=true would work")
+        return value
     if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
         return count(path, value)
     return number(path, value, zero=key.endswith("latency_s"))
