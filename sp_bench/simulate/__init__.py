@@ -7,6 +7,7 @@ fold times, blocks slowed down while transfers run, slow ranks and links, noise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -70,17 +71,24 @@ class Run:
 
     def spans(self, rank: int) -> list[Span]:
         """The timeline of one rank."""
-        spans = []
+        q, kind = self.graph.quotient.ranks.size, int(self.graph.quotient.orbit[rank])
+        starts, ends = (x.reshape(-1, q)[:, kind] for x in (self.start_s, self.finish_s))
+        first = [item.rows.start for item in self.graph.items]
+        begun, ended = np.minimum.reduceat(starts, first).tolist(), np.maximum.reduceat(ends, first).tolist()
+        return [Span(*names, *times) for names, *times in zip(self._names, begun, ended, strict=True)]
+
+    @cached_property
+    def _names(self) -> list[tuple[str, str]]:
+        """The stream and label of each item, the same on all ranks."""
+        found = []
         for item in self.graph.items:
-            tasks = self.graph.tasks_of(item, rank)
             if isinstance(item.what, Segment):
-                stream, label = BLOCKS, f"{len(item.what.ops)} operations from {self.plan.ops[item.what.ops[0]]}"
+                found.append((BLOCKS, f"{len(item.what.ops)} operations from {self.plan.ops[item.what.ops[0]]}"))
             else:
                 op = self.plan.ops[item.what]
                 assert isinstance(op, Transfer)
-                stream, label = op.lane, str(op.send)
-            spans.append(Span(stream, label, float(self.start_s[tasks].min()), float(self.finish_s[tasks].max())))
-        return spans
+                found.append((op.lane, str(op.send)))
+        return found
 
 
 def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bool = True) -> Run:

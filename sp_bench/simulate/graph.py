@@ -90,11 +90,6 @@ class PlanGraph:
         taken_s = (timing.finish_s - timing.start_s).reshape(-1, self.quotient.ranks.size)
         return taken_s[self.rows_of(blocks=True)].sum(axis=0)[self.quotient.orbit]
 
-    def tasks_of(self, item: Item, rank: int) -> list[int]:
-        """The tasks of an item that a rank does."""
-        kind = int(self.quotient.orbit[rank])
-        return [row * self.quotient.ranks.size + kind for row in item.rows]
-
 
 def build_graph(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bool = True) -> PlanGraph:
     """The task graph of every rank's plan on that cluster, or of one rank of each kind where some are alike."""
