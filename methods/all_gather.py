@@ -35,7 +35,6 @@ from sp_bench.plan import (
     reduce_next,
 )
 
-
 MOST_HOPS = 1024
 """More of them, at tens of microseconds each, add more latency than finer slices save."""
 

@@ -209,7 +209,7 @@ def run_parts(cases: Sequence[Case]) -> dict[Case, Parts]:
             continue
         attention, full = case.attention(group), case.inputs(case.n * case.tokens)
         q, k, v, dout = (attention.shard(x) for x in full)
-        engine, results, live = attention.engine(q, k, v), [], LiveBytes()
+        engine, results, live, saved = attention.engine(q, k, v), [], LiveBytes(), {}
         parts = Parts({}, {}, [], 0, 0)
         for does in (*Does, Does.EVERYTHING):
             engine.transport.sent_bytes.clear()
