@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sp_bench.peers.peer import Peer, refuse_uneven_heads
 from sp_bench.plan import Problem
@@ -48,7 +48,8 @@ class DeepSpeedUlysses(Peer):
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
 
         # Else it would look which of its C++ extensions can be compiled here, and compile an all-reduce; none is used.
-        deepspeed.ops.__compatible_ops__ = {}
+        deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore
         deepspeed.init_distributed(dist_backend="gloo")
-        attention = DistributedAttention(flash_attn_func, dist.group.WORLD, HEADS_DIM, TOKENS_DIM)
+        everyone: Any = dist.group.WORLD  # the package has a class of its own for groups
+        attention = DistributedAttention(flash_attn_func, everyone, HEADS_DIM, TOKENS_DIM)
         return lambda q, k, v: attention(q, k, v, BATCH_DIM, causal=self.causal)

@@ -87,6 +87,7 @@ class Yunchang(Peer):
         from yunchang import LongContextAttention, UlyssesAttention  # pyright: ignore
 
         if self.algorithm == "ulysses":
+            assert dist.group.WORLD is not None
             attention = UlyssesAttention(dist.group.WORLD)
         else:
             _make_groups(self.ranks_per_chunk(problem), problem.n)
@@ -103,7 +104,7 @@ def _make_groups(ulysses: int, n: int) -> None:
     """The package keeps the groups that its modules take when they are made in one place for the whole process."""
     from yunchang.globals import PROCESS_GROUP  # pyright: ignore[reportMissingImports]
 
-    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _groups(ulysses, n)
+    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _groups(ulysses, n)  # pyright: ignore
 
 
 @cache
