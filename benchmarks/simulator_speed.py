@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 def overrides(method: str, gpus: int) -> list[str]:
     """The default point with another method and size. Methods that split heads get enough of them."""
     seqlen = LONG if gpus >= 1024 else SEQLEN
-    heads = ["heads=256"] if method == "ulysses" else []
+    heads = [f"heads={max(32, gpus)}"] if method == "ulysses" else []
     return [f"method={method}", f"gpus={gpus}", f"seqlen={seqlen}", "baseline=null", "logger=none", *heads]
 
 
