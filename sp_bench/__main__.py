@@ -64,15 +64,10 @@ def _keys() -> str:
 
 
 def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    from sp_bench.cli.arguments import config_dir
     from sp_bench.errors import RequestError
 
-    own, rest = None, list(arguments)
-    if "--config-dir" in rest:
-        at = rest.index("--config-dir")
-        if at + 1 == len(rest):
-            raise RequestError("--config-dir", "needs a folder", "--config-dir my_conf would work")
-        own = Path(rest[at + 1])
-        del rest[at : at + 2]
+    own, rest = config_dir(arguments)
     for argument in rest:
         if argument.startswith("-"):
             raise RequestError(argument, "there is no such flag", "known: -m, --config-dir DIR, --cfg, --help")

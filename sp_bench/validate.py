@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from sp_bench import records
 from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
+from sp_bench.cli.arguments import config_dir
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
@@ -73,13 +74,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _arguments(arguments: Sequence[str]) -> tuple[Path, Path | None, list[str]]:
     """The folder, the user's own conf, and the rest."""
-    out, own, rest = Path("results/validate"), None, list(arguments)
-    if "--config-dir" in rest:
-        at = rest.index("--config-dir")
-        if at + 1 == len(rest):
-            raise RequestError("--config-dir", "needs a folder", "--config-dir my_conf would work")
-        own = Path(rest[at + 1])
-        del rest[at : at + 2]
+    out = Path("results/validate")
+    own, rest = config_dir(arguments)
     for argument in [a for a in rest if a.startswith("out=")]:
         out = Path(argument.removeprefix("out="))
         rest.remove(argument)
