@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from analysis.mesh_fit import (
     predict,
     table,
 )
+from sp_bench import markdown
 from sp_bench.plan import DTYPE_BYTES, PHASES
 from sp_bench.simulate import Cluster, simulate
 
@@ -122,11 +123,6 @@ def _wrapped(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), 120, break_on_hyphens=False, break_long_words=False)
 
 
-def _rows(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def _summary(found: Found) -> str:
     paper = paper_s()
     rows = []
@@ -138,7 +134,7 @@ def _summary(found: Found) -> str:
         bias = math.exp(np.mean(np.log(ratios)))
         rows.append([name, len(cells), f"{median:.1%}", f"{most:.1%}", f"{bias:.2f}"])
     head = ["cells", "number", "median error", "max error", "geometric mean of ours / paper's time"]
-    return f"{_rows(head, rows)}\n\nThe better method is right in {pairs_right(found)} of 24 pairs."
+    return f"{markdown.table(head, rows)}\n\nThe better method is right in {pairs_right(found)} of 24 pairs."
 
 
 def pairs_right(found: Found) -> int:
@@ -154,7 +150,7 @@ def _parameters(chosen: Mapping[str, Any]) -> str:
         spread = chosen["spread"][name]
         known = "not determined" if spread is None else f"{spread:.0%}"
         rows.append([f"`{name}`", f"{value:.3g}", known, PARAMETERS[name].meaning])
-    text = _rows(["parameter", "value", "standard error", "what it is"], rows)
+    text = markdown.table(["parameter", "value", "standard error", "what it is"], rows)
     names, correlation = list(chosen["values"]), np.array(chosen["correlation"])
     pairs = [(abs(correlation[i, j]), i, j) for i in range(len(names)) for j in range(i)]
     _, i, j = max(pairs)
@@ -181,7 +177,7 @@ def _fits(fits: Mapping[str, Any]) -> str:
     return (
         "Chosen by AICc on the 30 fitted cells alone, where a parameter more must lower it by 2, since less says"
         " little; the last column chose nothing. The left-out error is each cell's if the others alone were fitted, to"
-        " first order.\n\n" + _rows(head, rows)
+        " first order.\n\n" + markdown.table(head, rows)
     )
 
 
@@ -191,7 +187,7 @@ def _throughput(found: Found) -> str:
         ours, tile = found[cell].seconds, "x".join(map(str, found[cell].tile))
         kind = "fitted" if cell.fitted else "held out"
         rows.append([*_key(cell), tile, kind, f"{100 / ours:.1f}", f"{100 / seconds:.1f}", f"{seconds / ours:.2f}"])
-    return _rows([*KEY, "tile", "", "ours", "paper's", "ours / paper's"], rows)
+    return markdown.table([*KEY, "tile", "", "ours", "paper's", "ours / paper's"], rows)
 
 
 KEY = ("causal", "seqlen", "GPUs", "method")
@@ -217,7 +213,7 @@ def _mfu(found: Found, peak_tflops: float) -> str:
         f"Of a peak of {peak_tflops:.4g} TFLOP/s, the median that tables 3 and 4 imply on the fitted cells (on the"
         f" held-out cells it is {implied_peak_tflops(held_out()):.1f}). {'; '.join(lines)}. The last column is the peak"
         " that the two tables imply for the cell: where it is far off, one is wrong or the rounding is coarse.\n\n"
-        + _rows([*KEY, "", "ours", "paper's", "ours / paper's", "implied peak"], rows)
+        + markdown.table([*KEY, "", "ours", "paper's", "ours / paper's", "implied peak"], rows)
     )
 
 
@@ -250,7 +246,7 @@ def _claims(cluster: Cluster, found: Found) -> str:
     return (
         "Nothing here was fitted, except that Ring's times at 1M, and both methods' on 32 GPUs, are among the fitted"
         " cells. Waiting is an iteration's time without the blocks, the mean over the ranks.\n\n"
-        + _rows(["", "paper", "ours"], rows)
+        + markdown.table(["", "paper", "ours"], rows)
     )
 
 
@@ -310,7 +306,7 @@ def _tiles(found: Found) -> str:
         " row holds 3 chunks forward (q, fp32 o) and 5 backward (odoq, fp32 dq), a column 2 (kv) and 6 (kv, fp32 dkv)."
         " The 8 and 26 chunks beside these are set by eye on the cells at 256k on 32 GPUs. The tile that comes nearest"
         f" is a guess, and no parameter uses it; it is our tile in {agreed} of {len(rows)} cells. Held-out errors,"
-        f" {'; '.join(lines)}.\n\n" + _rows(head, rows)
+        f" {'; '.join(lines)}.\n\n" + markdown.table(head, rows)
     )
 
 

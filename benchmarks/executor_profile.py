@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.markdown import about, table
+from benchmarks.reports import about, table
 from methods import build
 from sp_bench.kernels import choose
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Problem, layout_named

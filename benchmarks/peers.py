@@ -12,9 +12,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.markdown import about, table
-from sp_bench.bench import resolve, run_points
-from sp_bench.cli.compose import Composer
+from benchmarks.reports import about, interval, run, table
 from sp_bench.machine import cores_here
 from sp_bench.records import Record
 
@@ -72,16 +70,14 @@ def rows(dtype: str, links: tuple[str, ...], folder: Path) -> list[dict[str, str
         [*COMMON, *links, f"dtype={dtype}", "method=peer", f"impl={p.impl}", f"method.algorithm={p.algorithm}"]
         for p in PEERS
     ]
-    with Composer() as composer:
-        requests = [resolve(composer.compose(point)) for point in points]
-    records = [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
+    records = run(points, folder)
     ours = dict(zip(OURS, records, strict=False))
     return [_row(ours[peer.ours], record, peer) for peer, record in zip(PEERS, records[len(OURS) :], strict=True)]
 
 
 def _row(ours: Record, peer: Record, names: Peer) -> dict[str, str]:
     found = {"ours": names.ours, "peer": f"{names.impl} {names.algorithm}"}
-    found |= {"ours, ms [95%]": _interval(ours), "peer, ms [95%]": _interval(peer)}
+    found |= {"ours, ms [95%]": _outcome(ours), "peer, ms [95%]": _outcome(peer)}
     for phase in ("step", "forward", "backward"):
         one, other = (getattr(record, f"{phase}_ms_median") for record in (ours, peer))
         found[f"{phase}, peer over ours"] = f"{other / one:.2f}" if one and other else "-"
@@ -89,10 +85,10 @@ def _row(ours: Record, peer: Record, names: Peer) -> dict[str, str]:
     return found | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
 
 
-def _interval(record: Record) -> str:
+def _outcome(record: Record) -> str:
     if record.status != "ok":
         return record.status if record.status == "incorrect" else f"{record.status}: {record.error}"
-    return f"{record.step_ms_median:.0f} [{record.step_ms_ci95_low:.0f}, {record.step_ms_ci95_high:.0f}]"
+    return interval(record)
 
 
 def _megabytes(record: Record) -> str:

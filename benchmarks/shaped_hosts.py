@@ -8,43 +8,25 @@ gate. Needs root.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.markdown import about, table
-from sp_bench.bench import resolve, run_points
-from sp_bench.cli.compose import Composer
+from benchmarks.reports import about, interval, run_ok, table
 from sp_bench.machine import cores_here
-from sp_bench.records import Record
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "shaped_hosts.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1", "logger=none")
 TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
 SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=6.25e6", "iters=5")
 """50 Mbit/s: 16 ranks on two cores compute their blocks in a small part of what Ring's transfers take."""
-BALANCED = ("gpus=4", "seqlen=8k", "method=ring,mesh", "iters=5")
+BALANCED = ("gpus=4", "seqlen=8k", "iters=5")
 BALANCED_RATES = ("12.5e6", "18.75e6")
-
-
-def measured(arguments: Sequence[str], folder: Path) -> list[Record]:
-    """The records of a sweep, in the order of its points. Raises RuntimeError for a point that is not ok."""
-    with Composer() as composer:
-        requests = [resolve(composer.compose(point)) for point in composer.points(arguments, sweep=True)]
-    found = [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
-    for record in found:
-        if record.status != "ok":
-            raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
-    return found
 
 
 def communication_bound(phase: str, folder: Path) -> str:
     """Mesh's tiles beside Ring: what the times' ratio is, and what the bytes' ratio allows."""
     common = [*COMMON, *SLOW, f"phase={phase}"]
-    # One sweep, so that Ring and all tiles are timed in turn.
-    with Composer() as composer:
-        points = [(*common, "method=ring"), *((*common, "method=mesh", f"method.tile={tile}") for tile in TILES)]
-        requests = [resolve(composer.compose(point)) for point in points]
-    ring, *meshes = [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
+    points = [[*common, "method=ring"], *([*common, "method=mesh", f"method.tile={tile}"] for tile in TILES)]
+    ring, *meshes = run_ok(points, folder)
     rows = []
     for record in (ring, *meshes):
         sent = _value(record.comm_bytes_per_gpu)
@@ -66,16 +48,12 @@ def communication_bound(phase: str, folder: Path) -> str:
     return f"{table(rows)}\n\nTiles by counted bytes: {', '.join(by_bytes)}; by time: {', '.join(by_time)}."
 
 
-def interval(record: Record) -> str:
-    """The median step with its 95% interval."""
-    return f"{record.step_ms_median:.0f} [{record.step_ms_ci95_low:.0f}, {record.step_ms_ci95_high:.0f}]"
-
-
 def overlap(folder: Path) -> str:
     """How close the step comes to the longer of its two parts, at rates around where they balance."""
     rows = []
     for rate in BALANCED_RATES:
-        for record in measured([*COMMON, *BALANCED, f"cluster.hosts.link_bytes_per_s={rate}"], folder):
+        common = [*COMMON, *BALANCED, f"cluster.hosts.link_bytes_per_s={rate}"]
+        for record in run_ok([[*common, "method=ring"], [*common, "method=mesh"]], folder):
             blocks, transfers = _value(record.compute_only_ms_median), _value(record.communication_only_ms_median)
             rows.append({
                 "link": f"{float(rate) * 8e-6:.0f} Mbit/s",

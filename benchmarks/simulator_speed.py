@@ -21,7 +21,7 @@ import matplotlib
 import pandas as pd
 import seaborn as sns
 
-from benchmarks.markdown import about, table
+from benchmarks.reports import about, table
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.plan import Method

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from sp_bench.bench import Outcome, resolve, run_points
 from sp_bench.cli.compose import Composer
+from sp_bench.markdown import table
 from sp_bench.records import Record
 
-PROBLEM = "cluster=local head_dim=64 dtype=bfloat16 causal=true iters=1 warmup=0 timeout_s=300"
+PROBLEM = "cluster=local head_dim=64 dtype=bfloat16 causal=true iters=1 warmup=0 parts=false timeout_s=300"
 TOKENS = 32
 """Of each rank: as many as the gate takes."""
 METHODS = (
@@ -66,8 +67,7 @@ def main() -> None:
     for title, rows in TABLES.items():
         records = measure([f"{point} wire_dtype={wire}" for point, wire in itertools.product(rows, WIRES)])
         cells = [row(records[i : i + len(WIRES)]) for i in range(0, len(records), len(WIRES))]
-        lines = [f"| {' | '.join(line)} |" for line in (HEADER, ["---"] * len(HEADER), *cells)]
-        print(f"\n{title}\n", *lines, sep="\n", flush=True)
+        print(f"\n{title}\n", table(HEADER, cells), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

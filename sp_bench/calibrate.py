@@ -224,9 +224,7 @@ def _write(path: Path, config: dict[str, Any]) -> None:
     figures = {key: value for key, value in config.items() if key != "sources"}
     text += yaml.safe_dump(figures, sort_keys=False, width=118, default_flow_style=None)
     text += yaml.safe_dump({"sources": config["sources"]}, sort_keys=False, width=118)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    records.write_whole(path, text)
 
 
 def _how_to_use(path: Path) -> str:

@@ -233,15 +233,16 @@ def write(folder: Path, record: Record, **beside: Mapping[str, Any] | None) -> P
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in beside.items():
         if content is not None:
-            _write_whole(folder / f"{record.run_id}.{name}.json", json.dumps(content))
+            write_whole(folder / f"{record.run_id}.{name}.json", json.dumps(content) + "\n")
     path = folder / f"{record.run_id}.json"
-    _write_whole(path, json.dumps(record.to_dict(), indent=1))
+    write_whole(path, json.dumps(record.to_dict(), indent=1) + "\n")
     return path
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whatever ends this process. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n")
+    temporary.write_text(text)
     os.replace(temporary, path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import Progress
 
-from sp_bench import records
-from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
+from sp_bench import markdown, records
+from sp_bench.bench import Request, resolve, run_points, work_of
 from sp_bench.cli.arguments import config_dir
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -115,19 +115,11 @@ def validate(configs: Sequence[Mapping[str, Any]], folder: Path) -> pd.DataFrame
     console = Console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("points", total=sum(work_of(pair) for pair in pairs))
-        run = _runner(folder, lambda steps: progress.advance(task, steps))
-        measured = run([pair[0] for pair in pairs])
-        simulated = run([pair[1] for pair in pairs])
+        measured, simulated = (
+            run_points(requests, folder=folder, reuse=True, progress=lambda steps: progress.advance(task, steps))
+            for requests in zip(*pairs, strict=True)
+        )
     return pd.DataFrame([row(one.record, other.record) for one, other in zip(measured, simulated, strict=True)])
-
-
-def _runner(folder: Path, advance: Callable[[int], None]) -> Callable[[Sequence[Request]], list[Outcome]]:
-    def run(requests: Sequence[Request]) -> list[Outcome]:
-        outcomes = run_points(requests, folder=folder, reuse=True, progress=advance)
-        by_id = {outcome.record.run_id: outcome for outcome in outcomes}
-        return [by_id[request.run_id] for request in requests]
-
-    return run
 
 
 def row(measured: Record, simulated: Record) -> dict[str, Any]:
@@ -181,43 +173,41 @@ def write(table: pd.DataFrame, out: Path) -> None:
     (out / "validation.md").write_text(_report(table, done))
 
 
-def _report(table: pd.DataFrame, done: pd.DataFrame) -> str:
+def _report(found: pd.DataFrame, done: pd.DataFrame) -> str:
     machine = records.machine()
-    lines = [
-        "# Simulated against measured", "",
+    parts = [
+        "# Simulated against measured",
         f"Made by `python -m sp_bench.validate` on {machine['cores']} cores ({machine['cpu']}), code version "
-        f"{records.code_version()}. The error is simulated / measured - 1.", "",
-    ]  # fmt: skip
+        f"{records.code_version()}. The error is simulated / measured - 1.",
+    ]
     if len(done):
         alike, pairs, wrong = pairs_in_order(done)
-        lines += ["| | median of errors' sizes | 90th percentile | largest |", "|---|---|---|---|"]
-        for phase in ("step", "forward", "backward"):
-            sizes = done[f"{phase}_error"].dropna().abs()
-            if len(sizes):
-                lines.append(f"| {phase} | {sizes.median():.1%} | {np.percentile(sizes, 90):.1%} | {sizes.max():.1%} |")
-        lines += [
-            "",
-            f"{len(done)} points. Ordered alike: {alike} of {pairs} pairs whose measured intervals don't overlap.",
-        ]
-        lines += [f"Not: {', '.join(wrong)}." for _ in range(bool(wrong))]
-        lines += ["", "![simulated over measured](validation.svg)", ""]
-    lines += [
-        "| setting | method | measured, ms [95%] | simulated, ms | error | forward | backward | bound by | records |",
-        "|---|---|---|---|---|---|---|---|---|",
+        verdict = f"{len(done)} points. Ordered alike: {alike} of {pairs} pairs whose measured intervals don't overlap."
+        verdict += f"\nNot: {', '.join(wrong)}." if wrong else ""
+        parts += [_errors(done), verdict, "![simulated over measured](validation.svg)"]
+    head = ["setting", "method", "measured, ms [95%]", "simulated, ms", "error", "forward", "backward", "bound by"]
+    parts.append(markdown.table([*head, "records"], map(_cells, found.to_dict("records"))))
+    return "\n\n".join(parts) + "\n"
+
+
+def _errors(done: pd.DataFrame) -> str:
+    sizes = {phase: done[f"{phase}_error"].dropna().abs() for phase in ("step", "forward", "backward")}
+    rows = [
+        [phase, *(f"{x:.1%}" for x in (size.median(), np.percentile(size, 90), size.max()))]
+        for phase, size in sizes.items()
+        if len(size)
     ]
-    for point in table.to_dict("records"):
-        ids = f"{point['measured_run_id']} {point['simulated_run_id']}"
-        if point["step_error"] is None or np.isnan(point["step_error"]):
-            lines.append(
-                f"| {_setting(point)} | {_name(point)} | {point['status']}: {point['why']} | | | | | | {ids} |"
-            )
-            continue
-        errors = " | ".join(f"{point[f'{phase}_error']:+.1%}" for phase in ("step", "forward", "backward"))
-        lines.append(
-            f"| {_setting(point)} | {_name(point)} | {point['step_measured_ms']:.0f} [{point['low_ms']:.0f}, "
-            f"{point['high_ms']:.0f}] | {point['step_simulated_ms']:.0f} | {errors} | {point['bound_by']} | {ids} |"
-        )
-    return "\n".join(lines) + "\n"
+    return markdown.table(["", "median of errors' sizes", "90th percentile", "largest"], rows)
+
+
+def _cells(point: Mapping[str, Any]) -> list[str]:
+    ids = f"{point['measured_run_id']} {point['simulated_run_id']}"
+    if point["step_error"] is None or np.isnan(point["step_error"]):
+        return [_setting(point), _name(point), f"{point['status']}: {point['why']}", *[""] * 5, ids]
+    measured = f"{point['step_measured_ms']:.0f} [{point['low_ms']:.0f}, {point['high_ms']:.0f}]"
+    errors = [f"{point[f'{phase}_error']:+.1%}" for phase in ("step", "forward", "backward")]
+    simulated = f"{point['step_simulated_ms']:.0f}"
+    return [_setting(point), _name(point), measured, simulated, *errors, str(point["bound_by"]), ids]
 
 
 def _name(point: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ def block_s(cluster: Cluster, tokens: int, phase: str, *, causal: bool, dtype: s
         layout=layout_named("contiguous", causal=causal),
         **shape,
     )
-    return float(cluster.block_s(p, phase)[1])
+    return float(cluster.device.block_s(p, phase)[1])
 
 
 def test_medians_come_back_from_the_table() -> None:

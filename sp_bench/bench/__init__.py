@@ -46,19 +46,19 @@ def run_points(
     progress: Callable[[int], None] = lambda steps: None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run all points, in the order given; each is written to `folder` as soon as it is finished.
+    """Run all points; returns their outcomes in the order given. Each is written to `folder` as soon as it is finished.
 
     Measured points with equally many ranks that follow one another share one allocation and are timed in turn.
     `reuse` takes a point that the folder has as ok already from there. A point that fails is an outcome, not an error.
     Raises OSError where the folder can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes: list[Outcome] = []
+    outcomes: dict[str, Outcome] = {}
 
     def finish(outcome: Outcome) -> None:
         if not outcome.reused:
             records.write(folder, outcome.record, samples=outcome.samples, trace=outcome.trace, ranks=outcome.ranks)
-        outcomes.append(outcome)
+        outcomes[outcome.record.run_id] = outcome
         finished(outcome)
 
     for (mode, *_), group in itertools.groupby(requests, key=_together):
@@ -76,7 +76,8 @@ def run_points(
             for request in todo:
                 finish(_simulate(request))
                 progress(1)
-    return outcomes
+    # Within a group, those that are reused are finished first.
+    return [outcomes[request.run_id] for request in requests]
 
 
 def _together(request: Request) -> tuple:

@@ -116,7 +116,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         layout=layout_named(method.layout, causal=causal),
     )
     method.refuse(problem)
-    problem = method.dealt(problem) if isinstance(method, Peer) else problem
+    peer = method if isinstance(method, Peer) else None
+    problem = peer.dealt(problem) if peer else problem
     cluster = replace(
         Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], numbers["seed"])
     )
@@ -125,10 +126,9 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     mode, why = _mode(config, gpus, cluster, launch)
     if cluster.stragglers and mode == "measure":
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
-    notes = []
-    if isinstance(method, Peer):
-        peers.refuse_run(method, mode=mode, kernel=config["kernel"]["name"])
-        notes = method.notes()
+    notes = peer.notes() if peer else []
+    if peer:
+        peers.refuse_run(peer, mode=mode, kernel=config["kernel"]["name"])
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (gpus, cores_here())
     if mode == "simulate":
         cluster.device.refuse(problem)
@@ -150,12 +150,12 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         iters=numbers["iters"],
         warmup=numbers["warmup"],
         verify=truth("verify", config["verify"]),
-        parts=truth("parts", config["parts"]) and not isinstance(method, Peer),
+        parts=truth("parts", config["parts"]) and peer is None,
         seed=numbers["seed"],
         trace=numbers["trace"],
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
-        run_id=_point_id(config, mode, cluster.cores, method.version if isinstance(method, Peer) else None, launch),
+        run_id=_point_id(config, mode, cluster.cores, peer.version if peer else None, launch),
         config=config,
         launch=launch if mode == "measure" else None,
     )

@@ -133,8 +133,7 @@ def _flash_attn_varlen_backward(
     """Into dq, dk and dv, one sequence after the other."""
     _plain(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
     for rows, columns in _sequences(cu_seqlens_q, cu_seqlens_k):
-        by_q = (x[None, rows] for x in (dout, q, out))
-        part_dout, part_q, part_out = by_q
+        part_dout, part_q, part_out = (x[None, rows] for x in (dout, q, out))
         part_lse = softmax_lse[None, :, rows]
         grads = _backward(part_dout, part_q, k[None, columns], v[None, columns], part_out, part_lse, causal)
         for into, index, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):

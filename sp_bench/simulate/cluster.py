@@ -90,25 +90,6 @@ class Cluster:
         cores = self.shared_cores(work_s.size)
         return max(float(work_s.max()), float(work_s.sum()) / cores if cores else 0.0)
 
-    def block_s(self, problem: Problem, phase: str) -> np.ndarray:
-        """Seconds of one block without its fold, for q chunk below, equal to, above kv chunk: (3,).
-
-        As all that ranks compute: of a rank that has its device or core to itself.
-        """
-        return self.device.block_s(problem, phase)
-
-    def fold_s(self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False) -> float:
-        """Seconds of folding one chunk's partial into its accumulator."""
-        return self.device.fold_s(problem, tensor, first=first, arriving=arriving)
-
-    def cast_s(self, problem: Problem, tensor: str, *, wire: bool) -> float:
-        """Seconds of casting an accumulator to its wire dtype, or to the compute dtype of a result."""
-        return self.device.cast_s(problem, tensor, wire=wire)
-
-    def copy_s(self, problem: Problem, moved_bytes: float) -> float:
-        """Seconds of copying so many bytes on a rank's device."""
-        return self.device.copy_s(moved_bytes)
-
     def profile(self, problem: Problem) -> CostProfile:
         """What a schedule may know of this cluster."""
         intra, inter = self.topology.intra, self.topology.inter or self.topology.intra
@@ -116,8 +97,8 @@ class Cluster:
         crowded = problem.n / (self.shared_cores(problem.n) or problem.n)
 
         def block_s(phase: str, *folded: str) -> float:
-            alone_s = float(self.block_s(problem, phase).max()) + sum(self.fold_s(problem, t) for t in folded)
-            return alone_s * crowded
+            folds_s = sum(self.device.fold_s(problem, tensor) for tensor in folded)
+            return (float(self.device.block_s(problem, phase).max()) + folds_s) * crowded
 
         return CostProfile(
             forward_block_s=block_s("forward", "o"),

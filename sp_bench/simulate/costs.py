@@ -96,11 +96,14 @@ class DeviceCosts:
         return notes
 
     def block_s(self, problem: Problem, phase: str) -> np.ndarray:
-        """Seconds of one block without its fold, for q chunk below, equal to, above kv chunk: (3,)."""
+        """Seconds of one block without its fold, for q chunk below, equal to, above kv chunk: (3,).
+
+        As all that a device takes: where a rank has it, or a core, to itself.
+        """
         cases = problem.layout.cases(problem.causal)
         return np.array([sum(self._region_s(problem, phase, region) for region in case) for case in cases])
 
-    def fold_s(self, problem: Problem, tensor: str, *, first: bool, arriving: bool) -> float:
+    def fold_s(self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False) -> float:
         """Seconds of folding one chunk's partial into its accumulator, bound by memory.
 
         The partial is read in the dtype that it comes in and the accumulator read and written; the first one only

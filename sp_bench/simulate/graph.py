@@ -195,9 +195,9 @@ class _Noise:
 
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
-        self.plan, self.problem, self.cluster = plan, problem, cluster
+        self.plan, self.problem, self.device = plan, problem, cluster.device
         self.flow = dataflow(plan)
-        self.case_s = cluster.block_s(problem, plan.phase)
+        self.case_s = cluster.device.block_s(problem, plan.phase)
         # A plan has thousands of operations, of few kinds.
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
         self.network = cluster.network(problem.n)
@@ -263,7 +263,7 @@ class _Builder:
             seconds += self._op_s(index, self.plan.ops[index])
         if last:
             results = [chunk.tensor for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
-            seconds += sum(self.cluster.cast_s(self.problem, tensor, wire=False) for tensor in results)
+            seconds += sum(self.device.cast_s(self.problem, tensor, wire=False) for tensor in results)
         seconds *= self.slow * self.noise(self.ranks.size)
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
@@ -279,7 +279,7 @@ class _Builder:
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
         if isinstance(op, Fold):
-            return self.cluster.fold_s(self.problem, op.into.tensor, arriving=True)
+            return self.device.fold_s(self.problem, op.into.tensor, arriving=True)
         if not isinstance(op, Attend | AttendBackward):
             return 0.0
         block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
@@ -292,10 +292,10 @@ class _Builder:
         return self.case_s[self.problem.layout.order(q.owner(everyone), kv.owner(everyone))]
 
     def _fold_s(self, tensor: str, first: bool) -> float:
-        return self.cluster.fold_s(self.problem, tensor, first=first)
+        return self.device.fold_s(self.problem, tensor, first=first)
 
     def _cast_s(self, tensor: str) -> float:
-        return self.cluster.cast_s(self.problem, tensor, wire=True)
+        return self.device.cast_s(self.problem, tensor, wire=True)
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over."""
@@ -317,12 +317,12 @@ class _Builder:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
             packed = sum(self.problem.field_bytes(field, wire=True) for field in by_heads(op))
-            return self.cluster.copy_s(self.problem, packed)
+            return self.device.copy_s(packed)
         cast_s = self.cast_s(op.carries)
         if not isinstance(op.group, Exchange):
             return cast_s
         whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])
-        return cast_s + (op.target(ranks) == ranks) * self.cluster.copy_s(self.problem, whole)
+        return cast_s + (op.target(ranks) == ranks) * self.device.copy_s(whole)
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:
         """What every simulated rank's message to the rank `shift` ahead in the group crosses."""

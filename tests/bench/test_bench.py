@@ -114,6 +114,13 @@ def test_each_rank_s_time_stands_beside_the_record(tmp_path: Path) -> None:
     assert len(records.read_all(tmp_path)) == 1
 
 
+def test_outcomes_are_in_the_order_asked_though_some_are_there_already(tmp_path: Path) -> None:
+    ring, mesh, pass_q = (point("gpus=8", "seqlen=64k", f"method={name}") for name in ("ring", "mesh", "pass_q"))
+    run_points([mesh], folder=tmp_path, reuse=True)
+    outcomes = run_points([ring, mesh, pass_q], folder=tmp_path, reuse=True)
+    assert [(o.record.method, o.reused) for o in outcomes] == [("ring", False), ("mesh", True), ("pass_q", False)]
+
+
 def record(low: float, high: float, iters: int = 9) -> records.Record:
     one = point("gpus=8", "seqlen=64k").record("ok")
     one.step_ms_ci95_low, one.step_ms_ci95_high, one.iters = low, high, iters

@@ -59,7 +59,7 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
     p = replace(p, heads=SETTING.heads, kv_heads=SETTING.heads, head_dim=SETTING.head_dim)
     crowding = 2.0 / (0.5 * CROWDED) / CROWDED
-    assert found.block_s(p, "forward") == pytest.approx(alone.block_s(p, "forward") * crowding, rel=1e-3)
+    assert found.device.block_s(p, "forward") == pytest.approx(alone.device.block_s(p, "forward") * crowding, rel=1e-3)
     assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
     for figure in ("payload_share", "latency_s"):

@@ -111,7 +111,7 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
 
     With one lane no two flows ever share a port, so that a transfer takes latency + bytes / bandwidth.
     """
-    flow, cost = dataflow(plan), on.block_s(p, plan.phase)
+    flow, cost = dataflow(plan), on.device.block_s(p, plan.phase)
     end = np.zeros((len(plan.ops), p.n))
     free = {stream: np.zeros(p.n) for stream in (BLOCKS, *plan.lanes)}
     for index, op in plan:

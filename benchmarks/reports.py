@@ -1,0 +1,43 @@
+"""What the scripts that write reports under docs/ share: points to run, and tables of what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sp_bench import markdown
+from sp_bench.bench import resolve, run_points
+from sp_bench.cli.compose import Composer
+from sp_bench.records import Record
+
+
+def run(points: Sequence[Sequence[str]], folder: Path) -> list[Record]:
+    """The records of points, each by its overrides, in their order. Those that `folder` has are not run again."""
+    with Composer() as composer:
+        requests = [resolve(composer.compose(point)) for point in points]
+    return [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
+
+
+def run_ok(points: Sequence[Sequence[str]], folder: Path) -> list[Record]:
+    """The same. Raises RuntimeError for a point that is not ok."""
+    found = run(points, folder)
+    for record in found:
+        if record.status != "ok":
+            raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of rows that all have the same columns; values as they are."""
+    return markdown.table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def interval(record: Record) -> str:
+    """The median step with its 95% interval, in milliseconds."""
+    return f"{record.step_ms_median:.0f} [{record.step_ms_ci95_low:.0f}, {record.step_ms_ci95_high:.0f}]"
+
+
+def about(docstring: str | None) -> str:
+    """A script's docstring without its first line, which says how to run it."""
+    return (docstring or "").split("\n", 2)[2].strip()
