@@ -1,0 +1,36 @@
+"""Notebooks, kept as text (jupytext's percent format); outputs are made on demand.
+
+Open one with `jupytext --to ipynb analysis/notebooks/mesh.py`, or in an editor that knows `# %%` cells.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+HERE = Path(__file__).parent
+RECORDS = "SP_BENCH_RECORDS"
+"""The environment variable that names the folder of records to notebooks; results/report/records without it."""
+TIMEOUT_S = 600
+
+
+def execute(name: str, out: Path, records: Path) -> str:
+    """Execute a notebook and write it with its outputs to <out>/<name>.ipynb; returns a cell's error, or nothing."""
+    notebook = jupytext.read(HERE / f"{name}.py")
+    environment = {**os.environ, RECORDS: str(records.resolve()), "PYTHONPATH": str(HERE.parent.parent)}
+    client = NotebookClient(
+        notebook, timeout=TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(HERE)}}
+    )
+    error = ""
+    try:
+        client.execute(env=environment)
+    except CellExecutionError as failure:
+        error = str(failure).strip().splitlines()[-1]
+    out.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, out / f"{name}.ipynb")
+    return error

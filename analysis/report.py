@@ -1,0 +1,58 @@
+"""One page with all sections, pictures within it, and the list of sources that its numbers link to."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from analysis.number import Source
+from analysis.section import Section
+from sp_bench.records import write_whole
+
+STYLE = (Path(__file__).parent / "report.css").read_text()
+KINDS = {
+    "record": "Records: the command that makes each again",
+    "formula": "Formulas",
+    "paper": "Tables of papers, as printed",
+}
+
+
+def page(title: str, studies: Mapping[str, Sequence[Section]], about: str) -> str:
+    """A self-contained HTML page: a study's heading, its sections, and all sources."""
+    contents, body, sources = [], [], {}
+    for name, sections in studies.items():
+        anchor = name.lower().replace(" ", "-")
+        contents.append(f'<li><a href="#{anchor}">{html.escape(name)}</a></li>')
+        body.append(f'<h1 id="{anchor}">{html.escape(name)}</h1>{"".join(s.to_html() for s in sections)}')
+        sources |= {source.id: source for section in sections for source in section.sources}
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><header><h1>{html.escape(title)}</h1><p>{html.escape(about)}</p>"
+        f'<p class="kinds"><span class="paper">as printed in the paper</span> <span class="computed">computed: counted'
+        f' from plans, or a formula</span> <span class="simulated">simulated</span> <span class="measured">measured'
+        f"</span></p><nav><ol>{''.join(contents)}<li><a href='#sources'>Sources</a></li></ol></nav></header>"
+        f"<main>{''.join(body)}</main>{_sources(list(sources.values()))}</body></html>\n"
+    )
+
+
+def write(path: Path, title: str, studies: Mapping[str, Sequence[Section]], about: str) -> None:
+    """The page as a file, and each table and figure as files in tables/ and figures/ beside it."""
+    for sections in studies.values():
+        for section in sections:
+            for part in section.saved():
+                part.save(path.parent / ("figures" if hasattr(part, "canvas") else "tables"))
+    write_whole(path, page(title, studies, about))
+
+
+def _sources(sources: Sequence[Source]) -> str:
+    parts = []
+    for kind, heading in KINDS.items():
+        of_kind = sorted((s for s in sources if s.kind == kind), key=lambda source: source.text)
+        rows = "".join(
+            f'<tr id="source-{html.escape(s.id)}"><td><code>{html.escape(s.id)}</code></td>'
+            f"<td>{html.escape(s.text)}</td></tr>"
+            for s in of_kind
+        )
+        parts.append(f"<h2>{heading}</h2><table class='sources'>{rows}</table>" if rows else "")
+    return f'<section><h1 id="sources">Sources</h1>{"".join(parts)}</section>'

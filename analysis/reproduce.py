@@ -1,0 +1,98 @@
+"""python -m analysis.reproduce paper=all: run what is missing, and make tables, figures, notebooks and one report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from analysis import report
+from analysis.runs import Runs
+from analysis.section import Section
+from analysis.studies import STUDIES
+from sp_bench.errors import RequestError, unknown, unknown_key
+
+USAGE = """\
+python -m analysis.reproduce [paper=NAME,NAME] [out=FOLDER] [notebooks=true|false]
+
+Runs the points that a paper's tables and figures need, which are simulated or computed from plans but for a few that
+are measured on this machine's cores, and writes FOLDER/report.html with everything in it; tables/ (Markdown, LaTeX,
+HTML, CSV), figures/ (PDF, SVG, PNG), notebooks/ (executed) and records/ beside it. Points with a record there are not
+run again.
+
+  paper=all             all, or some of: {papers}
+  out=results/report    the folder
+  notebooks=true        execute the notebooks too
+"""
+KEYS = {"paper": "all", "out": "results/report", "notebooks": "true"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE.format(papers=", ".join(STUDIES)), end="")
+        return 0
+    try:
+        papers, out, with_notebooks = _parsed(arguments)
+    except RequestError as error:
+        print(f"analysis.reproduce: {error}", file=sys.stderr)
+        return 2
+    return reproduce(papers, out, with_notebooks=with_notebooks)
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[list[str], Path, bool]:
+    given = dict(KEYS)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key not in KEYS or not equals:
+            raise unknown_key(key, list(KEYS))
+        given[key] = value
+    papers = list(STUDIES) if given["paper"] == "all" else given["paper"].split(",")
+    for paper in papers:
+        if paper not in STUDIES:
+            raise unknown("paper", paper, [*STUDIES, "all"])
+    if given["notebooks"] not in ("true", "false"):
+        raise RequestError(f"notebooks={given['notebooks']}", "must be true or false", "notebooks=true would work")
+    return papers, Path(given["out"]), given["notebooks"] == "true"
+
+
+def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:
+    """Make everything in `out`; returns the exit code: 1 if a notebook has an error."""
+    console, started, ran = Console(), time.perf_counter(), []
+    runs = Runs(out / "records", progress=ran.append)
+    found: dict[str, list[Section]] = {}
+    for paper in papers:
+        title, study = STUDIES[paper]
+        begun, before = time.perf_counter(), len(ran)
+        with console.status(title):
+            found[title] = list(study(runs))
+        points, seconds = len(ran) - before, time.perf_counter() - begun
+        console.print(f"{title}: {len(found[title])} sections, {points} points in {seconds:.0f} s", highlight=False)
+    report.write(
+        out / "report.html",
+        "Sequence-parallel attention: the papers' figures and ours",
+        found,
+        "Every number is a link to where it is from: a record (with the command that makes it again), a formula, or the"
+        " paper's table.",
+    )
+    failed = []
+    if with_notebooks:
+        from analysis import notebooks
+
+        for paper in papers:
+            with console.status(f"notebook {paper}"):
+                error = notebooks.execute(paper, out / "notebooks", out / "records")
+            if error:
+                failed.append(paper)
+                console.print(f"notebook {paper}: {error}", highlight=False)
+    seconds = time.perf_counter() - started
+    console.print(f"{out / 'report.html'}: {len(ran)} points, {seconds:.0f} s", highlight=False)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Points that studies ask for: taken from their records, or run.
+
+Simulated points run on all cores, measured ones one after the other on an idle machine. Every point is a record in the
+folder as soon as it is finished, so that a report that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sp_bench.bench import resolve, run_points
+from sp_bench.bench.request import Request, unsupported
+from sp_bench.cli.compose import Composer
+from sp_bench.errors import RequestError
+from sp_bench.machine import cores_here
+from sp_bench.records import Record
+
+Point = tuple[str, ...]
+"""The arguments of `python -m sp_bench` for one point, sorted."""
+ROOT = Path(__file__).resolve().parent.parent
+FEW = 4
+"""Up to so many points are run in this process: another needs a second to start."""
+
+
+def point(**keys: Any) -> Point:
+    """A point by its keys: point(method="mesh", gpus=256, tile=[16, 16]).
+
+    Keys that conf/config.yaml doesn't have are the method's options. Dots in names are written as two underscores.
+    """
+    known = defaults()
+    overrides = []
+    for key, value in keys.items():
+        name = key.replace("__", ".")
+        name = name if name.partition(".")[0] in known else f"method.{name}"
+        overrides.append(f"{name}={_argument(value)}")
+    # Hydra wants the choice of a method before its options.
+    return tuple(sorted(overrides, key=lambda text: (text.startswith("method."), text)))
+
+
+def _argument(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).replace(" ", "") if isinstance(value, (list, tuple)) else str(value)
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """What conf/config.yaml composes to."""
+    with Composer() as composer:
+        return composer.compose([])
+
+
+@dataclass
+class Runs:
+    """Records of points, in one folder."""
+
+    folder: Path
+    workers: int = field(default_factory=cores_here)
+    progress: Callable[[str], None] = lambda text: None
+    """Told of each point that was run."""
+    _known: dict[Point, Record] = field(default_factory=dict, repr=False)
+
+    def one(self, **keys: Any) -> Record:
+        """The record of one point (`point`)."""
+        return self.ask([point(**keys)])[0]
+
+    def ask(self, points: Iterable[Point]) -> list[Record]:
+        """The records of points, in their order; those that are not in the folder yet are run.
+
+        A point that can't be served is a record too, with status unsupported and the reason. Timelines are written
+        only where a point says trace=.
+        """
+        points = list(points)
+        todo = [p for p in dict.fromkeys(points) if p not in self._known]
+        simulated = [p for p in todo if "mode=measure" not in p]
+        workers = min(self.workers, len(simulated) // FEW)
+        if workers > 1:
+            self._ask_workers(simulated, workers)
+            todo = [p for p in todo if p not in self._known]
+        for one in todo:
+            self._known[one] = record_of(one, self.folder)
+            self.progress(" ".join(one))
+        return [self._known[p] for p in points]
+
+    def _ask_workers(self, points: Sequence[Point], workers: int) -> None:
+        queue = iter(points)
+        with ThreadPoolExecutor(workers) as pool:
+            for future in [pool.submit(self._ask_worker, queue) for _ in range(workers)]:
+                future.result()
+
+    def _ask_worker(self, queue: Iterator[Point]) -> None:
+        """Give a worker process point after point, until there are no more."""
+        command = [sys.executable, "-m", "analysis.worker", str(self.folder)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as worker:
+            assert worker.stdin and worker.stdout
+            for one in queue:
+                worker.stdin.write(json.dumps(one) + "\n")
+                worker.stdin.flush()
+                if not (answer := worker.stdout.readline()):
+                    raise RuntimeError(f"the process that ran {' '.join(one)} ended with {worker.wait()}")
+                self._known[one] = Record(**json.loads(answer))
+                self.progress(" ".join(one))
+
+
+def record_of(one: Point, folder: Path) -> Record:
+    """The record of one point, from the folder if it is there."""
+    traced = any(text.startswith("trace=") for text in one)
+    config = _composed(one if traced else (*one, "trace=0"))
+    try:
+        request: Request = resolve(config)
+    except RequestError as error:
+        return unsupported(config, error)
+    return run_points([request], folder=folder, reuse=True)[0].record
+
+
+def _composed(one: Point) -> Mapping[str, Any]:
+    with Composer() as composer:
+        return composer.compose(["logger=none", "baseline=null", *one])

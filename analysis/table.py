@@ -1,0 +1,172 @@
+"""Tables of numbers with their sources, as Markdown, LaTeX, HTML and CSV."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from analysis.number import KINDS, Number, about_number
+from sp_bench import markdown
+
+Cell = Number | str | int
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: what it shows, in what unit, and how its numbers are written."""
+
+    name: str
+    unit: str = ""
+    format: str = ".4g"
+
+    @property
+    def head(self) -> str:
+        """Name and unit."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; every number in it has a source."""
+
+    name: str
+    """Of its files, such as mesh-table3."""
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    """What a reader must know, in a sentence or two."""
+    shown_rows: int | None = field(default=None, kw_only=True)
+    """In a report, that many rows are shown and the rest on request; None: all."""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{self.name}: a row of {len(row)} cells for {len(self.columns)} columns: {row}")
+
+    @property
+    def numbers(self) -> list[Number]:
+        """All its numbers."""
+        return [cell for row in self.rows for cell in row if isinstance(cell, Number)]
+
+    @property
+    def legend(self) -> str:
+        """What kinds of numbers there are in which columns."""
+        kinds: dict[str, list[str]] = {}
+        for i, column in enumerate(self.columns):
+            of_column = {row[i].kind for row in self.rows if isinstance(row[i], Number)}  # type: ignore[union-attr]
+            if of_column:
+                kinds.setdefault(" or ".join(sorted(of_column, key=KINDS.index)), []).append(column.name)
+        return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
+
+    def to_markdown(self) -> str:
+        """Title, table, legend and note."""
+        rows = [
+            [_text(cell, c).replace("|", "\\|") for cell, c in zip(row, self.columns, strict=True)] for row in self.rows
+        ]
+        text = markdown.table([column.head for column in self.columns], rows)
+        return "\n\n".join(part for part in (f"**{self.title}**", text, self.legend + ".", self.note) if part) + "\n"
+
+    def to_latex(self) -> str:
+        """A booktabs table."""
+        align = "".join("l" if isinstance(cell, str) else "r" for cell in (self.rows[0] if self.rows else self.columns))
+        lines = [" & ".join(_latex(column.head) for column in self.columns)]
+        lines += [" & ".join(map(_latex, row)) for row in self._texts()]
+        head, *body = [line + r" \\" for line in lines]
+        return "\n".join(
+            [
+                r"\begin{table}",
+                rf"\caption{{{_latex(self.title)}. {_latex(self.legend)}.}}",
+                rf"\label{{tab:{self.name}}}",
+                rf"\begin{{tabular}}{{{align}}}",
+                r"\toprule",
+                head,
+                r"\midrule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+                "",
+            ]
+        )
+
+    def to_html(self) -> str:
+        """A table whose numbers are links to their sources, which a report lists under these ids."""
+        head = "".join(f"<th>{html.escape(column.head)}</th>" for column in self.columns)
+        rows = [
+            f"<tr>{''.join(_html(cell, c) for cell, c in zip(row, self.columns, strict=True))}</tr>"
+            for row in self.rows
+        ]
+        start = f'<table id="{self.name}"><caption>{html.escape(self.title)}</caption><thead><tr>{head}</tr></thead>'
+        if self.shown_rows is None or len(rows) <= self.shown_rows:
+            body = f"{start}<tbody>{''.join(rows)}</tbody></table>"
+        else:
+            few = f"{start}<tbody>{''.join(rows[: self.shown_rows])}</tbody></table>"
+            rest = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows[self.shown_rows :])}</tbody></table>"
+            body = f"{few}<details><summary>{len(rows) - self.shown_rows} more rows</summary>{rest}</details>"
+        notes = " ".join(part for part in (f"{self.legend}." if self.legend else "", self.note) if part)
+        return f'<div class="table">{body}<p class="note">{html.escape(notes)}</p></div>'
+
+    _repr_html_ = to_html
+
+    def to_csv(self) -> str:
+        """Values as they are, and after each column of numbers the ids of their sources."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        sourced = [any(isinstance(row[i], Number) for row in self.rows) for i in range(len(self.columns))]
+        head = [
+            ([c.head, f"{c.name}: source"] if has else [c.head]) for c, has in zip(self.columns, sourced, strict=True)
+        ]
+        writer.writerow(sum(head, []))
+        for row in self.rows:
+            cells: list[object] = []
+            for cell, has in zip(row, sourced, strict=True):
+                if isinstance(cell, Number):
+                    cells += [cell.value, " ".join(source.id for source in cell.sources)]
+                else:
+                    cells += [cell, ""] if has else [cell]
+            writer.writerow(cells)
+        return out.getvalue()
+
+    def _texts(self) -> list[list[str]]:
+        return [[_text(cell, c) for cell, c in zip(row, self.columns, strict=True)] for row in self.rows]
+
+    def save(self, folder: Path) -> None:
+        """<name>.md, .tex, .html and .csv in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for ending, text in (
+            ("md", self.to_markdown()),
+            ("tex", self.to_latex()),
+            ("html", self.to_html()),
+            ("csv", self.to_csv()),
+        ):
+            (folder / f"{self.name}.{ending}").write_text(text)
+
+
+def _text(cell: Cell, column: Column) -> str:
+    return cell.text(column.format) if isinstance(cell, Number) else str(cell)
+
+
+def _html(cell: Cell, column: Column) -> str:
+    if not isinstance(cell, Number):
+        kind = "name" if isinstance(cell, str) else "integer"
+        return f'<td class="{kind}">{html.escape(str(cell))}</td>'
+    about = html.escape(about_number(cell))
+    link = f'<a href="#source-{html.escape(cell.sources[0].id)}" title="{about}">'
+    return f'<td class="{cell.kind}">{link}{html.escape(_text(cell, column))}</a></td>'
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
