@@ -17,15 +17,19 @@ Consecutive ranks fill a node, and bytes cost most at its boundary. `placement` 
 paper's Q groups, so that KV crosses, or the KV groups (Q groups are then the ranks equal mod b), so that Q and O do.
 The tile, the algorithms and the volume are the same for both.
 
+`schedule=searched` is ours, not the paper's: another order of the same transfers and blocks (mesh_search.py).
+
 Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b != n.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from methods.mesh_search import Tensors, TileTimes, search, steps_of
 from sp_bench.plan import (
     Attend,
     AttendBackward,
@@ -211,6 +215,8 @@ class Mesh(Method):
     """The groups of consecutive ranks: q (the paper's) or kv; auto stands for both."""
     lanes: str = "one"
     """one: at most one transfer in flight, as in the paper's steps; each: a lane for each kind of chunk."""
+    schedule: str = "paper"
+    """paper: algorithms 2 and 3; searched: an order that mesh_search.py finds; auto stands for both."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -224,6 +230,9 @@ class Mesh(Method):
         if self.placement not in ("q", "kv", "auto"):
             placement = f"method.placement={self.placement}"
             raise RequestError(placement, "must be q, kv or auto", "method.placement=q would work")
+        if self.schedule not in ("paper", "searched", "auto"):
+            rule = "must be paper, searched or auto"
+            raise RequestError(f"method.schedule={self.schedule}", rule, "method.schedule=paper would work")
         if self.lanes not in ("one", "each"):
             raise RequestError(f"method.lanes={self.lanes}", "must be one or each", "method.lanes=one would work")
 
@@ -238,10 +247,12 @@ class Mesh(Method):
             )
 
     def candidates(self, problem: Problem) -> tuple[Mesh, ...]:
-        """One for each tile of n and each placement of it."""
+        """One for each tile of n, each placement of it and each schedule."""
         self.refuse(problem)
         shapes = tiles(problem.n) if isinstance(self.tile, str) else [self.tile]
-        return tuple(replace(self, tile=t, placement=p) for t in shapes for p in self._placements(*t))
+        schedules = ("paper", "searched") if self.schedule == "auto" else (self.schedule,)
+        placed = ((shape, placement) for shape in shapes for placement in self._placements(*shape))
+        return tuple(replace(self, tile=t, placement=p, schedule=s) for t, p in placed for s in schedules)
 
     def _placements(self, a: int, b: int) -> tuple[str, ...]:
         if self.placement != "auto":
@@ -255,8 +266,9 @@ class Mesh(Method):
         return self.tile
 
     def variant(self, n: int) -> str:
-        """The tile, and where it is placed otherwise than in the paper."""
-        return super().variant(n) + (" kv inside" if self.placement == "kv" else "")
+        """The tile, and where it is placed or scheduled otherwise than in the paper."""
+        other = (" kv inside" if self.placement == "kv" else "") + (" searched" if self.schedule == "searched" else "")
+        return super().variant(n) + other
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The tile's sides."""
@@ -267,6 +279,7 @@ class Mesh(Method):
         """Algorithm 2 as a plan."""
         q, kv, o = self._chunks(problem, "q", "kv", "o")
         schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", q, kv, o))
+        schedule = self._searched(schedule, problem, costs, "forward", q, kv, o)
         steps = self._emit(schedule, {"q": q, "kv": kv}, {"o": o}, lambda u, v: Attend(q.at(u), kv.at(v), o.at(u)))
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
@@ -275,6 +288,7 @@ class Mesh(Method):
         odoq, kv, dq, dkv = self._chunks(problem, "odoq", "kv", "dq", "dkv")
         c = _hiding(problem, costs, "backward", odoq, kv, dq, dkv)
         schedule = backward_schedule(*self.tile_shape(problem.n), c)
+        schedule = self._searched(schedule, problem, costs, "backward", odoq, kv, dq, dkv)
         steps = self._emit(
             schedule,
             {"odoq": odoq, "kv": kv},
@@ -289,6 +303,19 @@ class Mesh(Method):
         if phase == "forward":
             return {"q": a - 1, "kv": b - 1, "o": a - 1}
         return {"odoq": a - 1, "kv": b - 1, "dq": a - 1, "dkv": b - 1}
+
+    def _searched(
+        self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk
+    ) -> list[Step]:
+        """A better schedule than the greedy one, if it is asked for."""
+        if self.schedule == "paper":
+            return greedy
+        hop_s, block_s = _relative_times(problem, costs, phase, *chunks)
+        q, kv, o, *dkv = (chunk.tensor for chunk in chunks)
+        tensors = Tensors(q, kv, o, dkv[0] if dkv else None)
+        times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s)
+        order, placed = search(times, [step.transfer for step in greedy if step.transfer])
+        return [Step(transfer, blocks) for transfer, blocks in steps_of(order, placed)]
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
         """The rank's own chunks: KV and dKV at home in the KV group, all others in the Q group (table 1)."""
@@ -337,6 +364,14 @@ class Mesh(Method):
 def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> dict[str, int]:
     """c_Q, c_KV and the others, by tensor."""
     return {x.tensor: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x in chunks}
+
+
+def _relative_times(problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> tuple[dict[str, float], float]:
+    """Of a hop of each tensor, and of a block; only their quotients matter."""
+    if math.isinf(costs.block_s(phase)):
+        return {x.tensor: 0.0 for x in chunks}, 1.0
+    hops = {x.tensor: costs.transfer_s(problem.chunk_bytes(x.tensor, wire=True), line_of(x).group) for x in chunks}
+    return hops, costs.block_s(phase)
 
 
 def tiles(n: int) -> list[tuple[int, int]]:

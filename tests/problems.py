@@ -49,7 +49,8 @@ def _options(name: str, problem: Problem) -> list[dict[str, object]]:
     """Beside what `auto` stands for. The stride of all_gather only at its ends, since small ones make long plans."""
     match name:
         case "mesh":
-            return [{"placement": "auto" if problem.n <= MANY else "q"}]
+            placement, schedule = ("auto", "auto") if problem.n <= MANY else ("q", "paper")
+            return [{"placement": placement, "schedule": schedule}]
         case "tokenring":
             trims = (True, False) if problem.n <= MANY else (True,)
             return [{"nodes": d, "trim": trim} for d in divisors(problem.n) for trim in trims]

@@ -37,9 +37,12 @@ UNEVEN = CostProfile(
 
 
 def variants(n: int) -> list[Case]:
-    """Ring, and every tile of mesh in every placement."""
+    """Ring, and every tile of mesh in every placement, and searched."""
     cases = [Case(n=n, method="ring"), *(Case(n=n, method="mesh", tile=tile) for tile in tiles(n))]
-    return cases + [replace(case, options=(("placement", "kv"),)) for case in cases if case.tile and 1 not in case.tile]
+    placed = [case for case in cases if case.tile and 1 not in case.tile]
+    return cases + [
+        replace(case, options=o) for case in placed for o in ((("placement", "kv"),), (("schedule", "searched"),))
+    ]
 
 
 def others(n: int) -> list[Case]:

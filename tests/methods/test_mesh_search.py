@@ -1,0 +1,111 @@
+"""Mesh's searched schedules: whole, allowed, never behind the greedy ones, and timed as the simulator times them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise, permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from methods import build
+from methods.mesh import Step, backward_schedule, forward_schedule
+from methods.mesh_search import Tensors, TileTimes, search, steps_of
+from sp_bench.check import check
+from sp_bench.errors import RequestError
+from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Problem
+from sp_bench.simulate import simulate
+from tests.problems import cost_profiles, small_problem
+from tests.simulate.test_simulate import cluster, problem
+
+FORWARD, BACKWARD = Tensors("q", "kv", "o", None), Tensors("odoq", "kv", "dq", "dkv")
+seconds = st.sampled_from([0.0, 0.3, 1.0, 1.7, 4.0])
+
+
+@st.composite
+def times(draw: st.DrawFn, most: int = 5) -> TileTimes:
+    tensors = draw(st.sampled_from([FORWARD, BACKWARD]))
+    names = [name for name in (tensors.q, tensors.kv, tensors.o, tensors.dkv) if name]
+    a, b = draw(st.integers(1, most)), draw(st.integers(1, most))
+    return TileTimes(a, b, tensors, draw(st.sampled_from([0.5, 1.0])), {name: draw(seconds) for name in names})
+
+
+def greedy(t: TileTimes) -> list[Step]:
+    hiding = {name: max(1, round(s / t.block_s)) for name, s in t.hop_s.items()}
+    return (forward_schedule if t.tensors.dkv is None else backward_schedule)(t.a, t.b, hiding)
+
+
+def order_of(steps: list[Step]) -> list[str]:
+    return [step.transfer for step in steps if step.transfer]
+
+
+@given(times())
+def test_it_is_whole_and_never_behind_the_greedy_order(t: TileTimes) -> None:
+    before = order_of(greedy(t))
+    order, placed = search(t, before)
+    assert t.allowed(before) and t.allowed(order)
+    assert Counter(order) == Counter(before)
+    assert placed.end_s <= t.place(before).end_s + 1e-9
+    steps = list(steps_of(order, placed))
+    assert [name for name, _ in steps if name] == order
+    assert sorted(block for _, blocks in steps for block in blocks) == [(u, v) for u in range(t.a) for v in range(t.b)]
+
+
+@given(times(most=2))
+def test_on_small_tiles_no_order_is_better(t: TileTimes) -> None:
+    """Against all orders there are."""
+    order, placed = search(t, order_of(greedy(t)))
+    every = {other for other in permutations(order) if t.allowed(other)}
+    assert placed.end_s == pytest.approx(min(t.place(other).end_s for other in every))
+
+
+@given(times())
+def test_no_better_than_what_must_be_done(t: TileTimes) -> None:
+    order = order_of(greedy(t))
+    placed = t.place(order)
+    assert placed.end_s >= max(t.a * t.b * t.block_s, sum(t.hop_s[name] for name in order)) - 1e-9
+    ends = [at for at, _ in placed.blocks]
+    assert all(later - at >= t.block_s - 1e-9 for at, later in pairwise([0.0, *ends]))
+
+
+@given(st.integers(1, 12), st.sampled_from(sorted(LAYOUTS)), st.booleans(), cost_profiles(), st.sampled_from(PHASES))
+def test_plans_are_proven(n: int, layout: str, causal: bool, costs: CostProfile, phase: str) -> None:
+    p = small_problem(n, layout, causal=causal)
+    for method in build("mesh", {"schedule": "searched"}).candidates(p):
+        check(method.plan(p, phase, costs), method.dealt(p))
+
+
+@pytest.mark.parametrize("tile", [(2, 2), (2, 4), (4, 2), (4, 4), (3, 5)])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("bytes_per_s", [2e9, 2e10, 6e10])
+def test_the_simulator_agrees(tile: tuple[int, int], phase: str, bytes_per_s: float) -> None:
+    """On one switch, where all ranks are alike and folds cost nothing, to rounding; and it isn't behind the paper's."""
+    p: Problem = problem(tile[0] * tile[1], tokens=2048)
+    network = cluster(bytes_per_s=bytes_per_s)
+    costs = network.profile(p)
+    plans = {s: build("mesh", {"tile": tile, "schedule": s}).plan(p, phase, costs) for s in ("paper", "searched")}
+    found = {name: simulate(plan, p, network).makespan_s for name, plan in plans.items()}
+    assert found["searched"] <= found["paper"] * (1 + 1e-9)
+    tensors = FORWARD if phase == "forward" else BACKWARD
+    names = [name for name in (tensors.q, tensors.kv, tensors.o, tensors.dkv) if name]
+    hop_s = {name: 1e-5 + p.chunk_bytes(name, wire=True) / bytes_per_s for name in names}
+    t = TileTimes(*tile, tensors, costs.block_s(phase), hop_s)
+    c = {name: -int(-s // t.block_s) for name, s in hop_s.items()}
+    schedule = (forward_schedule if phase == "forward" else backward_schedule)(*tile, c)
+    assert found["searched"] == pytest.approx(search(t, order_of(schedule))[1].end_s, rel=1e-9)
+
+
+def test_gains_where_blocks_and_transfers_take_equally_long() -> None:
+    p, network = problem(16, tokens=2048), cluster(bytes_per_s=2.4e10)
+    costs = network.profile(p)
+    found = {}
+    for schedule in ("paper", "searched"):
+        plan = build("mesh", {"tile": (4, 4), "schedule": schedule}).plan(p, "backward", costs)
+        found[schedule] = simulate(plan, p, network).makespan_s
+    assert found["searched"] < 0.95 * found["paper"]
+
+
+def test_refuses_other_schedules() -> None:
+    with pytest.raises(RequestError, match=r"method.schedule=best.*must be paper, searched or auto"):
+        build("mesh", {"schedule": "best"})
