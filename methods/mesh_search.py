@@ -15,10 +15,14 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import NamedTuple
 
 EVALUATIONS = 400_000
 """Blocks that all orders tried may have together: about half a second."""
+
+FEW_HOPS = 5
+"""Of so many hops, all orders are tried."""
 
 
 class Placed(NamedTuple):
@@ -161,7 +165,7 @@ def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[str], Placed]:
     """The best order found, and what it comes to; never worse than the greedy one."""
     tries = max(8, EVALUATIONS // (times.a * times.b))
     best, order = times.place(greedy), list(greedy)
-    for start in _starts(times):
+    for start in _every(times, greedy) if len(greedy) <= FEW_HOPS else _starts(times):
         if (placed := times.place(start)).end_s < best.end_s:
             best, order = placed, start
     improved = True
@@ -177,6 +181,11 @@ def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[str], Placed]:
             if tries <= 0:
                 break
     return order, best
+
+
+def _every(times: TileTimes, order: Sequence[str]) -> Iterator[list[str]]:
+    """All allowed orders of these hops, on every rank in the same order."""
+    return (list(other) for other in dict.fromkeys(permutations(order)) if times.allowed(other))
 
 
 def _starts(times: TileTimes) -> Iterator[list[str]]:
