@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from slurm.folder import Sweep
 from slurm.points import Point, Task
-from sp_bench.bench import Outcome, Request, resolve, run_points
+from sp_bench.bench import NotWritten, Outcome, Request, resolve, run_points
 from sp_bench.bench.request import unsupported
 from sp_bench.errors import RequestError
 from sp_bench.loggers import open_logger
@@ -12,7 +14,7 @@ from sp_bench.measure.ranks import launched
 
 
 def measure(sweep: Sweep, task: Task) -> int:
-    """Measure a task's missing points in turn, and keep each; returns the exit code, 1 if one has failed."""
+    """Measure a task's missing points in turn, and keep each; the exit code is 1 if one fails or can't be kept."""
     points: dict[str, list[Point]] = {}
     """By run_id: points that differ in what their method has no use for are one."""
     requests: dict[str, Request] = {}
@@ -33,8 +35,14 @@ def measure(sweep: Sweep, task: Task) -> int:
             record = outcome.record
             for point in points[record.run_id]:
                 sweep.keep(point, record)
-            logger.log(record.to_dict(), outcome.samples)
+            logger.log(sweep.records / f"{record.run_id}.json")
             print(f"{record.method}: {record.status}{f', {record.error}' if record.error else ''}", flush=True)
 
-        outcomes = run_points(list(requests.values()), folder=sweep.records, reuse=False, finished=finished)
+        try:
+            outcomes = run_points(list(requests.values()), folder=sweep.records, reuse=False, finished=finished)
+        except NotWritten as error:
+            for lost in error.lost:
+                print(f"{lost.method}: {lost.status}, step {lost.step_ms_median} ms, in no record", flush=True)
+            print(f"slurm.task: {error}", file=sys.stderr)
+            return 1
     return 0 if all(outcome.record.status == "ok" for outcome in outcomes) else 1

@@ -14,6 +14,7 @@ from sp_bench import records
 from sp_bench.bench import resolve
 from sp_bench.bench.request import NOT_IN_THE_RESULT, unsupported
 from sp_bench.bench.values import whole
+from sp_bench.cli.arguments import in_group
 from sp_bench.cli.compose import CONF, Composer
 from sp_bench.errors import RequestError, unknown
 from sp_bench.measure.ranks import Launch
@@ -92,7 +93,7 @@ def _composed(name: str, changes: Sequence[str]) -> list[Point]:
         configs = [composer.compose(point) for point in composer.points(list(arguments.values()), sweep=True)]
     if any(config["mode"] == "simulate" for config in configs):
         raise RequestError("mode=simulate", "needs no jobs", "python -m sp_bench -m mode=simulate ... would work")
-    points = [Point.of({**config, "mode": "measure"}) for config in configs]
+    points = [Point.of({**in_group(config, name), "mode": "measure"}) for config in configs]
     return list({point.id: point for point in points}.values())
 
 

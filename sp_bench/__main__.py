@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ asks for; otherwise simulates, and says so.
   --cfg             print the composed config and run nothing
   -h, --help        this
 
-Exit codes: 0 ok, 2 a request that can't be served, 1 anything else.
+Exit codes: 0 ok, 2 a request that can't be served, 143 ended by SIGTERM, 1 anything else.
 
 Keys, with their defaults (conf/config.yaml), then the choices of each group (conf/<group>/):
 """
@@ -87,9 +86,12 @@ def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bo
             print("---\n".join(yaml.safe_dump(config, sort_keys=False) for config in configs), end="")
             return 0
         baseline = None if sweep else composer.baseline(configs[0], overrides)
+    from sp_bench.cli.arguments import in_group, sweep_name, writable_folder
     from sp_bench.loggers import open_logger
 
-    folder = _results_dir(configs[0]["results_dir"])
+    if sweep:
+        configs = [in_group(config, sweep_name(overrides)) for config in configs]
+    folder = writable_folder("results_dir", configs[0]["results_dir"])
     # The writer starts before the suite's own imports, so that it gets ready beside them.
     with open_logger({"dir": str(folder), **configs[0]["logger"]}) as logger:
         from sp_bench.cli.session import run_point, run_sweep
@@ -98,20 +100,6 @@ def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bo
         if warning := logger.close():
             print(f"sp_bench: {warning}", file=sys.stderr)
     return code
-
-
-def _results_dir(name: str) -> Path:
-    """The folder for records, made if need be. Raises RequestError if it can't be written."""
-    from sp_bench.errors import RequestError
-
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"results_dir={name}", f"can't be made ({error.strerror})", "results would work") from None
-    if not os.access(folder, os.W_OK):
-        raise RequestError(f"results_dir={name}", "can't be written", "results_dir=results would work")
-    return folder
 
 
 if __name__ == "__main__":

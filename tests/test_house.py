@@ -10,8 +10,9 @@ import pytest
 from methods import REGISTRY
 
 ROOT = Path(__file__).parents[1]
-READERS = ["sp_bench/check.py", "sp_bench/account.py", "sp_bench/draw.py", "sp_bench/records.py"]
-READERS += [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench" / "simulate").glob("*.py")]
+ROOMS = ("simulate", "records")
+READERS = ["sp_bench/check.py", "sp_bench/account.py", "sp_bench/draw.py"]
+READERS += [str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / "sp_bench" / room).glob("*.py")]
 PLAN = [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench" / "plan").glob("*.py")]
 METHODS = [str(path.relative_to(ROOT)) for path in (ROOT / "methods").glob("*.py")]
 
@@ -45,8 +46,8 @@ def test_methods_import_the_vocabulary_and_nothing_else(path: str) -> None:
 
 @pytest.mark.parametrize("path", READERS)
 def test_readers_do_not_know_each_other(path: str) -> None:
-    own = "sp_bench.simulate" if "simulate" in path else "nothing"
-    allowed = ("sp_bench.plan", "sp_bench.errors", "sp_bench.machine", own)
+    own = [f"sp_bench.{room}" for room in ROOMS if f"/{room}/" in path]
+    allowed = ("sp_bench.plan", "sp_bench.errors", "sp_bench.machine", *own)
     assert all(module.startswith(allowed) for module in of_the_suite(path))
     assert "torch" not in {module.split(".")[0] for module in imported(path)}
 

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sp_bench import records
-from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
+from sp_bench.bench import NotWritten, Outcome, Request, resolve, run_points, work_of
 from sp_bench.bench.request import unsupported
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
@@ -31,7 +30,16 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
         except RequestError as error:
             console.print(f"no baseline: {error}", highlight=False)
     _say_mode(console, requests)
-    outcomes = _run(console, requests, folder, logger, reuse=_reuse(config, sweep=False))
+    full: dict[str, Outcome] = {}
+    """With what timelines are drawn from."""
+    reuse = _reuse(config, sweep=False)
+    try:
+        _run(console, requests, folder, logger, reuse=reuse, finished=lambda o: full.update({o.record.run_id: o}))
+    except NotWritten as error:
+        report.print_points(console, error.outcomes)
+        print(f"sp_bench: {error}", file=sys.stderr)
+        return 1
+    outcomes = [full[request.run_id] for request in requests]
     if outcomes[0].record.status == "unsupported":
         print(f"sp_bench: {outcomes[0].record.error}", file=sys.stderr)
         return 2
@@ -62,8 +70,12 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
         errors = sorted({r.error or "" for r in requests if isinstance(r, Record)} | {str(e) for e in elsewhere})
         raise RequestError(f"none of {len(configs)} points", "; ".join(errors[:3]), "one that works would")
     _say_mode(console, served)
-    outcomes = {o.record.run_id: o for o in _run(console, served, folder, logger, reuse=_reuse(configs[0], sweep=True))}
-    rows = [outcomes[r.run_id] if isinstance(r, Request) else _written(folder, r, logger) for r in requests]
+    try:
+        rows = _run(console, requests, folder, logger, reuse=_reuse(configs[0], sweep=True))
+    except NotWritten as error:
+        report.print_sweep(console, error.outcomes)
+        print(f"sp_bench: {error}", file=sys.stderr)
+        return 1
     report.print_sweep(console, rows)
     console.print(f"records: {folder}/", highlight=False)
     return 0 if all(o.record.status in ("ok", "unsupported") for o in rows) else 1
@@ -93,13 +105,22 @@ def _say_mode(console: Console, requests: Sequence[Request]) -> None:
         console.print(text, highlight=False)
 
 
-def _run(console: Console, requests: Sequence[Request], folder: Path, logger: Logger, *, reuse: bool) -> list[Outcome]:
-    def finished(outcome: Outcome) -> None:
+def _run(
+    console: Console,
+    requests: Sequence[Request | Record],
+    folder: Path,
+    logger: Logger,
+    *,
+    reuse: bool,
+    finished: Callable[[Outcome], None] = lambda outcome: None,
+) -> list[Outcome]:
+    def log(outcome: Outcome) -> None:
+        finished(outcome)
         if not outcome.reused:
-            logger.log(outcome.record.to_dict(), outcome.samples)
+            logger.log(folder / f"{outcome.record.run_id}.json")
 
     with _bar(console, work_of(requests)) as advance:
-        return run_points(requests, folder=folder, reuse=reuse, progress=advance, finished=finished)
+        return run_points(requests, folder=folder, reuse=reuse, progress=advance, finished=log)
 
 
 @contextlib.contextmanager
@@ -109,9 +130,3 @@ def _bar(console: Console, steps: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("benchmark steps", total=steps)
         yield lambda done: progress.advance(task, done)
-
-
-def _written(folder: Path, record: Record, logger: Logger) -> Outcome:
-    records.write(folder, record)
-    logger.log(record.to_dict(), None)
-    return Outcome(record)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from sp_bench.errors import unknown
@@ -19,13 +20,8 @@ __all__ = ["Logger", "NoLogger", "open_logger"]
 class Logger(Protocol):
     """What a benchmark needs of a logger; as a context manager it closes itself."""
 
-    def log(self, record: Mapping[str, Any], samples: Mapping[str, Any] | None = None) -> None:
-        """Takes one flat, JSON-able record; returns at once and never raises.
-
-        `samples` are the raw times: a name that ends in the unit, and one list of iterations per rank,
-        {"forward_ms": [[rank 0's iterations], [rank 1's]], "backward_ms": ...}. One flat list of numbers stands for
-        times that belong to no single rank, such as the maximum over ranks.
-        """
+    def log(self, path: Path) -> None:
+        """Takes the file of a record, with what stands beside it; returns at once and never raises."""
         ...
 
     def close(self) -> str | None:
@@ -43,7 +39,7 @@ class Logger(Protocol):
 class NoLogger:
     """logger=none."""
 
-    def log(self, record: Mapping[str, Any], samples: Mapping[str, Any] | None = None) -> None:
+    def log(self, path: Path) -> None:
         """Nothing."""
 
     def close(self) -> None:

@@ -8,14 +8,14 @@ import json
 import logging
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from sp_bench.errors import RequestError, unknown
 
@@ -50,13 +50,22 @@ class WandbSettings:
             raise RequestError(f"logger.timeout_s={self.timeout_s}", "it isn't a time to wait", "use seconds, above 0")
 
 
+class WriterError(Exception):
+    """The writer process can write nothing any more."""
+
+
 class WandbLogger:
-    """A `Logger` whose records a separate process writes to W&B, one run for each."""
+    """A `Logger` whose records a separate process writes to W&B, one run for each.
+
+    The process gets their paths and reads them itself: whatever waits for it is small.
+    """
 
     def __init__(self, settings: WandbSettings) -> None:
-        self._timeout_s = settings.timeout_s
+        self._settings = settings
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._logged, self._closed = False, False
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._logged, self._written, self._closed = 0, 0, False
+        self._folder = Path()
         self._problem: str | None = None
         self._process: subprocess.Popen[str] | None = None
         try:
@@ -65,30 +74,51 @@ class WandbLogger:
         except OSError as error:
             self._problem = f"the writer process did not start: {error}"
             return
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._feeder = threading.Thread(target=_feed, args=(self._process.stdin, self._lines), daemon=True)
+        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
         self._feeder.start()
+        self._listener.start()
 
-    def log(self, record: Mapping[str, Any], samples: Mapping[str, Any] | None = None) -> None:
+    def log(self, path: Path) -> None:
         """See `Logger.log`."""
-        if self._process is None or self._closed:
+        if self._closed:
             return
-        self._logged = True
+        self._logged += 1
+        self._folder = path.parent
+        if self._process is not None and self._feeder.is_alive():
+            self._lines.put(json.dumps(str(path.absolute())))
+
+    def write(self, path: Path) -> str | None:
+        """Log a record and wait until its run is written; what went wrong with it, if anything did.
+
+        Raises WriterError if nothing after it could be written either. Not to be mixed with `log`.
+        """
+        self.log(path)
         try:
-            line = json.dumps({"record": dict(record), "samples": samples})
-        except (TypeError, ValueError) as error:
-            self._problem = f"a record was not logged: {error}"
-            return
-        if self._feeder.is_alive():
-            self._lines.put(line)
+            # The run's own limits come first, and before the first run wandb is imported.
+            answer = self._answers.get(timeout=3 * self._settings.timeout_s) if self._process else None
+        except queue.Empty:
+            answer = None
+        if answer is None:
+            raise WriterError(self._end_once() or "the writer process ended")
+        return answer or None
 
     def close(self) -> str | None:
         """See `Logger.close`."""
+        problem, missing = self._end_once(), self._logged - self._written
+        if problem and missing:
+            problem += f"; {missing} of {self._logged} runs are not written, "
+            problem += f"{_upload_command(self._settings, self._folder)} writes them"
+        return f"logger=wandb: {problem}" if problem else None
+
+    def _end_once(self) -> str | None:
+        """Ends the writer if it has not been ended; what went wrong with any run, or with all."""
         if not self._closed:
             self._closed = True
             if self._process is not None:
-                self._problem = self._end(self._process) or self._problem
-        return f"logger=wandb: {self._problem}" if self._problem else None
+                self._problem = self._end(self._process)
+        return self._problem
 
     def __enter__(self) -> WandbLogger:
         return self
@@ -97,19 +127,30 @@ class WandbLogger:
         if not self._closed and (warning := self.close()):
             logging.getLogger(__name__).warning(warning)
 
+    def _listen(self, stdout: IO[str]) -> None:
+        """Takes the writer's answers: for each record a JSON text, empty where its run is written."""
+        with contextlib.suppress(OSError, ValueError), stdout:  # the last line of a killed writer is not whole
+            for line in stdout:
+                answer = json.loads(line)
+                self._written += not answer
+                self._answers.put(answer)
+        self._answers.put(None)
+
     def _end(self, process: subprocess.Popen[str]) -> str | None:
         """Ends the writer one way or the other; what went wrong, if anything did."""
+        timeout_s = self._settings.timeout_s
         if not self._logged and process.poll() is None:
             _kill(process)
         self._lines.put(None)
         try:
-            code = process.wait(self._timeout_s if self._logged else _REAP_S)
+            code = process.wait(timeout_s if self._logged else _REAP_S)
             why = _why(code) if self._logged or code > 0 else None
         except subprocess.TimeoutExpired:
-            why = f"not done after {self._timeout_s:g} s, given up"
+            why = f"not done after {timeout_s:g} s, given up"
         finally:
             _kill(process)
             self._feeder.join(_REAP_S)
+            self._listener.join(_REAP_S)
         last_line = self._last_line()
         return f"{why}: {last_line}" if why and last_line else why
 
@@ -118,6 +159,13 @@ class WandbLogger:
             self._stderr.seek(0)
             text = self._stderr.read().decode(errors="replace").strip()
         return text.splitlines()[-1].strip() if text else ""
+
+
+def _upload_command(settings: WandbSettings, folder: Path) -> str:
+    """What writes the runs that this logger did not."""
+    keys = ("mode", "project", "entity")
+    own = (f"{key}={value}" for key in keys if (value := getattr(settings, key)) != getattr(WandbSettings, key))
+    return shlex.join(["python", "-m", "sp_bench.wandb_upload", str(folder), *own])
 
 
 def _start_writer(settings: WandbSettings, stderr: IO[bytes]) -> subprocess.Popen[str]:
@@ -129,7 +177,7 @@ def _start_writer(settings: WandbSettings, stderr: IO[bytes]) -> subprocess.Pope
     return subprocess.Popen(
         [sys.executable, "-m", "sp_bench.loggers.wandb_writer", json.dumps(fields)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
         env={**os.environ, **wandb, "PYTHONPATH": search},

@@ -5,32 +5,53 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sp_bench.records.schema import columns
+
 CONFIG = (
-    *("schema_version", "method", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
+    *("schema_version", "method", "impl", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
     *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "wire_dtype"),
-    *("cluster", "kernel", "device", "device_name", "model", "iters", "warmup", "verify", "seed", "git_commit"),
+    *("cluster", "kernel", "device_name", "iters", "warmup", "seed", "stragglers"),
 )
 """The fields of a record that say what was asked for."""
+PROVENANCE = ("code_version", "git_commit", "git_dirty", "versions")
+"""What goes to the config of where a record comes from: nothing of the machine and its user."""
+SUMMARY = ("status", "error", "bound_by", "peak_mem_source", "comm_bytes_by_lane", "comm_bytes_by_link")
+"""The fields that say what came out and are no numbers."""
 SAMPLE_COLUMNS = ("rank", "iteration", "phase", "ms")
 MAX_TAG = 64
 """Characters that W&B allows in a tag."""
+TIMELINE = ("trace", "ranks")
+"""What stands beside a simulated record, and makes its artifact: some ranks' timelines, and all ranks' times."""
 
 
 def config(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for; a None stays a None."""
-    return {key: record[key] for key in CONFIG if key in record}
+    """What was asked for, and of which code; a None stays a None."""
+    provenance = record.get("provenance") or {}
+    return {key: record[key] for key in CONFIG if key in record} | {
+        key: provenance[key] for key in PROVENANCE if key in provenance
+    }
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What came out: status, error, and every number that isn't config; a None stays a None.
+    """What came out: status, error, bytes by lane and link, and every number that isn't config; a None stays a None.
 
     Other texts and nested values are left out: among them are host names, arguments and environment variables.
     """
     return {
-        key: value
-        for key, value in record.items()
-        if key in ("status", "error") or (key not in CONFIG and (value is None or isinstance(value, (int, float))))
+        key: record[key]
+        for key, kind in columns().items()
+        if key in record and key not in CONFIG and (key in SUMMARY or kind in (int, float))
     }
+
+
+def group(record: Mapping[str, Any]) -> str | None:
+    """The sweep that the record was made in."""
+    return ((record.get("config") or {}).get("logger") or {}).get("group")
+
+
+def notes(record: Mapping[str, Any]) -> str | None:
+    """What a reader of the numbers must know."""
+    return "\n".join(record.get("notes") or []) or None
 
 
 def tags(record: Mapping[str, Any]) -> list[str]:
@@ -46,9 +67,11 @@ def name(record: Mapping[str, Any]) -> str:
 
 
 def sample_rows(samples: Mapping[str, Any]) -> list[tuple[int | None, int, str, float | None]]:
-    """The rows of the table of raw times (`SAMPLE_COLUMNS`), from the form that `Logger.log` takes.
+    """The rows of the table of raw times (`SAMPLE_COLUMNS`), from what <run_id>.samples.json has.
 
-    The phase is the name without its unit; the rank of a flat list is None.
+    That is a name that ends in the unit, and one list of iterations per rank: {"forward_ms": [[rank 0's iterations],
+    [rank 1's]], "backward_ms": ...}. One flat list of numbers stands for times that belong to no single rank, such as
+    the maximum over ranks; their rank is None. The phase is the name without its unit.
     """
     rows = []
     for key, times in samples.items():

@@ -6,46 +6,23 @@ import importlib.util
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.loggers import WandbLogger, open_logger
+from tests.made_records import made
+from tests.wandb_runs import FAKE, read_runs, shadow_wandb
 
-RECORD = {
-    "run_id": "3fa2c0de",
-    "status": "ok",
-    "error": None,
-    "mode": "simulate",
-    "method": "mesh",
-    "tile_a": 16,
-    "tile_b": 16,
-    "variant": "16x16",
-    "gpus": 256,
-    "causal": True,
-    "cluster": "h100_ndr400",
-    "kernel": None,
-    "step_ms_median": 12.5,
-    "mfu": None,
-    "hosts": {"private-host": 0},
-}
 NOT_INSTALLED = 'raise ModuleNotFoundError("No module named wandb", name="wandb")'
 HANGING = "import time; time.sleep(60)"
-FAKE = """
-class Table:
-    def __init__(self, **_): pass
-def Settings(**_): pass
-def setup(_): pass
-def teardown(): pass
-"""
 INIT_RAISES = FAKE + "def init(**_): raise RuntimeError('no more\\n quota')"
 INIT_HANGS = FAKE + "def init(**_): import time; time.sleep(60)"
 
@@ -62,90 +39,39 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Puts another wandb in the writer's way."""
 
-    def shadow(code: str) -> None:
-        (tmp_path / "shadow").mkdir()
-        (tmp_path / "shadow" / "wandb.py").write_text(code)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "shadow"))
-
-    return shadow
+    return lambda code: shadow_wandb(tmp_path, monkeypatch, code)
 
 
-def entries(path: Path) -> Iterator[bytes]:
-    """The entries of a .wandb file: a LevelDB log (blocks of 32 KiB; crc, length and part before each piece)."""
-    data, at, entry = path.read_bytes(), 7, b""
-    assert data.startswith(b":W&B")
-    while at < len(data):
-        if (left := 2**15 - at % 2**15) < 7:
-            at += left
-            continue
-        _, length, part = struct.unpack_from("<IHB", data, at)
-        entry += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if part in (1, 4):
-            yield entry
-            entry = b""
-
-
-def read_runs(folder: Path) -> list[SimpleNamespace]:
-    """All offline runs in a folder, as W&B would upload them."""
-    wandb_internal_pb2 = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    runs = []
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        found = SimpleNamespace(run=None, summary={}, exit_code=None, table=None, raw=path.read_bytes())
-        for entry in entries(path):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(entry)
-            if record.HasField("run"):
-                found.run = record.run
-                found.config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
-            if record.HasField("summary"):
-                for item in record.summary.update:
-                    found.summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-            if record.HasField("exit"):
-                found.exit_code = record.exit.exit_code
-        for table in path.parent.glob("files/media/table/samples*.json"):
-            found.table = json.loads(table.read_text())
-        runs.append(found)
-    return runs
+def kept(folder: Path, run_id: str = "3fa2c0de", samples: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """The file of a record made by hand."""
+    return records.write(folder, made(run_id, **changes), samples=samples)
 
 
 @needs_wandb
-def test_a_run_is_what_the_record_says(tmp_path: Path):
+def test_names_and_samples_that_belong_to_no_rank(tmp_path: Path):
     logger = open_logger(settings(tmp_path, group="mesh_table3"))
-    logger.log(RECORD, {"forward_ms": [[1, 2.5], [3.0, None]], "step_ms": [4.0]})
+    logger.log(kept(tmp_path, samples={"forward_ms": [[1, 2.5], [3.0, None]], "step_ms": [4.0]}, mfu=None))
     assert logger.close() is None
     (found,) = read_runs(tmp_path)
     run = found.run
     assert (run.run_id, run.run_group, run.job_type) == ("3fa2c0de", "mesh_table3", "mesh")
     assert (run.display_name, run.project) == ("mesh 16x16 256gpu", "p")
-    assert list(run.tags) == ["simulate", "h100_ndr400", "ok"]
-    config = {key: value for key, value in found.config.items() if key != "_wandb"}
-    assert config == {
-        key: RECORD[key] for key in ("method", "tile_a", "tile_b", "variant", "gpus", "causal", "cluster")
-    } | {
-        "mode": "simulate",
-        "kernel": None,
-    }
     assert found.summary.items() >= {"status": "ok", "error": None, "step_ms_median": 12.5, "mfu": None}.items()
-    assert found.table == {
-        "columns": ["rank", "iteration", "phase", "ms"],
-        "data": [
-            [0, 0, "forward", 1],
-            [0, 1, "forward", 2.5],
-            [1, 0, "forward", 3.0],
-            [1, 1, "forward", None],
-            [None, 0, "step", 4.0],
-        ],
-    }
-    assert found.exit_code == 0
+    assert found.table["data"] == [
+        [0, 0, "forward", 1],
+        [0, 1, "forward", 2.5],
+        [1, 0, "forward", 3.0],
+        [1, 1, "forward", None],
+        [None, 0, "step", 4.0],
+    ]
 
 
 @needs_wandb
 def test_two_records_are_two_runs_and_nothing_private_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SP_BENCH_PRIVATE", "private-value")
     with open_logger(settings(tmp_path)) as logger:
-        logger.log(RECORD)
-        logger.log(RECORD | {"run_id": "other", "status": "oom", "error": "no room", "step_ms_median": None})
+        logger.log(kept(tmp_path))
+        logger.log(kept(tmp_path, "other", status="oom", error="no room", step_ms_median=None))
     first, second = read_runs(tmp_path)
     assert [first.run.run_id, second.run.run_id] == ["3fa2c0de", "other"]
     assert list(second.run.tags) == ["simulate", "h100_ndr400", "oom"]
@@ -159,16 +85,17 @@ def test_two_records_are_two_runs_and_nothing_private_is_in_them(tmp_path: Path,
 
 @needs_wandb
 def test_the_same_run_again_is_another_folder(tmp_path: Path):
+    path = kept(tmp_path)
     with open_logger(settings(tmp_path)) as logger:
-        logger.log(RECORD)
-        logger.log(RECORD)
+        logger.log(path)
+        logger.log(path)
     assert [found.run.run_id for found in read_runs(tmp_path)] == ["3fa2c0de", "3fa2c0de"]
 
 
 @needs_wandb
 def test_more_samples_than_a_table_usually_takes(tmp_path: Path):
     with open_logger(settings(tmp_path)) as logger:
-        logger.log(RECORD, {"forward_ms": [[1.0] * 50] * 240})
+        logger.log(kept(tmp_path, samples={"forward_ms": [[1.0] * 50] * 240}))
     (found,) = read_runs(tmp_path)
     assert len(found.table["data"]) == 12_000
 
@@ -176,21 +103,17 @@ def test_more_samples_than_a_table_usually_takes(tmp_path: Path):
 @needs_wandb
 def test_a_record_that_fails_leaves_the_others(tmp_path: Path):
     logger = open_logger(settings(tmp_path))
-    logger.log(RECORD, {"forward_ms": 1.0})
-    logger.log(RECORD | {"run_id": "bytes"}, {"forward_ms": [b"1"]})
-    logger.log(RECORD | {"run_id": "fine"})
+    logger.log(kept(tmp_path, samples={"forward_ms": 1.0}))
+    (half := kept(tmp_path, "half")).write_text('{"run_id"')
+    logger.log(half)
+    logger.log(tmp_path / "gone.json")
+    logger.log(kept(tmp_path, "fine"))
     warning = logger.close()
     assert warning is not None
-    assert "run 3fa2c0de: TypeError" in warning
+    assert "run gone: FileNotFoundError" in warning
+    assert f"3 of 4 runs are not written, python -m sp_bench.wandb_upload {tmp_path} project=p writes them" in warning
     assert warning == logger.close()
     assert [found.run.run_id for found in read_runs(tmp_path)] == ["fine"]
-
-
-@needs_wandb
-def test_what_is_not_json_is_a_warning(tmp_path: Path):
-    logger = open_logger(settings(tmp_path))
-    logger.log({"run_id": b"1"})
-    assert "not logged" in (logger.close() or "")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +128,7 @@ def test_what_is_not_json_is_a_warning(tmp_path: Path):
 def test_a_wandb_that_fails_is_one_line(tmp_path: Path, shadow: Any, code: str, says: str):
     shadow(code)
     logger = open_logger(settings(tmp_path))
-    logger.log(RECORD, {"forward_ms": [[1.0]]})
+    logger.log(kept(tmp_path, samples={"forward_ms": [[1.0]]}))
     warning = logger.close() or ""
     assert warning.startswith("logger=wandb: ")
     assert says in warning
@@ -219,7 +142,7 @@ def test_a_wandb_that_hangs_is_given_up(tmp_path: Path, shadow: Any, code: str):
     assert isinstance(logger, WandbLogger)
     assert logger._process
     start = time.perf_counter()
-    logger.log(RECORD)
+    logger.log(kept(tmp_path))
     assert "not done after 0.5 s" in (logger.close() or "")
     assert time.perf_counter() - start < 10
     assert logger._process.returncode == -signal.SIGKILL
@@ -238,8 +161,9 @@ def test_a_writer_that_reads_nothing_does_not_hold_up_the_benchmark(tmp_path: Pa
     assert logger._process
     os.kill(logger._process.pid, signal.SIGSTOP)
     start = time.perf_counter()
-    for _ in range(20):
-        logger.log(RECORD | {"error": "x" * 100_000})
+    path = kept(tmp_path)
+    for _ in range(5000):  # more than the pipe holds
+        logger.log(path)
     assert time.perf_counter() - start < 5
     assert "not done" in (logger.close() or "")
     assert time.perf_counter() - start < 15
@@ -249,38 +173,54 @@ def test_a_writer_that_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with open_logger(settings(tmp_path)) as logger:
         assert isinstance(logger, WandbLogger)
         assert logger._process
-        logger.log(RECORD)
+        logger.log(path := kept(tmp_path))
         logger._process.kill()
         logger._process.wait()
-        for _ in range(20):
-            logger.log(RECORD | {"error": "x" * 100_000})
+        for _ in range(5000):
+            logger.log(path)
     assert "ended by SIGKILL" in caplog.text
+
+
+def test_a_long_sweep_costs_the_benchmark_no_memory(tmp_path: Path):
+    samples = {"forward_ms": [[float(i) for i in range(1000)]] * 4}
+    paths = [kept(tmp_path, f"{i:04}", samples) for i in range(500)]
+    logger = open_logger(settings(tmp_path, timeout_s=0.5))
+    assert isinstance(logger, WandbLogger)
+    assert logger._process
+    os.kill(logger._process.pid, signal.SIGSTOP)
+    tracemalloc.start()
+    for path in paths:
+        logger.log(path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1000 * len(paths) < sum(path.stat().st_size for path in tmp_path.glob("*.samples.json")) / 10
+    assert "500 of 500 runs are not written" in (logger.close() or "")
 
 
 @needs_wandb
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path):
     (tmp_path / "file").touch()
     logger = open_logger(settings(tmp_path / "file"))
-    logger.log(RECORD)
+    logger.log(kept(tmp_path))
     assert "FileExistsError" in (logger.close() or "")
 
 
 def test_a_writer_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with open_logger(settings(tmp_path)) as logger:
-        logger.log(RECORD)
+        logger.log(kept(tmp_path))
         assert "did not start" in (logger.close() or "")
 
 
 def test_the_writer_does_not_outlive_a_killed_benchmark(tmp_path: Path, shadow: Any):
     shadow(INIT_HANGS)
     code = (
-        "import sys, json, time; from sp_bench.loggers import open_logger;"
-        "logger = open_logger(json.loads(sys.argv[1])); logger.log(json.loads(sys.argv[2]));"
+        "import sys, json, time, pathlib; from sp_bench.loggers import open_logger;"
+        "logger = open_logger(json.loads(sys.argv[1])); logger.log(pathlib.Path(sys.argv[2]));"
         "print(logger._process.pid, flush=True); time.sleep(60)"
     )
     root = Path(__file__).parents[2]
-    argv = [sys.executable, "-c", code, json.dumps(settings(tmp_path, timeout_s=0.5)), json.dumps(RECORD)]
+    argv = [sys.executable, "-c", code, json.dumps(settings(tmp_path, timeout_s=0.5)), str(kept(tmp_path))]
     env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{os.environ['PYTHONPATH']}"}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env) as benchmark:
         assert benchmark.stdout
@@ -313,9 +253,9 @@ def test_settings_that_cannot_be(tmp_path: Path, changes: dict[str, Any], says: 
         open_logger(settings(tmp_path, **changes))
 
 
-def test_none_logs_nothing():
+def test_none_logs_nothing(tmp_path: Path):
     with open_logger({"name": "none"}) as logger:
-        logger.log(RECORD)
+        logger.log(kept(tmp_path))
     assert logger.close() is None
 
 

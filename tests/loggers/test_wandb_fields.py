@@ -22,15 +22,22 @@ RECORD = {
     "kernel": None,
     "step_ms_median": 12.5,
     "mfu": None,
-    "hosts": {"node7": 0},
-    "argv": ["-m", "sp_bench"],
-    "note": "from node7",
+    "comm_bytes_by_lane": {"forward/kv": 2},
+    "notes": ["slow", "and wide"],
+    "config": {"logger": {"group": "mesh_table3"}, "results_dir": "/home/me"},
+    "provenance": {"git_commit": "abc", "versions": {"torch": "2.13"}, "host": "node7", "argv": ["-m", "sp_bench"]},
 }
 
 
 def test_a_record_is_split_into_what_was_asked_and_what_came_out():
     config, summary = fields.config(RECORD), fields.summary(RECORD)
-    assert summary == {"status": "ok", "error": None, "step_ms_median": 12.5, "mfu": None}
+    assert summary == {
+        "status": "ok",
+        "error": None,
+        "step_ms_median": 12.5,
+        "mfu": None,
+        "comm_bytes_by_lane": {"forward/kv": 2},
+    }
     assert config["gpus"] == 256
     assert config["causal"] is True
     assert config["kernel"] is None
@@ -38,8 +45,17 @@ def test_a_record_is_split_into_what_was_asked_and_what_came_out():
     assert not set(config) & set(summary)
 
 
-def test_hosts_arguments_and_other_texts_stay_here():
-    assert not {"hosts", "argv", "note"} & (set(fields.config(RECORD)) | set(fields.summary(RECORD)))
+def test_hosts_arguments_and_folders_stay_here():
+    config = fields.config(RECORD)
+    assert (config["git_commit"], config["versions"]) == ("abc", {"torch": "2.13"})
+    assert not {"host", "argv", "config", "provenance"} & (set(config) | set(fields.summary(RECORD)))
+
+
+def test_group_and_notes():
+    assert fields.group(RECORD) == "mesh_table3"
+    assert fields.group({"config": {"logger": {"name": "none"}}}) is fields.group({"config": None}) is None
+    assert fields.notes(RECORD) == "slow\nand wide"
+    assert fields.notes({"notes": None}) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""python -m sp_bench.records collect FOLDER ...: one table of all records in some folders."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from sp_bench.errors import RequestError
+from sp_bench.records.gather import SET_ASIDE, Gathered, gather
+from sp_bench.records.tables import write_tables
+
+DESCRIPTION = """\
+collect writes records.parquet and records.csv, a row for each record in the folders and below. A file that is not a
+whole record is moved to FOLDER/set_aside; one that older or newer code wrote is named and stays. Of a point with
+several records the newest is taken. Exit codes: 0 ok, 2 a request that can't be served."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m sp_bench.records", description=DESCRIPTION)
+    collect_ = parser.add_subparsers(required=True).add_parser("collect", description=DESCRIPTION)
+    collect_.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="searched with all below it")
+    collect_.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="where the tables go; the first folder if not given"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        collect(arguments.folders, arguments.to or arguments.folders[0])
+    except RequestError as error:
+        print(f"sp_bench.records: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def collect(folders: list[Path], to: Path) -> None:
+    """Gather, write the tables, set aside what is broken, and say so.
+
+    Raises RequestError for a folder that there is not, or that can't be written.
+    """
+    found = gather(folders)
+    try:
+        written = write_tables(found.records.values(), to)
+    except OSError as error:
+        raise RequestError(f"--to {to}", f"can't be written ({error.strerror})", "--to tables would work") from None
+    moved = [path for path, (folder, why) in found.broken.items() if _set_aside(path, folder, why)]
+    for why in (*found.left.values(), *found.older.values()):
+        print(f"left out: {why}", file=sys.stderr)
+    print(f"{_count(len(found.records), 'record')}: {', '.join(map(str, written))}")
+    for line in _summary(found, moved):
+        print(line)
+
+
+def _summary(found: Gathered, moved: list[Path]) -> list[str]:
+    """A line for each kind of file that is no row."""
+    stuck = [path for path in found.broken if path not in moved]
+    kinds = {
+        f"set aside, in {SET_ASIDE}/": moved,
+        "broken, and could not be moved": stuck,
+        "of another schema version, or unreadable; still there": found.left,
+        "differing from a newer record of the same point; still there": found.older,
+    }
+    lines = [
+        f"{_count(len(paths), 'file')} {kind}: {', '.join(map(str, paths))}" for kind, paths in kinds.items() if paths
+    ]
+    return [*lines, *([f"{_count(found.copies, 'file')} saying the same as another"] if found.copies else [])]
+
+
+def _set_aside(path: Path, folder: Path, why: str) -> bool:
+    """Move a broken file to where the folder keeps those, never over another; whether that went well."""
+    aside = folder / SET_ASIDE / path.relative_to(folder)
+    target, number = aside, 1
+    while target.exists():
+        number += 1
+        target = aside.with_name(f"{aside.name}.{number}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)
+    except OSError as error:
+        print(f"broken: {why}; it could not be moved: {error}", file=sys.stderr)
+        return False
+    print(f"set aside: {why}", file=sys.stderr)
+    return True
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Records as files: written whole, and read back only if they are what a record is."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sp_bench.records.record import SCHEMA_VERSION, Record
+from sp_bench.records.schema import complaints
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BESIDE = ("samples", "trace", "ranks")
+"""What may stand beside a record, in <run_id>.<name>.json."""
+
+
+class OtherVersionError(ValueError):
+    """A record as older or newer code writes them."""
+
+
+def write(
+    folder: Path,
+    record: Record,
+    *,
+    samples: Mapping[str, Any] | None = None,
+    trace: Mapping[str, Any] | None = None,
+    ranks: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a record, and first what stands beside it; what an earlier one of that point left there goes.
+
+    Raises OSError where the folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record.run_id}.json"
+    for name, content in zip(BESIDE, (samples, trace, ranks), strict=True):
+        other = path.with_suffix(f".{name}.json")
+        if content is None:
+            other.unlink(missing_ok=True)
+        else:
+            write_whole(other, json.dumps(content) + "\n")
+    write_whole(path, json.dumps(record.to_dict(), indent=1) + "\n")
+    return path
+
+
+def beside(path: Path) -> dict[str, Path]:
+    """What stands beside the record at `path`, by its name in `BESIDE`."""
+    others = {name: path.with_suffix(f".{name}.json") for name in BESIDE}
+    return {name: other for name, other in others.items() if other.exists()}
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all, whatever ends this process. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> Record:
+    """One record. Raises ValueError with what is wrong with the file, OSError where it can't be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a whole JSON object ({error})") from None
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        kind = OtherVersionError if type(version) is int else ValueError
+        raise kind(f"{path}: schema_version={version}, and this code reads {SCHEMA_VERSION}")
+    if wrong := complaints(content):
+        raise ValueError(f"{path}: {'; '.join(wrong)}")
+    try:
+        return Record(**content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_all(folder: Path) -> list[Record]:
+    """All records of a folder, by run_id. A file that is not a record is named in a warning and left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        if not is_beside(path):
+            try:
+                found.append(read(path))
+            except (OSError, ValueError) as error:
+                warnings.warn(f"left out: {error}", stacklevel=2)
+    return found
+
+
+def is_beside(path: Path) -> bool:
+    """Whether a JSON file's name says that it stands beside a record, or is not whole yet."""
+    return "." in path.stem
+
+
+def load(folder: str | Path) -> pd.DataFrame:
+    """All records of a folder as a frame, one row for each. Files that are no records are named in a warning."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        [record.to_dict() for record in read_all(Path(folder))], columns=[f.name for f in fields(Record)]
+    )

@@ -1,0 +1,93 @@
+"""All records below some folders, each point once, and what lies there that isn't one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sp_bench.errors import RequestError
+from sp_bench.records.files import OtherVersionError, is_beside, read
+from sp_bench.records.record import Record
+
+SET_ASIDE = "set_aside"
+"""The folder for files that are no records."""
+NOT_SEARCHED = (SET_ASIDE, "wandb")
+
+
+@dataclass
+class Gathered:
+    """What `gather` finds; files with the reason why they are where they are."""
+
+    records: dict[Path, Record] = field(default_factory=dict)
+    """One for each run_id, in that order."""
+    broken: dict[Path, tuple[Path, str]] = field(default_factory=dict)
+    """Files that are no records, with the folder that was asked for."""
+    left: dict[Path, str] = field(default_factory=dict)
+    """Records of another schema version, and files that can't be read."""
+    older: dict[Path, str] = field(default_factory=dict)
+    """Records for which another file has a newer one that differs."""
+    copies: int = 0
+    """Files that say the same as one in `records`."""
+
+
+def gather(folders: Sequence[Path]) -> Gathered:
+    """The records in `folders` and below. Raises RequestError for a folder that there is not.
+
+    Of several records of one point the newest file's is taken. Of a SLURM sweep's folder only its records are looked
+    at, and W&B's folders are passed over.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise RequestError(str(folder), "is not a folder", "one with records, such as results, would work")
+    found, seen = Gathered(), set()
+    by_id: dict[str, list[tuple[Path, Record]]] = {}
+    for folder in folders:
+        for path in _files(folder):
+            if (resolved := path.resolve()) in seen:
+                continue
+            seen.add(resolved)
+            try:
+                record = read(path)
+            except (OtherVersionError, OSError) as error:
+                found.left[path] = str(error)
+            except ValueError as error:
+                found.broken[path] = (folder, str(error))
+            else:
+                by_id.setdefault(record.run_id, []).append((path, record))
+    for _, same in sorted(by_id.items()):
+        _take_newest(found, same)
+    return found
+
+
+def _take_newest(found: Gathered, same: Sequence[tuple[Path, Record]]) -> None:
+    taken, record = max(same, key=lambda one: (_written_ns(one[0]), str(one[0])))
+    found.records[taken] = record
+    for path, other in same:
+        if other != record:
+            found.older[path] = f"{path}: differs from {taken}, which is newer"
+        elif path != taken:
+            found.copies += 1
+
+
+def _written_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files in and below a folder that should be records."""
+    if folder.resolve().name != "records" and _is_sweep(folder.resolve().parent):
+        return
+    for at, folders, names in os.walk(folder):
+        if _is_sweep(Path(at)):
+            folders[:] = ["records"]
+            continue
+        folders[:] = sorted(name for name in folders if name not in NOT_SEARCHED and not name.startswith("."))
+        paths = (Path(at, name) for name in sorted(names) if name.endswith(".json"))
+        yield from (path for path in paths if not is_beside(path))
+
+
+def _is_sweep(folder: Path) -> bool:
+    """Whether it has the form of a SLURM sweep's folder, in which only the JSON files in records/ are records."""
+    return all((folder / name).is_dir() for name in ("points", "records", "scripts"))
