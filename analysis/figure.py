@@ -21,6 +21,9 @@ METHOD_ORDER = (
     *("ring", "striped", "zigzag", "double_ring", "pass_q", "all_gather", "tokenring"),
     *("ulysses", "usp", "startrail", "mesh"),
 )
+METHOD_COLOURS = (0, 9, 5, 4, 6, 8, 2, 1, 3, 7, 10)
+"""Of seaborn's colorblind palette, with black behind it; the lightest are for methods that are drawn least."""
+BLACK = (0.1, 0.1, 0.1)
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h")
 WIDTH, HEIGHT = 6.5, 3.6
 """Inches: the width of a page's text."""
@@ -51,7 +54,8 @@ class Figure:
         sources = f"<details><summary>{len(self.sources)} sources</summary>{links}</details>"
         note = f" {html.escape(self.note)}" if self.note else ""
         return (
-            f'<figure id="{self.name}"><img src="data:image/svg+xml;base64,{data}" alt="{html.escape(self.title)}">'
+            f'<figure id="figure-{self.name}">'
+            f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(self.title)}">'
             f"<figcaption><b>{html.escape(self.title)}.</b>{note}{sources}</figcaption></figure>"
         )
 
@@ -79,18 +83,25 @@ STYLE: Any = {
 }
 
 
-def colours(names: Sequence[str]) -> dict[str, tuple[float, float, float]]:
-    """A colour for each name; a method has the same one in every figure."""
-    known = [name for name in METHOD_ORDER if name in names] + [name for name in names if name not in METHOD_ORDER]
+def colours(names: Sequence[str]) -> dict[str, Any]:
+    """A colour for each name; a method has the same one in every figure, and no two of them have one."""
     palette = sns.color_palette("colorblind", 10)
-    of_methods = {name: palette[i % 10] for i, name in enumerate(METHOD_ORDER)}
-    return {name: of_methods.get(name, palette[i % 10]) for i, name in enumerate(known)}
+    of_methods = {name: (*palette, BLACK)[i] for name, i in zip(METHOD_ORDER, METHOD_COLOURS, strict=True)}
+    return _by_name(names, of_methods, palette)
 
 
 def markers(names: Sequence[str]) -> dict[str, str]:
     """A marker for each name, so that colour is not needed to tell lines apart."""
-    of_methods = dict(zip(METHOD_ORDER, MARKERS, strict=True))
-    return {name: of_methods.get(name, MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    return _by_name(names, dict(zip(METHOD_ORDER, MARKERS, strict=True)), MARKERS)
+
+
+def _by_name(names: Sequence[str], of_methods: dict[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
+    """A method's own choice, and for other names what the methods among them leave."""
+    taken = [of_methods[name] for name in names if name in of_methods]
+    free = [choice for choice in choices if choice not in taken] or list(choices)
+    others = [name for name in names if name not in of_methods]
+    chosen = of_methods | {name: free[i % len(free)] for i, name in enumerate(others)}
+    return {name: chosen[name] for name in (*filter(names.__contains__, METHOD_ORDER), *others)}
 
 
 def new_figure(

@@ -6,6 +6,7 @@ A report shows no other. What is worked out of several numbers has the sources o
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,8 @@ def derived(function: Any, *numbers: Number) -> Number:
 
 def of_record(record: Record, field: str) -> Number:
     """A field of a record. Where the point has none, the record's error says why."""
-    kind = "computed" if field in COUNTED and record.mode == "simulate" else RECORD_KINDS[record.mode]
+    counted = field in COUNTED and (record.mode == "simulate" or field not in COUNTED_WHERE_MEASURED)
+    kind = "computed" if counted else RECORD_KINDS[record.mode]
     return Number(getattr(record, field), kind, (record_source(record),), record.error or "")
 
 
@@ -95,7 +97,9 @@ COUNTED = (
     *("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "comm_bytes_expected", "comm_bytes_lower_bound"),
     *("comm_bytes_statistics", "comm_bytes_across_nodes_max", "peak_mem_bytes_max", "peak_mem_bytes_expected"),
 )
-"""Fields of a simulated record that are counted from plans: no model of time is in them."""
+"""Fields that are counted from plans: no model of time is in them, and no measurement but in the following."""
+COUNTED_WHERE_MEASURED = ("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "peak_mem_bytes_max")
+"""Of a measured record, from the tensors that were sent or held."""
 
 
 def record_source(record: Record) -> Source:
@@ -108,7 +112,7 @@ NOT_IN_COMMANDS = ("logger", "baseline", "reuse", "timeout_s", "trace", "results
 
 def command(config: Any) -> str:
     """The arguments that compose to a config, as far as they differ from conf/config.yaml's defaults."""
-    from analysis.runs import defaults
+    from analysis.runs import argument, defaults, group
 
     usual, found = defaults(), []
     groups = {key: value for key, value in config.items() if isinstance(value, dict) and "name" in value}
@@ -116,22 +120,32 @@ def command(config: Any) -> str:
         if key in NOT_IN_COMMANDS or value == usual.get(key):
             continue
         if key not in groups:
-            found.append(f"{key}={value}".replace(" ", ""))
+            found += _changed(key, value, usual.get(key))
             continue
         found.append(f"{key}={value['name']}")
         if key == "method":
             options = {option: chosen for option, chosen in value.items() if option != "name"}
             plain = usual["method"] if value["name"] == usual["method"]["name"] else {}
-            found += [f"method.{o}={v}".replace(" ", "") for o, v in options.items() if v != plain.get(o, "auto")]
+            found += [f"method.{o}={argument(v)}" for o, v in options.items() if v != plain.get(o, "auto")]
+        elif key == "cluster":
+            found += _changed(key, value, group(key, value["name"]))
     return " ".join(found)
+
+
+def _changed(path: str, value: Any, plain: Any) -> list[str]:
+    """The arguments that make `plain` the value."""
+    from analysis.runs import argument
+
+    if isinstance(value, dict) and isinstance(plain, dict):
+        return sum((_changed(f"{path}.{key}", value[key], plain.get(str(key))) for key in value), [])
+    return [] if value == plain else [f"{path}={argument(value)}"]
 
 
 def of_paper(value: float | None, path: str | Path, where: str = "") -> Number:
     """A number as printed. `path` is the file under analysis/papers that holds it."""
     name = Path(path).name
-    return Number(
-        value, "paper", (Source(name.removesuffix(".csv"), "paper", f"analysis/papers/{name} {where}".strip()),)
-    )
+    id = "-".join([name.removesuffix(".csv"), *re.findall(r"[\w.]+", where)])
+    return Number(value, "paper", (Source(id, "paper", f"analysis/papers/{name} {where}".strip()),))
 
 
 def about_number(number: Number) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,13 +21,27 @@ KINDS = {
 
 
 def page(title: str, studies: Mapping[str, Sequence[Section]], about: str) -> str:
-    """A self-contained HTML page: a study's heading, its sections, and all sources."""
-    contents, body, sources = [], [], {}
+    """A self-contained HTML page: a study's heading, its sections, and all sources.
+
+    Raises ValueError where two sources have one id, or two tables, or two figures, one name.
+    """
+    contents, body = [], []
+    sources: dict[str, Source] = {}
     for name, sections in studies.items():
-        anchor = name.lower().replace(" ", "-")
+        anchor = "-".join(re.findall(r"\w+", name.lower()))
         contents.append(f'<li><a href="#{anchor}">{html.escape(name)}</a></li>')
         body.append(f'<h1 id="{anchor}">{html.escape(name)}</h1>{"".join(s.to_html() for s in sections)}')
-        sources |= {source.id: source for section in sections for source in section.sources}
+        for source in (source for section in sections for source in section.sources):
+            if sources.setdefault(source.id, source) != source:
+                raise ValueError(f"two sources are called {source.id}: {source.text}; {sources[source.id].text}")
+    names = Counter(
+        (type(part).__name__.lower(), part.name)
+        for sections in studies.values()
+        for section in sections
+        for part in section.saved()
+    )
+    if twice := [f"{kind} {name}" for (kind, name), count in names.items() if count > 1]:
+        raise ValueError(f"more than once there is {', '.join(twice)}")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><header><h1>{html.escape(title)}</h1><p>{html.escape(about)}</p>"

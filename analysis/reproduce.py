@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -51,12 +52,18 @@ def _parsed(arguments: Sequence[str]) -> tuple[list[str], Path, bool]:
         if key not in KEYS or not equals:
             raise unknown_key(key, list(KEYS))
         given[key] = value
-    papers = list(STUDIES) if given["paper"] == "all" else given["paper"].split(",")
+    papers = list(STUDIES) if given["paper"] == "all" else list(dict.fromkeys(given["paper"].split(",")))
     for paper in papers:
         if paper not in STUDIES:
             raise unknown("paper", paper, [*STUDIES, "all"])
     if given["notebooks"] not in ("true", "false"):
         raise RequestError(f"notebooks={given['notebooks']}", "must be true or false", "notebooks=true would work")
+    if given["notebooks"] == "true" and not all(map(find_spec, ("ipykernel", "jupytext", "nbclient"))):
+        raise RequestError(
+            "notebooks=true",
+            "needs ipykernel, jupytext and nbclient",
+            "pip install -e '.[notebooks]', or notebooks=false, would work",
+        )
     return papers, Path(given["out"]), given["notebooks"] == "true"
 
 

@@ -41,17 +41,22 @@ def point(**keys: Any) -> Point:
     for key, value in keys.items():
         name = key.replace("__", ".")
         name = name if name.partition(".")[0] in known else f"method.{name}"
-        overrides.append(f"{name}={_argument(value)}")
+        overrides.append(f"{name}={argument(value)}")
     # Hydra wants the choice of a method before its options.
     return tuple(sorted(overrides, key=lambda text: (text.startswith("method."), text)))
 
 
-def _argument(value: Any) -> str:
+def argument(value: Any) -> str:
+    """A value as it is written on the command line: null, true, [16,16], {3:1.5}."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{argument(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(argument, value))}]"
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value).replace(" ", "") if isinstance(value, (list, tuple)) else str(value)
+    return str(value)
 
 
 @cache
@@ -61,6 +66,13 @@ def defaults() -> dict[str, Any]:
         return composer.compose([])
 
 
+@cache
+def group(name: str, choice: str) -> dict[str, Any]:
+    """What conf/<name>/<choice>.yaml says, its keys as text."""
+    with Composer() as composer:
+        return json.loads(json.dumps(composer.compose([f"{name}={choice}"])[name]))
+
+
 @dataclass
 class Runs:
     """Records of points, in one folder."""
@@ -68,7 +80,7 @@ class Runs:
     folder: Path
     workers: int = field(default_factory=cores_here)
     progress: Callable[[str], None] = lambda text: None
-    """Told of each point that was run."""
+    """Told of each point whose record is there now."""
     _known: dict[Point, Record] = field(default_factory=dict, repr=False)
 
     def one(self, **keys: Any) -> Record:
@@ -83,15 +95,28 @@ class Runs:
         """
         points = list(points)
         todo = [p for p in dict.fromkeys(points) if p not in self._known]
-        simulated = [p for p in todo if "mode=measure" not in p]
+        simulated = [p for p in todo if not is_measured(p)]
         workers = min(self.workers, len(simulated) // FEW)
         if workers > 1:
             self._ask_workers(simulated, workers)
             todo = [p for p in todo if p not in self._known]
         for one in todo:
-            self._known[one] = record_of(one, self.folder)
-            self.progress(" ".join(one))
+            if not is_measured(one):
+                self._keep(one, record_of(one, self.folder))
+        self._measure([p for p in todo if is_measured(p)])
         return [self._known[p] for p in points]
+
+    def _keep(self, one: Point, record: Record) -> None:
+        self._known[one] = record
+        self.progress(" ".join(one))
+
+    def _measure(self, points: Sequence[Point]) -> None:
+        """In one go: points of one problem that follow one another are timed in turn, so that they can be compared."""
+        found = {one: request_of(one) for one in points}
+        requests = [request for request in found.values() if isinstance(request, Request)]
+        done = {o.record.run_id: o.record for o in run_points(requests, folder=self.folder, reuse=True)}
+        for one, request in found.items():
+            self._keep(one, request if isinstance(request, Record) else done[request.run_id])
 
     def _ask_workers(self, points: Sequence[Point], workers: int) -> None:
         queue = iter(points)
@@ -112,19 +137,32 @@ class Runs:
                 worker.stdin.flush()
                 if not (answer := worker.stdout.readline()):
                     raise RuntimeError(f"the process that ran {' '.join(one)} ended with {worker.wait()}")
-                self._known[one] = Record(**json.loads(answer))
-                self.progress(" ".join(one))
+                self._keep(one, Record(**json.loads(answer)))
+
+
+def is_measured(one: Point) -> bool:
+    """Whether a point measures on this machine: it says so, or its cluster is this machine."""
+    given = dict(text.split("=", 1) for text in one)
+    if (mode := given.get("mode", "auto")) != "auto":
+        return mode == "measure"
+    cluster = given.get("cluster", defaults()["cluster"]["name"])
+    return bool(group("cluster", cluster).get("this_machine"))
 
 
 def record_of(one: Point, folder: Path) -> Record:
     """The record of one point, from the folder if it is there."""
+    request = request_of(one)
+    return request if isinstance(request, Record) else run_points([request], folder=folder, reuse=True)[0].record
+
+
+def request_of(one: Point) -> Request | Record:
+    """What to run for a point, or the record of one that can't be served."""
     traced = any(text.startswith("trace=") for text in one)
     config = _composed(one if traced else (*one, "trace=0"))
     try:
-        request: Request = resolve(config)
+        return resolve(config)
     except RequestError as error:
         return unsupported(config, error)
-    return run_points([request], folder=folder, reuse=True)[0].record
 
 
 def _composed(one: Point) -> Mapping[str, Any]:

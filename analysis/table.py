@@ -69,7 +69,9 @@ class Table:
             [_text(cell, c).replace("|", "\\|") for cell, c in zip(row, self.columns, strict=True)] for row in self.rows
         ]
         text = markdown.table([column.head for column in self.columns], rows)
-        return "\n\n".join(part for part in (f"**{self.title}**", text, self.legend + ".", self.note) if part) + "\n"
+        return (
+            "\n\n".join(part for part in (f"**{self.title}**", text, _sentence(self.legend), self.note) if part) + "\n"
+        )
 
     def to_latex(self) -> str:
         """A booktabs table."""
@@ -80,7 +82,7 @@ class Table:
         return "\n".join(
             [
                 r"\begin{table}",
-                rf"\caption{{{_latex(self.title)}. {_latex(self.legend)}.}}",
+                rf"\caption{{{_latex(' '.join(map(_sentence, filter(None, (self.title, self.legend)))))}}}",
                 rf"\label{{tab:{self.name}}}",
                 rf"\begin{{tabular}}{{{align}}}",
                 r"\toprule",
@@ -101,14 +103,16 @@ class Table:
             f"<tr>{''.join(_html(cell, c) for cell, c in zip(row, self.columns, strict=True))}</tr>"
             for row in self.rows
         ]
-        start = f'<table id="{self.name}"><caption>{html.escape(self.title)}</caption><thead><tr>{head}</tr></thead>'
+        start = (
+            f'<table id="table-{self.name}"><caption>{html.escape(self.title)}</caption><thead><tr>{head}</tr></thead>'
+        )
         if self.shown_rows is None or len(rows) <= self.shown_rows:
             body = f"{start}<tbody>{''.join(rows)}</tbody></table>"
         else:
             few = f"{start}<tbody>{''.join(rows[: self.shown_rows])}</tbody></table>"
             rest = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows[self.shown_rows :])}</tbody></table>"
             body = f"{few}<details><summary>{len(rows) - self.shown_rows} more rows</summary>{rest}</details>"
-        notes = " ".join(part for part in (f"{self.legend}." if self.legend else "", self.note) if part)
+        notes = " ".join(part for part in (_sentence(self.legend), self.note) if part)
         return f'<div class="table">{body}<p class="note">{html.escape(notes)}</p></div>'
 
     _repr_html_ = to_html
@@ -145,6 +149,10 @@ class Table:
             ("csv", self.to_csv()),
         ):
             (folder / f"{self.name}.{ending}").write_text(text)
+
+
+def _sentence(text: str) -> str:
+    return f"{text}." if text else ""
 
 
 def _text(cell: Cell, column: Column) -> str:

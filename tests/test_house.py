@@ -14,6 +14,7 @@ ROOMS = ("simulate", "records")
 READERS = ["sp_bench/check.py", "sp_bench/account.py", "sp_bench/draw.py"]
 READERS += [str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / "sp_bench" / room).glob("*.py")]
 PLAN = [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench" / "plan").glob("*.py")]
+SUITE = [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench").rglob("*.py")]
 METHODS = [str(path.relative_to(ROOT)) for path in (ROOT / "methods").glob("*.py")]
 
 
@@ -42,6 +43,11 @@ def test_plans_are_pure(path: str) -> None:
 def test_methods_import_the_vocabulary_and_nothing_else(path: str) -> None:
     assert "torch" not in {module.split(".")[0] for module in imported(path)}
     assert all(module == "sp_bench.plan" or module.startswith("methods.") for module in of_the_suite(path))
+
+
+@pytest.mark.parametrize("path", [*SUITE, *METHODS])
+def test_nothing_below_knows_analyses_or_job_arrays(path: str) -> None:
+    assert not {module.split(".")[0] for module in imported(path)} & {"analysis", "slurm"}
 
 
 @pytest.mark.parametrize("path", READERS)

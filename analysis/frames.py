@@ -1,0 +1,79 @@
+"""Records and their samples as pandas frames: seconds and bytes, methods in one order, the mode in words.
+
+points("results")                        # a row for each record
+samples(record, Path("results"))         # a row for each rank, iteration and phase
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.figure import METHOD_ORDER
+from analysis.number import RECORD_KINDS
+from sp_bench import records
+from sp_bench.records import Record
+
+PHASES = ("forward", "backward")
+
+
+def points(folder: str | Path) -> pd.DataFrame:
+    """A row for each record of a folder: its fields, with seconds in place of milliseconds (step_s_median).
+
+    `method` is an ordered category, in the order of all tables and figures, and `mode` is measured or simulated. Files
+    that are no records are named in a warning.
+    """
+    found = records.load(folder)
+    for name in [name for name in found.columns if "_ms_" in f"{name}_"]:
+        found[name] = np.asarray(found[name], float) / 1e3
+        found = found.rename(columns={name: f"{name}_".replace("_ms_", "_s_").removesuffix("_")})
+    found["mode"] = pd.Categorical([RECORD_KINDS[mode] for mode in found["mode"]], [*RECORD_KINDS.values()])
+    found["method"] = pd.Categorical(found["method"], methods_in_order(found["method"]), ordered=True)
+    return found
+
+
+def named(record: Record) -> str:
+    """The method and its variant, where it has several."""
+    return f"{record.method} {record.variant or ''}".strip()
+
+
+def methods_in_order(names: Iterable[str]) -> list[str]:
+    """Each name once: our methods as in all figures, then others by name."""
+    there = set(names)
+    return [*(name for name in METHOD_ORDER if name in there), *sorted(there - set(METHOD_ORDER))]
+
+
+def samples(record: Record, path: Path) -> pd.DataFrame:
+    """Raw samples of a measured point: columns run_id, method, variant, mode, rank, iteration, phase and seconds.
+
+    `path` is the record's file. No rows where none stand beside it: of simulated points, and those that failed.
+    """
+    file = records.beside(path).get("samples")
+    stored = json.loads(file.read_text()) if file else {}
+    phases = PHASES if record.phase == "forward_backward" else PHASES[:1]
+    rows = [
+        (rank, iteration, phase, milliseconds / 1e3)
+        for phase in phases
+        for rank, of_rank in enumerate(stored.get(f"{phase}_ms", []))
+        for iteration, milliseconds in enumerate(of_rank)
+    ]
+    found = pd.DataFrame(rows, columns=["rank", "iteration", "phase", "seconds"])
+    found["phase"] = pd.Categorical(found["phase"], phases, ordered=True)
+    about = {"run_id": record.run_id, "method": record.method, "variant": record.variant or ""}
+    for at, (name, value) in enumerate({**about, "mode": RECORD_KINDS[record.mode]}.items()):
+        found.insert(at, name, value)
+    return found
+
+
+def iterations(found: pd.DataFrame) -> pd.DataFrame:
+    """Seconds of each iteration by phase, and of the step: what its slowest rank takes, as all start a phase together.
+
+    `found` are the samples of one point; the index is the iteration.
+    """
+    slowest = found.pivot_table(index="iteration", columns="phase", values="seconds", aggfunc="max", observed=True)
+    slowest.columns = slowest.columns.astype(str)
+    return slowest.assign(step=slowest.sum(axis=1))

@@ -1,0 +1,176 @@
+"""Which point of one set of records is compared with which of another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.frames import named
+from analysis.number import RECORD_KINDS
+from sp_bench import records
+from sp_bench.bench.request import NOT_IN_THE_RESULT
+from sp_bench.cli.report import shape, tokens
+from sp_bench.errors import RequestError
+from sp_bench.records import Record
+from sp_bench.records.gather import gather
+
+HOW_OFTEN = ("iters", "warmup")
+"""Keys that change how well a number is known, not what it is."""
+ATTENTION = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "phase")
+"""What two records must share to be the same work, whatever else differs."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A record and its file."""
+
+    record: Record
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """The point in a few words."""
+        record = self.record
+        return f"{named(record)}, {record.gpus}x {record.cluster}, {tokens(record.seqlen)}, {shape(record)}"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """All that was asked for and changes the result, by dotted key, as far as resolved as the record has it."""
+        record, config = self.record, self.record.config or {}
+        kept = {key: value for key, value in config.items() if key not in (*NOT_IN_THE_RESULT, *HOW_OFTEN)}
+        resolved = {key: getattr(record, key) for key in (*ATTENTION, "gpus", "dtype", "wire_dtype", "mode", "impl")}
+        return dict(_flat(kept | resolved))
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Points in both sets, those in one only, and what a reader must know of the choice."""
+
+    pairs: list[tuple[Point, Point]]
+    only_a: list[Point]
+    only_b: list[Point]
+    notes: list[str]
+
+
+def read(argument: str, notes: list[str]) -> list[Point]:
+    """The record of a file, or those in a folder and below. Raises RequestError where there is none."""
+    path, would_work = Path(argument), "results, or results/<run_id>.json, would work"
+    if path.is_dir():
+        found = gather([path])
+        if others := [*found.left.values(), *(why for _, why in found.broken.values())]:
+            notes.append(f"{argument} has {len(others)} files that this code can't read as records: {others[0]}")
+        if not found.records:
+            raise RequestError(argument, "has no records", would_work)
+        return [Point(record, file) for file, record in found.records.items()]
+    try:
+        return [Point(records.read(path), path)]
+    except (OSError, ValueError) as error:
+        raise RequestError(argument, f"is neither a folder nor a record ({error})", would_work) from None
+
+
+def paired(name_a: str, name_b: str) -> Paired:
+    """Pair the records of two files or folders by everything asked for.
+
+    Two files are a pair whatever method, variant, cluster or number of GPUs they have, as long as it is the same
+    attention. Raises RequestError for two that are not, for measured beside simulated, and where no point is in both.
+    """
+    notes: list[str] = []
+    a, b = read(name_a, notes), read(name_b, notes)
+    if Path(name_a).is_file() and Path(name_b).is_file():
+        return Paired([_two(name_a, a[0], name_b, b[0])], [], [], [])
+    by_key = [_newest(name, points, notes) for name, points in ((name_a, a), (name_b, b))]
+    both = [key for key in by_key[0] if key in by_key[1]]
+    if not both:
+        kinds = [{RECORD_KINDS[point.record.mode] for point in points} for points in (a, b)]
+        if kinds[0].isdisjoint(kinds[1]):
+            raise _mixed(name_a, min(kinds[0]), name_b, min(kinds[1]))
+        raise RequestError(
+            f"{name_a} and {name_b}", "no point is in both", "the same sweep into two folders would work"
+        )
+    only = [[point for key, point in own.items() if key not in both] for own in by_key]
+    return Paired([(by_key[0][key], by_key[1][key]) for key in both], only[0], only[1], notes)
+
+
+def _two(name_a: str, a: Point, name_b: str, b: Point) -> tuple[Point, Point]:
+    if a.record.mode != b.record.mode:
+        raise _mixed(name_a, RECORD_KINDS[a.record.mode], name_b, RECORD_KINDS[b.record.mode])
+    for key in ATTENTION:
+        if getattr(a.record, key) != getattr(b.record, key):
+            given = f"{key}={getattr(a.record, key)} and {getattr(b.record, key)}"
+            raise RequestError(
+                given, "two records must be of the same attention", "one with the same values would work"
+            )
+    return a, b
+
+
+def _mixed(name_a: str, kind_a: str, name_b: str, kind_b: str) -> RequestError:
+    return RequestError(
+        f"{name_a} and {name_b}",
+        f"the first is {kind_a} and the second {kind_b}, which are not compared",
+        "python -m sp_bench.validate, or two of one mode, would work",
+    )
+
+
+def _newest(name: str, points: Sequence[Point], notes: list[str]) -> dict[str, Point]:
+    """The points by what was asked; of several, the one written last, and a note."""
+    found: dict[str, Point] = {}
+    older = 0
+    for point in sorted(points, key=_written):
+        key = json.dumps(point.asked, sort_keys=True, default=str)
+        older += key in found
+        found[key] = point
+    if older:
+        notes.append(f"{name} has {older} older records of these points, by other code or machines: left out")
+    return {key: found[key] for key in sorted(found, key=lambda key: found[key].label)}
+
+
+def _written(point: Point) -> tuple[float, str]:
+    return point.path.stat().st_mtime, point.record.run_id
+
+
+def in_turn(a: Record, b: Record) -> bool:
+    """Whether two measured points were timed in one run, iteration by iteration in turn."""
+    at = [((record.provenance or {}).get("host"), (record.provenance or {}).get("measured_at")) for record in (a, b)]
+    return at[0] == at[1] and at[0][1] is not None
+
+
+def differences(a: Point, b: Point) -> list[str]:
+    """What was asked for otherwise, and what ran otherwise: key: A, B."""
+    asked_a, asked_b = a.asked, b.asked
+    keys = [key for key in {**asked_a, **asked_b} if asked_a.get(key) != asked_b.get(key)]
+    found = [f"{key}: {asked_a.get(key, '-')}, {asked_b.get(key, '-')}" for key in keys]
+    if a.record.variant != b.record.variant:
+        found.append(f"variant: {a.record.variant}, {b.record.variant}")
+    return found
+
+
+def machines(pairs: Sequence[tuple[Point, Point]]) -> list[str]:
+    """In what the machines and the code behind the pairs differ, a line for each thing."""
+    found: dict[str, None] = {}
+    for a, b in pairs:
+        there_a, there_b = (_machine(point.record) for point in (a, b))
+        for key in there_a:
+            if there_a[key] != there_b[key]:
+                found[f"{key} is {there_a[key]} in A and {there_b[key]} in B"] = None
+    return list(found)
+
+
+def _machine(record: Record) -> dict[str, Any]:
+    """What a point ran on; of a simulated one the code alone matters."""
+    known = record.provenance or {}
+    about = {"code version": known.get("code_version")}
+    if record.mode == "measure":
+        about |= {key: known.get(key) for key in ("host", "platform", "environment")}
+        about |= {"torch": (known.get("versions") or {}).get("torch"), "kernel": record.kernel}
+    return about

@@ -1,0 +1,125 @@
+"""python -m analysis.pictures RECORD.json ...: pictures of records that people look at."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from analysis import assignments
+from analysis.assignments import assignment
+from analysis.figure import WIDTH, Figure, colours, labelled, new_figure, sources
+from analysis.frames import named
+from analysis.number import of_record
+from analysis.timelines import timeline
+from sp_bench import records
+from sp_bench.cli.report import shape, tokens
+from sp_bench.errors import RequestError, unknown_key
+from sp_bench.records import Record
+
+__all__ = ["assignment", "bound_bars", "timeline"]
+
+USAGE = """\
+python -m analysis.pictures RECORD.json ... [out=FOLDER] [ranks=0,1]
+
+Of each record: its timeline, by stream if simulated (with trace= set), by phase and iteration if measured; and its
+assignment matrix by rank, by step and by cost. Of all that have a bound: the step beside its bound. Each as PDF, SVG
+and PNG.
+
+  out=results/pictures   the folder
+  ranks=0,1              ranks of the timeline
+"""
+KEYS = ("out", "ranks")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE, end="")
+        return 0
+    try:
+        out, ranks, paths = _parsed(arguments)
+        found = [(path, _read(path)) for path in paths]
+        figures = [figure for path, record in found for figure in _of(path, record, ranks)]
+        if bounded := [record for _, record in found if record.bound_ms]:
+            figures.append(bound_bars(bounded))
+        if not figures:
+            raise RequestError(" ".join(map(str, paths)), "have nothing to draw", "a record that is ok would work")
+    except RequestError as error:
+        print(f"analysis.pictures: {error}", file=sys.stderr)
+        return 2
+    for figure in figures:
+        figure.save(out)
+        print(f"{out / figure.name}.{{pdf,svg,png}}: {figure.title}. {figure.note}".rstrip())
+    return 0
+
+
+def _parsed(arguments: Sequence[str]) -> tuple[Path, list[int] | None, list[Path]]:
+    given, paths = {"out": "results/pictures", "ranks": ""}, []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in KEYS:
+            given[key] = value
+        elif equals and not Path(argument).exists():
+            raise unknown_key(key, KEYS)
+        else:
+            paths.append(Path(argument))
+    if not paths:
+        raise RequestError("no records", "there is nothing to draw", "results/<run_id>.json would work")
+    ranks = given["ranks"].split(",") if given["ranks"] else []
+    if not all(rank.isdecimal() for rank in ranks):
+        raise RequestError(f"ranks={given['ranks']}", "must be numbers", "ranks=0,1 would work")
+    return Path(given["out"]), [int(rank) for rank in ranks] or None, paths
+
+
+def _read(path: Path) -> Record:
+    try:
+        return records.read(path)
+    except (OSError, ValueError) as error:
+        raise RequestError(str(path), f"is not a record ({error})", "results/<run_id>.json would work") from None
+
+
+def _of(path: Path, record: Record, ranks: Sequence[int] | None) -> list[Figure]:
+    """What can be drawn of one record: none of a point that failed, no matrix of somebody else's code."""
+    found = [timeline(record, path, ranks)] if {"trace", "samples"} & set(records.beside(path)) else []
+    if record.status == "ok" and record.impl is None:
+        phases = ("forward", "backward") if record.phase == "forward_backward" else ("forward",)
+        found += [assignments.of_record(record, phase) for phase in phases]
+    return found
+
+
+def bound_bars(found: Sequence[Record], name: str = "bounds", title: str = "Steps and their bounds") -> Figure:
+    """A bar for each record: the step, its bound and the rest, and how much of the step the bound is.
+
+    Raises ValueError for a record without bound.
+    """
+    steps, bounds = ([of_record(record, field) for record in found] for field in ("step_ms_median", "bound_ms"))
+    canvas, axes = new_figure(width=WIDTH, height=1.1 + 0.34 * len(found))
+    ax, (dark, light) = axes[0, 0], colours(["first", "second"]).values()
+    kind = " or ".join(sorted({number.kind for number in steps}))
+    at, bound_ms = range(len(found)), [number.known for number in bounds]
+    rest_ms = [number.known - bound for number, bound in zip(steps, bound_ms, strict=True)]
+    ax.barh(at, bound_ms, color=dark, label=labelled("bound", bounds[0].kind))
+    style = {"color": light, "hatch": "///", "edgecolor": "white", "linewidth": 0}
+    ax.barh(at, rest_ms, left=bound_ms, label=labelled("rest of the step", kind), **style)
+    for y, (record, step, bound) in enumerate(zip(found, steps, bounds, strict=True)):
+        text = f" bound {bound.over(step).known:.0%} of it, by {record.bound_by}"
+        ax.text(step.known, y, text, va="center", size=7)
+    ax.set_yticks(at, map(_label, found))
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.6 * max(number.known for number in steps))
+    ax.set_xlabel("step (ms)")
+    ax.grid(visible=False, axis="y")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=2, frameon=False)
+    return Figure(name, title, canvas, sources([*steps, *bounds]))
+
+
+def _label(record: Record) -> str:
+    """The point in two lines."""
+    about = f"{record.gpus} x {record.cluster}, {tokens(record.seqlen)}, {shape(record)}"
+    return f"{named(record)}\n{about}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The plans behind a record, simulated once more: for what a record doesn't keep, such as the times of steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sp_bench import account
+from sp_bench.bench import resolve
+from sp_bench.bench.choose import Choice, choose
+from sp_bench.records import Record
+from sp_bench.simulate.bounds import link_bytes
+
+
+def choice_of(record: Record) -> Choice:
+    """The plans and runs of a simulated point.
+
+    Raises ValueError for a record that has no simulated time, or that this code does not reproduce.
+    """
+    if record.mode != "simulate" or record.status != "ok":
+        raise ValueError(f"{record.run_id} is {record.mode}, {record.status}: it has no simulation")
+    found = choose(resolve(record.config or {}))
+    if found.total_s * 1e3 != record.step_ms_median:
+        raise ValueError(f"{record.run_id} was made by other code: {record.step_ms_median} ms, now {found.total_s} s")
+    return found
+
+
+def step_ends_ms(record: Record, phase: str = "forward") -> list[float]:
+    """For each step of the plan, when the last rank has ended all that it computes and sends in it, in milliseconds."""
+    found = choice_of(record)
+    plan, run = found.plans[phase], found.runs[phase]
+    ends = np.zeros(max(plan.steps) + 1)
+    for rank in range(plan.n):
+        for item, span in zip(run.graph.items, run.spans(rank), strict=True):
+            last = item.what if isinstance(item.what, int) else item.what.ops[-1]
+            ends[plan.steps[last]] = max(ends[plan.steps[last]], span.end_s * 1e3)
+    return np.maximum.accumulate(ends).tolist()
+
+
+def lanes_together(record: Record, lanes: tuple[str, str], phase: str = "forward") -> tuple[float, float]:
+    """Shares of the phase in which both lanes of rank 0 are under way, and in which exactly one of them is."""
+    run = choice_of(record).runs[phase]
+    spans = run.spans(0)
+    edges = np.unique([time for span in spans for time in (span.start_s, span.end_s)])
+    middles, lengths = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+    busy = [
+        np.any([(s.start_s <= middles) & (middles < s.end_s) for s in spans if s.stream == lane], axis=0)
+        for lane in lanes
+    ]
+    both, one = (float(lengths[which].sum() / run.makespan_s) for which in (busy[0] & busy[1], busy[0] ^ busy[1]))
+    return both, one
+
+
+def busy_links(record: Record, phase: str = "forward") -> dict[str, np.ndarray]:
+    """By class of links, each one's bytes over what it carries at full rate in the time of the phase: (links,)."""
+    found = choice_of(record)
+    network = resolve(record.config or {}).cluster.network(record.gpus)
+    crossing = link_bytes(network, account.traffic(found.plans[phase], found.problem))
+    shares = crossing / network.link_bytes_per_s / found.runs[phase].makespan_s
+    return {name: shares[network.link_class == i] for i, name in enumerate(network.first_link)}

@@ -1,0 +1,135 @@
+"""Timelines of records: what each stream of some ranks did when, simulated, or each rank's phases, measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from analysis import frames
+from analysis.figure import WIDTH, Figure, colours, labelled, new_figure
+from analysis.frames import named
+from analysis.number import RECORD_KINDS, record_source
+from sp_bench import records
+from sp_bench.errors import RequestError
+from sp_bench.plan import BLOCKS
+from sp_bench.records import Record
+
+FEW = 2
+"""Ranks that are drawn of a simulated timeline unless others are asked for."""
+MOST = 16
+"""Of a measured one."""
+FEW_BARS = 100
+"""More have no edges: they would cover the bars."""
+ALL_RANKS = "all ranks"
+
+
+class Span(NamedTuple):
+    """A stream or phase of a rank was under way: milliseconds from the start of the step, or of the first one."""
+
+    row: str
+    what: str
+    start_ms: float
+    end_ms: float
+
+
+def timeline(record: Record, path: Path, ranks: Sequence[int] | None = None) -> Figure:
+    """The timeline of a record whose file is `path`; `ranks` are the first few without.
+
+    Simulated: the spans of each rank's streams, phase after phase. Measured: each rank's own time of each phase of
+    each iteration; all ranks start a phase together, and what ran between iterations is left out.
+    Raises RequestError where there is no timeline beside the record, or none of these ranks.
+    """
+    beside, kind = records.beside(path), RECORD_KINDS[record.mode]
+    if record.mode == "simulate" and "trace" in beside:
+        by_rank, marks = _simulated(json.loads(beside["trace"].read_text()), record)
+        chosen = _chosen(ranks, by_rank, FEW)
+        kinds = {BLOCKS: "blocks and folds", "transfers": "transfers"}
+        since, note = "the step's start", "Dashed lines: a phase ends."
+    elif record.mode == "measure" and "samples" in beside:
+        by_rank, marks = _measured(record, path)
+        chosen = _chosen(ranks, by_rank, MOST)
+        kinds = {phase: phase for phase in frames.PHASES}
+        since = "the first iteration's start, iterations end to end"
+        note = "All ranks start each phase together; white is waiting for the slowest. Dashed lines: an iteration ends."
+    else:
+        raise RequestError(str(path), "has no timeline beside it", "a simulated point with trace=8 would have one")
+    spans = [span for rank in chosen for span in by_rank[rank]]
+    rows = list(dict.fromkeys(span.row for span in spans))
+    canvas, axes = new_figure(width=WIDTH, height=1.3 + 0.24 * len(rows))
+    _draw(axes[0, 0], spans, rows, marks, {what: labelled(text, kind) for what, text in kinds.items()})
+    axes[0, 0].set_xlabel(f"ms since {since}")
+    title = f"{named(record)} on {record.gpus} x {record.cluster}: timeline, {kind}"
+    return Figure(f"{record.run_id}-timeline", title, canvas, (record_source(record),), note)
+
+
+def _chosen(ranks: Sequence[int] | None, there: Iterable[int], most: int) -> list[int]:
+    there = sorted(there)
+    for rank in ranks or ():
+        if rank not in there:
+            known = f"{there[0]} to {there[-1]}" if there else "no rank"
+            raise RequestError(f"ranks={rank}", f"the timeline beside the record has {known}", "one of them would work")
+    return list(ranks) if ranks else there[:most]
+
+
+def _simulated(trace: Mapping[str, Any], record: Record) -> tuple[dict[int, list[Span]], dict[str, float]]:
+    """Spans by rank, and the end of each phase."""
+    events = trace["traceEvents"]
+    named = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    by_rank: dict[int, list[Span]] = {}
+    marks: dict[str, float] = {}
+    for event in (e for e in events if e["ph"] == "X"):
+        process, stream = (named[event["pid"], event["tid"], f"{kind}_name"] for kind in ("process", "thread"))
+        start_ms, end_ms = event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3
+        if process == ALL_RANKS:
+            marks[event["name"]] = end_ms
+        else:
+            what = BLOCKS if stream == BLOCKS else "transfers"
+            rank = int(process.removeprefix("rank "))
+            by_rank.setdefault(rank, []).append(Span(f"{process} {stream}", what, start_ms, end_ms))
+    return by_rank, marks
+
+
+def _measured(record: Record, path: Path) -> tuple[dict[int, list[Span]], dict[str, float]]:
+    """Spans by rank, and the end of each iteration."""
+    samples = frames.samples(record, path)
+    longest = frames.iterations(samples).drop(columns="step") * 1e3
+    ends = np.cumsum(longest.to_numpy().ravel()).reshape(longest.shape)
+    starts = dict(zip(longest.columns, (ends - longest.to_numpy()).T, strict=True))
+    by_rank: dict[int, list[Span]] = {}
+    for sample in samples.sort_values(["rank", "iteration", "phase"]).to_dict("records"):
+        start_ms = float(starts[sample["phase"]][sample["iteration"]])
+        span = Span(f"rank {sample['rank']}", sample["phase"], start_ms, start_ms + 1e3 * sample["seconds"])
+        by_rank.setdefault(sample["rank"], []).append(span)
+    return by_rank, {str(i): float(end) for i, end in enumerate(ends[:, -1])}
+
+
+def _draw(
+    ax: Axes, spans: Sequence[Span], rows: Sequence[str], marks: Mapping[str, float], legend: Mapping[str, str]
+) -> None:
+    palette = dict(zip(legend, colours(["first", "second"]).values(), strict=True))
+    for what in legend:
+        for at, row in enumerate(rows):
+            bars = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if (s.row, s.what) == (row, what)]
+            ax.broken_barh(
+                bars,
+                (at - 0.4, 0.8),
+                facecolor=palette[what],
+                edgecolor="white",
+                linewidth=0.15 if len(bars) < FEW_BARS else 0,
+            )
+    for name, end_ms in marks.items():
+        ax.axvline(end_ms, color="0.2", linestyle="--", linewidth=0.6)
+        if not name.isdigit():
+            ax.annotate(name, (end_ms, 1), xycoords=("data", "axes fraction"), ha="right", va="bottom", size=7)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.set_xlim(0, max(marks.values()))
+    ax.grid(visible=False, axis="y")
+    handles = [Patch(color=palette[what], label=text) for what, text in legend.items()]
+    ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.02), ncols=2, frameon=False)

@@ -1,0 +1,75 @@
+"""How two times compare: their ratio, its 95% interval, and one of four words.
+
+With s the difference that counts as none, the words for the ratio B / A and its interval [low, high] are
+
+    SAME        the interval is within [1 / (1 + s), 1 + s]
+    FASTER      the interval is below 1, and the ratio below 1 / (1 + s)
+    SLOWER      the interval is above 1, and the ratio above 1 + s
+    AMBIGUOUS   anything else, and wherever there is no interval
+
+so that exactly one holds, A against B is the mirror image of B against A, and numbers without noise, whose interval is
+the ratio itself, are never AMBIGUOUS.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sp_bench.cli.report import FEWEST_ITERATIONS
+from sp_bench.measure.stats import RESAMPLES
+
+SAME, FASTER, SLOWER, AMBIGUOUS = "SAME", "FASTER", "SLOWER", "AMBIGUOUS"
+LESS, MORE = "LESS", "MORE"
+OF_AMOUNTS = {SAME: SAME, FASTER: LESS, SLOWER: MORE, AMBIGUOUS: AMBIGUOUS}
+"""The words for what is counted in bytes."""
+ROUNDING = 1e-9
+"""The difference that counts as none between numbers without noise."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """B / A with its 95% interval, or `why` it has none."""
+
+    value: float
+    low: float | None
+    high: float | None
+    why: str = ""
+
+    def verdict(self, same: float) -> str:
+        """SAME, FASTER, SLOWER or AMBIGUOUS; `same` is s above."""
+        if self.low is None or self.high is None:
+            return AMBIGUOUS
+        low, high = min(self.low, self.value), max(self.high, self.value)
+        if 1 / (1 + same) <= low and high <= 1 + same:
+            return SAME
+        if high < 1 and self.value < 1 / (1 + same):
+            return FASTER
+        if low > 1 and self.value > 1 + same:
+            return SLOWER
+        return AMBIGUOUS
+
+
+def exact(a: float, b: float) -> Ratio:
+    """The ratio of numbers without noise; of two zeros it is 1."""
+    value = b / a if a else 1.0 if b == a else math.inf
+    return Ratio(value, value, value)
+
+
+def of_medians(a: np.ndarray, b: np.ndarray, *, in_turn: bool, seed: int = 0) -> Ratio:
+    """The ratio of the medians of iterations, (iterations,) each, with a bootstrap percentile interval.
+
+    `in_turn` says that iteration i of both ran one after the other: they are resampled together, so that drift which
+    both had cancels. Otherwise each is resampled by itself.
+    """
+    value = float(np.median(b) / np.median(a))
+    if (fewest := min(a.size, b.size)) < FEWEST_ITERATIONS:
+        return Ratio(value, None, None, f"{fewest} iterations say nothing of the spread: {FEWEST_ITERATIONS} would")
+    random = np.random.default_rng(seed)
+    of_a = random.integers(a.size, size=(RESAMPLES, a.size))
+    of_b = of_a if in_turn and a.size == b.size else random.integers(b.size, size=(RESAMPLES, b.size))
+    ratios = np.median(b[of_b], axis=1) / np.median(a[of_a], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Ratio(value, float(low), float(high))
