@@ -15,6 +15,7 @@ import yaml
 from sp_bench import records
 from sp_bench.bench.values import choice, truth, whole
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
+from sp_bench.calibrating.gpu_file import MARK, base_cluster, gpu_cluster_config
 from sp_bench.calibrating.hosts_file import link_rates, with_hosts
 from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.errors import RequestError, unknown, unknown_key
@@ -30,32 +31,36 @@ python -m sp_bench.calibrate [key=value ...]
 Measures what this machine's block kernels, folds, copies and links between rank processes cost, and writes a cluster
 file. `python -m sp_bench cluster=NAME` measures on this machine and chooses tiles by those figures, and with
 mode=simulate it simulates the machine. cluster=shaped also makes that cluster's hosts, and measures their links.
+On a GPU it measures one, without links between them: those are another cluster file's.
 
   name=calibrated   what the cluster is called
   out=null          the file; null: conf/cluster/NAME.yaml, where cluster=NAME finds it. In a folder of your own it
                     should be FOLDER/cluster/NAME.yaml, for --config-dir FOLDER
-  cluster=null      one with hosts, which the file is for too; null: ranks talk over loopback
-  device=auto       auto or cpu
+  cluster=null      one with hosts, which the file is for too; null: ranks talk over loopback.
+                    With device=cuda the one whose links the file takes; null: one of such GPUs
+  device=auto       cpu or cuda; auto: cuda if this machine has a GPU and cluster=null
   kernel=auto       as in conf/kernel
-  head_dim=64       the one that the figures hold for
-  heads=8
+  head_dim=null     the one that the figures hold for; null: 64, or 128 with device=cuda
+  heads=null        null: 8, or 16 with device=cuda
+  kv_heads=null     fewer than heads for GQA; null: as many
   ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts
   repetitions=null  null: 5, or 3 if quick
   quick=false       small blocks and messages: seconds instead of minutes, for a try
 """
 DEFAULTS: dict[str, Any] = {
-    "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": 64, "heads": 8,
-    "ranks": "auto", "repetitions": None, "quick": False,
+    "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
+    "heads": None, "kv_heads": None, "ranks": "auto", "repetitions": None, "quick": False,
 }  # fmt: skip
 CLUSTERS = Path(__file__).resolve().parent.parent / "conf" / "cluster"
 SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096), (64, 128)
+GPU_SIZES, QUICK_GPU_SIZES = tuple(2**power for power in range(9, 17)), (512, 1024)
+MEMORY_TOKENS, GPU_MEMORY_TOKENS = 4096, 65536
+LAUNCH_TOKENS, GPU_LAUNCH_TOKENS = 1, 16
 MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
 EXCHANGE_BYTES, QUICK_EXCHANGE_BYTES = (2**17, 2**19, 2**21), (2**15, 2**17)
 HOSTED_RANKS = 16
 BUSY = 0.1
 """A spread of block times from which on their medians can't be trusted."""
-MARK = "calibrated"
-"""The source that tells a file of this command from others, which it doesn't overwrite."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,13 +71,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         options = _options(arguments)
-        setting, path = _setting(options), _path(options)
-        hosts = _hosts(options["cluster"])
-        name, ranks = str(options["name"]), _ranks(options["ranks"], hosts)
+        setting, path, name = _setting(options), _path(options), str(options["name"])
         kept = [argument for argument in arguments if not argument.startswith("out=")]
-        config = _measure(name, setting, ranks, " ".join(["python -m sp_bench.calibrate", *kept]))
-        if hosts:
-            config = with_hosts(config, hosts, _measure_hosts(setting, ranks, hosts))
+        command = " ".join(["python -m sp_bench.calibrate", *kept])
+        if setting.device == "cuda":
+            config = _measure_gpu(name, setting, options["cluster"], command)
+        else:
+            hosts = _hosts(options["cluster"])
+            ranks = _ranks(options["ranks"], hosts)
+            config = _measure(name, setting, ranks, command)
+            if hosts:
+                config = with_hosts(config, hosts, _measure_hosts(setting, ranks, hosts))
         Cluster.build(config)
         _write(path, config)
     except RequestError as error:
@@ -109,24 +118,46 @@ def _options(arguments: list[str]) -> dict[str, Any]:
 
 
 def _setting(options: dict[str, Any]) -> Setting:
-    device = choice("device", options["device"], ("auto", "cpu", "cuda"))
-    if device == "cuda":
-        here = gpus_here()
-        why = "calibrating GPUs is not supported yet" if here else "this machine has no GPU"
-        raise RequestError("device=cuda", why, "device=cpu would work")
-    quick = truth("quick", options["quick"])
-    repetitions = options["repetitions"]
+    """What to measure. Raises RequestError for a value that makes no sense, or a GPU that is not there."""
+    device, quick = _device(options), truth("quick", options["quick"])
+    gpu, repetitions = device == "cuda", options["repetitions"]
+    heads = _or_default("heads", options, 16 if gpu else 8)
+    kv_heads = _or_default("kv_heads", options, heads)
+    if heads % kv_heads:
+        raise RequestError(f"kv_heads={kv_heads}", f"must divide heads={heads}", f"kv_heads={heads} would work")
+    sizes = (QUICK_GPU_SIZES if quick else GPU_SIZES) if gpu else (QUICK_SIZES if quick else SIZES)
     return Setting(
-        device="cpu",
+        device=device,
         kernel=str(options["kernel"]),
-        dtypes=("float32", "bfloat16"),
-        heads=whole("heads", options["heads"]),
-        head_dim=whole("head_dim", options["head_dim"]),
-        sizes=QUICK_SIZES if quick else SIZES,
+        dtypes=("bfloat16", "float16") if gpu else ("float32", "bfloat16"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_or_default("head_dim", options, 128 if gpu else 64),
+        sizes=sizes,
+        launch_tokens=GPU_LAUNCH_TOKENS if gpu else LAUNCH_TOKENS,
+        memory_tokens=GPU_MEMORY_TOKENS if gpu else MEMORY_TOKENS,
         repetitions=(3 if quick else 5) if repetitions is None else whole("repetitions", repetitions),
         message_bytes=QUICK_MESSAGE_BYTES if quick else MESSAGE_BYTES,
         exchange_bytes=QUICK_EXCHANGE_BYTES if quick else EXCHANGE_BYTES,
     )
+
+
+def _device(options: dict[str, Any]) -> str:
+    device, here = choice("device", options["device"], ("auto", "cpu", "cuda")), gpus_here()
+    if device == "auto":
+        return "cuda" if here and options["cluster"] is None else "cpu"
+    if device == "cuda" and not here:
+        cores = cores_here()
+        has = f"this machine has no GPU, but {cores} CPU core{'' if cores == 1 else 's'}"
+        raise RequestError("device=cuda", has, "device=cpu would work")
+    if device == "cuda" and options["ranks"] != "auto":
+        rule = "links between GPUs are not measured, and one rank measures one GPU"
+        raise RequestError(f"ranks={options['ranks']}", rule, "ranks=auto would work")
+    return device
+
+
+def _or_default(key: str, options: dict[str, Any], default: int) -> int:
+    return default if options[key] is None else whole(key, options[key])
 
 
 def _hosts(cluster: Any) -> Hosts | None:
@@ -195,6 +226,15 @@ def _measure(name: str, setting: Setting, ranks: int, command: str) -> dict[str,
     return cluster_config(name, setting, costs, links, _provenance(command))
 
 
+def _measure_gpu(name: str, setting: Setting, cluster: Any, command: str) -> dict[str, Any]:
+    with RankPool(1) as pool:
+        gpu = pool.run("sp_bench.calibrating.kernels:describe_gpu")[0]
+        base = base_cluster(gpu.name, cluster, CLUSTERS)
+        print(f"{gpu.name}: blocks of {setting.sizes[0]} to {setting.sizes[-1]} tokens, folds, copies", flush=True)
+        costs = pool.run("sp_bench.calibrating.kernels:measure_kernels", setting)[0]
+    return gpu_cluster_config(name, setting, costs, gpu, base, _provenance(command))
+
+
 def _measure_hosts(setting: Setting, ranks: int, described: Hosts) -> dict[float, list[Exchanges]]:
     """What each rank saw of the others on their hosts, by the rate of the links."""
     found = {}
@@ -220,7 +260,8 @@ def _provenance(command: str) -> dict[str, str]:
 
 
 def _write(path: Path, config: dict[str, Any]) -> None:
-    text = "# This machine, as sp_bench.calibrate measured it: ranks are its processes.\n"
+    what = "ranks are its processes" if config.get("this_machine") else "one of its GPUs, and links that were not"
+    text = f"# This machine, as sp_bench.calibrate measured it: {what}.\n"
     figures = {key: value for key, value in config.items() if key != "sources"}
     text += yaml.safe_dump(figures, sort_keys=False, width=118, default_flow_style=None)
     text += yaml.safe_dump({"sources": config["sources"]}, sort_keys=False, width=118)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from sp_bench.__main__ import main as bench
-from sp_bench.calibrate import main
+from sp_bench.calibrate import CLUSTERS, main
+from sp_bench.calibrating.clock import CLOCKS
 from sp_bench.calibrating.cluster_file import block_flops, cluster_config
-from sp_bench.calibrating.setting import Costs, Links, Setting
+from sp_bench.calibrating.kernels import describe_gpu, measure_kernels
+from sp_bench.calibrating.setting import Costs, Gpu, Links, Setting
+from sp_bench.errors import RequestError
 from sp_bench.plan import PHASES, Problem, layout_named
 from sp_bench.simulate import Cluster
 
@@ -22,8 +28,11 @@ SETTING = Setting(
     kernel="auto",
     dtypes=("float32",),
     heads=2,
+    kv_heads=2,
     head_dim=16,
     sizes=(64, 128),
+    launch_tokens=1,
+    memory_tokens=64,
     repetitions=3,
     message_bytes=1000,
     exchange_bytes=(10_000, 100_000),
@@ -95,7 +104,7 @@ def test_flops_of_a_block() -> None:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file that a quick calibration wrote, in a folder for --config-dir."""
     path = tmp_path_factory.mktemp("conf") / "cluster" / "here.yaml"
-    assert main(["quick=true", f"out={path}", "head_dim=16", "heads=2", "ranks=2"]) == 0
+    assert main(["quick=true", "device=cpu", f"out={path}", "head_dim=16", "heads=2", "ranks=2"]) == 0
     return path
 
 
@@ -125,7 +134,7 @@ def test_a_quick_calibration_is_a_cluster(quick: Path) -> None:
 
 def test_a_calibration_says_where_it_comes_from(quick: Path) -> None:
     sources = yaml.safe_load(quick.read_text())["sources"]
-    assert "python -m sp_bench.calibrate quick=true head_dim=16" in sources["calibrated"]
+    assert "python -m sp_bench.calibrate quick=true device=cpu head_dim=16" in sources["calibrated"]
     assert "git commit" in sources["calibrated"] and str(quick) not in quick.read_text()
     assert "torch" in sources["machine"] and "cores" in sources["machine"]
     assert "medians of 3" in sources["rates"] and "spread" in sources["rates"]
@@ -163,6 +172,7 @@ def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.
         ("out=/proc/no/x.yaml", "out=/proc/no/x.yaml: its folder can't be made"),
         ("kernel=flesh out=build/cluster/x.yaml", "kernel=flesh: there is no such kernel"),
         ("quick=[", "quick=\\[: is no value"),
+        ("heads=6 kv_heads=4", "kv_heads=4: must divide heads=6; kv_heads=6 would work"),
         ("cluster=shapd", "cluster=shapd: there is no such cluster; did you mean shaped"),
         ("cluster=local", "cluster=local: has no hosts, .*; cluster=shaped would work"),
     ],
@@ -179,7 +189,148 @@ def test_bad_arguments_exit_2(
 def test_a_gpu_that_is_not_there_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for gpus, why in ((0, "this machine has no GPU"), (1, "calibrating GPUs is not supported yet")):
-        monkeypatch.setattr("sp_bench.calibrate.gpus_here", lambda count=gpus: count)
+    """Before anything runs."""
+    monkeypatch.setattr("sp_bench.calibrate.RankPool", None)
+    monkeypatch.setattr("sp_bench.calibrate.gpus_here", lambda: 0)
+    for cores, there in ((1, "1 CPU core"), (2, "2 CPU cores")):
+        monkeypatch.setattr("sp_bench.calibrate.cores_here", lambda count=cores: count)
         assert main(["device=cuda"]) == 2
-        assert f"device=cuda: {why}; device=cpu would work" in capsys.readouterr().err
+        error = f"device=cuda: this machine has no GPU, but {there}; device=cpu would work"
+        assert error in capsys.readouterr().err
+
+
+class OneGpu:
+    """A pool whose one rank has a GPU of known rates."""
+
+    name = "NVIDIA H100 80GB HBM3"
+
+    def __init__(self, n: int) -> None:
+        assert n == 1
+        self.settings: list[Setting] = []
+
+    def __enter__(self) -> OneGpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to end."""
+
+    def run(self, function: str, *arguments: Any) -> list[Any]:
+        if function.endswith(":describe_gpu"):
+            return [Gpu(name=self.name, sms=132, memory_bytes=80 * 2**30)]
+        assert function.endswith(":measure_kernels")
+        (setting,) = arguments
+        assert setting.device == "cuda" and setting.sizes[-1] in (1024, 65536)
+        return [self.costs(setting)]
+
+    def costs(self, setting: Setting) -> Costs:
+        costs = Costs(kernel="cudnn", launch_s=[5e-6] * 3, fold_bytes=2000, fold_s=[6e-6] * 3)
+        costs.copy_bytes, costs.copy_s = 3000, [6e-6] * 3
+        for dtype, phase in itertools.product(setting.dtypes, PHASES):
+            for q, kv in itertools.product(setting.sizes, repeat=2):
+                costs.blocks_s[dtype, f"{phase}_full", q, kv] = [1e-3 * q * kv / 512**2] * 3
+            for size in setting.sizes:
+                costs.blocks_s[dtype, f"{phase}_causal", size, size] = [5e-4 * size**2 / 512**2] * 3
+        return costs
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_bench.calibrate.gpus_here", lambda: 1)
+    monkeypatch.setattr("sp_bench.calibrate.RankPool", OneGpu)
+
+
+@pytest.mark.parametrize("options", ["device=cuda quick=true", "quick=true", "device=cuda", "device=cuda kv_heads=4"])
+def test_a_gpu_is_a_cluster_with_the_links_of_another(one_gpu: None, options: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster" / "mine.yaml"
+    assert main([*options.split(), f"out={path}"]) == 0
+    config = yaml.safe_load(path.read_text())
+    cluster = Cluster.build(config)
+    base = Cluster.build(yaml.safe_load((CLUSTERS / "h100_ndr400.yaml").read_text()))
+    assert cluster.topology == base.topology and not cluster.this_machine
+    assert cluster.device.name == "NVIDIA H100 80GB HBM3" and cluster.device.memory_bytes == 80 * 2**30
+    assert cluster.device.peak_tflops == base.device.peak_tflops
+    assert cluster.device.fold_bytes_per_s == pytest.approx(2000 / 1e-6)
+    assert cluster.device.memory_bytes_per_s == pytest.approx(3000 / 1e-6)
+    for dtype in ("bfloat16", "float16"):
+        for tokens, phase in itertools.product((512, 1024), PHASES):
+            found = block_s(cluster, tokens, phase, causal=False, dtype=dtype, heads=16, head_dim=128)
+            assert found == pytest.approx(1e-3 * (tokens / 512) ** 2, rel=1e-3)
+    sources = config["sources"]
+    assert sources["gpus_per_node, intra, inter, fabric, placement, peak_tflops, transfer_slowdown"].endswith(
+        "not measured: those of cluster=h100_ndr400"
+    )
+    assert ("blocks of 16/4 heads" in sources["rates"]) == ("kv_heads=4" in options)
+    assert (
+        "CUDA events" in sources["rates"] and "in bfloat16 into them" in sources["memory_bytes_per_s, fold_bytes_per_s"]
+    )
+
+
+def test_links_of_a_gpu_that_no_file_knows(
+    one_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneGpu, "name", "NVIDIA T4")
+    out = f"out={tmp_path}/cluster/mine.yaml"
+    for options, message in (
+        ([], "cluster=null: no cluster file has the links of NVIDIA T4, .*h100_ndr400"),
+        (["cluster=h1000"], "cluster=h1000: there is no such cluster; did you mean h100_ndr400"),
+        (["cluster=local"], "cluster=local: has no GPUs, whose links the file could take; cluster=.* would work"),
+        (["ranks=2"], "ranks=2: links between GPUs are not measured"),
+    ):
+        assert main(["device=cuda", "quick=true", out, *options]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert main(["device=cuda", "quick=true", out, "cluster=a100_hdr200"]) == 0
+    assert yaml.safe_load((tmp_path / "cluster" / "mine.yaml").read_text())["device"]["name"] == "NVIDIA T4"
+
+
+def test_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RequestError, match="device=cuda: torch .* can't use a GPU here"):
+        describe_gpu()
+
+
+def test_costs_of_gqa() -> None:
+    """On a CPU: keys and values have fewer heads, and a part in bf16 is folded."""
+    setting = replace(SETTING, kv_heads=1, dtypes=("bfloat16",), repetitions=1)
+    costs = measure_kernels(setting)
+    assert costs and set(costs.blocks_s) == {
+        ("bfloat16", f"{phase}_{mask}", q, kv)
+        for phase in PHASES
+        for mask, q, kv in [
+            *(("full", q, kv) for q in (64, 128) for kv in (64, 128)),
+            ("causal", 64, 64),
+            ("causal", 128, 128),
+        ]
+    }
+    rows = setting.memory_tokens * setting.heads
+    assert (costs.fold_bytes, costs.copy_bytes) == ((10 * 16 + 12) * rows, 8 * 16 * rows)
+
+
+def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With events that say when they are recorded: the GPU is busy while all is launched, and is waited for."""
+    happened: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.name = ""
+
+        def record(self) -> None:
+            self.name = "end" if "start" in happened else "start"
+            happened.append(self.name)
+
+        def synchronize(self) -> None:
+            happened.append(f"wait for {self.name}")
+
+        def elapsed_time(self, other: Event) -> float:
+            assert (self.name, other.name) == ("start", "end") and happened[-1] == "wait for end"
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("sleep" if cycles > 0 else ""))
+
+    def launch(x: int) -> int:
+        happened.append("launch")
+        return x + 1
+
+    assert CLOCKS["cuda"](launch, 2) == (0.25, 3)
+    assert happened == ["sleep", "start", "launch", "end", "wait for end"]

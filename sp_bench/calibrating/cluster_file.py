@@ -20,16 +20,12 @@ def cluster_config(
     name: str, setting: Setting, costs: Costs, links: Sequence[Links], provenance: Mapping[str, str]
 ) -> dict[str, Any]:
     """The content of a conf/cluster file for this machine, from what rank 0's kernels and all ranks' links took."""
-    launch_s = _median(costs.launch_s)
     latency_s, large_s = _slowest_s(links, "ring_tiny_s"), _slowest_s(links, "ring_large_s")
     pair_s = _median(links[0].pair_large_s)
     device = {
         "name": "CPU",
-        "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
         "peak_tflops": {},
-        "memory_bytes_per_s": rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
-        "fold_bytes_per_s": rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
-        "launch_s": rounded(launch_s),
+        **device_rates(setting, costs),
         "transfer_slowdown": rounded(_slowdown(links)),
     }
     return {
@@ -44,18 +40,41 @@ def cluster_config(
         "device": device,
         "sources": {
             **provenance,
-            "spread": "half of the interquartile range over the median",
-            "rates": f"medians of {setting.repetitions} blocks of {setting.heads} heads on one thread, less launch_s; "
-            f"spread {blocks_spread(costs):.1%}, of the worst block {max(_spreads(costs.blocks_s.values())):.1%}",
-            "launch_s": f"a block of one token, median of {len(costs.launch_s)}",
-            "memory_bytes_per_s, fold_bytes_per_s": f"medians of {setting.repetitions} copies and folds of "
-            f"{costs.copy_bytes // 2} bytes in fp32, spread {max(_spreads([costs.copy_s, costs.fold_s])):.1%}",
+            **device_sources(setting, costs, "on one thread"),
             "intra": f"{len(links)} ranks, each to the next over gloo at once: 4 bytes for the latency, "
             f"{setting.message_bytes} for the rate, medians of {len(links[0].ring_tiny_s)} of the slowest rank, spread "
             f"{max(_spreads(x for link in links for x in (link.ring_tiny_s, link.ring_large_s))):.1%}. One pair alone: "
             f"{setting.message_bytes / pair_s:.3g} bytes/s, {_median(links[0].pair_tiny_s):.3g} s",
             "transfer_slowdown": "blocks on all ranks while all of them send, over blocks without transfers",
         },
+    }
+
+
+def device_rates(setting: Setting, costs: Costs) -> dict[str, Any]:
+    """What a cluster file says of the device's kernels and memory."""
+    launch_s = _median(costs.launch_s)
+    return {
+        "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
+        "memory_bytes_per_s": rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
+        "fold_bytes_per_s": rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
+        "launch_s": rounded(launch_s),
+    }
+
+
+def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
+    """Where these figures come from."""
+    heads = (
+        f"{setting.heads} heads" if setting.kv_heads == setting.heads else f"{setting.heads}/{setting.kv_heads} heads"
+    )
+    tokens = setting.launch_tokens
+    return {
+        "spread": "half of the interquartile range over the median",
+        "rates": f"medians of {setting.repetitions} blocks of {heads} {how}, less launch_s; "
+        f"spread {blocks_spread(costs):.1%}, of the worst block {max(_spreads(costs.blocks_s.values())):.1%}",
+        "launch_s": f"a block of {'one token' if tokens == 1 else f'{tokens} tokens'}, median of {len(costs.launch_s)}",
+        "memory_bytes_per_s, fold_bytes_per_s": f"medians of {setting.repetitions} copies of {costs.copy_bytes // 2} "
+        f"bytes in fp32 and folds of as many elements in {setting.dtypes[0]} into them, spread "
+        f"{max(_spreads([costs.copy_s, costs.fold_s])):.1%}",
     }
 
 

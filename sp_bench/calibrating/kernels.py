@@ -9,15 +9,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.calibrating.clock import CLOCKS
-from sp_bench.calibrating.setting import Costs, Setting
-from sp_bench.kernels import choose, fold_
+from sp_bench.calibrating.setting import Costs, Gpu, Setting
+from sp_bench.errors import RequestError
+from sp_bench.kernels import BlockKernel, choose, fold_
+from sp_bench.kernels.fold import fold_bytes
 from sp_bench.measure.pool import report
 from sp_bench.plan import Mask
 
 LAUNCHES = 20
 """Tiny blocks for each repetition."""
-MEMORY_TOKENS = 4096
-"""Of what is folded and copied: enough that launching them is nothing."""
+
+
+def describe_gpu() -> Gpu:
+    """The GPU that `measure_kernels` measures. Raises RequestError where torch has none."""
+    if not torch.cuda.is_available():
+        why = f"torch {torch.__version__} can't use a GPU here"
+        raise RequestError("device=cuda", why, "device=cpu would work, or a torch for CUDA")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(name=properties.name, sms=properties.multi_processor_count, memory_bytes=properties.total_memory)
 
 
 def measure_kernels(setting: Setting) -> Costs | None:
@@ -38,10 +47,16 @@ def random(setting: Setting, tokens: int, dtype: str, *, heads: int | None = Non
     return torch.randn(shape, device=setting.device).to(getattr(torch, dtype))
 
 
+def kernel_for(setting: Setting, dtype: str) -> BlockKernel:
+    """The kernel that is measured. Raises RequestError for one that there is not, or that refuses."""
+    return choose(setting.kernel, setting.device, dtype, setting.head_dim)
+
+
 def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
-    kernel, clock = choose(setting.kernel, setting.device, dtype), CLOCKS[setting.device]
+    kernel, clock = kernel_for(setting, dtype), CLOCKS[setting.device]
     costs.kernel = kernel.name
-    q, k, v, dout = (random(setting, max(setting.sizes), dtype) for _ in range(4))
+    q, dout = (random(setting, max(setting.sizes), dtype) for _ in range(2))
+    k, v = (random(setting, max(setting.sizes), dtype, heads=setting.kv_heads) for _ in range(2))
     cases = [(Mask.FULL, *pair) for pair in itertools.product(setting.sizes, repeat=2)]
     cases += [(Mask.CAUSAL, size, size) for size in setting.sizes]
     # Case by case within a repetition, so that drift of the machine meets all of them alike.
@@ -58,8 +73,8 @@ def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
 
 
 def _launches(setting: Setting, costs: Costs) -> None:
-    kernel, clock = choose(setting.kernel, setting.device, setting.dtypes[0]), CLOCKS[setting.device]
-    tiny = [random(setting, 1, setting.dtypes[0], heads=1) for _ in range(3)]
+    kernel, clock = kernel_for(setting, setting.dtypes[0]), CLOCKS[setting.device]
+    tiny = [random(setting, setting.launch_tokens, setting.dtypes[0], heads=1) for _ in range(3)]
     for repetition in range(LAUNCHES * (1 + setting.repetitions)):
         seconds, _ = clock(kernel.forward, *tiny, Mask.FULL)
         if repetition >= LAUNCHES:
@@ -67,14 +82,16 @@ def _launches(setting: Setting, costs: Costs) -> None:
 
 
 def _memory(setting: Setting, costs: Costs) -> None:
-    """Folds of a partial output into an accumulator, and copies of one, in fp32."""
-    clock, tokens = CLOCKS[setting.device], MEMORY_TOKENS
-    out, part = (random(setting, tokens, "float32") for _ in range(2))
+    """Folds of a partial output of the first dtype into an accumulator, and copies of an accumulator, in fp32."""
+    clock, tokens = CLOCKS[setting.device], setting.memory_tokens
+    out, other = (random(setting, tokens, "float32") for _ in range(2))
+    part = random(setting, tokens, setting.dtypes[0])
     lse, part_lse = (torch.randn(1, setting.heads, tokens, device=setting.device) for _ in range(2))
-    costs.fold_bytes, costs.copy_bytes = 3 * (out.nbytes + lse.nbytes), 2 * out.nbytes
+    costs.fold_bytes, costs.copy_bytes = fold_bytes(out, lse, part), 2 * out.nbytes
     for repetition in range(1 + setting.repetitions):
+        report(("memory", repetition))
         fold_s, _ = clock(fold_, out, lse, part, part_lse)
-        copy_s, _ = clock(out.copy_, part)
+        copy_s, _ = clock(out.copy_, other)
         if repetition:
             costs.fold_s.append(fold_s)
             costs.copy_s.append(copy_s)

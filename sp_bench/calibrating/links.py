@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.calibrating.clock import CLOCKS
-from sp_bench.calibrating.kernels import random
+from sp_bench.calibrating.kernels import kernel_for, random
 from sp_bench.calibrating.setting import Links, Samples, Setting
-from sp_bench.kernels import choose
 from sp_bench.measure.pool import report
 from sp_bench.plan import Mask
 from sp_bench.run.streams import lane_threads
@@ -93,9 +92,10 @@ def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -
 
 def block_clock(setting: Setting) -> Callable[[], float]:
     """What runs a full block of middle size and returns its time."""
-    kernel, clock = choose(setting.kernel, setting.device, setting.dtypes[0]), CLOCKS[setting.device]
+    kernel, clock = kernel_for(setting, setting.dtypes[0]), CLOCKS[setting.device]
     tokens = setting.sizes[len(setting.sizes) // 2]
-    block = [random(setting, tokens, setting.dtypes[0]) for _ in range(3)]
+    heads = (setting.heads, setting.kv_heads, setting.kv_heads)
+    block = [random(setting, tokens, setting.dtypes[0], heads=count) for count in heads]
     return lambda: clock(kernel.forward, *block, Mask.FULL)[0]
 
 

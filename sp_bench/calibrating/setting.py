@@ -16,14 +16,28 @@ class Setting:
     kernel: str
     dtypes: tuple[str, ...]
     heads: int
+    kv_heads: int
     head_dim: int
     sizes: tuple[int, ...]
     """Tokens: full blocks of every pair of them are measured, causal ones of each."""
+    launch_tokens: int
+    """Of a block that is nearly nothing but its launch."""
+    memory_tokens: int
+    """Of what is folded and copied: enough that launching them is nothing, and more than caches hold."""
     repetitions: int
     message_bytes: int
     """Of a large message; a tiny one has a few bytes."""
     exchange_bytes: tuple[int, ...]
     """Of messages between shaped hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What torch says of the GPU."""
+
+    name: str
+    sms: int
+    memory_bytes: int
 
 
 @dataclass(kw_only=True)
@@ -34,7 +48,7 @@ class Costs:
     blocks_s: dict[tuple[str, str, int, int], Samples] = field(default_factory=dict)
     """By dtype, phase and mask (forward_full), queries, keys."""
     launch_s: Samples = field(default_factory=list)
-    """A block of one token."""
+    """A block of `launch_tokens` and one head."""
     fold_s: Samples = field(default_factory=list)
     fold_bytes: int = 0
     """Read and written in one."""

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import torch
+
 from sp_bench.errors import RequestError, unknown
 from sp_bench.kernels.aten_cpu import AtenCpu
+from sp_bench.kernels.aten_flash import AtenFlash
 from sp_bench.kernels.contract import BlockKernel
+from sp_bench.kernels.cudnn import Cudnn
+from sp_bench.kernels.flash_attn import FlashAttn
+from sp_bench.kernels.flash_attn_3 import FlashAttn3
+from sp_bench.kernels.flash_attn_4 import FlashAttn4
 from sp_bench.kernels.fold import fold_
 from sp_bench.kernels.reference import Reference
 
-KERNELS: dict[str, type[BlockKernel]] = {kernel.name: kernel for kernel in (Reference, AtenCpu)}
+KERNELS: dict[str, type[BlockKernel]] = {
+    kernel.name: kernel for kernel in (Reference, AtenCpu, AtenFlash, Cudnn, FlashAttn, FlashAttn3, FlashAttn4)
+}
 """Every backend by its name. A new one is imported above and listed here."""
 
-__all__ = ["KERNELS", "BlockKernel", "choose", "fold_"]
+HOPPER = 9
+"""The first number of its compute capability."""
+
+__all__ = ["KERNELS", "BlockKernel", "auto_order", "choose", "fold_"]
 
 
-def choose(name: str, device: str, dtype: str) -> BlockKernel:
-    """The kernel of that name, or for `auto` the fastest that takes the device and dtype.
+def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
+    """The kernel of that name, or for `auto` the fastest that takes the device, dtype and head_dim.
 
-    Raises RequestError for an unknown name, or one that refuses the device or dtype.
+    Raises RequestError for an unknown name, or one that refuses them.
     """
     if name != "auto":
         if name not in KERNELS:
             raise unknown("kernel", name, [*KERNELS, "auto"])
-        if why := KERNELS[name].refuses(device, dtype):
+        if why := KERNELS[name].refuses(device, dtype, head_dim):
             raise RequestError(f"kernel={name}", why, "kernel=auto would work")
         return KERNELS[name]()
-    for kernel in (AtenCpu, Reference):
-        if not kernel.refuses(device, dtype):
+    for kernel in auto_order(device):
+        if not kernel.refuses(device, dtype, head_dim):
             return kernel()
     raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
+
+
+def auto_order(device: str) -> tuple[type[BlockKernel], ...]:
+    """All that `auto` tries on a device, the fastest first by published figures (docs/kernels.md)."""
+    if device != "cuda":
+        return (AtenCpu, Reference)
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < HOPPER:
+        return (FlashAttn, AtenFlash, Cudnn, Reference)
+    return (FlashAttn4, FlashAttn3, Cudnn, FlashAttn, AtenFlash, Reference)

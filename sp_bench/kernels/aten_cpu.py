@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_bench.kernels.contract import BlockKernel
+from sp_bench.kernels.contract import BlockKernel, heads_first
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -17,22 +17,17 @@ class AtenCpu(BlockKernel):
     name = "aten_cpu"
 
     @classmethod
-    def refuses(cls, device: str, dtype: str) -> str:
+    def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
         return "" if device == "cpu" else f"it runs on cpu only, not on {device}"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse = _FORWARD(*(_heads_first(x) for x in (q, k, v)), 0.0, causal)
+        out, lse = _FORWARD(*(heads_first(x) for x in (q, k, v)), 0.0, causal)
         # The lse comes as a transposed view of a (B, S, H) tensor.
         return out.transpose(1, 2), lse.contiguous()
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = (_heads_first(x) for x in (dout, q, k, v, out))
+        tensors = (heads_first(x) for x in (dout, q, k, v, out))
         dq, dk, dv = _BACKWARD(*tensors, lse, 0.0, causal)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _heads_first(x_BSHD: Tensor) -> Tensor:
-    """(B, H, S, D) as a view. The kernel takes any strides but for head_dim, where it takes 1 for granted."""
-    return (x_BSHD if x_BSHD.stride(3) == 1 else x_BSHD.contiguous()).transpose(1, 2)

@@ -27,8 +27,11 @@ class BlockKernel(ABC):
 
     @classmethod
     @abstractmethod
-    def refuses(cls, device: str, dtype: str) -> str:
-        """Why the backend can't do this device or dtype; empty if it can."""
+    def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
+        """Why the backend can't do this here, forward or backward; empty if it can.
+
+        `device` is cpu or cuda: what the GPU can do, and what is installed, is for the backend to find out.
+        """
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
@@ -82,6 +85,11 @@ def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, T
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)
     return out, torch.full((batch, heads, tokens), -math.inf, dtype=lse_dtype, device=q.device)
+
+
+def heads_first(x_BSHD: Tensor) -> Tensor:
+    """(B, H, S, D) as a view. torch's kernels take any strides but for head_dim, where they take 1 for granted."""
+    return (x_BSHD if x_BSHD.stride(3) == 1 else x_BSHD.contiguous()).transpose(1, 2)
 
 
 def _square(q: Tensor, k: Tensor, mask: Mask) -> None:

@@ -16,7 +16,7 @@ class Reference(BlockKernel):
     name = "reference"
 
     @classmethod
-    def refuses(cls, device: str, dtype: str) -> str:
+    def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
         return ""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -42,13 +42,18 @@ class Answers(NamedTuple):
 
 
 def block_of(
-    queries: int, keys: int, kv_heads: int = HEADS, dtype: torch.dtype = torch.float64, seed: int = 0
+    queries: int,
+    keys: int,
+    kv_heads: int = HEADS,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> Block:
-    """Unit normal operands."""
+    """Unit normal operands, the same on every device."""
     source = torch.Generator().manual_seed(seed)
     shapes = ((queries, HEADS), (keys, kv_heads), (keys, kv_heads), (queries, HEADS))
     draw = (torch.randn(BATCH, s, h, HEAD_DIM, generator=source, dtype=torch.float64) for s, h in shapes)
-    return Block(*(x.to(dtype) for x in draw))
+    return Block(*(x.to(device, dtype) for x in draw))
 
 
 def attention(block: Block, mask: Mask) -> Answers:
@@ -56,7 +61,8 @@ def attention(block: Block, mask: Mask) -> Answers:
     q, k, v = (x.detach().double().requires_grad_() for x in block[:3])
     k_BSHD, v_BSHD = (x.repeat_interleave(HEADS // x.shape[2], dim=2) for x in (k, v))
     scores_BHST = torch.einsum("bshd,bthd->bhst", q, k_BSHD) / math.sqrt(q.shape[3])
-    query, key = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])[None, :]
+    query, key = (torch.arange(x.shape[1], device=x.device) for x in (q, k))
+    query, key = query[:, None], key[None, :]
     hidden = {Mask.FULL: key < 0, Mask.CAUSAL: key > query, Mask.STRICT: key >= query}[mask].expand(scores_BHST.shape)
     weights = scores_BHST.exp().masked_fill(hidden, 0)
     total_BHS = weights.sum(dim=3)

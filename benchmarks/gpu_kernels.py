@@ -1,0 +1,287 @@
+"""All there is to know of this machine's block kernels: `python -m benchmarks.gpu_kernels [device=cuda]`.
+
+Prints Markdown tables. Errors of every kernel that runs here against fp64; rates beside published figures
+(benchmarks/published_kernels.csv); what a rank's blocks and folds take beside one call of as much work; what of a
+copy's bandwidth a fold reaches; errors of whole methods by the dtype that partials travel in. device=cpu does the same
+with small shapes. Without a GPU, device=cuda exits 2.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import wire_dtypes
+from benchmarks.reports import table
+from sp_bench.calibrating.clock import CLOCKS
+from sp_bench.errors import RequestError, unknown
+from sp_bench.kernels import KERNELS, BlockKernel, auto_order, choose, fold_
+from sp_bench.kernels.contract import empty_output
+from sp_bench.kernels.fold import fold_bytes, fold_unfused_
+from sp_bench.plan import PHASES, Mask
+from sp_bench.simulate.costs import FLOPS_PER_PAIR
+
+PUBLISHED = Path(__file__).with_name("published_kernels.csv")
+SAME_CODE = {"aten_flash": "flash_attn"}
+"""Whose published figures to show beside a kernel without its own."""
+Row = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Shapes and counts."""
+
+    device: str
+    dtype: str
+    heads: int
+    kv_heads: int
+    """Of the errors' GQA."""
+    head_dim: int
+    error_tokens: tuple[int, ...]
+    rate_tokens: tuple[int, ...]
+    total_tokens: int
+    """Of a batch of blocks whose rate is taken."""
+    block_tokens: tuple[int, ...]
+    """Of the queries of a rank, and of each of its key blocks."""
+    blocks: int
+    """How many key blocks a rank's queries meet."""
+    memory_tokens: int
+    repetitions: int
+    ranks: tuple[int, ...]
+    """Of the errors of whole methods."""
+
+    def random(self, tokens: int, heads: int | None = None, *, batch: int = 1, seed: int = 0) -> Tensor:
+        """(batch, tokens, heads, head_dim) of normal numbers."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (batch, tokens, heads or self.heads, self.head_dim)
+        return torch.randn(shape, generator=generator, device=self.device).to(getattr(torch, self.dtype))
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The median time of a call, after one that isn't counted."""
+        clock = CLOCKS[self.device]
+        return statistics.median([clock(call)[0] for _ in range(1 + self.repetitions)][1:])
+
+
+BENCHES = {
+    "cuda": Bench(
+        device="cuda", dtype="bfloat16", heads=16, kv_heads=4, head_dim=128, error_tokens=(1, 2, 33, 127, 129, 500),
+        rate_tokens=(512, 1024, 2048, 4096, 8192, 16384), total_tokens=16384, block_tokens=(4096, 16384, 32768),
+        blocks=4, memory_tokens=65536, repetitions=10, ranks=(4, 16),
+    ),
+    "cpu": Bench(
+        device="cpu", dtype="bfloat16", heads=4, kv_heads=2, head_dim=64, error_tokens=(1, 2, 33, 64),
+        rate_tokens=(256, 512), total_tokens=512, block_tokens=(256, 512),
+        blocks=4, memory_tokens=2048, repetitions=3, ranks=(2, 4),
+    ),
+}  # fmt: skip
+
+
+def kernels(bench: Bench) -> list[BlockKernel]:
+    """All that run here, in the order of `auto`, but for the reference."""
+    here = (bench.device, bench.dtype, bench.head_dim)
+    return [kernel() for kernel in auto_order(bench.device) if kernel.name != "reference" and not kernel.refuses(*here)]
+
+
+def refusals(bench: Bench) -> list[Row]:
+    """The others, and why."""
+    found = {name: kernel.refuses(bench.device, bench.dtype, bench.head_dim) for name, kernel in KERNELS.items()}
+    return [{"kernel": name, "why not": why} for name, why in found.items() if why]
+
+
+def errors(bench: Bench) -> Iterator[Row]:
+    """The largest errors over all sizes: relative L2 against fp64, of the lse the largest difference."""
+    cases = itertools.product(kernels(bench), Mask, (bench.heads, bench.kv_heads))
+    for kernel, mask, kv_heads in cases:
+        worst, finite = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0.0), True
+        for tokens in bench.error_tokens:
+            q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
+            k, v = (bench.random(tokens, kv_heads, seed=seed) for seed in (1, 2))
+            found, exact = (_all_results(x, q, k, v, dout, mask) for x in (kernel, KERNELS["reference"]()))
+            seen = exact["lse"] > float("-inf")
+            # Rows that saw no key have an lse of -inf, and nothing else may be other than finite.
+            finite = finite and all(bool(x.isfinite().all()) for name, x in found.items() if name != "lse")
+            finite = finite and torch.equal(found["lse"].isfinite(), seen)
+            for name in worst:
+                worst[name] = max(worst[name], _error(found[name], exact[name], seen if name == "lse" else None))
+        row = {"kernel": kernel.name, "mask": mask.value, "heads/kv": f"{bench.heads}/{kv_heads}"}
+        yield row | {name: f"{error:.1e}" for name, error in worst.items()} | {"finite": "yes" if finite else "NO"}
+
+
+def _all_results(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> dict[str, Tensor]:
+    if kernel.name == "reference":
+        q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, lse = kernel.forward(q, k, v, mask)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, mask)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _error(found: Tensor, exact: Tensor, where: Tensor | None) -> float:
+    """Relative L2, or to unit elements where the exact result is rounding noise; at some places the largest."""
+    difference = found.double() - exact
+    if where is not None:
+        return float(difference[where].abs().max()) if bool(where.any()) else 0.0
+    unit = exact.numel() ** 0.5
+    norm = float(exact.norm())
+    return float(difference.norm()) / (norm if norm > 1e-10 * unit else unit)
+
+
+def rates(bench: Bench) -> Iterator[Row]:
+    """TFLOP/s of batches of square blocks; causal ones count half."""
+    for kernel, mask, tokens in itertools.product(kernels(bench), (Mask.FULL, Mask.CAUSAL), bench.rate_tokens):
+        batch = max(bench.total_tokens // tokens, 1)
+        q, k, v, dout = (bench.random(tokens, batch=batch, seed=seed) for seed in range(4))
+        out, lse = kernel.forward(q, k, v, mask)
+        pairs = tokens**2 / (1 if mask is Mask.FULL else 2)
+        row = {"kernel": kernel.name, "mask": mask.value, "tokens": str(tokens), "batch": str(batch)}
+        calls = partial(kernel.forward, q, k, v, mask), partial(kernel.backward, dout, q, k, v, out, lse, mask)
+        for phase, call in zip(PHASES, calls, strict=True):
+            flops = FLOPS_PER_PAIR[phase] * pairs * batch * bench.heads * bench.head_dim
+            rate = flops / bench.seconds(call) / 1e12
+            known = published(kernel.name, phase, mask.value, tokens, bench.head_dim)
+            row |= {phase: f"{rate:.3g}", "published " + phase: f"{known:g} ({rate / known:.0%})" if known else ""}
+        yield row
+
+
+def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) -> float | None:
+    """TFLOP/s on this GPU, where there is a figure."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    wanted = (SAME_CODE.get(kernel, kernel), phase, mask, str(tokens), str(head_dim))
+    with PUBLISHED.open(newline="") as file:
+        for entry in csv.DictReader(file):
+            case = tuple(entry[key] for key in ("kernel", "phase", "mask", "tokens", "head_dim"))
+            if case == wanted and entry["gpu"] in gpu.replace("-", " ").split():
+                return float(entry["tflops"])
+    return None
+
+
+def efficiency(bench: Bench) -> Iterator[Row]:
+    """One call on all keys, over the time of a rank's blocks and folds on as many."""
+    for kernel, tokens in itertools.product(kernels(bench), bench.block_tokens):
+        q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
+        k, v = (bench.random(tokens * bench.blocks, seed=seed) for seed in (1, 2))
+        out, lse = kernel.forward(q, k, v, Mask.FULL)
+        whole = (
+            partial(kernel.forward, q, k, v, Mask.FULL),
+            partial(kernel.backward, dout, q, k, v, out, lse, Mask.FULL),
+        )
+        blocks = (
+            partial(_forward_blocks, kernel, q, k, v, tokens),
+            partial(_backward_blocks, kernel, dout, q, k, v, out, lse, tokens),
+        )
+        row = {"kernel": kernel.name, "tokens of a block": str(tokens), "blocks": str(bench.blocks)}
+        for phase, one, many in zip(PHASES, whole, blocks, strict=True):
+            whole_s, blocks_s = bench.seconds(one), bench.seconds(many)
+            row |= {phase: f"{1e3 * blocks_s:.3g} ms", f"{phase}, one call": f"{1e3 * whole_s:.3g} ms"}
+            row[f"{phase} efficiency"] = f"{whole_s / blocks_s:.1%}"
+        yield row
+
+
+def _forward_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
+    """As an execution does them: the first block becomes the accumulator."""
+    out, lse = empty_output(q[:, :0])
+    for i, (k_block, v_block) in enumerate(zip(k.split(tokens, dim=1), v.split(tokens, dim=1), strict=True)):
+        part, part_lse = kernel.forward(q, k_block, v_block, Mask.FULL)
+        if i == 0:
+            out, lse = part.float(), part_lse
+        else:
+            fold_(out, lse, part, part_lse)
+    return out.to(q.dtype)
+
+
+def _backward_blocks(
+    kernel: BlockKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tokens: int
+) -> tuple[Tensor, ...]:
+    """The same backward; each block of keys has accumulators of its own."""
+    dq, dkv = torch.zeros(0), []
+    for i, (k_block, v_block) in enumerate(zip(k.split(tokens, dim=1), v.split(tokens, dim=1), strict=True)):
+        part, *part_dkv = kernel.backward(dout, q, k_block, v_block, out, lse, Mask.FULL)
+        dq = part.float() if i == 0 else dq.add_(part)
+        dkv += [x.float() for x in part_dkv]
+    return (dq.to(q.dtype), *(x.to(k.dtype) for x in dkv))
+
+
+def folds(bench: Bench) -> Iterator[Row]:
+    """What is moved at least, over the time, of the fold that executions use and of the one in torch's operations."""
+    part = bench.random(bench.memory_tokens)
+    out, lse = bench.random(bench.memory_tokens, seed=1).float(), part[..., 0].transpose(1, 2).float().contiguous()
+    other, part_lse = out.clone(), lse.clone()
+    copy_rate = 2 * out.nbytes / bench.seconds(partial(out.copy_, other))
+    rows = (("copy in fp32", copy_rate),)
+    for name, fold in (("fold", fold_), ("fold in torch", fold_unfused_)):
+        rows += ((name, fold_bytes(out, lse, part) / bench.seconds(partial(fold, out, lse, part, part_lse))),)
+    for name, rate in rows:
+        yield {"": name, "GB/s": f"{rate / 1e9:.4g}", "of a copy": f"{rate / copy_rate:.1%}"}
+
+
+def wires(bench: Bench) -> Iterator[Row]:
+    """Errors of whole methods, in thousandths, with partials in bf16 and in fp32 on the wire."""
+    kernel = choose("auto", bench.device, bench.dtype, bench.head_dim).name
+    for method, n in itertools.product(("method=ring", "method=mesh", "method=tokenring"), bench.ranks):
+        points = [
+            f"{method} gpus={n} heads={n} kernel={kernel} device={bench.device} wire_dtype={wire}"
+            for wire in wire_dtypes.WIRES
+        ]
+        try:
+            found = wire_dtypes.row(wire_dtypes.measure(points))
+        except (RequestError, SystemExit) as error:
+            found = [method, f"not measured: {error}", *[""] * (len(wire_dtypes.HEADER) - 2)]
+        yield {"ranks": str(n), **dict(zip(wire_dtypes.HEADER, found, strict=True))}
+
+
+TABLES: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "Errors against fp64": errors,
+    "Rates, TFLOP/s": rates,
+    "Blocks and folds of a rank against one call of as many FLOPs": efficiency,
+    "Folds": folds,
+    "Errors of methods by wire dtype, bf16 -> fp32, in thousandths": wires,
+}
+
+
+def report(bench: Bench) -> Iterator[str]:
+    """The tables, each as soon as it is there."""
+    on = torch.cuda.get_device_name() if bench.device == "cuda" else "CPU"
+    yield f"# Block kernels on {on}"
+    yield f"torch {torch.__version__}, {bench.dtype}, {bench.heads} heads of {bench.head_dim}"
+    if refused := refusals(bench):
+        yield f"## Not here\n\n{table(refused)}"
+    for title, rows in TABLES.items():
+        yield f"## {title}\n\n{(rows.__doc__ or '').strip()}\n\n{table(list(rows(bench)))}"
+
+
+def requested(arguments: Sequence[str]) -> Bench:
+    """The bench that the arguments ask for. Raises RequestError for a device that there is not, or isn't here."""
+    device = "cuda"
+    for argument in arguments:
+        key, equals, device = argument.partition("=")
+        if key != "device" or not equals:
+            raise RequestError(argument, "is not of the form device=NAME", "device=cuda or device=cpu would work")
+    if device not in BENCHES:
+        raise unknown("device", device, BENCHES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RequestError("device=cuda", "torch sees no GPU here", "device=cpu would work")
+    return BENCHES[device]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print all tables; returns the exit code."""
+    try:
+        bench = requested(sys.argv[1:] if arguments is None else arguments)
+    except RequestError as error:
+        print(f"benchmarks.gpu_kernels: {error}", file=sys.stderr)
+        return 2
+    for part in report(bench):
+        print(part, end="\n\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The FlashAttention-2 that torch has for GPUs, called below scaled_dot_product_attention since that drops the lse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels.contract import heads_first
+from sp_bench.kernels.cuda import CudaKernel
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+
+
+class AtenFlash(CudaKernel):
+    """Tensors go in and out as views with heads before tokens, which it turns round again: nothing is copied.
+
+    Its backward has a deterministic form, which torch.use_deterministic_algorithms asks for.
+    """
+
+    name = "aten_flash"
+
+    @classmethod
+    def most_head_dim(cls, capability: tuple[int, int]) -> int:
+        # torch refuses gradients between 192 and 224 there (sdp_utils.cpp), for want of shared memory.
+        return 192 if capability in ((8, 6), (8, 9)) or capability[0] == 12 else 256
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _FORWARD(heads_first(q), heads_first(k), heads_first(v), 0.0, causal)
+        return out.transpose(1, 2), lse.contiguous()
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (heads_first(x) for x in (dout, q, k, v, out))
+        # Without dropout nobody reads the state of its generator. No cumulative lengths: all sequences are whole.
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = _BACKWARD(
+            *tensors, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, state, state
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -1,0 +1,66 @@
+"""cuDNN's fused attention, as torch calls it. It builds a plan for each new shape: warm every block shape up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels.contract import heads_first
+from sp_bench.kernels.cuda import CudaKernel, deterministic
+from sp_bench.kernels.reference import Reference
+
+_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+_ONE_KEY = Reference()
+"""cuDNN refuses a single key: these blocks, which only tests have, are the reference's."""
+LEAST_VERSION = 90000
+WIDE_VERSION = 91000
+"""From which on heads of up to 256 go on Hopper (torch, sdp_utils.cpp)."""
+
+
+class Cudnn(CudaKernel):
+    """Tensors go in and out as views with heads before tokens; its lse is (B, H, S, 1)."""
+
+    name = "cudnn"
+
+    @classmethod
+    def most_head_dim(cls, capability: tuple[int, int]) -> int:
+        return 256 if capability == (9, 0) and (torch.backends.cudnn.version() or 0) >= WIDE_VERSION else 128
+
+    @classmethod
+    def _refuses_software(cls) -> str:
+        version = torch.backends.cudnn.version()
+        if version is None or version < LEAST_VERSION:
+            return f"it needs cuDNN 9, and torch has {version or 'none'}"
+        if deterministic():
+            return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for"
+        return ""
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        if k.shape[1] == 1:
+            return _ONE_KEY._forward(q, k, v, causal)
+        q, k, v = heads_first(q), heads_first(k), heads_first(v)
+        out, lse, *_ = _FORWARD(q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal)
+        return out.transpose(1, 2), lse.squeeze(3).contiguous()
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if k.shape[1] == 1:
+            return _ONE_KEY._backward(dout, q, k, v, out, lse, causal)
+        # Without dropout nobody reads the state of its generator.
+        state = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = _BACKWARD(
+            *(heads_first(x) for x in (dout, q, k, v, out)),
+            logsumexp=lse.contiguous().unsqueeze(3),
+            philox_seed=state,
+            philox_offset=state,
+            attn_bias=None,
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=q.shape[1],
+            max_k=k.shape[1],
+            dropout_p=0.0,
+            is_causal=causal,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

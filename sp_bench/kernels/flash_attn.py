@@ -1,0 +1,61 @@
+"""FlashAttention-2 from its own package (Dao 2023), called where it still gives the lse.
+
+The interface is that of flash_attn 2.7 and 2.8.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+
+
+class FlashAttn(CudaKernel):
+    """Tokens before heads, as here. A window of (-1, -1) is none."""
+
+    name = "flash_attn"
+    package = "flash_attn.flash_attn_interface"
+    install = "pip install flash-attn --no-build-isolation"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module()._flash_attn_forward(
+            *(unit_stride(x) for x in (q, k, v)),
+            dropout_p=0.0,
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
+        return out, lse.contiguous()
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.module()._flash_attn_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),  # read through its pointer
+            dq,
+            dk,
+            dv,
+            dropout_p=0.0,
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=deterministic(),
+        )
+        return dq, dk, dv

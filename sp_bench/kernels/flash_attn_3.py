@@ -1,0 +1,71 @@
+"""FlashAttention-3, for Hopper (Shah et al. 2024), called as the operators that its package registers.
+
+As torch's own prototype does: the package's Python functions have changed more often than these.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_bench.errors import RequestError
+from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+
+
+class FlashAttn3(CudaKernel):
+    """Tokens before heads, as here. One split of the keys: with more, the sum's order would depend on the load."""
+
+    name = "flash_attn_3"
+    majors = (9,)
+    package = "flash_attn_interface"
+    install = "python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention"
+
+    @classmethod
+    def module(cls) -> Any:
+        """The operators. Raises RequestError where the package can't be imported, or has others."""
+        super().module()
+        ops = torch.ops.flash_attn_3
+        # Older ones want every argument.
+        if not all(hasattr(ops, name) and _has_defaults(getattr(ops, name)) for name in ("fwd", "bwd")):
+            rule = "has no operators flash_attn_3::fwd and bwd, or an older release's"
+            raise RequestError(f"import {cls.package}", rule, f"{cls.install} would install it")
+        return ops
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            *(unit_stride(x) for x in (q, k, v)),
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            is_causal=causal,
+            num_splits=1,
+        )
+        return out, lse.contiguous()
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        torch.ops.flash_attn_3.bwd(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            is_causal=causal,
+            deterministic=deterministic(),
+        )
+        return dq, dk, dv
+
+
+def _has_defaults(operator: Any) -> bool:
+    """Whether only tensors must be given."""
+    arguments = operator.default._schema.arguments
+    return all(x.has_default_value() or str(x.type) == "Tensor" for x in arguments)

@@ -1,0 +1,47 @@
+"""FlashAttention-4, in CuTe DSL, for Hopper and Blackwell. It compiles on first use.
+
+The interface is that of flash-attn-4 4.0 (a beta), and what torch 2.13 takes for its own prototype of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+
+
+class FlashAttn4(CudaKernel):
+    """Tokens before heads, as here."""
+
+    name = "flash_attn_4"
+    majors = (9, 10, 11, 12)
+    package = "flash_attn.cute.interface"
+    install = "pip install --pre flash-attn-4"
+
+    @classmethod
+    def most_head_dim(cls, capability: tuple[int, int]) -> int:
+        # Blackwell has 256 too, and nothing between.
+        return 256 if capability[0] == 9 else 128
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module()._flash_attn_fwd(
+            *(unit_stride(x) for x in (q, k, v)),
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            causal=causal,
+            return_lse=True,
+        )
+        return out, lse.contiguous()
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv, *_ = self.module()._flash_attn_bwd(
+            *(unit_stride(x) for x in (q, k, v, out, dout)),
+            lse.contiguous(),
+            softmax_scale=1 / math.sqrt(q.shape[3]),
+            causal=causal,
+            deterministic=deterministic(),
+        )
+        return dq, dk, dv

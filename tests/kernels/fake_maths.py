@@ -1,0 +1,73 @@
+"""What fakes of GPU kernels have inside: attention in fp64, and what the kernels' checks and quirks have in common.
+
+Shapes: q, out (B, S, H, D), k, v (B, T, K, D), lse (B, H, S).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+TOP_LEFT, BOTTOM_RIGHT = False, True
+"""The corner that a causal mask is aligned to."""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, corner: bool) -> tuple[Tensor, Tensor]:
+    """(out in q's dtype, lse (B, H, S) in fp32)."""
+    scores = _scores(q, k, scale, causal, corner)
+    lse = scores.logsumexp(dim=3)
+    out = torch.einsum("bhst,bthd->bshd", torch.exp(scores - lse[..., None]), _spread(v, q))
+    return out.to(q.dtype), lse.float()
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool, corner: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, of scores that are exp(score - lse)."""
+    p = torch.exp(_scores(q, k, scale, causal, corner) - lse.double()[..., None])
+    delta_BSH = (dout.double() * out.double()).sum(dim=3)
+    dp = torch.einsum("bshd,bthd->bhst", dout.double(), _spread(v, q))
+    ds = p * (dp - delta_BSH.transpose(1, 2)[..., None]) * scale
+    dq = torch.einsum("bhst,bthd->bshd", ds, _spread(k, q))
+    dk, dv = torch.einsum("bhst,bshd->bthd", ds, q.double()), torch.einsum("bhst,bshd->bthd", p, dout.double())
+    dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(dim=3) for x in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _spread(x: Tensor, q: Tensor) -> Tensor:
+    return x.double().repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, corner: bool) -> Tensor:
+    scores = torch.einsum("bshd,bthd->bhst", q.double(), _spread(k, q)) * scale
+    queries, keys = scores.shape[2:]
+    if causal:
+        shift = keys - queries if corner is BOTTOM_RIGHT else 0
+        scores.masked_fill_(torch.ones(queries, keys, dtype=torch.bool).triu(1 + shift), -math.inf)
+    return scores
+
+
+def check(*tensors: Tensor) -> None:
+    """What all of them take: fp16 or bf16, rows that lie together, at least one of them, a head_dim in steps of 8."""
+    for x in tensors:
+        assert x.dtype in (torch.float16, torch.bfloat16) and x.dtype == tensors[0].dtype
+        assert x.stride(-1) == 1 and x.ndim == 4 and x.numel() > 0 and x.shape[-1] % 8 == 0
+
+
+def through_pointer(lse: Tensor) -> Tensor:
+    """The statistic as a kernel reads it that is given a pointer and takes (B, H, S) to lie there."""
+    assert lse.dtype == torch.float32
+    batch, heads, tokens = lse.shape[:3]
+    return lse.as_strided((batch, heads, tokens), (heads * tokens, tokens, 1))
+
+
+def minus_inf_as_zero(lse: Tensor) -> Tensor:
+    """FlashAttention-3 and 4 take lse = -inf for a row in which everything is masked, and read 0 in its place."""
+    return torch.where(lse == -math.inf, 0.0, lse)
+
+
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Heads before tokens, or the other way round."""
+    return tuple(x.transpose(1, 2) for x in tensors)

@@ -1,0 +1,336 @@
+"""Stand-ins for GPU kernels: their signatures and conventions, as their packages have them, with fp64 maths on a CPU.
+
+Each refuses what the real one can't take, and breaks where the real one would compute rubbish: a statistic that is not
+contiguous is read through its pointer, and a row whose lse is -inf is exp(score - lse) = inf, or exp(score).
+
+Shapes: q, out (B, S, H, D), k, v (B, T, K, D), or heads before tokens where a function says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.fake_maths import (
+    BOTTOM_RIGHT,
+    TOP_LEFT,
+    backward,
+    check,
+    forward,
+    heads_first,
+    minus_inf_as_zero,
+    through_pointer,
+)
+
+FA3_FWD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, "
+    "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+FA3_BWD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) "
+    "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+"""hopper/flash_api_stable.cpp of flash-attention."""
+
+
+def aten_flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Heads before tokens."""
+    check(query, key, value)
+    assert not dropout_p and not return_debug_mask and scale is None
+    q, k, v = heads_first(query, key, value)
+    out, lse = forward(q, k, v, q.shape[3] ** -0.5, is_causal, BOTTOM_RIGHT)
+    state = torch.zeros(2, dtype=torch.uint64)
+    return out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], state, state[0], torch.empty(0)
+
+
+def aten_flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Heads before tokens. Cumulative lengths would make it take packed sequences."""
+    check(grad_out, query, key, value, out)
+    assert cum_seq_q is None and cum_seq_k is None and (max_q, max_k) == (query.shape[2], key.shape[2])
+    assert not dropout_p and philox_seed.dtype == philox_offset.dtype == torch.uint64
+    dout, q, k, v, out = heads_first(grad_out, query, key, value, out)
+    lse = through_pointer(logsumexp)
+    return heads_first(*backward(dout, q, k, v, out, lse, q.shape[3] ** -0.5, is_causal, BOTTOM_RIGHT))
+
+
+def cudnn_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Heads before tokens; no single key; the lse is (B, H, S, 1)."""
+    check(query, key, value)
+    assert attn_bias is None and compute_log_sumexp and not dropout_p and not return_debug_mask
+    assert key.shape[2] > 1, "cudnn SDPA does not support key/value sequence length 1"
+    q, k, v = heads_first(query, key, value)
+    out, lse = forward(q, k, v, q.shape[3] ** -0.5, is_causal, TOP_LEFT)
+    state = torch.zeros((), dtype=torch.int64)
+    return out.transpose(1, 2), lse[..., None], None, None, q.shape[1], k.shape[1], state, state.clone(), None
+
+
+def cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Heads before tokens. It takes max_q and max_k for the lengths, and cumulative ones for packed sequences."""
+    check(grad_out, query, key, value, out)
+    assert attn_bias is None and cum_seq_q is None and cum_seq_k is None and not dropout_p
+    assert key.shape[2] > 1 and (max_q, max_k) == (query.shape[2], key.shape[2])
+    assert logsumexp.shape == (*query.shape[:3], 1)
+    dout, q, k, v, out = heads_first(grad_out, query, key, value, out)
+    lse = through_pointer(logsumexp)
+    return heads_first(*backward(dout, q, k, v, out, lse, q.shape[3] ** -0.5, is_causal, TOP_LEFT))
+
+
+class FlashAttnInterface(ModuleType):
+    """flash_attn.flash_attn_interface of flash_attn 2.7 and 2.8."""
+
+    deterministic = False
+    """What the last backward was asked for."""
+
+    def _flash_attn_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Any, ...]:
+        """A window of (-1, -1) is none; causal is aligned to the last key."""
+        check(q, k, v)
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert alibi_slopes is None and not return_softmax
+        out, lse = forward(q, k, v, softmax_scale, causal, BOTTOM_RIGHT)
+        return out, lse, torch.empty(0), torch.zeros(2, dtype=torch.int64)
+
+    def _flash_attn_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """Into dq, dk and dv; what it returns is no gradient."""
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert alibi_slopes is None and dq is not None and dk is not None and dv is not None
+        check(dout, q, k, v, out, dq, dk, dv)
+        self.deterministic = deterministic
+        grads = backward(dout, q, k, v, out, through_pointer(softmax_lse), softmax_scale, causal, BOTTOM_RIGHT)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+        return torch.empty(0)
+
+
+def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Causal is aligned to the last key."""
+    check(q, k, v)
+    options = _all_arguments(FA3_FWD, (q, k, v, *given))
+    scale, causal = options.pop("softmax_scale"), options.pop("is_causal")
+    assert options.pop("num_splits") == 1
+    assert options == {name: default for name, default in _all_arguments(FA3_FWD).items() if name in options}
+    return *forward(q, k, v, scale, causal, BOTTOM_RIGHT), torch.empty(0), torch.empty(0)
+
+
+def fa3_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
+    """Into dq, dk and dv."""
+    options = _all_arguments(FA3_BWD, (dout, q, k, v, out, softmax_lse, *given))
+    dq, dk, dv = grads = tuple(options.pop(name) for name in ("dq", "dk", "dv"))
+    scale, causal = options.pop("softmax_scale"), options.pop("is_causal")
+    vars(sys.modules["flash_attn_interface"])["deterministic"] = options.pop("deterministic")
+    assert options == {name: default for name, default in _all_arguments(FA3_BWD).items() if name in options}
+    check(dout, q, k, v, out, dq, dk, dv)
+    lse = minus_inf_as_zero(through_pointer(softmax_lse))
+    for into, grad in zip(grads, backward(dout, q, k, v, out, lse, scale, causal, BOTTOM_RIGHT), strict=True):
+        into.copy_(grad)
+    return (dq, dk, dv, *(torch.empty(0) for _ in range(5)))
+
+
+def _all_arguments(schema: str, given: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """The optional arguments by name; the dispatcher leaves those at the end out that have their defaults."""
+    arguments = torch._C.parse_schema(f"flash_attn_3::{schema}").arguments
+    values = {x.name: given[i] if i < len(given) else x.default_value for i, x in enumerate(arguments)}
+    return {x.name: values[x.name] for x in arguments if x.has_default_value()}
+
+
+class CuteInterface(ModuleType):
+    """flash_attn.cute.interface of flash-attn-4 4.0, for what is asked of it here."""
+
+    deterministic = False
+    """What the last backward was asked for."""
+
+    def _flash_attn_fwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        return_lse: bool = False,
+    ) -> tuple[Any, ...]:
+        """Without return_lse there is no lse; more than two results."""
+        check(q, k, v)
+        out, lse = forward(q, k, v, softmax_scale or q.shape[3] ** -0.5, causal, BOTTOM_RIGHT)
+        return out, lse if return_lse else None, None, None, None
+
+    def _flash_attn_bwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        *,
+        deterministic: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """dout comes fifth here."""
+        check(dout, q, k, v, out)
+        self.deterministic = deterministic
+        lse = minus_inf_as_zero(through_pointer(lse))
+        return backward(dout, q, k, v, out, lse, softmax_scale or q.shape[3] ** -0.5, causal, BOTTOM_RIGHT)
+
+
+@contextmanager
+def installed(name: str) -> Iterator[None]:
+    """While it lasts, the kernel of that name finds what it calls."""
+    with _INSTALL[name]():
+        yield
+
+
+@contextmanager
+def _aten(operator: str, run: Callable, run_backward: Callable) -> Iterator[None]:
+    """CPU kernels for operators that torch has for GPUs only, behind their own schemas."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(operator, run, "CPU")
+    library.impl(f"{operator}_backward", run_backward, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def _module(module: ModuleType) -> Iterator[None]:
+    before = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        del sys.modules[module.__name__]
+        if before is not None:
+            sys.modules[module.__name__] = before
+
+
+@contextmanager
+def _fa3() -> Iterator[None]:
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    if not hasattr(torch.ops.flash_attn_3, "fwd"):  # the real package is not here
+        library.define(FA3_FWD)
+        library.define(FA3_BWD)
+    library.impl("fwd", fa3_forward, "CPU")
+    library.impl("bwd", fa3_backward, "CPU")
+    try:
+        with _module(ModuleType("flash_attn_interface")):
+            yield
+    finally:
+        library._destroy()
+
+
+_INSTALL: dict[str, Callable[[], Any]] = {
+    "aten_flash": lambda: _aten("_scaled_dot_product_flash_attention", aten_flash_forward, aten_flash_backward),
+    "cudnn": lambda: _aten("_scaled_dot_product_cudnn_attention", cudnn_forward, cudnn_backward),
+    "flash_attn": lambda: _module(FlashAttnInterface("flash_attn.flash_attn_interface")),
+    "flash_attn_3": _fa3,
+    "flash_attn_4": lambda: _module(CuteInterface("flash_attn.cute.interface")),
+}
+FAKED = sorted(_INSTALL)

@@ -1,0 +1,167 @@
+"""benchmarks/gpu_kernels.py on this machine's CPU, with tiny shapes; and on a GPU that only its fakes have."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import gpu_kernels, wire_dtypes
+from benchmarks.gpu_kernels import BENCHES, PUBLISHED, SAME_CODE, main, published, report
+from sp_bench.errors import RequestError
+from sp_bench.kernels import KERNELS
+from sp_bench.kernels.aten_cpu import AtenCpu
+from sp_bench.plan import PHASES
+
+TINY = replace(
+    BENCHES["cpu"], error_tokens=(1, 5), rate_tokens=(16,), total_tokens=32, block_tokens=(16,), memory_tokens=32,
+    repetitions=1, ranks=(2,),
+)  # fmt: skip
+
+
+def cells(text: str, title: str) -> list[dict[str, str]]:
+    """The rows of the table under a title."""
+    lines = [line for line in text.split(f"## {title}")[1].split("##")[0].splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """All tables of a tiny bench."""
+    return "\n".join(report(TINY))
+
+
+def test_every_kernel_is_there_or_said_why_not(text: str) -> None:
+    here = {row["kernel"] for row in cells(text, "Errors against fp64")}
+    refused = {row["kernel"]: row["why not"] for row in cells(text, "Not here")}
+    assert here == {"aten_cpu"} and here | set(refused) | {"reference"} == {*KERNELS}
+    assert refused["cudnn"] == "it runs on cuda only, not on cpu"
+
+
+def test_errors_are_those_of_bf16(text: str) -> None:
+    rows = cells(text, "Errors against fp64")
+    assert [(row["mask"], row["heads/kv"]) for row in rows] == [
+        (mask, heads) for mask in ("full", "causal", "strict") for heads in ("4/4", "4/2")
+    ]
+    for row in rows:
+        assert row["finite"] == "yes"
+        assert all(0 < float(row[name]) < 1e-2 for name in ("out", "dq", "dk", "dv")) and float(row["lse"]) < 1e-3
+
+
+def test_errors_and_nan_of_a_wrong_kernel_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = AtenCpu._backward
+
+    def wrong(self: AtenCpu, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dq, dk, dv = right(self, *arguments)  # pyright: ignore[reportArgumentType]
+        dv[:] = torch.nan
+        return 2 * dq, dk, dv
+
+    monkeypatch.setattr(AtenCpu, "_backward", wrong)
+    for row in gpu_kernels.errors(replace(TINY, error_tokens=(5,))):
+        assert row["finite"] == "NO" and 0.9 < float(row["dq"]) < 1.1
+
+
+def test_rates_and_efficiency(text: str) -> None:
+    (full, causal) = cells(text, "Rates, TFLOP/s")
+    for row in (full, causal):
+        assert (row["tokens"], row["batch"]) == ("16", "2")
+        assert all(float(row[phase]) > 0 and row[f"published {phase}"] == "" for phase in PHASES)
+    (row,) = cells(text, "Blocks and folds of a rank")
+    for phase in PHASES:
+        blocks_ms, whole_ms = (float(row[key].split()[0]) for key in (phase, f"{phase}, one call"))
+        assert float(row[f"{phase} efficiency"].rstrip("%")) == pytest.approx(
+            100 * whole_ms / blocks_ms, rel=2e-2, abs=0.1
+        )
+
+
+def test_blocks_of_the_efficiency_give_the_whole() -> None:
+    """What is timed against one call computes the same as it."""
+    kernel = AtenCpu()
+    q, k, v, dout = (TINY.random(tokens, seed=seed) for seed, tokens in enumerate((16, 64, 64, 16)))
+    out, lse = kernel.forward(q, k, v, gpu_kernels.Mask.FULL)
+    wanted = kernel.backward(dout, q, k, v, out, lse, gpu_kernels.Mask.FULL)
+    torch.testing.assert_close(gpu_kernels._forward_blocks(kernel, q, k, v, 16), out, rtol=2e-2, atol=1e-2)
+    dq, *dkv = gpu_kernels._backward_blocks(kernel, dout, q, k, v, out, lse, 16)
+    torch.testing.assert_close(dq, wanted[0], rtol=2e-2, atol=1e-2)
+    for i in (0, 1):
+        torch.testing.assert_close(torch.cat(dkv[i::2], dim=1), wanted[1 + i], rtol=2e-2, atol=1e-2)
+
+
+def test_folds_are_shares_of_a_copy(text: str) -> None:
+    copy, *folds = cells(text, "Folds")
+    assert copy["of a copy"] == "100.0%" and len(folds) == 2
+    for row in folds:
+        share = float(row["GB/s"]) / float(copy["GB/s"])
+        assert float(row["of a copy"].rstrip("%")) == pytest.approx(100 * share, rel=1e-2, abs=0.1)
+
+
+def test_errors_of_methods(text: str) -> None:
+    rows = cells(text, "Errors of methods")
+    assert [row["method"] for row in rows] == ["`ring`", "`mesh`", "`tokenring`"]
+    for row in rows:
+        assert all(0 < float(x) < 10 for x in row["dq"].split("→")), "in thousandths"
+
+
+def test_methods_that_can_not_be_measured_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(points: list[str]) -> None:
+        raise RequestError("gpus=2", "there is one GPU", "gpus=1 would work")
+
+    monkeypatch.setattr(wire_dtypes, "measure", refuse)
+    rows = list(gpu_kernels.wires(TINY))
+    assert len(rows) == 3 and all("not measured: gpus=2: there is one GPU" in row["variant"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "device=cuda: torch sees no GPU here; device=cpu would work"),
+        (["device=cuda"], "device=cuda: torch sees no GPU here; device=cpu would work"),
+        (["device=tpu"], "device=tpu: there is no such device"),
+        (["quick"], "quick: is not of the form device=NAME"),
+    ],
+)
+def test_without_a_gpu_it_exits_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and not shown.out
+
+
+def test_it_prints_all_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu_kernels, "report", lambda bench: iter((f"# {bench.device}", "## Folds")))
+    assert main(["device=cpu"]) == 0
+    assert capsys.readouterr().out == "# cpu\n\n## Folds\n\n"
+
+
+def test_published_figures_are_found_by_the_gpu_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert published("cudnn", "forward", "full", 8192, 128) is None, "no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, kernel, wanted in (
+        ("NVIDIA H200", "cudnn", 701),
+        ("NVIDIA H100 80GB HBM3", "cudnn", 600),
+        ("NVIDIA H100 80GB HBM3", "flash_attn_4", None),
+        ("NVIDIA H100 80GB HBM3", "aten_flash", 370),
+        ("NVIDIA A10", "flash_attn", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert published(kernel, "forward", "full", 8192, 128) == wanted
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    assert published("flash_attn", "backward", "full", 16384, 128) == 179
+    assert published("flash_attn", "backward", "full", 16384, 64) is None
+
+
+def test_published_figures_have_sources_and_no_two_values() -> None:
+    with PUBLISHED.open(newline="") as file:
+        entries = list(csv.DictReader(file))
+    cases = [tuple(entry[key] for key in ("gpu", "kernel", "phase", "mask", "head_dim", "tokens")) for entry in entries]
+    assert len(set(cases)) == len(cases) > 30
+    for entry in entries:
+        assert entry["kernel"] in KERNELS and entry["phase"] in PHASES and entry["mask"] in ("full", "causal")
+        assert re.search(r"20\d\d|conf/cluster/", entry["source"]) and 50 < float(entry["tflops"]) < 2250
+    assert set(SAME_CODE) | set(SAME_CODE.values()) < set(KERNELS)
