@@ -49,8 +49,7 @@ def _options(name: str, problem: Problem) -> list[dict[str, object]]:
     """Beside what `auto` stands for. The stride of all_gather only at its ends, since small ones make long plans."""
     match name:
         case "mesh":
-            placement, schedule = ("auto", "auto") if problem.n <= MANY else ("q", "paper")
-            return [{"placement": placement, "schedule": schedule}]
+            return [{"placement": "auto"}, {"schedule": "searched"}] if problem.n <= MANY else [{}]
         case "tokenring":
             trims = (True, False) if problem.n <= MANY else (True,)
             return [{"nodes": d, "trim": trim} for d in divisors(problem.n) for trim in trims]

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 
 from analysis.runs import Runs
 from analysis.section import Section
+from analysis.studies import choosing, mesh, ring, striped, tokenring
 
 Study = Callable[[Runs], Iterator[Section]]
-STUDIES: dict[str, tuple[str, Study]] = {}
+STUDIES: dict[str, tuple[str, Study]] = {
+    "ring": ("Ring Attention", ring.sections),
+    "striped": ("Striped Attention", striped.sections),
+    "tokenring": ("TokenRing", tokenring.sections),
+    "mesh": ("Mesh-Attention", mesh.sections),
+    "choosing": ("Which method and tile to choose", choosing.sections),
+}
 """By the name on the command line: the title, and what makes the sections."""

@@ -38,11 +38,10 @@ UNEVEN = CostProfile(
 
 def variants(n: int) -> list[Case]:
     """Ring, and every tile of mesh in every placement, and searched."""
-    cases = [Case(n=n, method="ring"), *(Case(n=n, method="mesh", tile=tile) for tile in tiles(n))]
-    placed = [case for case in cases if case.tile and 1 not in case.tile]
-    return cases + [
-        replace(case, options=o) for case in placed for o in ((("placement", "kv"),), (("schedule", "searched"),))
-    ]
+    meshes = [Case(n=n, method="mesh", tile=tile) for tile in tiles(n)]
+    placed = [replace(case, options=(("placement", "kv"),)) for case in meshes if case.tile and 1 not in case.tile]
+    searched = [replace(case, options=(("schedule", "searched"),)) for case in meshes]
+    return [Case(n=n, method="ring"), *meshes, *placed, *searched]
 
 
 def others(n: int) -> list[Case]:

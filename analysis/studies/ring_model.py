@@ -1,0 +1,142 @@
+"""When Ring Attention's transfers are hidden behind its blocks: the paper's condition, and ours with kernels' rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from analysis.number import Number, formula
+from methods import build
+from sp_bench import account
+from sp_bench.cli.compose import Composer
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, Plan, Problem
+from sp_bench.simulate.bounds import link_bytes
+from sp_bench.simulate.cluster import Cluster
+
+PAPER = "Liu et al. 2023, section 3"
+CONDITION = formula(
+    "ring-condition",
+    "c >= F / B: a block of c tokens takes 4 d c^2 / F seconds, and sending its K and V 4 c d / B, with F the device's"
+    " dense bfloat16 peak and B what the slowest hop of the ring gives",
+    PAPER,
+)
+CONDITION_BY_RATES = formula(
+    "ring-condition-rates",
+    "the least c, in steps of 128 tokens, from which on a block and its fold at the kernel's rates take as long as"
+    " sending K and V over the slowest hop, latency included",
+    f"{PAPER}, with conf/cluster's figures",
+)
+TRANSFERS = formula(
+    "ring-transfers",
+    "all transfers one after the other, nothing computed: bytes on the busiest link over its rate, or of a flow over"
+    " its cap, and n - 1 latencies",
+    "sp_bench/account.py: traffic, conf/cluster's figures",
+)
+STEP = 128
+"""Tokens that blocks are tried in: a thread block's."""
+FARTHEST = 2**18
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A ring on a cluster of conf/cluster: within a node, or over several."""
+
+    cluster: str
+    nodes: int
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        return f"{self.cluster}, {'one node' if self.nodes == 1 else f'{self.nodes} nodes'}"
+
+    @cached_property
+    def _cluster(self) -> Cluster:
+        return cluster_named(self.cluster)
+
+    @property
+    def gpus(self) -> int:
+        """All of its nodes."""
+        assert self._cluster.topology.gpus_per_node
+        return self._cluster.topology.gpus_per_node * self.nodes
+
+    def problem(self, block: int, *, causal: bool = False) -> Problem:
+        """32 heads of 128 in bfloat16, blocks of that many tokens."""
+        layout = LAYOUTS["striped" if causal else "contiguous"]
+        return Problem(
+            n=self.gpus, seqlen=self.gpus * block, heads=32, kv_heads=32, head_dim=128, causal=causal, layout=layout
+        )
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The dense bfloat16 peak of a device, FLOP/s."""
+        peak = self._cluster.device.peak_tflops.get("bfloat16")
+        return None if peak is None else peak * 1e12
+
+    def hop_bytes_per_s(self) -> float:
+        """What the slowest hop gives, latency aside."""
+        problem = self.problem(STEP)
+        plan = ring_plan(problem, "forward")
+        load_s, _ = load(self._cluster, plan, problem)
+        return (problem.n - 1) * problem.chunk_bytes("kv", wire=True) / load_s
+
+    def paper_tokens(self) -> Number:
+        """F / B: the least block, by the paper's condition."""
+        if self.peak_flops is None:
+            return Number(None, "computed", (CONDITION,), f"cluster={self.cluster} has no peak")
+        return Number(self.peak_flops / self.hop_bytes_per_s(), "computed", (CONDITION,))
+
+    def least_tokens(self, *, causal: bool = False) -> Number:
+        """The same with the kernel's rates."""
+        hop_s, latency_s = self._hop(causal=causal)
+        blocks = range(STEP, FARTHEST, STEP)
+        short = [c for c in blocks if self._block_s(c, causal=causal) < latency_s + c * hop_s]
+        return Number((short[-1] if short else 0) + STEP, "computed", (CONDITION_BY_RATES,))
+
+    def _hop(self, *, causal: bool) -> tuple[float, float]:
+        """Seconds of a hop for each token of a block, and its latency."""
+        problem = self.problem(STEP, causal=causal)
+        load_s, latency_s = load(self._cluster, ring_plan(problem, "forward"), problem)
+        return load_s / (problem.n - 1) / STEP, latency_s / (problem.n - 1)
+
+    def _block_s(self, block: int, *, causal: bool) -> float:
+        device, problem = self._cluster.device, self.problem(block, causal=causal)
+        return float(device.block_s(problem, "forward").min()) + device.fold_s(problem, "o")
+
+
+@cache
+def cluster_named(name: str) -> Cluster:
+    """A file of conf/cluster."""
+    with Composer() as composer:
+        return Cluster.build(composer.compose([f"cluster={name}"])["cluster"])
+
+
+@cache
+def _ring_plan(n: int, phase: str) -> Plan:
+    problem = Problem(n=n, seqlen=n, heads=1, kv_heads=1, head_dim=1, causal=False, layout=LAYOUTS["contiguous"])
+    return getattr(build("ring", {"layout": "contiguous"}), phase)(problem, COMPUTE_BOUND)
+
+
+def ring_plan(problem: Problem, phase: str) -> Plan:
+    """Ring's plan, which depends on the number of ranks alone."""
+    return _ring_plan(problem.n, phase)
+
+
+def load(cluster: Cluster, plan: Plan, problem: Problem) -> tuple[float, float]:
+    """(seconds on the busiest link or of the slowest flow, seconds of latency) of all transfers of a ring's plan."""
+    network, ranks = cluster.network(problem.n), np.arange(problem.n)
+    traffic = account.traffic(plan, problem)
+    seconds = (link_bytes(network, traffic) / network.link_bytes_per_s).max()
+    latency_s = 0.0
+    for target, sent in traffic:
+        routes = network.routes(ranks, target)
+        seconds = max(seconds, (sent / routes.rate_cap).max())
+        latency_s = max(latency_s, float(routes.latency_s.max()))
+    return float(seconds), (problem.n - 1) * latency_s
+
+
+def transfers_ms(cluster: str, problem: Problem, phases: tuple[str, ...]) -> Number:
+    """What the transfers of Ring's plans take with nothing computed."""
+    total = sum(sum(load(cluster_named(cluster), ring_plan(problem, phase), problem)) for phase in phases)
+    return Number(1e3 * total, "computed", (TRANSFERS,))

@@ -1,0 +1,183 @@
+"""What causal attention costs with Ring and with Striped Attention, by formula, and what that makes of a whole model.
+
+All for Brandon et al. 2023, "Striped Attention". Work is in (query, key) pairs, FLOPs are of one layer and one token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from analysis.number import formula
+from analysis.paper_tables import claims, rows
+
+PAPER = "Brandon et al. 2023"
+TMS = formula(
+    "striped-tms",
+    "speedup = (rest + attention (n - 1/2) / n) / (rest + attention / 2); attention = 5 w 4 N d, rest = 4 (2 (4 d^2 +"
+    " 3 d f)); w = 2 on A100 (TF32 against bfloat16), 1 on TPUv4; d, f of table 1, n devices share the N tokens",
+    f"{PAPER}, section 5; the factors 5 and 4 are not in the paper, see the table of assumptions",
+)
+TILED = formula(
+    "striped-tiled",
+    "as striped-tms, but a masked block costs the share of its tiles that have an unmasked element: for r = 1 ... R of"
+    " tiles of p x q in a block of c x c, sum of ceil(r p / q) over R ceil(c / q)",
+    f"{PAPER}, sections 2.2.1 and 4.1",
+)
+LIMIT = formula(
+    "striped-limit",
+    "attention alone: (n - 1/2) blocks of Ring's busiest device over n / 2 of each of Striped's = 2 - 1/n",
+    f"{PAPER}, section 3, large blocks",
+)
+WORK = formula(
+    "striped-work",
+    "Striped: Work(i, j) = c (c + 1) / 2 if i >= j, else c (c - 1) / 2. Ring's busiest device: c^2, and c (c + 1) / 2"
+    " in the first round",
+    f"{PAPER}, section 3",
+)
+TILE_SHARE = formula(
+    "striped-tile-share",
+    "1 - sum over r of ceil(r p / q) / (R ceil(c / q)): the tiles of p x q in a causal block of c x c with no unmasked"
+    " element",
+    f"{PAPER}, section 2.2.1",
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of table 1."""
+
+    name: str
+    width: int
+    """d: heads x head_dim."""
+    ff: int
+    heads: int
+
+    @property
+    def rest_flops(self) -> float:
+        """Forward, beside attention: four projections and a gated feed-forward of three matrices."""
+        return 2.0 * (4 * self.width**2 + 3 * self.width * self.ff)
+
+    def attention_flops(self, seqlen: int) -> float:
+        """Forward, without a mask: QK^T and PV."""
+        return 4.0 * seqlen * self.width
+
+
+@cache
+def models() -> dict[str, Model]:
+    """Table 1, by name."""
+    table = rows("striped_table1_models")
+    return {r["model"]: Model(r["model"], int(r["d_model"]), int(r["d_ff"]), int(r["heads"])) for r in table}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a training step does the FLOPs of a forward pass."""
+
+    attention: float
+    rest: float
+    why: str
+
+
+RECOMPUTED = Passes(5, 4, "each layer again before its backward, and in it attention once more, block by block")
+ASSUMPTIONS = (
+    Passes(3, 3, "nothing is computed again"),
+    Passes(4, 4, "each layer again before its backward"),
+    Passes(4, 3, "attention again within its backward"),
+    Passes(3.5, 3, "QK^T again within attention's backward (FlashAttention)"),
+    Passes(4.5, 4, "each layer again, and QK^T once more"),
+    RECOMPUTED,
+)
+"""What a step may do of each: forward 1, backward 2, and what is computed again."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the paper's tables 3 to 5 and appendix A."""
+
+    device: str
+    model: str
+    tensor_parallel: int
+    n: int
+    """Devices that share the sequence."""
+    seqlen: int
+    paper_tms: float
+    paper_measured: float
+
+    @property
+    def mesh(self) -> str:
+        """As the paper writes it: model x sequence."""
+        return f"{self.tensor_parallel}x{self.n}"
+
+    @property
+    def block(self) -> int:
+        """c: tokens of a device."""
+        return self.seqlen // self.n
+
+
+@cache
+def cells() -> tuple[Cell, ...]:
+    """All of them."""
+    found = []
+    for row in rows("striped_full_results"):
+        tensor_parallel, n = map(int, row["mesh_model_x_sequence"].split("x"))
+        speedups = float(row["theoretical_maximum_speedup"]), float(row["measured_speedup"])
+        found.append(Cell(row["device"], row["model"], tensor_parallel, n, int(row["seqlen"]), *speedups))
+    return tuple(found)
+
+
+DEVICES = {"a100": "A100", "tpuv4": "TPUv4"}
+
+
+@cache
+def flops_cost(device: str) -> float:
+    """What a FLOP of attention costs, in others (section 5)."""
+    return claims("striped_claims")[f"attention FLOPs over other FLOPs {DEVICES[device]}"].known
+
+
+def maximum_speedup(cell: Cell, passes: Passes = RECOMPUTED, masked_share: float = 0.5) -> float:
+    """The paper's theoretical maximum speedup (section 5).
+
+    A masked block costs `masked_share` of a full one: half at best. Ring's slowest device has one of them and n - 1
+    full blocks, each of Striped's has n.
+    """
+    model = models()[cell.model]
+    attention = passes.attention * flops_cost(cell.device) * model.attention_flops(cell.seqlen)
+    rest = passes.rest * model.rest_flops
+    ring, striped = (cell.n - 1 + masked_share) / cell.n, masked_share
+    return (rest + attention * ring) / (rest + attention * striped)
+
+
+def tiles_computed(block: int, tile_queries: int, tile_keys: int) -> float:
+    """The share of a causal block's tiles that have an unmasked element (section 2.2.1)."""
+    tile_rows, columns = math.ceil(block / tile_queries), math.ceil(block / tile_keys)
+    kept = sum(math.ceil(min((r + 1) * tile_queries, block) / tile_keys) for r in range(tile_rows))
+    return kept / (tile_rows * columns)
+
+
+def tile(device: str) -> tuple[int, int]:
+    """Queries and keys of the paper's tiles (section 4.1)."""
+    stated, name = claims("striped_claims"), DEVICES[device]
+    return int(stated[f"tile queries {name}"].known), int(stated[f"tile keys {name}"].known)
+
+
+def tiled_speedup(cell: Cell) -> float:
+    """The maximum where whole tiles are left out, as the paper's implementation does."""
+    return maximum_speedup(cell, masked_share=tiles_computed(cell.block, *tile(cell.device)))
+
+
+def attention_limit(n: int, masked_share: float = 0.5) -> float:
+    """Ring's time over Striped's for attention alone, where each of n ranks has a device: 2 - 1/n."""
+    return (n - 1 + masked_share) / (n * masked_share)
+
+
+def shared_limit(n: int, cores: int, masked_share: float = 0.5) -> float:
+    """The same where n ranks share cores: a step takes as long as its busiest rank, or as all the work on all cores.
+
+    Of n^2 blocks Ring computes n masked and n (n - 1) / 2 full ones, Striped n^2 masked ones.
+    """
+    cores = min(n, cores)
+    ring = max(n - 1 + masked_share, (n * (n - 1) / 2 + n * masked_share) / cores)
+    striped = max(n * masked_share, n * n * masked_share / cores)
+    return ring / striped

@@ -1,0 +1,85 @@
+"""What the study of Ring Attention must show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis import notebooks
+from analysis.paper_tables import claims, rows
+from analysis.runs import Runs
+from analysis.studies.ring_explainer import FILE, explainer, is_right, items
+from analysis.studies.ring_hidden import HIDDEN, onsets, settings
+from analysis.studies.ring_memory import GPUS, SETTLED, memory
+from analysis.studies.ring_model import STEP, Setting
+from analysis.table import Table
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("records"), workers=1)
+
+
+def table_of(section: object) -> Table:
+    return next(part for part in section.parts if isinstance(part, Table))  # type: ignore[attr-defined]
+
+
+def test_memory_is_linear_in_a_ranks_tokens_whatever_the_sequence(runs: Runs) -> None:
+    table = {row[0]: row for row in table_of(memory(runs)).rows}
+    assert set(table) == set(GPUS)
+    settled = [row for n, row in table.items() if n >= SETTLED]
+    assert all(row[3].kind == "computed" for row in settled)
+    assert all(row[3].value == pytest.approx(settled[0][3].value, rel=1e-3) for row in settled)
+    assert all(row[5].value == pytest.approx(settled[0][5].value, rel=1e-3) for row in settled)
+    assert table[256][2].value == pytest.approx(table[4][2].value / 64, rel=1e-3)
+
+
+def test_the_condition_is_flops_over_bandwidth() -> None:
+    setting = Setting("h100_ndr400", 2)
+    assert setting.gpus == 16
+    assert setting.hop_bytes_per_s() == pytest.approx(4.7e10)
+    assert setting.paper_tokens().known == pytest.approx(989.4e12 / 4.7e10)
+    # An Ascend node shares a GPU's HCCS cables out over its pairs; a PCIe tree's slowest hop is its uplink.
+    assert Setting("ascend_oam", 1).hop_bytes_per_s() == pytest.approx(1.6e11 / 7)
+    assert Setting("a10_pcie", 1).hop_bytes_per_s() == pytest.approx(1.3e10)
+    assert "no peak" in Setting("ascend_oam", 1).paper_tokens().why
+
+
+def test_a_mask_halves_what_there_is_to_hide_behind() -> None:
+    setting = Setting("h100_ndr400", 2)
+    assert 1.8 < setting.least_tokens(causal=True).known / setting.least_tokens().known < 2.2
+
+
+def test_the_simulator_hides_from_where_the_rates_say(runs: Runs) -> None:
+    (onset,) = onsets(runs, [Setting("a100_hdr200", 2)])
+    shares = [share.known for share in onset.shares]
+    assert onset.from_block.known == pytest.approx(onset.least.known, rel=0.12)
+    assert shares == sorted(shares) and shares[0] < 0.5 and shares[-1] >= HIDDEN
+    assert all(block % STEP == 0 for block in onset.blocks)
+
+
+def test_every_preset_is_looked_at() -> None:
+    assert len(settings()) == len(set(settings())) == 15
+
+
+def test_the_explainers_numbers(runs: Runs) -> None:
+    found = {item.name: item for item in items(runs)}
+    said = claims(FILE, "name")
+    assert {row["name"] for row in rows(FILE)} - set(found) == {
+        *("sequence", "gpus", "width", "element", "network", "serial_compute", "serial_transfer")
+    }
+    right = {name for name, item in found.items() if item.again.value is not None and is_right(said[name], item.again)}
+    assert {name for name in found if name not in right} == {"round_compute", "share", "overlap_use"}
+    # A KV chunk is two tensors of 125,000 x 4096 x 2 bytes, and 7 of 8 rounds send one.
+    assert found["round_bytes"].ring.value == pytest.approx(2 * 125_000 * 4096 * 2 / 1e9)
+    assert found["total_bytes"].ring.value == pytest.approx(7 * 2 * 125_000 * 4096 * 2 / 1e9)
+    assert found["rounds"].ring.value == 7
+    assert found["overlap_use"].again.value == pytest.approx(100 * 8 / 15)
+    assert found["share"].again.value == pytest.approx(0.5)
+    assert found["round_compute"].ring.kind == found["share"].ring.kind == "simulated"
+    assert len(table_of(explainer(runs)).rows) == 11
+
+
+def test_notebook_runs(tmp_path: Path) -> None:
+    assert notebooks.execute("ring", tmp_path / "out", tmp_path / "records") == ""

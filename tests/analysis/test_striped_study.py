@@ -1,0 +1,131 @@
+"""What the study of Striped Attention must show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis import notebooks
+from analysis.runs import Runs
+from analysis.studies.striped_maximum import BOUND, fits, maximum, misses, table_2_gaps, tiles
+from analysis.studies.striped_measured import KERNEL_STEP, SIZES, measured
+from analysis.studies.striped_model import (
+    ASSUMPTIONS,
+    RECOMPUTED,
+    Cell,
+    attention_limit,
+    cells,
+    maximum_speedup,
+    shared_limit,
+    tile,
+    tiled_speedup,
+    tiles_computed,
+)
+from analysis.studies.striped_simulated import ask_pairs, estimates, pair
+from analysis.studies.striped_work import as_the_paper, planned, work, work_by_round
+from analysis.table import Table
+
+
+def table_of(section: object, name: str) -> Table:
+    return next(part for part in section.parts if isinstance(part, Table) and part.name == name)  # type: ignore[attr-defined]
+
+
+def test_all_hundred_maximum_speedups_are_within_a_hundredth() -> None:
+    assert len(cells()) == 100
+    assert abs(misses()).max() <= 0.01
+    assert [passes for passes in ASSUMPTIONS if fits(passes)] == [RECOMPUTED]
+
+
+def test_the_maximum_is_the_formula_written_out() -> None:
+    # 3B on 2 x 4 A100 at 256k: d = 3200, f = 8640.
+    cell = Cell("a100", "3B", 2, 4, 2**18, 1.71, 1.45)
+    attention, rest = 5 * 2 * 4 * 2**18 * 3200, 4 * 2 * (4 * 3200**2 + 3 * 3200 * 8640)
+    assert maximum_speedup(cell) == pytest.approx((rest + attention * 3.5 / 4) / (rest + attention / 2))
+    assert maximum_speedup(cell) == pytest.approx(1.71, abs=BOUND)
+
+
+def test_table_shows_every_cell_with_its_ratio() -> None:
+    table = table_of(maximum(), "striped-maximum")
+    assert len(table.rows) == 100
+    for row in table.rows:
+        paper, ours, ratio = row[5], row[6], row[7]
+        assert (paper.kind, ours.kind) == ("paper", "computed")
+        assert ratio.value == pytest.approx(ours.value / paper.value)
+
+
+def test_table_2_differs_from_table_4_in_one_cell() -> None:
+    differing = [(device, model, a.value, b.value) for device, model, a, b in table_2_gaps() if a.value != b.value]
+    assert differing == [("TPUv4", "1B", 1.39, 1.37)]
+    assert len(table_2_gaps()) == 6
+
+
+def test_tiles_leave_out_what_the_paper_says() -> None:
+    assert 1 - tiles_computed(1536, 512, 512) == pytest.approx(1 / 3)
+    assert 1 - tiles_computed(4096, *tile("tpuv4")) == 0.25
+    assert tiles_computed(4096, *tile("a100")) == 1
+    assert tiles_computed(2**20, 128, 128) == pytest.approx(0.5, abs=1e-4)
+    assert all(1 <= tiled_speedup(cell) <= maximum_speedup(cell) for cell in cells())
+    table = table_of(tiles(), "striped-claims")
+    assert all(row[2].value == pytest.approx(row[3].value, abs=0.5) for row in table.rows if row[1] == "%")
+
+
+@pytest.mark.parametrize(("block", "tile_queries", "tile_keys"), [(12, 4, 4), (12, 3, 6), (10, 4, 3), (7, 7, 2)])
+def test_tiles_are_those_of_a_drawn_mask(block: int, tile_queries: int, tile_keys: int) -> None:
+    mask = np.tril(np.ones((block, block), bool))
+    drawn = [
+        mask[i : i + tile_queries, j : j + tile_keys].any()
+        for i in range(0, block, tile_queries)
+        for j in range(0, block, tile_keys)
+    ]
+    assert tiles_computed(block, tile_queries, tile_keys) == pytest.approx(np.mean(drawn))
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("name", ["ring", "striped"])
+def test_plans_have_the_papers_work(name: str, n: int) -> None:
+    assert as_the_paper(name, n, 16) == n * n
+
+
+def test_ring_has_a_full_block_in_every_round_but_the_first() -> None:
+    ring, _ = work_by_round(*planned("ring", 8, 64))
+    striped, _ = work_by_round(*planned("striped", 8, 64))
+    assert (ring.max(axis=1)[1:] == 64 * 64).all() and ring.max(axis=1)[0] == 64 * 65 // 2
+    assert ring.sum() == striped.sum() == 512 * 513 // 2
+    assert ring.min() == 0 and striped.min() == 64 * 63 // 2
+    assert len(table_of(work(), "striped-work").rows) == 8
+
+
+def test_limits() -> None:
+    assert [attention_limit(n) for n in (2, 4, 8)] == [1.5, 1.75, 1.875]
+    assert [shared_limit(n, n) for n in (2, 4, 8)] == [1.5, 1.75, 1.875]
+    assert shared_limit(4, 2) == 1 and shared_limit(2, 8) == 1.5
+    assert shared_limit(4, 2, tiles_computed(1024, KERNEL_STEP, KERNEL_STEP)) == 0.75
+    paired = {n: work_by_round(*planned("ring", n, 4096))[0].sum(axis=0).max() for n in (2, 4, 8)}
+    for n, busiest in paired.items():
+        assert busiest / (n * 4096 * 4097 / 2) == pytest.approx(attention_limit(n), rel=1e-3)
+
+
+def test_simulated_speedup_is_below_its_limit_and_grows(tmp_path: Path) -> None:
+    found = ask_pairs(Runs(tmp_path, workers=1), [pair(4, 4 * block, heads=16) for block in (4096, 32768)])
+    speedups = [ring.step_ms_median / striped.step_ms_median for ring, striped in found]  # type: ignore[operator]
+    assert 1 < speedups[0] < speedups[1] < attention_limit(4)
+
+
+def test_a_layers_estimate_is_below_the_maximum_and_says_where_there_is_none(tmp_path: Path) -> None:
+    chosen = [Cell("a100", model, 2, 4, 2**17, 1.7, 1.35) for model in ("1B", "3B")]
+    known, unknown = estimates(Runs(tmp_path, workers=1), chosen)
+    assert 1 < known.known < maximum_speedup(chosen[0]) and known.kind == "simulated"
+    assert unknown.value is None and "head_dim=100" in unknown.why
+
+
+def test_notebook_runs_and_what_was_measured_is_said_to_be(tmp_path: Path) -> None:
+    assert notebooks.execute("striped", tmp_path / "out", tmp_path / "records") == ""
+    section = measured(Runs(tmp_path / "records"))
+    table = table_of(section, "striped-measured")
+    assert [(row[0], row[2]) for row in table.rows] == list(SIZES)
+    for row in table.rows:
+        speedup, low, high = row[6:9]
+        assert speedup.kind == "measured" and low.known <= speedup.known <= high.known
+        assert row[4].value / row[5].value == pytest.approx(speedup.value)

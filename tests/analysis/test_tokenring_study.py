@@ -1,0 +1,112 @@
+"""What the TokenRing study must show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis import notebooks
+from analysis.number import record_source
+from analysis.plans import busy_links, choice_of, lanes_together, step_ends_ms
+from analysis.runs import Runs, record_of
+from analysis.section import Text
+from analysis.studies import tokenring
+from analysis.studies.tokenring_figure6 import TESTBED
+from analysis.table import Table
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("records"))
+
+
+def table_of(section: object) -> Table:
+    return next(part for part in section.parts if isinstance(part, Table))  # type: ignore[attr-defined]
+
+
+def words_of(section: object) -> str:
+    return " ".join(str(part) for part in section.parts if isinstance(part, Text))  # type: ignore[attr-defined]
+
+
+def test_table1_counts_what_the_closed_forms_say(runs: Runs) -> None:
+    section = tokenring.table1(runs)
+    sent = {(row[0], row[3]): [getattr(cell, "value", cell) for cell in row[4:]] for row in table_of(section).rows}
+    forms = [(n, 2 * (n - 1)) for n in tokenring.COUNTED_GPUS]
+    assert sent["TokenRing", 32] == sent["Ring Attention", 32] == sent["TokenRing", 8] == [c for _, c in forms]
+    assert sent["Ring Attention", 8] == [c / 4 for _, c in forms]
+    assert sent["DeepSpeed-Ulysses", 32] == [*(4 * (n - 1) / n for n, _ in forms[:2]), "refused"]
+    assert "4 times as much" in words_of(section)
+
+
+def test_figure6_shows_paper_and_ours_and_which_was_fitted(runs: Runs) -> None:
+    section = tokenring.figure6(runs)
+    table = table_of(section)
+    rows = {(row[0], row[1]): row for row in table.rows}
+    ring, token = rows["ring", 0], rows["tokenring", 2]
+    assert (ring[2].value, ring[2].kind, ring[3].kind) == (7.6, "paper", "simulated")
+    assert ring[4].value == pytest.approx(1, abs=0.02) and ring[5] == "link rate set from it"
+    assert (token[2].value, token[5]) == (4.6, "no")
+    assert token[4].value == pytest.approx(token[3].value / 4.6)
+    # All the time of the pass is in its steps, and what the paper leaves out is there without a ratio.
+    steps = [row[3].value for row in table.rows if row[0] == "tokenring"]
+    record = runs.one(method="tokenring", **TESTBED)
+    assert sum(steps) == pytest.approx(record.forward_ms_median)
+    assert [row[2] for row in table.rows if row[0] == "tokenring"][3:] == ["not given"] * 2
+    assert "fitted" in words_of(section) and "it was causal" in words_of(section)
+
+
+def test_more_gpus_more_steps_with_both(runs: Runs) -> None:
+    rows = table_of(tokenring.directions(runs)).rows
+    # Of n + 1 steps the first two send no output, the last two no Q.
+    assert {row[0]: row[1].value for row in rows} == {
+        n: pytest.approx(max(0, n - 3) / (n + 1)) for n in (2, 4, 8, 16, 32)
+    }
+    for row in rows[1:]:
+        shares = [cell.value for cell in row[3:]]
+        assert shares[1] == 0 < shares[3] < shares[2] < 1  # the cable back: idle in Ring, used in TokenRing
+        assert shares[4] == shares[5] > 0  # a switch's ports: both directions in Ring too
+
+
+def test_full_mesh_gains_and_switch_does_not(runs: Runs) -> None:
+    gains = {(row[0][:4], *row[1:4]): row[8].value for row in table_of(tokenring.topologies(runs)).rows}
+    mesh = [gains["full", "full", 1024, n] for n in (2, 4, 8)]
+    assert mesh == sorted(mesh) and mesh[-1] > 1.3
+    assert max(gain for key, gain in gains.items() if key[0] == "NVSw") < 1
+
+
+def test_hybrid_is_faster_across_many_nodes(runs: Runs) -> None:
+    times = {tuple(row[:3]): row[3].value for row in table_of(tokenring.nodes(runs)).rows}
+    for cluster in tokenring.NODE_CLUSTERS:
+        assert times[cluster, 64, "tokenring, hybrid"] < times[cluster, 64, "tokenring"]
+
+
+def test_steps_and_lanes_of_a_record(runs: Runs) -> None:
+    record = runs.one(method="tokenring", gpus=4, seqlen="8k", cluster="ascend_oam", phase="forward", causal=False)
+    ends = step_ends_ms(record)
+    assert ends == sorted(ends) and len(ends) == 5
+    assert ends[-1] == pytest.approx(record.forward_ms_median)
+    both, one = lanes_together(record, ("q", "o"))
+    assert 0 < both < both + one <= 1
+    assert max(share.max() for share in busy_links(record).values()) <= 1 + 1e-9
+
+
+def test_a_record_of_other_code_is_refused(runs: Runs) -> None:
+    record = runs.one(method="ring", gpus=4, seqlen="8k", cluster="ascend_oam", phase="forward")
+    record.step_ms_median = 1.0
+    with pytest.raises(ValueError, match="other code"):
+        choice_of(record)
+    with pytest.raises(ValueError, match="unsupported"):
+        choice_of(runs.one(method="ulysses", gpus=64, seqlen="8k"))
+
+
+def test_notebook_runs(runs: Runs, tmp_path: Path) -> None:
+    assert notebooks.execute("tokenring", tmp_path, runs.folder) == ""
+
+
+def test_a_source_names_what_was_changed_of_a_cluster(runs: Runs) -> None:
+    asked = {"method": "ring", "gpus": 16, "seqlen": "16k", "phase": "forward", "cluster": "ascend_oam"}
+    record = runs.one(**asked, cluster__gpus_per_node=16, cluster__inter__bytes_per_s=1e9)
+    command = record_source(record).text
+    assert "cluster=ascend_oam cluster.gpus_per_node=16 cluster.inter.bytes_per_s=1000000000.0" in command
+    assert record_of(tuple(command.split()[3:]), runs.folder).run_id == record.run_id
