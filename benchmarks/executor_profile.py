@@ -1,8 +1,8 @@
 """What executing a plan costs beside its kernels: `python -m benchmarks.executor_profile` writes docs/executor.md.
 
-One process executes the plans of one rank, with its lanes' threads, on a transport that delivers at once. So nobody
-waits for a network, and what is neither kernel nor fold nor waiting for a lane is the interpreter. One thread of torch,
-fp32. Compared numbers are taken in turn within one run, and medians are shown.
+One process executes the plans of one rank, with its lanes' threads, on a transport that gives it copies of what it
+sends. So nobody waits for a network, and what is neither kernel nor fold nor waiting for a lane is the interpreter. One
+thread of torch, fp32. Compared numbers are taken in turn within one run, and medians are shown.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import itertools
 import platform
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reports import about, table
@@ -26,7 +23,7 @@ from sp_bench.kernels import choose
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Problem, layout_named
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Does
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.transport import AloneTransport
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "executor.md"
 HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 7
@@ -42,26 +39,6 @@ METHODS: tuple[tuple[str, dict[str, object]], ...] = (
 )
 
 
-class _Done:
-    """A transfer that is over."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-@dataclass
-class Instant(GlooTransport):
-    """Whatever is received is there already: what the buffer holds."""
-
-    def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[Any]:
-        """Nothing comes, and at once."""
-        return [_Done()] * len(tensors)
-
-    def send(self, lane: int, target: int, tensors: Sequence[Tensor], counted_as: Sequence) -> list[Any]:
-        """Nothing goes."""
-        return [_Done()] * len(tensors)
-
-
 class Rank:
     """A rank of n, alone."""
 
@@ -74,8 +51,7 @@ class Rank:
         )  # fmt: skip
         self.problem = chosen.dealt(whole)
         plans = {phase: chosen.plan(self.problem, phase, COMPUTE_BOUND) for phase in PHASES}
-        alone = (0, Instant(None))
-        self.engine = Engine(plans, self.problem, None, "auto", torch.device("cpu"), alone_as=alone)
+        self.engine = Engine(plans, self.problem, "auto", torch.device("cpu"), transport=AloneTransport())
         self.inputs = [torch.randn(1, seqlen // RANKS, HEADS, HEAD_DIM) for _ in range(4)]
 
     def step(self, does: Does = Does.EVERYTHING) -> tuple[float, float]:
@@ -133,7 +109,7 @@ def _memory_events(profiled: profile) -> list[Any]:
 
 def monolithic_s(seqlen: int, *, causal: bool) -> tuple[float, float]:
     """Seconds of one call of the kernel on the whole sequence, forward and backward."""
-    kernel = choose("auto", "cpu", "float32")
+    kernel = choose("auto", "cpu", "float32", HEAD_DIM)
     q, k, v, dout = (torch.randn(1, seqlen, HEADS, HEAD_DIM) for _ in range(4))
     mask = Mask.CAUSAL if causal else Mask.FULL
     started = time.perf_counter()

@@ -4,7 +4,8 @@
 
 Starts a SLURM in a box (slurm/testcluster.py) whose four nodes take 2 ranks each, submits conf/sweep/cpu_methods.yaml,
 cancels an array task, takes a node down, restarts the controller, resumes, and checks that each of the 30 points is
-there once. Needs root and the Debian packages slurm-wlm and munge; takes minutes on two cores.
+there once. Then a second sweep has a time limit of two minutes, which one of its two points can't keep. Needs root and
+the Debian packages slurm-wlm and munge; takes minutes on two cores.
 """
 
 from __future__ import annotations
@@ -38,6 +39,21 @@ def disturb(box: SlurmBox) -> None:
             box.run("scontrol", "update", f"jobid={job}", "starttime=now")
 
 
+def run_into_the_limit(box: SlurmBox, folder: Path, settings: list[str]) -> bool:
+    """Whether SLURM's time limit ends a task in order, leaves the other's point, and a resume submits the one only."""
+    keys = ["sweep=cpu_methods", "method=ring", "gpus=2", "seqlen=512,16k", "iters=100", "slurm.time=00:02:00"]
+    sweep_main([*keys, f"folder={folder}", *settings])
+    sweep_main(["status", str(folder), "--wait"])
+    sweep = Sweep.read(folder)
+    told = [log.name for log in sweep.folder.glob("logs/*") if "ended by SIGTERM; finished" in log.read_text()]
+    kept = [record.seqlen for record in records.read_all(sweep.records)]
+    sweep_main(["resume", str(folder)])
+    again = list(sweep.jobs.values())[1:]
+    sweep_main(["cancel", str(folder), "--wait"])
+    print(f"time limit: {len(told)} task told to end, kept seqlen {kept}, submitted again tasks {again}")
+    return len(told) == 1 and kept == [512] and again == [[1]]
+
+
 def _tasks(box: SlurmBox, state: str) -> list[tuple[str, ...]]:
     """Array tasks in a state: JOB_TASK, SLURM's own id, first node."""
     lines = box.run("squeue", "--noheader", "--array", f"--states={state}", "--format=%F_%K %A %B").splitlines()
@@ -50,7 +66,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def main() -> int:
-    """Returns 0 if every point is there once, and ok."""
+    """Returns 0 if every point of the first sweep is there once, and ok, and the second is as it must be."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="sp_bench-sweep-"))
     box = SlurmBox(folder / "box", gpus_per_node=2)
     box.up()
@@ -62,6 +78,7 @@ def main() -> int:
         sweep_main(["status", f"{folder}/sweep", "--wait"])
         sweep_main(["resume", f"{folder}/sweep", "--wait"])
         print(f"{time.monotonic() - started:.0f} s in all")
+        limited = run_into_the_limit(box, folder / "limited", settings)
     finally:
         box.down()
     sweep = Sweep.read(folder / "sweep")
@@ -69,7 +86,7 @@ def main() -> int:
     print(frame.pivot_table(index=["gpus", "nodes", "seqlen"], columns="method", values="step_ms_median").round(1))
     whole = len(frame) == len(sweep.points) and not frame.duplicated(["method", "gpus", "seqlen"]).any()
     print(f"{len(frame)} records of {len(sweep.points)} points, {(frame.status == 'ok').sum()} ok")
-    return 0 if whole and (frame.status == "ok").all() else 1
+    return 0 if whole and limited and (frame.status == "ok").all() else 1
 
 
 if __name__ == "__main__":

@@ -74,12 +74,12 @@ class Sweep:
         try:
             for name in ("scripts", "logs", "points", "records"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
+            for each in refused:
+                self.refuse(each.point, each.record)
+            _write(self.folder / "sweep.json", content)
         except OSError as error:
             rule = f"can't be made ({error.strerror})"
             raise RequestError(f"folder={self.folder}", rule, "folder=results/NAME would work") from None
-        for each in refused:
-            self.refuse(each.point, each.record)
-        _write(self.folder / "sweep.json", content)
 
     @property
     def records(self) -> Path:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -11,9 +14,20 @@ def cores_here() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def gpus_here() -> int:
-    """NVIDIA GPUs, counted without loading a driver."""
-    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
+    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted without loading a driver."""
+    there = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
+
+
+def torch_has_cuda() -> bool:
+    """Whether torch was built for CUDA, found out without importing it."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    version = Path(torch.origin).with_name("version.py")
+    return version.exists() and re.search(r"^cuda\b.*=\s*['\"]", version.read_text(), re.MULTILINE) is not None
 
 
 def free_bytes() -> int:

@@ -14,9 +14,10 @@ from sp_bench.bench.measured import Samples, measure_points
 from sp_bench.bench.request import Request, resolve
 from sp_bench.bench.simulated import simulate_point, time_by_rank, trace_of
 from sp_bench.errors import RequestError
+from sp_bench.measure.ranks import leave_if_told
 from sp_bench.records import Record
 
-__all__ = ["Outcome", "Request", "resolve", "run_points", "work_of"]
+__all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,31 @@ class Outcome:
     reused: bool = False
 
 
-def work_of(requests: Sequence[Request]) -> int:
+def work_of(requests: Sequence[Request | Record]) -> int:
     """Steps that `progress` will be told of, for a bar."""
-    return sum(1 if r.mode == "simulate" else r.verify + r.warmup + r.iters for r in requests)
+    to_run = [r for r in requests if isinstance(r, Request)]
+    return sum(1 if r.mode == "simulate" else r.verify + r.warmup + r.iters for r in to_run)
+
+
+class NotWritten(OSError):
+    """Records that can't be written, which ends a run: the disk is full, or the folder gone."""
+
+    def __init__(self, path: Path, why: OSError, outcomes: list[Outcome], lost: list[Record], points: int) -> None:
+        """`outcomes` are all that there are of `points`, and `lost` those without a record. `path` is the first's."""
+        super().__init__(why.errno, why.strerror or str(why), str(path))
+        self.outcomes, self.lost, self.points = outcomes, lost, points
+
+    def __str__(self) -> str:
+        lost = "; ".join(f"{r.method} gpus={r.gpus} seqlen={r.seqlen}" for r in self.lost)
+        kept, missing = len(self.outcomes) - len(self.lost), self.points - len(self.outcomes)
+        return (
+            f"{self.filename}: can't be written ({self.strerror}), so the run has ended. In no record: {lost}. Of "
+            f"{self.points} points {kept} are kept and {missing} not run; with room the same command completes them"
+        )
 
 
 def run_points(
-    requests: Sequence[Request],
+    requests: Sequence[Request | Record],
     *,
     folder: Path,
     reuse: bool,
@@ -48,42 +67,62 @@ def run_points(
 ) -> list[Outcome]:
     """Run all points; returns their outcomes in the order given. Each is written to `folder` as soon as it is finished.
 
-    Measured points with equally many ranks that follow one another share one allocation and are timed in turn.
-    `reuse` takes a point that the folder has as ok already from there. A point that fails is an outcome, not an error.
-    Raises OSError where the folder can't be written.
+    Measured points of one problem that follow one another share one allocation and are timed in turn. `reuse` takes a
+    point that the folder has as ok already from there. A point that fails is an outcome, not an error; one that has
+    been refused is given as its record, and written first.
+    Only `finished` gets what stands beside a record: that of a whole sweep would fill the memory.
+    Raises NotWritten where records can't be written, or `finished` raises OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, Outcome] = {}
 
-    def finish(outcome: Outcome) -> None:
-        if not outcome.reused:
-            records.write(folder, outcome.record, samples=outcome.samples, trace=outcome.trace, ranks=outcome.ranks)
-        outcomes[outcome.record.run_id] = outcome
-        finished(outcome)
+    def step(steps: int) -> None:
+        leave_if_told()
+        progress(steps)
 
-    for (mode, *_), group in itertools.groupby(requests, key=_together):
+    def finish(*found: Outcome) -> None:
+        """Keep what has been run together, as much as can be."""
+        errors: list[tuple[Record, OSError]] = []
+        for outcome in found:
+            record = outcome.record
+            outcomes[record.run_id] = Outcome(record, reused=outcome.reused)
+            try:
+                if not outcome.reused:
+                    records.write(folder, record, samples=outcome.samples, trace=outcome.trace, ranks=outcome.ranks)
+                finished(outcome)
+            except OSError as error:
+                errors.append((record, error))
+        if errors:
+            (first, why), *_ = errors
+            path, there = folder / f"{first.run_id}.json", [r.run_id for r in requests if r.run_id in outcomes]
+            lost = [record for record, _ in errors]
+            raise NotWritten(path, why, [outcomes[run_id] for run_id in there], lost, len(requests)) from why
+
+    finish(*(Outcome(refused) for refused in requests if isinstance(refused, Record)))
+    to_run = [request for request in requests if isinstance(request, Request)]
+    for (mode, *_), group in itertools.groupby(to_run, key=_together):
         todo = []
         for request in group:
             if reuse and (kept := _kept(folder, request)):
                 finish(Outcome(kept, reused=True))
-                progress(work_of([request]))
+                step(work_of([request]))
             else:
                 todo.append(request)
         if mode == "measure" and todo:
-            for outcome in _measure(todo, progress):
-                finish(outcome)
+            finish(*_measure(todo, step))
         elif todo:
             for request in todo:
                 finish(_simulate(request))
-                progress(1)
+                step(1)
     # Within a group, those that are reused are finished first.
     return [outcomes[request.run_id] for request in requests]
 
 
 def _together(request: Request) -> tuple:
-    """Points that are equal in this run together."""
-    cluster = request.cluster
-    return (request.mode, request.problem.n, request.iters, request.warmup, cluster.name, cluster.hosts)
+    """Points that are equal in this run together: those that tables compare. Each such group is kept when it ends."""
+    p, cluster = request.problem, request.cluster
+    problem = (p.n, p.seqlen, p.batch, p.heads, p.kv_heads, p.head_dim, p.causal, p.dtype, p.wire_dtype)
+    settings = (request.phase, request.iters, request.warmup, request.devices.kind, *request.devices.nccl.items())
+    return (request.mode, problem, cluster.name, cluster.hosts, cluster.alone, settings)
 
 
 def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 
 import numpy as np
 
 from sp_bench import account, records
 from sp_bench.bench.choose import Choice, choose
+from sp_bench.bench.inside import describe_alone, describe_devices, inside_for
 from sp_bench.bench.outcome import account_for, by_lane, describe_peer, plain, rates_for
 from sp_bench.bench.request import Request, refuse_what_does_not_fit
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.hosts.shaped import hosts_for
-from sp_bench.measure.pool import RankError, RankFailure
+from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import by_host, open_ranks
 from sp_bench.measure.spec import Measured, Spec
 from sp_bench.measure.stats import summarise
@@ -39,15 +42,20 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
             check_all(choice.plans, choice.problem)
     first = requests[0]
     together = sum(map(_least_bytes, requests, choices))
-    here = first.launch.ranks_here if first.launch else first.problem.n
+    alone = first.cluster.alone
+    here = 1 if alone else first.launch.ranks_here if first.launch else first.problem.n
+    together = 0 if first.devices.kind == "cuda" else together
     refuse_what_does_not_fit(here, together, first.config)
-    specs = list(map(_spec, requests, choices))
+    specs = [spec for pair in zip(requests, choices, strict=True) for spec in _specs(*pair)]
+    each = len(specs) // len(requests)
+    started = datetime.now(UTC).isoformat()
     try:
         timeout_s = max(request.timeout_s for request in requests)
         # A peer posts its transfers where it computes, and all that are timed in turn get the same cores.
         first_go_transfers = not any(spec.peer for spec in specs)
         hosts = None if first.launch else hosts_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
-        with open_ranks(first.problem.n, timeout_s, first.launch, hosts) as pool:
+        processes = 1 if alone else first.problem.n
+        with open_ranks(processes, timeout_s, first.launch, hosts, first.devices) as pool:
             ranks_by_host = by_host(pool)
             by_rank = pool.run(
                 "sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=lambda _: progress(1)
@@ -57,20 +65,23 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
         under_way = failure.progress
         if under_way is None and len(requests) > 1:
             return [point for request in requests for point in measure_points([request], progress)]
-        under_way = under_way or 0
+        under_way = (under_way or 0) // each
         failed: Point = (requests[under_way].record(_status(failure), str(failure)), None, None)
         others = [request for i, request in enumerate(requests) if i != under_way]
         points = measure_points(others, progress) if others else []
         return [*points[:under_way], failed, *points[under_way:]]
     return [
-        _point(request, choice, [rank[i] for rank in by_rank], ranks_by_host)
+        _point(
+            request, choice, [m for rank in by_rank for m in rank[each * i : each * (i + 1)]], ranks_by_host, started
+        )
         for i, (request, choice) in enumerate(zip(requests, choices, strict=True))
     ]
 
 
-def _spec(request: Request, choice: Choice | None) -> Spec:
+def _specs(request: Request, choice: Choice | None) -> list[Spec]:
+    """What each process is told: one thing or, where ranks are executed alone, one for each of them."""
     peer = request.method if isinstance(request.method, Peer) else None
-    return Spec(
+    spec = Spec(
         phases=request.phases,
         plans=choice.plans if choice else {},
         peer=peer,
@@ -80,6 +91,8 @@ def _spec(request: Request, choice: Choice | None) -> Spec:
         parts=request.parts,
         seed=request.seed,
     )
+    alone = request.cluster.alone
+    return [replace(spec, alone=rank) for rank in alone] if alone else [spec]
 
 
 def _least_bytes(request: Request, choice: Choice | None) -> int:
@@ -93,15 +106,20 @@ def _status(failure: Exception) -> str:
     """What a failure is in a record; torch says that memory is out in words only."""
     if isinstance(failure, RankError) and isinstance(failure.cause, RequestError):
         return "unsupported"
+    if isinstance(failure, RankHang):
+        return "timeout"
     out_of_memory = ("MemoryError", "DefaultCPUAllocator", "out of memory")
     return "oom" if any(words in str(failure) for words in out_of_memory) else "failed"
 
 
-def _point(request: Request, choice: Choice | None, ranks: list[Measured], hosts: dict[str, list[int]]) -> Point:
+def _point(
+    request: Request, choice: Choice | None, ranks: list[Measured], hosts: dict[str, list[int]], started: str
+) -> Point:
+    """`started` is when this run of points began, which tells those that were timed in turn from others."""
     record = request.record("ok")
     record.iters, record.warmup = request.iters, request.warmup
     record.nodes = len(hosts) if request.launch else record.nodes
-    record.provenance = {**records.provenance(), "ranks_by_host": hosts}
+    record.provenance = {**records.provenance(), "ranks_by_host": hosts, "measured_at": started}
     if choice:
         account_for(record, request, choice)
     elif isinstance(request.method, Peer):
@@ -113,9 +131,15 @@ def _point(request: Request, choice: Choice | None, ranks: list[Measured], hosts
     if wrong:
         record.status, record.error = "incorrect", f"the correctness gate: {wrong}"
         return record, choice, None
+    describe_devices(record, request, ranks[0])
+    if choice and request.cluster.alone:
+        _count_sent(record, choice, ranks, request.cluster.alone)
+        describe_alone(record, request, ranks)
+        _memory_for(record, ranks)
+        return record, choice, _samples(ranks, inside=True)
     _times_for(record, request, ranks)
     if choice:
-        _count_sent(record, choice, ranks)
+        _count_sent(record, choice, ranks, range(len(ranks)))
         _parts_for(record, request, ranks)
     else:
         _sent_by_peer(record, ranks)
@@ -142,10 +166,9 @@ def _times_for(record: Record, request: Request, ranks: list[Measured]) -> None:
 def _parts_for(record: Record, request: Request, ranks: list[Measured]) -> None:
     """What a plan's blocks and transfers take in the step, and alone."""
     assert record.step_ms_median is not None
-    blocks_ms = 1e3 * np.median([rank.blocks_s for rank in ranks], axis=1)
-    record.compute_ms = float(blocks_ms.max())
+    blocks_ms = inside_for(record, ranks)
     record.rank_imbalance = float(blocks_ms.max() / blocks_ms.mean())
-    record.exposed_comm_ms = record.step_ms_median - record.compute_ms
+    record.exposed_comm_ms = record.step_ms_median - float(blocks_ms.max())
     if request.parts:
         record.compute_only_ms_median = float(np.median(_slowest(ranks, "compute_only_s")))
         record.communication_only_ms_median = float(np.median(_slowest(ranks, "communication_only_s")))
@@ -154,7 +177,11 @@ def _parts_for(record: Record, request: Request, ranks: list[Measured]) -> None:
 
 def _memory_for(record: Record, ranks: list[Measured]) -> None:
     """What the ranks held, in place of what the plans say that they can hold."""
-    live, grown = ([getattr(rank, name) for rank in ranks] for name in ("live_bytes", "grown_bytes"))
+    live, grown, given = ([getattr(r, name) for r in ranks] for name in ("live_bytes", "grown_bytes", "device_bytes"))
+    if any(given):
+        record.peak_mem_source = "torch's allocator on the GPU, from before the inputs to its peak in the first step"
+        record.peak_mem_bytes_max, record.peak_mem_bytes_min = max(given), min(given)
+        return
     record.peak_rss_growth_bytes_max, record.peak_rss_growth_bytes_min = max(grown), min(grown)
     if any(live):  # a peer's tensors can't be seen
         record.peak_mem_source = "the executor's live tensors"
@@ -163,7 +190,8 @@ def _memory_for(record: Record, ranks: list[Measured]) -> None:
 
 def _samples(ranks: list[Measured], *, inside: bool) -> Samples:
     """`inside`: with what a step spent its time on, which is not known of a peer."""
-    names = ("forward_s", "backward_s", "compute_only_s", "communication_only_s", *(("blocks_s", "waits_s") * inside))
+    names = ("forward_s", "backward_s", "compute_only_s", "communication_only_s")
+    names += ("blocks_s", "waits_s", "kernels_s", "folds_s", "caller_s") * inside
     given = [name for name in names if getattr(ranks[0], name)]
     return {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in given}
 
@@ -173,17 +201,18 @@ def _slowest(ranks: list[Measured], name: str) -> np.ndarray:
     return 1e3 * np.array([getattr(rank, name) for rank in ranks]).max(axis=0)
 
 
-def _count_sent(record: Record, choice: Choice, ranks: list[Measured]) -> None:
-    """Volume from the tensors that were sent, which must be what the plan says on every rank."""
+def _count_sent(record: Record, choice: Choice, ranks: list[Measured], numbers: Sequence[int]) -> None:
+    """Volume from the tensors that were sent, which must be what the plan says on every rank that was executed."""
     volumes = {phase: account.volume(plan, choice.problem) for phase, plan in choice.plans.items()}
     total = 0
-    for rank, measured in enumerate(ranks):
+    for rank, measured in zip(numbers, ranks, strict=True):
         sent = by_lane(measured.sent_bytes)
         planned = by_lane({phase: volume.of(rank) for phase, volume in volumes.items()})
         if sent != planned:
             record.status, record.error = "incorrect", f"rank {rank} sent {sent}, and the plan says {planned}"
         total += sum(sent.values())
-    record.comm_bytes_per_gpu = plain(total / len(ranks))
+    if len(ranks) == choice.problem.n:
+        record.comm_bytes_per_gpu = plain(total / len(ranks))
 
 
 def _sent_by_peer(record: Record, ranks: list[Measured]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from sp_bench import account
 from sp_bench.bench.choose import Choice
+from sp_bench.bench.inside import same_model
 from sp_bench.bench.request import Request
 from sp_bench.peers.peer import Peer
 from sp_bench.records import Record
@@ -64,5 +65,8 @@ def rates_for(record: Record, request: Request) -> None:
     record.iters_per_s = 1 / step_s
     record.tokens_per_s = problem.batch * problem.seqlen / step_s
     record.tflops_per_gpu = flops / step_s / problem.n / 1e12
-    peak_tflops = request.cluster.device.peak_tflops.get(problem.dtype)
+    # A measured rank may be on another device than the figures are of.
+    found, figures = record.device_name or "", request.cluster.device.name
+    known = found == figures or same_model(found, figures)
+    peak_tflops = request.cluster.device.peak_tflops.get(problem.dtype) if known else None
     record.mfu = record.tflops_per_gpu / peak_tflops if peak_tflops else None

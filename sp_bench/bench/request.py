@@ -8,10 +8,12 @@ from typing import Any
 
 import methods
 from sp_bench import records
+from sp_bench.bench.place import Place, place_of
 from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
 from sp_bench.errors import RequestError
 from sp_bench.hosts.shaped import refuse_what_can_not_be_made
-from sp_bench.machine import cores_here, free_bytes, gpus_here
+from sp_bench.machine import cores_here, free_bytes
+from sp_bench.measure.devices import Devices
 from sp_bench.measure.ranks import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
@@ -53,6 +55,8 @@ class Request:
     timeout_s: float
     run_id: str
     config: Mapping[str, Any] = field(repr=False)
+    devices: Devices
+    """What the ranks of a measured point compute on."""
     launch: Launch | None = None
     """Where a measured point's ranks have been started already."""
 
@@ -123,19 +127,22 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     )
     known_keys("kernel.", config["kernel"], ["name"])
     cluster.refuse(gpus)
-    mode, why = _mode(config, gpus, cluster, launch)
+    place = place_of(config, gpus, cluster, launch, of_a_peer=peer is not None)
+    mode = place.mode
     if cluster.stragglers and mode == "measure":
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
     notes = peer.notes() if peer else []
     if peer:
         peers.refuse_run(peer, mode=mode, kernel=config["kernel"]["name"])
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (gpus, cores_here())
+    here = 1 if cluster.alone else here
     if mode == "simulate":
         cluster.device.refuse(problem)
-    elif here > cores:
+    elif here > cores and place.device == "cpu":
         notes.append(f"{here} ranks share {cores} cores: their compute time includes waiting for one")
     if mode == "measure":
         inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False)
+        inputs = 0 if place.device == "cuda" else inputs
         refuse_what_does_not_fit(here, inputs, config)
         if cluster.hosts:
             refuse_what_can_not_be_made(cluster.hosts)
@@ -144,19 +151,20 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         problem=problem,
         cluster=cluster,
         mode=mode,
-        why=why,
+        why=place.why,
         phase=choice("phase", config["phase"], tuple(RUN_PHASES)),
         kernel=config["kernel"]["name"],
         iters=numbers["iters"],
         warmup=numbers["warmup"],
-        verify=truth("verify", config["verify"]),
+        verify=truth("verify", config["verify"]) and not cluster.alone,
         parts=truth("parts", config["parts"]) and peer is None,
         seed=numbers["seed"],
         trace=numbers["trace"],
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
-        run_id=_point_id(config, mode, cluster.cores, peer.version if peer else None, launch),
+        run_id=_point_id(config, mode, cluster.cores, peer.version if peer else None, launch, place),
         config=config,
+        devices=place.devices,
         launch=launch if mode == "measure" else None,
     )
 
@@ -208,6 +216,7 @@ def _point_id(
     cores: int | None,
     version: str | None = None,
     launch: Launch | None = None,
+    place: Place | None = None,
 ) -> str:
     """The run_id of a point: what its numbers depend on, however it was written.
 
@@ -217,44 +226,13 @@ def _point_id(
     kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
     if mode == "measure" and launch and len(launch.ranks_by_node) > 1:
         kept["ranks_by_node"] = launch.ranks_by_node
+    if mode == "simulate":
+        kept |= {"device": None, "nccl": None}
+    elif place:
+        kept |= {"device": place.device, "nccl": dict(place.devices.nccl)}
     # In a sweep, impl may be there for another point.
     kept |= {"impl": config["impl"] if config["method"]["name"] == peers.METHOD else None, "version": version}
     return records.run_id({**kept, "machine": records.machine() if mode == "measure" else None})
-
-
-def _mode(config: Mapping[str, Any], gpus: int, cluster: Cluster, launch: Launch | None) -> tuple[str, str]:
-    """Measure or simulate, and why."""
-    mode = choice("mode", config["mode"], ("auto", "measure", "simulate"))
-    device = choice("device", config["device"], ("auto", "cpu", "cuda"))
-    if mode == "simulate":
-        return mode, "mode=simulate asks for it"
-    if device == "cuda":
-        raise RequestError("device=cuda", "measuring on GPUs is not supported yet", "device=cpu would work")
-    if launch:
-        launch.refuse(gpus)
-        _refuse_to_join(launch, cluster)
-        return "measure", f"{launch.by} has started them, and they compute on their hosts' CPUs"
-    if cluster.this_machine:
-        return "measure", f"cluster={cluster.name} is this machine, and ranks are processes on its CPU"
-    here = gpus_here()
-    has = f"this machine has {here} GPU{'' if here == 1 else 's'}"
-    if here >= gpus:
-        has += ", on which measuring is not supported yet"
-    if mode == "measure":
-        asks = f"{has}, and the point asks for {gpus} {cluster.device.name}"
-        raise RequestError(f"mode=measure on cluster={cluster.name}", asks, "cluster=local or mode=simulate would work")
-    return "simulate", has
-
-
-def _refuse_to_join(launch: Launch, cluster: Cluster) -> None:
-    """Raise RequestError for a cluster that ranks which have been started already can't be ranks of."""
-    rule = ""
-    if not cluster.this_machine:
-        rule = f"ranks of {launch.by} are on CPUs, as measuring on GPUs is not supported yet"
-    elif cluster.hosts:
-        rule = f"its hosts are made for ranks that are started on them, and {launch.by} has started these"
-    if rule:
-        raise RequestError(f"cluster={cluster.name}", rule, "cluster=local, or mode=simulate, would work")
 
 
 def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:

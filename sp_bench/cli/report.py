@@ -45,8 +45,11 @@ def title(record: Record) -> str:
     """The problem in one line."""
     mask = "causal" if record.causal else "full"
     heads = f"{record.heads} heads" + (f" ({record.kv_heads} kv)" if record.kv_heads != record.heads else "")
+    ranks = f"{record.gpus} GPUs"
+    if record.alone_ranks:
+        ranks = f"rank{'s' * (len(record.alone_ranks) > 1)} {', '.join(map(str, record.alone_ranks))} of {ranks}, alone"
     return (
-        f"{record.gpus} GPUs on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
+        f"{ranks} on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
         f"{record.head_dim}, {mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     )
 
@@ -82,6 +85,8 @@ def _median(record: Record) -> str:
 
 
 def _errors(record: Record) -> str:
+    if record.alone_ranks:
+        return "-"
     errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv]
     return ", ".join(f"{error:.1e}" for error in errors if error is not None) or "- (nothing was executed)"
 
@@ -108,9 +113,25 @@ def _bound(record: Record) -> str:
     return f"{number(record.bound_ms, 4)} ms, by {record.bound_by}  (step {over:.2f}x)"
 
 
+def _milliseconds(time_ms: float | None, digits: int = 4) -> str:
+    return "-" if time_ms is None else f"{number(time_ms, digits)} ms"
+
+
+def _throughput(record: Record) -> str:
+    if record.alone_ranks:
+        return "-"
+    return f"{number(record.tokens_per_s, 4)} tokens/s, {number(record.iters_per_s, 4)} iter/s"
+
+
+def _mfu(record: Record) -> str:
+    if record.alone_ranks:
+        return "-"
+    return "- (peak not known)" if record.mfu is None else f"{record.mfu:.1%}"
+
+
 def _share(part_ms: float | None, record: Record) -> str:
     if part_ms is None or not record.step_ms_median:
-        return "-"
+        return _milliseconds(part_ms) if record.alone_ranks else "-"
     return f"{number(part_ms, 4)} ms  ({part_ms / record.step_ms_median:.0%})"
 
 
@@ -119,12 +140,16 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("status", lambda r: r.status if r.status == "ok" else f"{r.status}: {r.error}"),
     ("layout, variant", lambda r: f"{r.layout}, {variant(r)}"),
     ("step, median [95% interval]", _median),
-    ("  forward", lambda r: f"{number(r.forward_ms_median, 5)} ms"),
-    ("  backward", lambda r: f"{number(r.backward_ms_median, 5)} ms"),
-    ("throughput", lambda r: f"{number(r.tokens_per_s, 4)} tokens/s, {number(r.iters_per_s, 4)} iter/s"),
-    ("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
-    ("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
+    ("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
+    ("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
+    ("throughput", _throughput),
+    ("model FLOP/s for each GPU", lambda r: "-" if r.alone_ranks else f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
+    ("MFU", _mfu),
+    ("alone, with copies for transfers", lambda r: _milliseconds(r.alone_ms_median)),
     ("compute, busiest rank", lambda r: _share(r.compute_ms, r)),
+    ("  kernels", lambda r: _milliseconds(r.kernels_ms) if r.alone_ranks else "-"),
+    ("  folds", lambda r: _milliseconds(r.folds_ms) if r.alone_ranks else "-"),
+    ("  interpreter", lambda r: _milliseconds(r.interpreter_ms) if r.alone_ranks else "-"),
     ("  blocks alone", lambda r: _share(r.compute_only_ms_median, r)),
     ("  transfers alone", lambda r: _share(r.communication_only_ms_median, r)),
     ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
@@ -202,7 +227,7 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
         )
         for stream, bar in draw.timeline(spans, start_s, BAR).items():
             console.print(f"  {stream:>8} |{bar}|", highlight=False)
-    elif outcome.samples and "blocks_ms" in outcome.samples:
+    elif outcome.samples and "blocks_ms" in outcome.samples and not record.alone_ranks:
         console.print(
             f"\n[bold]{record.method}[/bold], every rank's mean step, measured: █ blocks and folds, ░ waiting"
         )
@@ -251,7 +276,7 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
             tokens(record.seqlen),
             shape(record),
             record.layout or "-",
-            record.mode + (" (reused)" if outcome.reused else ""),
+            record.mode + (", alone" if record.alone_ranks else "") + (" (reused)" if outcome.reused else ""),
             _median(record),
             number(record.forward_ms_median, 4),
             number(record.backward_ms_median, 4),

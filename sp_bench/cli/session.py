@@ -100,6 +100,8 @@ def _say_mode(console: Console, requests: Sequence[Request]) -> None:
         if mode == "simulate":
             text = f"[bold]Simulated[/bold], not measured: {why}, and asked for are {gpus} {device}. "
             text += f"Link and kernel figures are those of cluster={points[0].cluster.name}."
+        elif points[0].cluster.alone:
+            text = f"[bold]Measured[/bold], a rank of {gpus} at a time: {why}."
         else:
             text = f"[bold]Measured[/bold] on {gpus} ranks: {why}."
         console.print(text, highlight=False)

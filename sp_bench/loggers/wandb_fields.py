@@ -10,7 +10,7 @@ from sp_bench.records.schema import columns
 CONFIG = (
     *("schema_version", "method", "impl", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
     *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "wire_dtype"),
-    *("cluster", "kernel", "device_name", "iters", "warmup", "seed", "stragglers"),
+    *("cluster", "alone_ranks", "kernel", "device_name", "iters", "warmup", "seed", "stragglers"),
 )
 """The fields of a record that say what was asked for."""
 PROVENANCE = ("code_version", "git_commit", "git_dirty", "versions")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,20 +13,22 @@ from torch import Tensor
 
 from sp_bench.hosts.inside import interface_bytes
 from sp_bench.kernels import KERNELS
+from sp_bench.measure.devices import described, device_here, transport_here
+from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
-from sp_bench.measure.resident import forget_peak, peak_resident_bytes, resident_bytes
 from sp_bench.measure.spec import Measured, Spec
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan import Mask, Problem
 from sp_bench.run.attention import Engine
+from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sharding import shard, unshard
+from sp_bench.run.transport import AloneTransport
 
 GATE_TOKENS = 32
 """Tokens of a rank in the correctness gate."""
 NAMES = ("out", "dq", "dk", "dv")
-CPU = torch.device("cpu")
 
 
 def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
@@ -37,7 +39,7 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
     """
     results = [Measured() for _ in specs]
     for index, (spec, result) in enumerate(zip(specs, results, strict=True)):
-        if spec.verify:
+        if spec.verify and spec.alone is None:
             report(index)
             _gate(spec, result)
     timed = []
@@ -53,7 +55,7 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
             bench.step(None if iteration < warmup else result)
     for _, bench, result in timed:
         result.finite = bench.finite()
-        result.kernel = bench.engine.kernel_name
+        result.kernel, result.device = bench.engine.kernel_name, described()
         bench.engine.close()
     return results
 
@@ -62,23 +64,25 @@ class _Bench:
     """A point ready to be timed: inputs made, engine built."""
 
     def __init__(self, spec: Spec) -> None:
-        problem = spec.problem
-        forget_peak()
-        self.resident_before = resident_bytes()
-        generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + _rank())
-        self.q, self.dout = (_random(problem, problem.heads, generator) for _ in range(2))
-        self.k, self.v = (_random(problem, problem.kv_heads, generator) for _ in range(2))
+        problem, device = spec.problem, device_here()
+        self.clock, self.memory = clock_of(device), MemoryWatch(device)
+        generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + (spec.alone or _rank()))
+        self.q, self.dout = (_random(problem, problem.heads, generator).to(device) for _ in range(2))
+        self.k, self.v = (_random(problem, problem.kv_heads, generator).to(device) for _ in range(2))
         self.engine = _engine(spec, problem)
         self.phases = spec.phases
         self.does = tuple(Does) if spec.parts else (Does.EVERYTHING,)
         self.last: list[Tensor] = []
 
     def watch_memory(self, result: Measured) -> None:
-        """One step, untimed, that finds out how much memory the point takes. Nothing else may run meanwhile."""
+        """One step, untimed, that finds out how much memory the point takes. Nothing else may run meanwhile.
+
+        It also opens the connections between ranks, all that the plans use and no other, and loads the kernels.
+        """
         live = LiveBytes()
         self._execute(Does.EVERYTHING, live)
         result.live_bytes = live.peak
-        result.grown_bytes = max(0, peak_resident_bytes() - self.resident_before)
+        self.memory.tell(result)
 
     def step(self, result: Measured | None) -> None:
         """One iteration, recorded in `result` if given. All ranks start each of its phases together."""
@@ -99,6 +103,9 @@ class _Bench:
                 result.backward_s.append(times_s.get("backward", 0.0))
                 result.blocks_s.append(sum(s.blocks_s for s in spent))
                 result.waits_s.append(sum(s.waits_s for s in spent))
+                result.kernels_s.append(sum(s.kernels_s for s in spent))
+                result.folds_s.append(sum(s.folds_s for s in spent))
+                result.caller_s.append(sum(s.caller_s for s in spent))
                 result.sent_bytes = by_phase
             else:
                 alone = result.compute_only_s if does is Does.COMPUTE else result.communication_only_s
@@ -107,23 +114,33 @@ class _Bench:
     def _execute(self, does: Does, live: LiveBytes | None = None) -> tuple[dict[str, float], dict[str, Counter]]:
         """Seconds and bytes sent of each phase. Only an execution of everything leaves results behind."""
         sent, times_s = self.engine.transport.sent_bytes, {}
-        _barrier()
-        start = time.perf_counter()
+        start = self._together()
         out, saved = self.engine.forward(self.q, self.k, self.v, does, live)
-        times_s["forward"] = time.perf_counter() - start
+        times_s["forward"] = self._since(start)
         by_phase = {"forward": Counter(sent)}
         found = [out]
         if "backward" in self.phases:
             if does is not Does.EVERYTHING:
                 saved = self.saved
-            _barrier()
-            start = time.perf_counter()
+            start = self._together()
             found += self.engine.backward(self.dout, saved, does, live)
-            times_s["backward"] = time.perf_counter() - start
+            times_s["backward"] = self._since(start)
             by_phase["backward"] = Counter(sent) - by_phase["forward"]
         if does is Does.EVERYTHING:
             self.last, self.saved = found, saved
         return times_s, by_phase
+
+    def _together(self) -> Any:
+        """A mark that all ranks set together, with nothing left to do on their devices."""
+        self.clock.synchronize()
+        _barrier()
+        return self.clock.mark()
+
+    def _since(self, start: Any) -> float:
+        """Seconds that the device has worked since a mark; returns when it has."""
+        end = self.clock.mark()
+        self.clock.synchronize()
+        return self.clock.seconds(start, end)
 
     def finite(self) -> bool:
         """Whether the results of the last step are."""
@@ -134,7 +151,12 @@ def _engine(spec: Spec, problem: Problem) -> Engine | PeerEngine:
     """What executes a point, or a smaller problem of the same kind."""
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.phases)
-    return Engine(spec.plans, problem, None, spec.kernel, CPU)
+    rank, transport = _rank(), None
+    if spec.alone is not None:
+        rank, transport = spec.alone, AloneTransport()
+    elif problem.n > 1:
+        transport = transport_here(spec.plans)
+    return Engine(spec.plans, problem, spec.kernel, device_here(), rank=rank, transport=transport)
 
 
 def _random(problem: Problem, heads: int, generator: torch.Generator) -> Tensor:
@@ -163,7 +185,7 @@ def _gate(spec: Spec, result: Measured) -> None:
         torch.randn((small.batch, small.seqlen, heads, small.head_dim), generator=generator).to(dtype)
         for heads in (small.heads, small.kv_heads, small.kv_heads, small.heads)
     )
-    my_q, my_k, my_v, my_dout = (shard(x, small.layout, _rank(), small.n) for x in (q, k, v, dout))
+    my_q, my_k, my_v, my_dout = (shard(x, small.layout, _rank(), small.n).to(device_here()) for x in (q, k, v, dout))
     engine = _engine(spec, small)
     found: list[Tensor] = []
     for _ in range(2):
@@ -172,7 +194,7 @@ def _gate(spec: Spec, result: Measured) -> None:
         if "backward" in spec.phases:
             found += engine.backward(my_dout, saved)
     engine.close()
-    full = [unshard(x, small.layout, None, small.n) for x in found]
+    full = [unshard(x.cpu(), small.layout, None, small.n) for x in found]
     errors = torch.zeros(2, len(full), dtype=torch.float64)
     if _rank() == 0:
         wanted = _exact(q, k, v, dout, small.causal)[: len(full)]

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from sp_bench.measure.devices import CPUS, Devices, local_number, settle
 from sp_bench.measure.meeting import Listener, connect, interface_of
 from sp_bench.measure.pool import (
     GRACE_S,
@@ -57,6 +58,7 @@ class Order:
     own_address: str | None
     """Of the interface to use; None for the one that leads to rank 0."""
     timeout_s: float
+    devices: Devices
 
 
 class Company:
@@ -108,7 +110,7 @@ class Company:
             self.lost = self.lost or RankFailure(rank, "its process is gone, or does not react")
         return answers
 
-    def start_ranks(self, timeout_s: float) -> None:
+    def start_ranks(self, timeout_s: float, devices: Devices) -> None:
         """Have everybody start a rank for a new pool. Raises RankFailure where somebody is lost."""
         if self.lost:
             raise RankFailure(self.lost.rank, self.lost.why)
@@ -122,6 +124,7 @@ class Company:
                 opened=self.opened,
                 own_address=self.own_address if rank in self._beside else None,
                 timeout_s=timeout_s,
+                devices=devices,
             )
             with contextlib.suppress(OSError):
                 keeper.send(("start", order))
@@ -145,11 +148,11 @@ def company() -> Company:
 class JoinedRanks(RankPool):
     """The ranks of this process's launch, one gloo group of all of them. Use it as a context manager, or close it."""
 
-    def __init__(self, company: Company, timeout_s: float = 60.0) -> None:
+    def __init__(self, company: Company, timeout_s: float = 60.0, devices: Devices = CPUS) -> None:
         """`timeout_s` is how long all ranks may be silent before they count as hung. Raises RankFailure."""
         self.n, self.timeout_s, self._company = company.launch.n, timeout_s, company
         self._processes, self._pipes = [], []
-        self._company.start_ranks(timeout_s)
+        self._company.start_ranks(timeout_s, devices)
         ranks: dict[int, Connection] = {}
         try:
             self._meet(ranks)
@@ -296,7 +299,7 @@ def _serve(order: Order, lifeline: Connection, stack: str) -> None:
 
 
 def _join_group(order: Order, driver: Connection) -> None:
-    """The default group, by a store that rank 0 has. Ranks are on CPUs; a GPU of this rank's and nccl go here."""
+    """The default group, by a store that rank 0 has."""
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -304,6 +307,7 @@ def _join_group(order: Order, driver: Connection) -> None:
     torch.set_num_threads(1)
     # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
     patience = timedelta(seconds=60 + 4 * order.timeout_s)
+    settle(order.devices, local_number(), patience)
     if order.rank == 0:
         store = TCPStore(order.address, 0, order.n, is_master=True, timeout=patience, wait_for_workers=False)
         driver.send(store.port)

@@ -26,10 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sp_bench.hosts.inside import Home, move_in, transfers_go_first
+from sp_bench.measure.devices import CPUS, Devices, settle
 
 if TYPE_CHECKING:
     from sp_bench.hosts.shaped import ShapedHosts
 
+WAITING_IN = ("torch/distributed", "torch/cuda")
+"""Where in torch a rank waits for others, itself or by what it has queued on its GPU."""
 GRACE_S = 2.0
 """How long the other ranks have to answer once one has failed, or to say where they hang."""
 
@@ -52,16 +55,22 @@ class RankError(RankFailure):
         self.cause = cause
 
 
+class RankHang(RankFailure):
+    """Ranks that said nothing for longer than their pool waits."""
+
+
 class RankPool:
     """n processes, one gloo group of all of them. Use it as a context manager, or close it."""
 
     hosts: ShapedHosts | None = None
     """Where the ranks live; None: they talk over this machine's loopback."""
 
-    def __init__(self, n: int, timeout_s: float = 60.0, hosts: ShapedHosts | None = None) -> None:
+    def __init__(
+        self, n: int, timeout_s: float = 60.0, hosts: ShapedHosts | None = None, devices: Devices = CPUS
+    ) -> None:
         """`timeout_s` is how long all ranks may be silent before they count as hung.
 
-        `hosts` are closed with the pool.
+        `hosts` are closed with the pool. `devices` are what ranks compute on.
         """
         self.n, self.timeout_s, self.hosts = n, timeout_s, hosts
         self._folder = tempfile.TemporaryDirectory(prefix="sp_bench-ranks-")
@@ -73,7 +82,16 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, n, theirs, lifeline, self._folder.name, timeout_s, hosts.home_of(rank) if hosts else None),
+                args=(
+                    rank,
+                    n,
+                    theirs,
+                    lifeline,
+                    self._folder.name,
+                    timeout_s,
+                    hosts.home_of(rank) if hosts else None,
+                    devices,
+                ),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -175,17 +193,17 @@ class RankPool:
             self._processes[rank].join(GRACE_S)
             raise RankFailure(rank, f"died: {exit_reason(self._processes[rank].exitcode)}") from None
 
-    def _blame_hang(self, pending: list[int]) -> RankFailure:
+    def _blame_hang(self, pending: list[int]) -> RankHang:
         """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
         where = self._stacks(pending)
         frozen = [rank for rank, stack in where.items() if not stack]
         busy = [rank for rank, stack in where.items() if stack and not _is_waiting(stack)]
         silent = f"no rank has answered for {self.timeout_s:g} s"
         if frozen:
-            return RankFailure(frozen[0], f"hangs: its process is stopped or does not react ({silent})")
+            return RankHang(frozen[0], f"hangs: its process is stopped or does not react ({silent})")
         if busy:
-            return RankFailure(busy[0], f"hangs ({silent}) in {where[busy[0]][0]}")
-        return RankFailure(None, f"{silent}; all of ranks {pending} wait for each other")
+            return RankHang(busy[0], f"hangs ({silent}) in {where[busy[0]][0]}")
+        return RankHang(None, f"{silent}; all of ranks {pending} wait for each other")
 
     def _stacks(self, pending: list[int]) -> dict[int, list[str]]:
         """Where each of some ranks is, innermost frame first; empty where it does not react."""
@@ -211,7 +229,14 @@ def forkserver() -> Any:
 
 
 def _serve(
-    rank: int, n: int, pipe: Connection, lifeline: Connection, folder: str, timeout_s: float, home: Home | None
+    rank: int,
+    n: int,
+    pipe: Connection,
+    lifeline: Connection,
+    folder: str,
+    timeout_s: float,
+    home: Home | None,
+    devices: Devices,
 ) -> None:
     """A rank's process: join the group, then run what the pool sends until its pipe closes."""
     import torch
@@ -227,6 +252,7 @@ def _serve(
         torch.set_num_threads(1)
         # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
         patience = timedelta(seconds=60 + 4 * timeout_s)
+        settle(devices, rank, patience)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=patience)
         transfers_go_first()
         answer(pipe)
@@ -292,6 +318,8 @@ def _is_waiting(stack: list[str]) -> bool:
     """Whether a stack, innermost frame first, waits for other ranks."""
     for frame in stack[:4]:
         match = re.match(r'File "(.*)", line (\d+) in (.*)', frame)
-        if match and ("torch/distributed" in match[1] or ".wait(" in linecache.getline(match[1], int(match[2]))):
+        if match and (
+            any(part in match[1] for part in WAITING_IN) or ".wait(" in linecache.getline(match[1], int(match[2]))
+        ):
             return True
     return False

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
+from sp_bench.measure.devices import CPUS, Devices
 from sp_bench.measure.pool import RankPool
 
 if TYPE_CHECKING:
@@ -138,35 +139,69 @@ def _address(node: str) -> str:
 
 
 def drive(answer: Callable[[], int]) -> int:
-    """answer() on this process, or on rank 0 of its launch while the others serve that; all return its exit code."""
-    launch = launched()
-    if launch is None:
-        return answer()
-    from sp_bench.measure.joined import company, keep_a_rank
+    """answer() on this process, or on rank 0 of its launch while the others serve that; all return its exit code.
 
-    if launch.rank:
+    SIGTERM, which SLURM sends before it kills, ends it in order: ranks, logger and launch too, with 143.
+    """
+    launch = launched()
+    if launch and launch.rank:
+        from sp_bench.measure.joined import keep_a_rank
+
         return keep_a_rank(launch)
-    # What SLURM sends before it kills: leave in order.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, _leave)
     code = 1
     try:
         code = answer()
+    except _Told as told:
+        code = 128 + told.number
+        print(f"sp_bench: ended by {told.number.name}; finished points are kept", file=sys.stderr)
     finally:
-        company().dismiss(code)
+        if launch:
+            from sp_bench.measure.joined import company
+
+            company().dismiss(code)
+        _told.clear()
+        signal.signal(signal.SIGTERM, before)
     return code
 
 
-def open_ranks(n: int, timeout_s: float, launch: Launch | None, hosts: ShapedHosts | None = None) -> RankPool:
+class _Told(BaseException):
+    """This process is to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+_told: list[signal.Signals] = []
+"""By what this process has been told to end."""
+
+
+def _leave(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # leaving takes a moment, and is not to be disturbed
+    _told.append(signal.Signals(number))
+    leave_if_told()
+
+
+def leave_if_told() -> None:
+    """End, where this process has been told to and goes on: what a signal raises is lost in callbacks from C."""
+    if _told:
+        raise _Told(_told[0])
+
+
+def open_ranks(
+    n: int, timeout_s: float, launch: Launch | None, hosts: ShapedHosts | None = None, devices: Devices = CPUS
+) -> RankPool:
     """A pool of n ranks: the launch's if there is one, else processes of this machine, on its shaped hosts if given.
 
     Raises RankFailure where a process of the launch is gone.
     """
     if launch is None:
-        return RankPool(n, timeout_s, hosts)
+        return RankPool(n, timeout_s, hosts, devices)
     from sp_bench.measure.joined import JoinedRanks, company
 
     launch.refuse(n)
-    return JoinedRanks(company(), timeout_s)
+    return JoinedRanks(company(), timeout_s, devices)
 
 
 def by_host(pool: RankPool) -> dict[str, list[int]]:

@@ -31,6 +31,8 @@ class Spec:
     parts: bool
     """Whether to time blocks alone and transfers alone too."""
     seed: int
+    alone: int | None = None
+    """The rank whose plans this one process executes without its peers, getting copies of what it sends."""
 
 
 @dataclass(kw_only=True)
@@ -51,10 +53,18 @@ class Measured:
     """In blocks and folds, of the step with everything."""
     waits_s: list[float] = field(default_factory=list)
     """Waiting for transfers, of the step with everything."""
+    kernels_s: list[float] = field(default_factory=list)
+    """In block kernels, of the step with everything."""
+    folds_s: list[float] = field(default_factory=list)
+    """In folds, of the step with everything."""
+    caller_s: list[float] = field(default_factory=list)
+    """Of the thread that executes, in the step with everything: on a GPU, what it takes to queue it."""
     live_bytes: int = 0
     """The most that the executor's tensors took together in one step: inputs, buffers, accumulators, results."""
     grown_bytes: int = 0
     """How much the process's resident memory grew from before the point's inputs to its peak in the first step."""
+    device_bytes: int = 0
+    """The same of what torch's allocator had given out on the rank's GPU."""
     sent_bytes: dict[str, Counter[tuple[str, ...]]] = field(default_factory=dict)
     """In one iteration, by phase, then by lane, tensor and field, or by operation where a peer's code ran."""
     interface_sent_bytes: list[int] = field(default_factory=list)
@@ -62,6 +72,8 @@ class Measured:
     finite: bool = True
     """Whether the results of the last timed iteration are finite."""
     kernel: str = ""
+    device: dict[str, str] = field(default_factory=dict)
+    """The rank's device by name, and the versions of what drives it."""
 
     def wrong(self, dtype: str) -> str:
         """What the gate has against it; empty if it passes. NaN does not."""

@@ -91,6 +91,16 @@ class Record:
     """Measured: the same plans without their blocks, in turn with the step."""
     exposed_comm_ms: float | None = None
     """The step less compute_only_ms_median or, where that was not measured, less compute_ms."""
+    kernels_ms: float | None = None
+    """Measured: in block kernels, of the rank that has most of them in one step."""
+    folds_ms: float | None = None
+    """Measured: in folds, of the rank that has most of them in one step."""
+    interpreter_ms: float | None = None
+    """Measured: on a CPU what blocks take beside kernels and folds; on a GPU all that it takes to queue a step."""
+    alone_ranks: list[int] | None = None
+    """The ranks that were executed, each without its peers, getting copies of what it sent; of a whole run, None."""
+    alone_ms_median: float | None = None
+    """Of the slowest of alone_ranks, forward + backward, with those copies. Not a step of so many GPUs."""
     rank_step_ms_min: float | None = None
     """Measured: the median of each rank's own steps, of the rank with the shortest."""
     rank_step_ms_max: float | None = None
@@ -99,7 +109,7 @@ class Record:
     peak_mem_bytes_min: int | None = None
     """Of the rank with least, where memory is measured."""
     peak_mem_source: str | None = None
-    """What these two are: computed from the plans, or of which tensors they are the sum."""
+    """What these two are: computed from the plans, of which tensors they are the sum, or what an allocator says."""
     peak_mem_bytes_expected: int | None = None
     """Computed from the plans, for lanes as late as the waits allow (account.peak_bytes)."""
     peak_rss_growth_bytes_max: int | None = None

@@ -19,10 +19,12 @@ from sp_bench.kernels import choose
 from sp_bench.plan import COMPUTE_BOUND, FIELDS, PHASES, Chunk, CostProfile, Kind, Layout, Plan, Problem, layout_named
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
+from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.executor import Does, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.nccl import transport_for
 from sp_bench.run.partials import Tensors
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.transport import GlooTransport, Transport
 
 Saved = dict[str, Tensors]
 """Tensors by the name of what they are, in the order of FIELDS."""
@@ -35,23 +37,23 @@ class Engine:
         self,
         plans: Mapping[str, Plan],
         problem: Problem,
-        group: dist.ProcessGroup | None,
         kernel: str,
         device: torch.device,
         *,
-        alone_as: tuple[int, GlooTransport] | None = None,
+        rank: int = 0,
+        transport: Transport | None = None,
+        queues: Device | None = None,
     ) -> None:
-        """`plans` by phase. `alone_as` executes one rank of them, without a group, on a transport that needs none.
+        """`plans` by phase, executed as `rank` of problem.n. One rank of one needs no `transport`.
 
-        Raises RequestError for a kernel that refuses the device or dtype.
+        `queues` are those of a device that does its work behind the caller, by default those of a GPU. Raises
+        RequestError for a kernel that refuses the device or dtype.
         """
         self.plans, self.problem = plans, problem
-        self.kernel = choose(kernel, device.type, problem.dtype)
-        if alone_as is None:
-            group = (group or dist.group.WORLD) if problem.n > 1 else None
-            alone_as = (dist.get_rank(group) if group else 0), GlooTransport(group)
-        self._rank, self.transport = alone_as
-        self._device, self.buffers = device, Buffers(problem, device)
+        self.kernel = choose(kernel, device.type, problem.dtype, problem.head_dim)
+        self.transport = transport or GlooTransport(None)
+        self._rank, self._device, self.buffers = rank, device, Buffers(problem, device)
+        self._queues = queues or (Cuda(device) if device.type == "cuda" else None)
         self._executors: dict[str, Executor] = {}
 
     def forward(
@@ -83,18 +85,25 @@ class Engine:
         return self.kernel.name
 
     def spent(self, phase: str) -> Spent:
-        """Where the time of the last execution of a phase went."""
+        """Where the time of the last execution of a phase went; on a device, to be asked for once that has ended."""
         return self._executors[phase].spent
 
     def close(self) -> None:
-        """End the executors' threads."""
+        """End the executors' streams."""
         for executor in self._executors.values():
             executor.close()
 
     def _executor(self, phase: str) -> Executor:
         if phase not in self._executors:
             self._executors[phase] = Executor(
-                self.plans[phase], self.problem, self._rank, self.transport, self.kernel, self.buffers, self._device
+                self.plans[phase],
+                self.problem,
+                self._rank,
+                self.transport,
+                self.kernel,
+                self.buffers,
+                self._device,
+                self._queues,
             )
         return self._executors[phase]
 
@@ -251,5 +260,7 @@ class SequenceParallelAttention(torch.nn.Module):
             problem = method.dealt(problem)
             plans = {phase: method.plan(problem, phase, self.costs) for phase in PHASES}
             check_all(plans, problem)
-            self._engines[key] = Engine(plans, problem, self.group, self.kernel, q.device)
+            group = (self.group or dist.group.WORLD) if self.n > 1 else None
+            transport = transport_for(group, q.device, plans)
+            self._engines[key] = Engine(plans, problem, self.kernel, q.device, rank=self.rank, transport=transport)
         return self._engines[key]

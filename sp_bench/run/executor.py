@@ -1,22 +1,21 @@
-"""Execute a plan on one rank: blocks and folds on the calling thread, each lane's transfers on a thread of its own.
+"""Execute a plan on one rank: blocks and folds on one stream, each lane's transfers on another.
 
-The waits between them are the plan's (Dataflow), so that a transfer starts as soon as its operands and its buffer
-are there, however far the blocks are, and the other way round.
+Who runs a stream, and how it waits for the others, is told in streams.py; what an operation does, here and in lanes.py.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from typing import Any
 
 import torch
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.plan import (
-    BLOCKS,
     FIELDS,
     Attend,
     AttendBackward,
@@ -33,11 +32,12 @@ from sp_bench.plan import (
     window,
 )
 from sp_bench.run.buffers import Buffers
+from sp_bench.run.devices import Clock, Device
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.lanes import Lanes
 from sp_bench.run.partials import Tensors
-from sp_bench.run.streams import Progress, lane_threads
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
+from sp_bench.run.transport import Transport
 
 
 class Does(Enum):
@@ -52,7 +52,7 @@ class Does(Enum):
 
 @dataclass
 class Spent:
-    """Where one execution's time went, in seconds of the calling thread."""
+    """Where one execution's time went, in seconds of the blocks' stream."""
 
     kernels_s: float = 0.0
     """In block kernels."""
@@ -61,7 +61,27 @@ class Spent:
     blocks_s: float = 0.0
     """In blocks and folds, with what it takes to start them."""
     waits_s: float = 0.0
-    """Waiting for transfers."""
+    """Waiting for transfers; on a device also for the caller to queue what comes next."""
+    caller_s: float = 0.0
+    """Of the calling thread: on a device what it takes to queue everything, else all there is."""
+
+
+@dataclass
+class _Marks:
+    """Pairs of marks by what was done between them. On a device they can be read once it has got there."""
+
+    clock: Clock
+    pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
+    caller_s: float = 0.0
+
+    def add(self, name: str, start: Any, end: Any) -> None:
+        """Something was done between two marks."""
+        self.pairs.setdefault(name, []).append((start, end))
+
+    def spent(self) -> Spent:
+        """Their sums."""
+        sums = {name: sum(self.clock.seconds(start, end) for start, end in pairs) for name, pairs in self.pairs.items()}
+        return Spent(**sums, caller_s=self.caller_s)
 
 
 class Executor:
@@ -72,99 +92,89 @@ class Executor:
         plan: Plan,
         problem: Problem,
         rank: int,
-        transport: GlooTransport,
+        transport: Transport,
         kernel: BlockKernel,
         buffers: Buffers,
         device: torch.device,
+        queues: Device | None = None,
     ) -> None:
+        """`queues` has the streams of a device that does its work behind the caller; None where there is none."""
         self._plan, self._problem, self._rank = plan, problem, rank
         self._transport, self._kernel, self._device = transport, kernel, device
-        self._flow = dataflow(plan)
-        self._lanes = Lanes(plan, self._flow, problem, rank, transport, buffers, device)
-        self._by_lane = {
-            lane: [(index, op) for index, op in plan if isinstance(op, Transfer) and op.lane == lane]
-            for lane in plan.lanes
-        }
-        self._threads = lane_threads(len(plan.lanes)) if plan.lanes else None
+        flow = dataflow(plan)
+        self._streams: Streams = DeviceStreams(plan, flow, queues) if queues else ThreadStreams(plan, flow)
+        self._lanes = Lanes(plan, flow, problem, rank, transport, buffers, self._streams, device)
+        self._mark = self._streams.clock.mark
         self._buffers, self._windows = buffers, cache(self._find_windows)
         self._live: LiveBytes | None = None
-        self.spent = Spent()
+        self._marks = _Marks(self._streams.clock)
 
     def __call__(
         self, inputs: Mapping[Chunk, Tensors], does: Does = Does.EVERYTHING, live: LiveBytes | None = None
     ) -> dict[Chunk, Tensors]:
         """Run the plan on what it starts with; returns what it ends with, partials as accumulators.
 
-        `live` is shown what the rank holds after each block. Raises what a transfer raises (RuntimeError from
-        torch.distributed when a peer is gone or late).
+        On a device the caller's stream has the results, not yet the caller. `live` is shown what the rank holds after
+        each block. Raises what a transfer raises (RuntimeError from torch.distributed when a peer is gone or late).
         """
         self._transport.check()
-        self._holdings, self._live, self.spent = Holdings(inputs, self._problem, self._device), live, Spent()
+        self._holdings, self._live = Holdings(inputs, self._problem, self._device), live
+        self._marks = _Marks(self._streams.clock)
+        started = time.perf_counter()
         try:
+            self._last_mark = self._mark()
             if does is Does.COMPUTE:
                 self._run_without_lanes()
             else:
                 self._run(compute=does is Does.EVERYTHING)
             return {chunk: self._holdings.get(chunk) for chunk in self._plan.ends_with}
         finally:
+            self._marks.caller_s = time.perf_counter() - started
             self._holdings = Holdings({}, self._problem, self._device)
 
+    @property
+    def spent(self) -> Spent:
+        """Where the time of the last execution went; on a device, to be asked for once it has ended."""
+        return self._marks.spent()
+
     def close(self) -> None:
-        """End the lanes' threads."""
-        if self._threads:
-            self._threads.shutdown()
+        """End the streams."""
+        self._streams.close()
 
     # Streams
 
     def _run(self, *, compute: bool) -> None:
         """Lanes beside blocks, or beside nothing where these are only waited for."""
-        self._progress = Progress((BLOCKS, *self._plan.lanes))
-        lanes = [self._threads.submit(self._run_lane, lane) for lane in self._by_lane] if self._threads else []
-        try:
-            self._run_blocks(compute=compute)
-            started = time.perf_counter()
-            for lane in lanes:
-                lane.result()
-        except BaseException as error:
-            self._progress.fail(error)
-            assert self._progress.cause is not None
-            self._transport.give_up(repr(self._progress.cause))
-            raise self._progress.cause from None
-        self.spent.waits_s += time.perf_counter() - started
 
-    def _run_lane(self, lane: str) -> None:
-        try:
-            with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
-                for index, op in self._by_lane[lane]:
-                    self._progress.wait(self._flow.waits[index])
-                    self._lanes.transfer(index, op, self._holdings)
-                    self._progress.end(lane, index)
-        except BaseException as error:
-            self._progress.fail(error)
-            raise
-
-    def _run_blocks(self, *, compute: bool) -> None:
-        for index, op in self._plan:
+        def perform(index: int, op: Op) -> None:
             if isinstance(op, Transfer):
-                continue
-            started = time.perf_counter()
-            self._progress.wait(self._flow.waits[index])
-            ready = time.perf_counter()
+                self._lanes.transfer(index, op, self._holdings)
+                return
+            ready = self._mark()
             if compute or isinstance(op, Bundle):
                 self._do(op)
-            self._progress.end(BLOCKS, index)
-            self.spent.waits_s += ready - started
-            self.spent.blocks_s += time.perf_counter() - ready
+            self._marks.add("waits_s", self._last_mark, ready)
+            self._last_mark = self._mark()
+            self._marks.add("blocks_s", ready, self._last_mark)
+
+        try:
+            self._lanes.begin()
+            self._streams.run(perform)
+        except BaseException as error:
+            self._transport.give_up(repr(error))
+            self._streams.abandon(self._holdings)
+            raise
+        self._marks.add("waits_s", self._last_mark, self._mark())
 
     def _run_without_lanes(self) -> None:
-        """Operations in the order of the plan, which is one of those that the waits allow."""
-        started = time.perf_counter()
-        for index, op in self._plan:
-            if isinstance(op, Transfer):
-                self._lanes.pretend(index, op, self._holdings)
-            else:
-                self._do(op)
-        self.spent.blocks_s = time.perf_counter() - started
+        """Operations in the order of the plan, which is one of those that the waits allow, on the caller's stream."""
+        with self._streams.turn():
+            for index, op in self._plan:
+                if isinstance(op, Transfer):
+                    self._lanes.pretend(index, op, self._holdings)
+                else:
+                    self._do(op)
+        self._marks.add("blocks_s", self._last_mark, self._mark())
 
     # Blocks and folds
 
@@ -176,9 +186,9 @@ class Executor:
             case AttendBackward():
                 self._attend_backward(op)
             case Fold():
-                started, held = time.perf_counter(), self._holdings
+                started, held = self._mark(), self._holdings
                 held.partials.add(op.into, held.rows(op.part), held.received(op.part))
-                self.spent.folds_s += time.perf_counter() - started
+                self._marks.add("folds_s", started, self._mark())
             case Bundle():
                 self._bundle(op)
 
@@ -186,28 +196,28 @@ class Executor:
         held = self._holdings
         (q,), (k, v) = held.received(op.q), held.received(op.kv)
         for rows, columns, mask in self._windows(op.q.place, op.kv.place):
-            there, started = held.among(op.q, rows), time.perf_counter()
+            there, started = held.among(op.q, rows), self._mark()
             out, lse = self._kernel.forward(q[:, there], k[:, columns], v[:, columns], mask)
-            ended = time.perf_counter()
+            ended = self._mark()
             self._see(out, lse)
             held.partials.add_output(op.o, rows, out, lse)
-            self.spent.kernels_s += ended - started
-            self.spent.folds_s += time.perf_counter() - ended
+            self._marks.add("kernels_s", started, ended)
+            self._marks.add("folds_s", ended, self._mark())
 
     def _attend_backward(self, op: AttendBackward) -> None:
         held = self._holdings
         (q, out, dout, lse), (k, v) = held.received(op.odoq), held.received(op.kv)
         for rows, columns, mask in self._windows(op.odoq.place, op.kv.place):
-            there, started = held.among(op.odoq, rows), time.perf_counter()
+            there, started = held.among(op.odoq, rows), self._mark()
             dq, dk, dv = self._kernel.backward(
                 dout[:, there], q[:, there], k[:, columns], v[:, columns], out[:, there], lse[:, :, there], mask
             )
-            ended = time.perf_counter()
+            ended = self._mark()
             self._see(dq, dk, dv)
             held.partials.add_gradients(op.dq, rows, (dq,))
             held.partials.add_gradients(op.dkv, columns, (dk, dv))
-            self.spent.kernels_s += ended - started
-            self.spent.folds_s += time.perf_counter() - ended
+            self._marks.add("kernels_s", started, ended)
+            self._marks.add("folds_s", ended, self._mark())
 
     def _bundle(self, op: Bundle) -> None:
         held = self._holdings

@@ -32,6 +32,10 @@ class Holdings:
         """A chunk of either kind."""
         return self._held[chunk] if chunk in self._held else self.partials.get(chunk)
 
+    def has(self, chunk: Chunk) -> bool:
+        """Whether `get` would find it, rather than make it."""
+        return chunk in self._held or self.partials.has(chunk)
+
     def part(self, chunk: Chunk) -> Part:
         """Which rows of a chunk are there."""
         return self._parts.get(chunk, Part.WHOLE)

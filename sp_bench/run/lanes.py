@@ -25,7 +25,8 @@ from sp_bench.plan import (
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.streams import Streams
+from sp_bench.run.transport import Transport
 
 
 class Lanes:
@@ -37,14 +38,22 @@ class Lanes:
         flow: Dataflow,
         problem: Problem,
         rank: int,
-        transport: GlooTransport,
+        transport: Transport,
         buffers: Buffers,
+        streams: Streams,
         device: torch.device,
     ) -> None:
         self._plan, self._flow, self._problem, self._rank = plan, flow, problem, rank
-        self._transport, self._device = transport, device
+        self._transport, self._streams, self._device = transport, streams, device
         self._slots, self._staging = buffers.of(plan, flow)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
+        self._results: dict[int, Tensors] = {}
+
+    def begin(self) -> None:
+        """Before an execution: make what lanes may not make when they come to it."""
+        if self._streams.behind:
+            received = ((i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._flow.slots)
+            self._results = {index: self._new(op.recv) for index, op in received if op.recv}
 
     def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Send and receive, and hold what came."""
@@ -54,7 +63,7 @@ class Lanes:
             self._all_to_all(op, into, holdings)
         else:
             self._pass(op, into, holdings)
-        self._arrived(op, into, part, holdings)
+        self._streams.keep(self._arrived(op, into, part, holdings))
 
     def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Hold what was received last time, or nothing but zeros, as if it had come now. Nothing is sent."""
@@ -68,18 +77,18 @@ class Lanes:
         """Where a transfer receives, and which part of the chunk that will be."""
         assert op.recv is not None
         slot = self._flow.slots.get(index)
-        buffers = self._slots[slot] if slot else self._new(op.recv)
+        buffers = self._slots[slot] if slot else self._results.pop(index, None) or self._new(op.recv)
         if isinstance(op, AllToAll):
             return buffers, Part.WHOLE
         part = part_sent(op, self._problem, int(op.source(self._rank)))
         return self._first_rows(buffers, op.recv, part), part
 
-    def _arrived(self, op: Transfer, tensors: Tensors, part: Part, holdings: Holdings) -> None:
+    def _arrived(self, op: Transfer, tensors: Tensors, part: Part, holdings: Holdings) -> Tensors | None:
+        """Returns what was sent on, and is held no more."""
         assert op.send is not None
         assert op.recv is not None
         holdings.put(op.recv, tensors, part)
-        if op.send not in self._plan.kept:
-            holdings.partials.drop(op.send)
+        return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
     def _pass(self, op: Pass, into: Tensors, holdings: Holdings) -> None:
         source, target = int(op.source(self._rank)), int(op.target(self._rank))
@@ -88,28 +97,20 @@ class Lanes:
             for buffer, tensor in zip(into, outgoing, strict=True):
                 buffer.copy_(tensor)
             return
-        works = self._transport.receive(self._ids[op.lane], source, into)
-        works += self._transport.send(self._ids[op.lane], target, outgoing, self._counted_as(op))
-        for work in works:
-            work.wait()
+        self._transport.exchange(self._ids[op.lane], [(source, into)], [(target, outgoing)], self._counted_as(op))
 
     def _all_to_all(self, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
         """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
         sent, received = (self._staging[Stage(op.lane, op.send.tensor, use)] for use in ("send", "recv"))
-        own, lane, works = int(op.group.position(self._rank)), self._ids[op.lane], []
-        held = holdings.get(op.send)[: len(into)]
+        own, held = int(op.group.position(self._rank)), self._held(op.send, holdings)[: len(into)]
         for field, pieces, tensor in zip(by_heads(op), sent, held, strict=True):
             for member, piece in enumerate(pieces):
                 if member != own:
                     piece.copy_(self._piece(op, field, tensor, member, of_tokens=not op.to_heads))
-        members = [(int(op.group.member(self._rank, shift)), shift) for shift in range(1, op.group.size)]
-        for rank, _ in members:
-            works += self._transport.receive(lane, rank, [x[int(op.group.position(rank))] for x in received])
-        for rank, _ in members:
-            pieces = [x[int(op.group.position(rank))] for x in sent]
-            works += self._transport.send(lane, rank, pieces, self._counted_as(op))
-        for work in works:
-            work.wait()
+        others = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
+        receives = [(rank, [x[int(op.group.position(rank))] for x in received]) for rank in others]
+        sends = [(rank, [x[int(op.group.position(rank))] for x in sent]) for rank in others]
+        self._transport.exchange(self._ids[op.lane], receives, sends, self._counted_as(op))
         for field, pieces, source, tensor in zip(by_heads(op), received, held, into, strict=True):
             if not op.to_heads:
                 tensor.zero_()
@@ -132,7 +133,7 @@ class Lanes:
         """What a rank sends, in its wire form: the chunk itself, or rows of it or a cast of it, in a staging buffer."""
         assert op.send is not None
         chunk, part = op.send, part_sent(op, self._problem, self._rank)
-        held, rows = holdings.get(chunk), holdings.among(chunk, part.slice(self._problem.block_tokens))
+        held, rows = self._held(chunk, holdings), holdings.among(chunk, part.slice(self._problem.block_tokens))
         staged = self._staging.get(Stage(op.lane, chunk.tensor, "pass"))
         if staged is None or (part is holdings.part(chunk) and not self._problem.needs_cast(chunk.tensor)):
             return held
@@ -140,6 +141,13 @@ class Lanes:
         for wire, tensor in zip(staged, held, strict=True):
             wire.copy_(tensor[:, rows] if tensor.ndim == 4 else tensor[:, :, rows])
         return staged
+
+    def _held(self, chunk: Chunk, holdings: Holdings) -> Tensors:
+        """A chunk that is sent. Of a partial that no block has touched, the neutral one has to be made."""
+        if holdings.has(chunk):
+            return holdings.get(chunk)
+        with self._streams.making():
+            return holdings.get(chunk)
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, part: Part) -> Tensors:
         """As much of a chunk's buffers as a part of it takes, contiguous."""

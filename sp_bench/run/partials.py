@@ -27,7 +27,7 @@ class Partials:
     def add_output(self, chunk: Chunk, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS), which cover the tokens `rows` of the chunk, into it."""
         if chunk not in self._held and out.shape[1] == self._problem.block_tokens:
-            self._held[chunk] = (out.to(self._dtype), lse)
+            self._held[chunk] = (out.to(self._dtype).contiguous(), lse)
             return
         into_out, into_lse = self.get(chunk)
         fold_(into_out[:, rows], into_lse[:, :, rows], out, lse)
@@ -35,7 +35,7 @@ class Partials:
     def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
         """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
         if chunk not in self._held and gradients[0].shape[1] == self._problem.block_tokens:
-            self._held[chunk] = tuple(gradient.to(self._dtype) for gradient in gradients)
+            self._held[chunk] = tuple(gradient.to(self._dtype).contiguous() for gradient in gradients)
             return
         for into, gradient in zip(self.get(chunk), gradients, strict=True):
             into[:, rows].add_(gradient)
@@ -60,13 +60,17 @@ class Partials:
                 self._held[chunk] = tuple(torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
         return self._held[chunk]
 
+    def has(self, chunk: Chunk) -> bool:
+        """Whether there is an accumulator."""
+        return chunk in self._held
+
     def tensors(self) -> list[Tensors]:
         """All accumulators. Other threads may drop some meanwhile."""
         return list(self._held.values())
 
-    def drop(self, chunk: Chunk) -> None:
-        """Forget the accumulator: it was sent on."""
-        self._held.pop(chunk, None)
+    def drop(self, chunk: Chunk) -> Tensors | None:
+        """Forget the accumulator: it was sent on. Returns it, if there was one."""
+        return self._held.pop(chunk, None)
 
 
 def _is_output(chunk: Chunk) -> bool:

@@ -1,20 +1,128 @@
-"""Streams of one rank: how blocks and lanes tell each other how far they are."""
+"""Streams of one rank: blocks and folds on one, each lane's transfers on one of their own.
+
+Who does an operation, and how one waits for another, is told here, once for CPUs (ThreadStreams) and once for devices
+that queue their work (DeviceStreams); the waits themselves are the plan's (Dataflow). So a transfer starts as soon as
+its operands and its buffer are there, however far the blocks are, and the other way round.
+"""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
 
 from sp_bench.hosts.inside import transfers_go_first
+from sp_bench.plan import BLOCKS, Dataflow, Op, Plan
+from sp_bench.run.devices import Clock, Device, HostClock
+
+Perform = Callable[[int, Op], None]
+"""Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
 
 
 class Aborted(RuntimeError):
     """Another stream of this rank failed; that stream raises the cause."""
 
 
+class Streams(ABC):
+    """The streams of one plan, for one execution at a time."""
+
+    clock: Clock
+    """By which the work of blocks is timed."""
+    behind: bool
+    """Whether work is queued, and done after the caller has gone on."""
+
+    @abstractmethod
+    def run(self, perform: Perform) -> None:
+        """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised."""
+
+    @abstractmethod
+    def turn(self) -> Any:
+        """A context for an execution on the caller's stream, after whatever the last one left to be done."""
+
+    @abstractmethod
+    def making(self) -> Any:
+        """A context in which a lane may make tensors."""
+
+    @abstractmethod
+    def keep(self, tensors: Any) -> None:
+        """From within a lane's operation: hold what nobody else does any more until it has ended."""
+
+    @abstractmethod
+    def abandon(self, held: Any) -> None:
+        """An execution has failed, which used `held`."""
+
+    def close(self) -> None:  # noqa: B027  # only threads have to be ended
+        """No more executions."""
+
+
+# CPUs: a thread for each lane
+
+
 def lane_threads(lanes: int) -> ThreadPoolExecutor:
     """A thread for the transfers of each lane."""
     return ThreadPoolExecutor(lanes, "sp_bench-lane", initializer=transfers_go_first)
+
+
+class ThreadStreams(Streams):
+    """Blocks on the calling thread, each lane on a thread of its own."""
+
+    behind = False
+
+    def __init__(self, plan: Plan, flow: Dataflow) -> None:
+        self.clock = HostClock()
+        self._waits, self._streams = flow.waits, (BLOCKS, *plan.lanes)
+        self._by_stream = {name: [(i, op) for i, op in plan if op.stream == name] for name in self._streams}
+        self._threads = lane_threads(len(plan.lanes)) if plan.lanes else None
+
+    def run(self, perform: Perform) -> None:
+        progress = Progress(self._streams)
+        lanes = []
+        try:
+            for lane in self._streams[1:]:
+                assert self._threads
+                lanes.append(self._threads.submit(self._lane, lane, perform, progress))
+            self._follow(BLOCKS, perform, progress)
+            for lane in lanes:
+                lane.result()
+        except BaseException as error:
+            progress.fail(error)
+            assert progress.cause is not None
+            raise progress.cause from None
+
+    def _lane(self, name: str, perform: Perform, progress: Progress) -> None:
+        try:
+            with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
+                self._follow(name, perform, progress)
+        except BaseException as error:
+            progress.fail(error)
+            raise
+
+    def _follow(self, name: str, perform: Perform, progress: Progress) -> None:
+        for index, op in self._by_stream[name]:
+            progress.wait(self._waits[index])
+            perform(index, op)
+            progress.end(name, index)
+
+    def turn(self) -> Any:
+        return nullcontext()
+
+    def making(self) -> Any:
+        return nullcontext()
+
+    def keep(self, tensors: Any) -> None:
+        """A transfer has ended when its thread comes here."""
+
+    def abandon(self, held: Any) -> None:
+        """Whoever still uses tensors has references to them."""
+
+    def close(self) -> None:
+        if self._threads:
+            self._threads.shutdown()
 
 
 class Progress:
@@ -49,3 +157,101 @@ class Progress:
 
     def _reached(self, waits: tuple[tuple[str, int], ...]) -> bool:
         return all(self._ended[stream] >= index for stream, index in waits)
+
+
+# Devices: all from one thread, in the order of the plan
+
+
+_abandoned: list[Any] = []
+"""What failed executions used."""
+
+
+class DeviceStreams(Streams):
+    """Everything queued by the calling thread in plan order: blocks on the current stream, each lane on one of its own.
+
+    Before an operation its stream waits, by events, for exactly what the plan says; the caller never waits. Plan order
+    is the same on all ranks, and so is that in which each uses its communicators. Nor can it deadlock if queueing
+    blocks: of all operations that have not ended on some rank, the first one in plan order has been queued by all its
+    ranks, or will be, since all before it have ended.
+
+    Memory. An allocator gives memory that was freed to the next who asks on the stream that it was made on, ordered
+    with the work of that stream only. Therefore all tensors are made on the blocks' stream, which is the caller's:
+
+    - what a lane reads or writes was made before the execution, which its stream waits for (inputs, buffers, results
+      that it receives), or by a block that the plan has it wait for (partials), or within `making`;
+    - what blocks make and free among themselves stays on one stream;
+    - a partial that a lane sent on is kept until the blocks' stream has waited for that lane (`keep`), so that who
+      gets its memory comes after the transfer. That is where account.peak_bytes releases it too;
+    - receive buffers and staging stay. Within an execution the plan's waits order their uses, the next one begins
+      after the last has ended, and at its end the caller's stream has waited for all lanes: whatever is freed after
+      that, by whomever, was used by nobody else.
+    """
+
+    behind = True
+
+    def __init__(self, plan: Plan, flow: Dataflow, device: Device) -> None:
+        self.clock = self._device = device
+        self._plan, self._waits = plan, flow.waits
+        self._lanes = {name: device.lane(number) for number, name in enumerate(plan.lanes)}
+        last = {op.stream: index for index, op in plan}
+        self._last = {lane: last[lane] for lane in plan.lanes}
+        self._awaited = {wait for waits in flow.waits for wait in waits} | set(self._last.items())
+        self._blocks: Any = None
+        self._here: tuple[str, int] = (BLOCKS, -1)
+        self._kept: dict[str, list[tuple[int, Any]]] = {}
+
+    def run(self, perform: Perform) -> None:
+        with self.turn():
+            self._run(perform)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        device = self._device
+        self._blocks = device.current()
+        if device.finished is not None:
+            device.wait(self._blocks, device.finished)
+        yield
+        device.finished = device.record(self._blocks)
+
+    def _run(self, perform: Perform) -> None:
+        device, ended = self._device, {}
+        self._kept = {lane: [] for lane in self._lanes}
+        begun = device.record(self._blocks)
+        for lane in self._lanes.values():
+            device.wait(lane, begun)
+        for index, op in self._plan:
+            self._here = (op.stream, index)
+            stream = self._blocks if op.stream == BLOCKS else self._lanes[op.stream]
+            for wait in self._waits[index]:
+                device.wait(stream, ended[wait])
+            if op.stream == BLOCKS:
+                self._let_go(index)
+                perform(index, op)
+            else:
+                with device.on(stream):
+                    perform(index, op)
+            if self._here in self._awaited:
+                ended[self._here] = device.record(stream)
+        for last in self._last.items():
+            device.wait(self._blocks, ended[last])
+        self._kept = {}
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """On the blocks' stream, and the lane waits for it: more than the plan asks, so only where it must."""
+        lane = self._lanes[self._here[0]]
+        with self._device.on(self._blocks):
+            yield
+        self._device.wait(lane, self._device.record(self._blocks))
+
+    def keep(self, tensors: Any) -> None:
+        lane, index = self._here
+        self._kept[lane].append((index, tensors))
+
+    def abandon(self, held: Any) -> None:
+        """Lanes may use it as long as the process lives, since nobody waits for them any more."""
+        _abandoned.append((held, self._kept))
+
+    def _let_go(self, index: int) -> None:
+        for lane, last in self._waits[index]:
+            self._kept[lane] = [entry for entry in self._kept[lane] if entry[0] > last]

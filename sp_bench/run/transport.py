@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,33 +17,36 @@ FIRST_TAG = 7_000
 FIELDS_PER_LANE = 8
 """A lane has this many tags, one for each tensor of a chunk."""
 
+Message = tuple[int, Sequence[Tensor]]
+"""The peer's rank in the group, and the tensors of one chunk, which are contiguous."""
+Key = tuple[str, str, str]
+
 _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 @dataclass
-class GlooTransport:
-    """Point-to-point messages of torch.distributed, one message for each tensor, matched by lane and order."""
+class Transport(ABC):
+    """Point-to-point messages, matched by lane and order."""
 
     group: dist.ProcessGroup | None
     """None where there is one rank and nothing to send."""
-    sent_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    sent_bytes: Counter[Key] = field(default_factory=Counter)
     """Bytes handed to the network, by (lane, tensor, field)."""
 
-    def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        """Post the receives of one chunk."""
-        tag = FIRST_TAG + lane * FIELDS_PER_LANE
-        works = [dist.irecv(x, group=self.group, group_src=source, tag=tag + i) for i, x in enumerate(tensors)]
-        return [_posted(work) for work in works]
+    @abstractmethod
+    def exchange(
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> None:
+        """All messages of one transfer, at once. Its lane uses the tensors only after that.
 
-    def send(
-        self, lane: int, target: int, tensors: Sequence[Tensor], counted_as: Sequence[tuple[str, str, str]]
-    ) -> list[dist.Work]:
-        """Post the sends of one chunk and count what each tensor really weighs."""
-        tag = FIRST_TAG + lane * FIELDS_PER_LANE
+        Returns when they have come and gone or, on a device, once the current stream waits for that. Each tensor of a
+        message is counted under one of the keys, in their order.
+        """
+
+    def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
+        """Add up what each tensor really weighs."""
         for tensor, key in zip(tensors, counted_as, strict=True):
             self.sent_bytes[key] += tensor.numel() * tensor.element_size()
-        works = [dist.isend(x, group=self.group, group_dst=target, tag=tag + i) for i, x in enumerate(tensors)]
-        return [_posted(work) for work in works]
 
     def give_up(self, why: str) -> None:
         """Refuse the group from now on: messages may be under way that the next execution would take for its own."""
@@ -52,6 +57,68 @@ class GlooTransport:
         """Raise RuntimeError if an execution on this group failed before."""
         if self.group is not None and (why := _BROKEN.get(self.group)) is not None:
             raise RuntimeError(f"this process group can't be used any more, an execution on it failed: {why}")
+
+
+@dataclass
+class GlooTransport(Transport):
+    """Between CPUs, by one message of torch.distributed for each tensor."""
+
+    def exchange(
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> None:
+        works = [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
+        for target, tensors in sends:
+            works += self.send(lane, target, tensors, counted_as)
+        for work in works:
+            work.wait()
+
+    def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        """Post the receives of one chunk."""
+        tag = FIRST_TAG + lane * FIELDS_PER_LANE
+        works = [dist.irecv(x, group=self.group, group_src=source, tag=tag + i) for i, x in enumerate(tensors)]
+        return [_posted(work) for work in works]
+
+    def send(self, lane: int, target: int, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> list[dist.Work]:
+        """Post the sends of one chunk and count them."""
+        tag = FIRST_TAG + lane * FIELDS_PER_LANE
+        self.count(tensors, counted_as)
+        works = [dist.isend(x, group=self.group, group_dst=target, tag=tag + i) for i, x in enumerate(tensors)]
+        return [_posted(work) for work in works]
+
+
+@dataclass
+class HostTransport(GlooTransport):
+    """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting."""
+
+    def exchange(
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> None:
+        outgoing = [(target, [x.cpu() for x in tensors]) for target, tensors in sends]
+        incoming = [(source, [torch.empty_like(x, device="cpu") for x in tensors]) for source, tensors in receives]
+        super().exchange(lane, incoming, outgoing, counted_as)
+        for (_, theirs), (_, ours) in zip(incoming, receives, strict=True):
+            for tensor, into in zip(theirs, ours, strict=True):
+                into.copy_(tensor)
+
+
+@dataclass
+class AloneTransport(Transport):
+    """For one rank without its peers: it receives copies of what it sends, as large as what would have come."""
+
+    group: dist.ProcessGroup | None = None
+
+    def exchange(
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> None:
+        for _, tensors in sends:
+            self.count(tensors, counted_as)
+        for (_, ours), (_, theirs) in zip(receives, sends, strict=True):
+            for into, tensor in zip(ours, theirs, strict=True):
+                # Peers may send another part of a chunk than this rank does.
+                into, tensor = into.view(-1), tensor.view(-1)
+                both = min(into.numel(), tensor.numel())
+                into[:both].copy_(tensor[:both])
+                into[both:].zero_()
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

@@ -95,15 +95,15 @@ def test_folders_that_are_refused(
     asked = ["sweep=cpu_methods", "method=ring", "gpus=2", f"slurm.variables.SLURM_CONF={box.conf}"]
     assert main([*asked, f"folder={folder.format(tmp_path=tmp_path)}"]) == 2
     assert message.format(tmp_path=tmp_path) in capsys.readouterr().err
-    assert not box.run("squeue", "--noheader")
+    assert "cpu_methods" not in box.run("squeue", "--noheader", "--format=%j")
 
 
 class Run:
     """A sweep of ring and mesh on 2 and 4 ranks at two lengths, and at one that can't be served."""
 
-    def __init__(self, box: SlurmBox, folder: Path) -> None:
+    def __init__(self, box: SlurmBox, folder: Path, gpus: str = "2,4,6") -> None:
         self.box, self.folder = box, folder
-        keys = ["method=ring,mesh", "gpus=2,4,6", "seqlen=512,1k", "heads=4", "iters=10", f"folder={folder}"]
+        keys = ["method=ring,mesh", f"gpus={gpus}", "seqlen=512,1k", "heads=4", "iters=10", f"folder={folder}"]
         settings = [f"slurm.variables.SLURM_CONF={box.conf}", f"slurm.python={sys.executable}", "slurm.most_at_once=1"]
         assert main(["sweep=cpu_methods", *keys, *settings]) == 0
         self.sweep = Sweep.read(folder)
@@ -122,6 +122,10 @@ class Run:
             with contextlib.suppress(subprocess.CalledProcessError):  # it has begun meanwhile
                 self.box.run("scontrol", "update", f"jobid={own}", "starttime=now")
         return not self.waiting() and not self.running()
+
+    def logs(self) -> list[Path]:
+        """What tasks print."""
+        return list((self.folder / "logs").iterdir())
 
     def _in(self, state: str) -> dict[str, int]:
         lines = self.box.run("squeue", "--noheader", "--array", f"--states={state}", "--format=%F_%K %A").splitlines()
@@ -175,6 +179,26 @@ def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest
     assert queue.waiting_and_running(run.sweep.settings, list(run.sweep.jobs)) == (set(), set())
     wait_for(lambda: not processes_of(run.folder), "its processes to end")
     assert not [path for path in (run.folder / "logs").iterdir() if "Traceback" in path.read_text()]
+
+
+def test_a_task_that_is_told_to_end(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By SIGTERM, as before its time limit: it leaves in order, and a resume runs what it has left."""
+    run = Run(box, tmp_path / "sweep", gpus="2")
+    wait_for(lambda: run.running() and run.logs(), "a task to have a log")
+    wait_for(lambda: len(ranks_of(box)) >= 2, "its ranks to start")
+    told = min(run.running())
+    box.run("scancel", "--signal=TERM", told)
+    wait_for(lambda: told not in run.running(), "it to end")
+    wait_for(run.ended, "the other tasks to end")
+    assert [log for log in run.logs() if "sp_bench: ended by SIGTERM; finished points are kept" in log.read_text()]
+    assert not [log for log in run.logs() if "Traceback" in log.read_text()]
+    wait_for(lambda: not processes_of(run.folder), "its processes to end")
+    before = run.done()
+    assert len(before) == 2, "of the other task"
+    capsys.readouterr()
+    assert main(["resume", str(run.folder), "--wait"]) == 0
+    assert "4 points: 4 done, 0 running, 0 pending, 0 failed, 0 unsupported" in capsys.readouterr().out
+    assert {run_id: run.done()[run_id] for run_id in before} == before
 
 
 def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:

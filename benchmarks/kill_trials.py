@@ -1,0 +1,303 @@
+"""Processes killed at random moments: `python -m benchmarks.kill_trials` writes docs/failures.md.
+
+Each trial runs the real command on a small problem, in a session of its own, and kills one of its processes with
+SIGKILL: a rank that the seed picks, or in the last rows the process that has the ranks. The moment is any, by the seed,
+between the start of the ranks and the end that an undisturbed run of the same method had. Then the command must end by
+itself, its record must name the rank, no process of it may be left (all carry a variable in their environment), and the
+same command in the same folder must be ok. A kill after the last work of the point leaves an ok record, and one after
+the end meets nobody: such trials are counted apart, and drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.reports import about, table
+from methods import REGISTRY
+from sp_bench import records
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+MARK = "SP_BENCH_TRIAL"
+TIMEOUT_S = 10.0
+"""The command's patience with silent ranks."""
+GRACE_S = 30.0
+"""What a command may take to end beyond that."""
+GONE_S = 5.0
+"""How long after the command's end its last helpers may take to be gone."""
+POINT = "cluster=local dtype=float32 heads=4 head_dim=16 seqlen=1k iters=10 warmup=1 baseline=null logger=none"
+
+POLICY = """\
+| what happens | the record says | exit code | and then |
+| --- | --- | --- | --- |
+| a rank is killed or dies | failed, the rank, its signal or exit code | 1 | other points are measured, with new ranks |
+| a rank raises | failed or, without memory, oom; the rank, the error, the line | 1 | the same |
+| no rank answers for timeout_s | timeout, the rank that hangs, and where | 1 | the same |
+| a point can't be served | unsupported, why | 2; 0 in a sweep | the other points are run |
+| SIGTERM: a time limit, scancel | nothing | 143 | ranks end; the same command runs what is missing |
+| Ctrl-C | nothing | 1 | the same |
+| the process that has the ranks is killed | nothing | of that signal | the same |
+| the disk gets full | nothing | 1 | the run ends, shows what it has, and names the points without a record |
+| results_dir can't be written | nothing | 2 | no rank has been started |
+| W&B's folder can't be written | what it would | what it would be | a line at the end |
+
+What is finished is kept. Methods that are timed in turn at one setting are finished together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What to kill, and when."""
+
+    method: str
+    n: int
+    victim: int | None
+    """A rank; None for the process that has the ranks."""
+    moment: float
+    """The part of an undisturbed run, from the start of its ranks to its end, that is left to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What came of a trial."""
+
+    delay_s: float
+    """From the start of the ranks to the kill."""
+    met: bool
+    """Whether there was still somebody to kill."""
+    ended_s: float
+    """From the kill to the end of the command."""
+    code: int
+    said: str
+    """Of the records."""
+    orphans: int
+    again: str
+    """What the next run says."""
+
+    def fault(self, trial: Trial) -> str | None:
+        """What is wrong with it."""
+        if self.orphans:
+            return f"{self.orphans} processes left"
+        if self.again != "ok":
+            return f"the next run: {self.again}"
+        if not self.met or (self.said == "ok" and self.code == 0):
+            return None
+        if trial.victim is None:
+            right = self.code == -signal.SIGKILL and self.said in ("no record", "ok")
+        else:
+            right = self.code == 1 and self.said == f"failed: rank {trial.victim}: died: killed by SIGKILL"
+        return None if right else f"exit code {self.code}, {self.said}"
+
+    @property
+    def late(self) -> bool:
+        """Whether the kill came after the last work of the point."""
+        return not self.met or self.said == "ok"
+
+
+class Command:
+    """`python -m sp_bench`, running one point in a session of its own."""
+
+    def __init__(self, method: str, n: int, folder: Path) -> None:
+        self.n, self.mark = n, uuid.uuid4().hex
+        keys = [*POINT.split(), f"method={method}", f"gpus={n}", f"timeout_s={TIMEOUT_S}", f"results_dir={folder}"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sp_bench", *keys],
+            cwd=ROOT,
+            env=os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def ranks(self) -> list[int]:
+        """The processes of its ranks in their order, once all are there; none if it ends before."""
+        while self.process.poll() is None:
+            servers = _servers(self.process.pid)
+            found = [pid for pid, parent in _forked() if parent in servers] if servers else []
+            if len(found) == self.n:
+                return sorted(found)
+            time.sleep(0.005)
+        return []
+
+    def left(self) -> list[int]:
+        """Its processes that are still there, after a moment's patience."""
+        deadline = time.monotonic() + GONE_S
+        while (found := marked(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+
+def _forked() -> Iterator[tuple[int, int]]:
+    """All processes and their parents, but not those that have ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                yield int(path.parent.name), int(parent)
+
+
+def _servers(pid: int) -> list[int]:
+    """The fork servers of a process."""
+    found = []
+    for child, parent in _forked():
+        with suppress(OSError):
+            if parent == pid and b"multiprocessing.forkserver" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+def marked(mark: str) -> list[int]:
+    """All processes that were started with a mark in their environment."""
+    found = []
+    for pid, _ in _forked():
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
+
+
+@contextmanager
+def running(method: str, n: int, folder: Path) -> Iterator[Command]:
+    """A command, of which nothing is left afterwards."""
+    command = Command(method, n, folder)
+    try:
+        yield command
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(command.process.pid, signal.SIGKILL)
+        command.process.wait()
+
+
+def undisturbed_s(method: str, n: int) -> float:
+    """From the start of the ranks to the end of a command that nobody disturbs. Raises RuntimeError if it fails."""
+    with tempfile.TemporaryDirectory() as folder, running(method, n, Path(folder)) as command:
+        command.ranks()
+        started = time.monotonic()
+        if command.process.wait() or _said(Path(folder)) != "ok":
+            raise RuntimeError(f"{method}: {_said(Path(folder))}")
+        return time.monotonic() - started
+
+
+def run(trial: Trial, lasts_s: float) -> Ended:
+    """Run one trial, of a method whose undisturbed run lasts so long."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with running(trial.method, trial.n, folder) as command:
+            ranks = command.ranks()
+            if not ranks:
+                raise RuntimeError(f"{trial.method}: the command has ended before its ranks were there")
+            delay_s = trial.moment * lasts_s
+            time.sleep(delay_s)
+            met = command.process.poll() is None
+            with suppress(ProcessLookupError):
+                os.kill(command.process.pid if trial.victim is None else ranks[trial.victim], signal.SIGKILL)
+            killed = time.monotonic()
+            try:
+                code = command.process.wait(TIMEOUT_S + GRACE_S)
+            except subprocess.TimeoutExpired:
+                code = 124
+            ended_s = time.monotonic() - killed
+            said, orphans = _said(folder), len(command.left())
+        with running(trial.method, trial.n, folder) as command:
+            again = _said(folder) if command.process.wait() == 0 else "failed"
+    return Ended(delay_s=delay_s, met=met, ended_s=ended_s, code=code, said=said, orphans=orphans, again=again)
+
+
+def _said(folder: Path) -> str:
+    """What the one record of a folder says."""
+    found = records.read_all(folder)
+    if not found:
+        return "no record"
+    return "; ".join(f"{record.status}: {record.error}" if record.error else record.status for record in found)
+
+
+def trials(seed: int, parent: bool = False) -> Iterator[Trial]:
+    """Trials without end, over all methods in turn."""
+    draw = random.Random(f"{seed} {parent}")
+    while True:
+        for method in draw.sample(sorted(REGISTRY), len(REGISTRY)):
+            n = 1 if method == "reference" else 4
+            victim = None if parent else draw.randrange(n)
+            yield Trial(method=method, n=n, victim=victim, moment=draw.random())
+
+
+def row(trial: Trial, ended: Ended, lasts_s: float) -> dict[str, object]:
+    """One trial in the table."""
+    return {
+        "method": trial.method,
+        "killed": "the parent" if trial.victim is None else f"rank {trial.victim} of {trial.n}",
+        "after": f"{ended.delay_s:.2f} s of {lasts_s:.2f}",
+        "the record says": ended.said,
+        "exit code": ended.code,
+        "ended after": f"{ended.ended_s:.2f} s",
+        "processes left": ended.orphans,
+        "next run": ended.again,
+    }
+
+
+def main() -> int:
+    """Returns 0 if all trials are as they must be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--parents", type=int, default=4, help="trials in which the parent is killed")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    found = [*drawn(asked.seed, asked.trials), *drawn(asked.seed, asked.parents, parent=True)]
+    faults = [f"{trial}: {fault}" for trial, ended, _ in found if (fault := ended.fault(trial))]
+    kills = [one for one in found if not one[1].late]
+    killed_ranks = [ended for trial, ended, _ in kills if trial.victim is not None]
+    ended_s = [ended.ended_s for ended in killed_ranks]
+    summary = (
+        f"{len(killed_ranks)} kills of ranks and {len(kills) - len(killed_ranks)} of parents, drawn from seed "
+        f"{asked.seed}; {len(found) - len(kills)} more came after the last work. {len(faults) or 'None'} went wrong. "
+        f"After the kill of a rank the command ended in {min(ended_s):.2f} to {max(ended_s):.2f} s. "
+        f"{os.cpu_count()} cores, shared with other work."
+    )
+    rows = [row(*one) for one in kills]
+    (DOCS / "failures.md").write_text(f"""# What fails, and what is left
+
+{POLICY}
+
+## Processes that are killed
+
+Made by `python -m benchmarks.kill_trials`.
+
+{about(__doc__)}
+
+    python -m sp_bench method=... gpus=4 timeout_s={TIMEOUT_S:g} {POINT}
+
+{summary}
+
+{table(rows)}
+""")
+    print(summary, *faults, sep="\n")
+    return 1 if faults else 0
+
+
+def drawn(seed: int, wanted: int, *, parent: bool = False) -> list[tuple[Trial, Ended, float]]:
+    """Trials, each with its undisturbed time, until so many have killed in time, or gone wrong."""
+    found: list[tuple[Trial, Ended, float]] = []
+    lasts_s: dict[str, float] = {}
+    for trial in trials(seed, parent):
+        if sum(not ended.late or bool(ended.fault(trial)) for trial, ended, _ in found) >= wanted:
+            break
+        if trial.method not in lasts_s:
+            lasts_s[trial.method] = undisturbed_s(trial.method, trial.n)
+        found.append((trial, run(trial, lasts_s[trial.method]), lasts_s[trial.method]))
+        print(*row(*found[-1]).values(), sep="  ", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

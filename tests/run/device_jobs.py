@@ -1,0 +1,101 @@
+"""What ranks do in the tests of devices. Imported inside the ranks: no pytest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sp_bench.measure.devices import device_here, transport_here
+from sp_bench.plan import PHASES
+from sp_bench.run.attention import Engine
+from sp_bench.run.nccl import NcclTransport
+from sp_bench.run.sharding import shard
+from sp_bench.run.transport import GlooTransport, HostTransport, Transport
+from tests.ranks import group_of
+from tests.run.jobs import Case, Difference, _difference, reference
+
+_lanes: dict[int, list[Any]] = {}
+
+
+@dataclass
+class Inline:
+    """A device that works at once (run.devices.Device): what is queued is done, in the order of queueing."""
+
+    finished: None = None
+    asked: list[Any] = field(default_factory=list)
+
+    def current(self) -> int:
+        return -1
+
+    def lane(self, number: int) -> int:
+        return number
+
+    def on(self, stream: int) -> Any:
+        return nullcontext()
+
+    def record(self, stream: int) -> None:
+        return None
+
+    def wait(self, stream: int, event: None) -> None:
+        self.asked.append(stream)
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        pass
+
+
+def groups_of(n: int, lanes: int) -> list[Any]:
+    """A group of gloo for each lane, which takes the same batches as NCCL's. All ranks of the pool must call it."""
+    made = _lanes.setdefault(n, [])
+    while len(made) < lanes:
+        made.append(dist.new_group(list(range(n))))
+    return made[:lanes]
+
+
+def in_plan_order(cases: Sequence[Case], kind: str) -> dict[Case, tuple[tuple[Difference, ...], dict]]:
+    """Each case from one thread, which waits in each transfer: errors, and the bytes sent."""
+    found = {}
+    for case in cases:
+        plans = {phase: case.built.plan(case.problem, phase, case.costs) for phase in PHASES}
+        group, lanes = group_of(case.n, case), groups_of(case.n, max(len(plan.lanes) for plan in plans.values()))
+        if group is not None:
+            made: dict[str, Transport] = {"gloo": GlooTransport(group), "through the host": HostTransport(group)}
+            transport = made.get(kind) or NcclTransport(group, lanes=lanes)
+            errors = run(case, plans, transport, dist.get_rank(group), torch.device("cpu"), Inline())
+            found[case] = (errors, dict(transport.sent_bytes))
+    return found
+
+
+def on_gpus(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:
+    """Each case by all ranks of the pool, on their devices: errors of the second of two executions."""
+    found = {}
+    for case in cases:
+        plans = {phase: case.built.plan(case.problem, phase, case.costs) for phase in PHASES}
+        transport = transport_here(plans)
+        run(case, plans, transport, dist.get_rank(), device_here(), None)
+        found[case] = run(case, plans, transport, dist.get_rank(), device_here(), None)
+    return found
+
+
+def run(
+    case: Case, plans: dict, transport: Transport, rank: int, device: torch.device, queues: Any
+) -> tuple[Difference, ...]:
+    """How far one rank's out, dq, dk and dv are from the fp64 reference."""
+    layout, seqlen = case.problem.layout, case.n * case.tokens
+    engine = Engine(plans, case.problem, case.kernel, device, rank=rank, transport=transport, queues=queues)
+    q, k, v, dout = (shard(x, layout, rank, case.n).to(device) for x in case.inputs(seqlen))
+    out, saved = engine.forward(q, k, v)
+    results = (out, *engine.backward(dout, saved))
+    wanted = reference(seqlen, case.kv_heads, case.dtype, case.causal, case.heads)
+    return tuple(_difference(x.cpu(), shard(y, layout, rank, case.n)) for x, y in zip(results, wanted, strict=True))

@@ -1,0 +1,360 @@
+"""Executions on a device that works behind the caller: right in every order that events allow, and in no other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from methods import build
+from sp_bench.kernels import KERNELS
+from sp_bench.plan import (
+    COMPUTE_BOUND,
+    LAYOUTS,
+    PHASES,
+    CostProfile,
+    Dataflow,
+    Join,
+    Mask,
+    Method,
+    Plan,
+    Problem,
+    dataflow,
+)
+from sp_bench.run import executor, streams
+from sp_bench.run.attention import Engine
+from sp_bench.run.sharding import positions, shard
+from tests.problems import all_methods, cost_profiles
+from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Stuck, Wires
+
+BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
+NAMES = ("out", "dq", "dk", "dv")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A forward and a backward of some ranks, and the order in which their devices do the work."""
+
+    method: Method
+    problem: Problem
+    costs: CostProfile = COMPUTE_BOUND
+    order: int = 0
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        return {phase: self.method.plan(self.problem, phase, self.costs) for phase in PHASES}
+
+    def run(self, plans: dict[str, Plan] | None = None) -> list[Tensor]:
+        """Out and gradients of the whole sequence. Nothing is done on the devices before everything is queued."""
+        problem, plans = self.method.dealt(self.problem), plans or self.plans
+        machine, results = Machine(problem.n, self.order), []
+        for rank, device in enumerate(machine.ranks):
+            q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
+            with device:
+                transport = Wires(device)
+                engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=transport, queues=device)
+                out, saved = engine.forward(q, k, v)
+                del q, k, v
+                results.append((device, (out, *engine.backward(dout, saved))))
+                del saved, dout
+        machine.run()
+        return [self._whole([device.get(found[i]) for device, found in results]) for i in range(len(NAMES))]
+
+    def _whole(self, parts: list[Tensor]) -> Tensor:
+        n, layout = len(parts), self.method.dealt(self.problem).layout
+        order = torch.cat([positions(layout, rank, n, self.problem.seqlen) for rank in range(n)])
+        return torch.cat(parts, dim=1)[:, order.argsort()]
+
+    def wrong(self, plans: dict[str, Plan] | None = None) -> str:
+        """What is wrong with it; empty if nothing is."""
+        try:
+            found = self.run(plans)
+        except (Hazard, Stuck) as error:
+            return f"{type(error).__name__}: {error}"
+        dtypes = {self.problem.dtype, self.problem.wire_dtype}
+        bound = max(BOUNDS[dtype] for dtype in dtypes)
+        errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact(self.problem), strict=True)]
+        return ", ".join(f"{n} is off by {e:.1e}" for n, e in zip(NAMES, errors, strict=True) if not e <= bound)
+
+
+def inputs(problem: Problem) -> list[Tensor]:
+    """q, k, v and dout of the whole sequence."""
+    generator = torch.Generator().manual_seed(1)
+    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    shapes = [(problem.batch, problem.seqlen, h, problem.head_dim) for h in heads]
+    return [torch.randn(s, generator=generator).to(getattr(torch, problem.dtype)) for s in shapes]
+
+
+def exact(problem: Problem) -> list[Tensor]:
+    q, k, v, dout = (x.double() for x in inputs(problem))
+    kernel, mask = KERNELS["reference"](), Mask.CAUSAL if problem.causal else Mask.FULL
+    out, lse = kernel.forward(q, k, v, mask)
+    return [out, *kernel.backward(dout, q, k, v, out, lse, mask)]
+
+
+def small(n: int, *, causal: bool, layout: str = "striped", dtype: str = "float64", wire: str = "") -> Problem:
+    return Problem(
+        n=n, seqlen=2 * n, heads=2 * n, kv_heads=n, head_dim=4, causal=causal, dtype=dtype, wire_dtype=wire,
+        layout=LAYOUTS[layout],
+    )  # fmt: skip
+
+
+def fitting(method: Method, problem: Problem) -> Execution:
+    """On the problem's layout, or else on the method's first."""
+    layout = problem.layout.name if problem.layout.name in method.layouts else method.layouts[0]
+    return Execution(replace(method, layout=layout), replace(problem, layout=LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_method_is_exact(n: int, causal: bool) -> None:
+    """In every variant; from one to the next another layout, dtype and order of the devices' work."""
+    kinds = itertools.cycle([("float64", ""), ("bfloat16", ""), ("float32", "bfloat16")])
+    for order, method in enumerate(all_methods(small(n, causal=causal))):
+        layout, (dtype, wire) = sorted(LAYOUTS)[order % 3], next(kinds)
+        execution = fitting(method, small(n, causal=causal, layout=layout, dtype=dtype, wire=wire))
+        assert replace(execution, order=order).wrong() == "", execution
+
+
+@st.composite
+def executions(draw: st.DrawFn) -> Execution:
+    n, dtype = draw(st.sampled_from([2, 3, 4, 5, 6])), draw(st.sampled_from([("float64", ""), ("bfloat16", "float32")]))
+    layout, causal = draw(st.sampled_from(sorted(LAYOUTS))), draw(st.booleans())
+    problem = small(n, causal=causal, layout=layout, dtype=dtype[0], wire=dtype[1])
+    execution = fitting(draw(st.sampled_from(all_methods(problem))), problem)
+    costs = draw(st.just(COMPUTE_BOUND) | cost_profiles())
+    return replace(execution, costs=costs, order=draw(st.integers(0, 2**32)))
+
+
+@given(executions())
+def test_any_order_that_events_allow(execution: Execution) -> None:
+    assert execution.wrong() == ""
+
+
+# What holds it together, taken away piece by piece
+
+
+def known(plan: Plan, waits: tuple) -> list[dict[str, int]]:
+    """By operation: the last one of each stream that has ended before it, by its waits and what follows from them."""
+    found: list[dict[str, int]] = []
+    before: dict[str, int] = {}
+    for index, op in plan:
+        ended = [*waits[index], *([(op.stream, before[op.stream])] if op.stream in before else [])]
+        mine: dict[str, int] = {}
+        for stream, last in ended:
+            for other, at in {**found[last], stream: last}.items():
+                mine[other] = max(at, mine.get(other, -1))
+        found.append(mine)
+        before[op.stream] = index
+    return found
+
+
+def without_one_wait(plan: Plan) -> Iterator[tuple[str, Dataflow]]:
+    """The plan's dataflow less a wait: each one that doesn't follow from others, but those that a Join is there for."""
+    flow = dataflow(plan)
+    for index, op in plan:
+        for stream, last in flow.waits[index]:
+            waits = list(flow.waits)
+            waits[index] = tuple(wait for wait in waits[index] if wait != (stream, last))
+            follows = known(plan, tuple(waits))[index].get(stream, -1) >= last
+            if not follows and not isinstance(op, Join) and not isinstance(plan.ops[last], Join):
+                yield f"{plan.phase} {index}, {op}, without {plan.ops[last]}", replace(flow, waits=tuple(waits))
+
+
+MUTATED = [
+    ("ring", {}),
+    ("tokenring", {}),
+    ("mesh", {"tile": (2, 2)}),
+    ("mesh", {"tile": (2, 2), "lanes": "each"}),
+    ("mesh", {"tile": (4, 1)}),
+    ("usp", {"ulysses": 2}),
+    ("startrail", {"team": 2}),
+    ("all_gather", {"stride": 2}),
+    ("pass_q", {}),
+    ("double_ring", {"inner": 2}),
+]
+
+
+def four(method: str, options: dict[str, object], *, wire: str = "bfloat16", layout: str = "zigzag") -> Execution:
+    return fitting(build(method, options), small(4, causal=True, layout=layout, dtype="float32", wire=wire))
+
+
+@pytest.mark.parametrize(("method", "options"), MUTATED, ids=str)
+def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, object]) -> None:
+    """Without any one of the plan's waits something is wrong, or two accesses of the same memory are in no order."""
+    execution, tried = four(method, options), 0
+    plans = execution.plans
+    assert execution.wrong(plans) == ""
+    for plan in plans.values():
+        for which, flow in without_one_wait(plan):
+            monkeypatch.setattr(
+                executor, "dataflow", lambda asked, flow=flow, plan=plan: flow if asked is plan else dataflow(asked)
+            )
+            assert any(replace(execution, order=order).wrong(plans) for order in range(3)), which
+            tried += 1
+    assert tried >= 4
+
+
+SENT_AS_HELD = four("mesh", {"tile": (4, 1)}, wire="float32")
+"""Its partials are sent from where they were accumulated."""
+
+
+def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SENT_AS_HELD.wrong() == ""
+    monkeypatch.setattr(streams.DeviceStreams, "keep", lambda self, tensors: None)
+    assert "Hazard" in SENT_AS_HELD.wrong()
+
+
+def test_what_is_kept_is_let_go_within_the_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the latest when blocks have waited for the lane, so that memory is what account says."""
+    held: list[int] = []
+    let_go = streams.DeviceStreams._let_go
+
+    def watch(self: streams.DeviceStreams, index: int) -> None:
+        before = sum(map(len, self._kept.values()))
+        let_go(self, index)
+        held.append(before - sum(map(len, self._kept.values())))
+
+    monkeypatch.setattr(streams.DeviceStreams, "_let_go", watch)
+    assert SENT_AS_HELD.wrong() == ""
+    assert max(held) >= 1
+
+
+NOTHING_TO_SEND = four("mesh", {"tile": (4, 1)}, wire="float32", layout="contiguous")
+"""Under a causal mask some of its ranks send partials that no block has touched."""
+
+
+def test_a_lane_waits_for_what_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def without_waiting(self: streams.DeviceStreams) -> Iterator[None]:
+        with self._device.on(self._blocks):
+            yield
+
+    assert NOTHING_TO_SEND.wrong() == ""
+    monkeypatch.setattr(streams.DeviceStreams, "making", without_waiting)
+    assert NOTHING_TO_SEND.wrong() != ""
+
+
+class Deaf(Rank):
+    """A device that leaves out some of its waits, by their numbers; without any, it numbers them."""
+
+    left_out: range = range(0)
+    waits = 0
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        if self.waits not in self.left_out:
+            super().wait(stream, event)
+        self.waits += 1
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_an_execution_begins_and_ends_with_the_caller_s_stream(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Lanes wait for what the caller did before, and the caller's stream for all lanes."""
+    execution = fitting(build("ulysses", {}), small(4, causal=True, dtype="bfloat16"))
+    lanes = {phase: len(plan.lanes) for phase, plan in execution.plans.items()}
+    inside = {phase: sum(map(len, dataflow(plan).waits)) for phase, plan in execution.plans.items()}
+    # A backward's first wait is for the forward's end.
+    total = sum(2 * lanes[phase] + inside[phase] for phase in PHASES) + 1
+    left_out = range(lanes["forward"]) if end == "first" else range(total - lanes["backward"], total)
+    monkeypatch.setattr("tests.run.queued.Rank", Deaf)
+    assert execution.wrong() == ""
+    monkeypatch.setattr(Deaf, "left_out", left_out)
+    assert execution.wrong() != ""
+
+
+def two_calls_on_two_streams() -> None:
+    """Of one engine, with inputs of their own: they share nothing but its buffers."""
+    execution = four("ring", {})
+    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    machine = Machine(problem.n, seed=0)
+    for rank, device in enumerate(machine.ranks):
+        engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+        with device:
+            engine.buffers.of(plans["forward"], dataflow(plans["forward"]))
+        made = device.record(device.current())
+        for _ in range(2):
+            stream = machine.stream(device)
+            device.wait(stream, made)
+            with device.on(stream):
+                q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
+                with device:
+                    engine.forward(q, k, v)
+    machine.run()
+
+
+def test_calls_take_turns_whatever_streams_they_come_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_calls_on_two_streams()
+    monkeypatch.setattr(Rank, "finished", property(lambda self: None, lambda self, event: None), raising=False)
+    with pytest.raises(Hazard):
+        two_calls_on_two_streams()
+
+
+def test_the_caller_never_waits() -> None:
+    """The device would refuse to be asked for a number."""
+    machine = Machine(1, seed=0)
+    x = machine.ranks[0].put(torch.ones(3))
+    with machine.ranks[0], pytest.raises(AssertionError, match="the caller waits"):
+        float(x.sum())
+
+
+def fail_then_go_on() -> None:
+    """An execution fails on all ranks, which then make tensors of many sizes, while its lanes are at work."""
+    execution = SENT_AS_HELD
+    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    machine, engines = Machine(problem.n, seed=0), []
+    for rank, device in enumerate(machine.ranks):
+        q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
+        engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+        good, calls = engine.kernel.forward, itertools.count()
+
+        def third_fails(*args: object, good=good, calls=calls) -> object:
+            if next(calls) == 3:
+                raise ValueError("the fourth block is broken")
+            return good(*args)
+
+        engine.kernel.forward = third_fails  # pyright: ignore[reportAttributeAccessIssue]
+        with device:
+            with pytest.raises(ValueError, match="fourth block"):
+                engine.forward(q, k, v)
+            engines.append((engine, [torch.zeros(size) for size in range(1, 200)]))
+    machine.run()
+
+
+def test_what_a_failed_execution_used_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the end of its lanes."""
+    fail_then_go_on()
+    monkeypatch.setattr(streams.DeviceStreams, "abandon", lambda self, held: self._kept.clear())
+    with pytest.raises(Hazard):
+        fail_then_go_on()
+
+
+@pytest.mark.parametrize(("method", "options"), [*MUTATED[1:3], ("ulysses", {})], ids=str)
+def test_parts_leave_nothing_behind(method: str, options: dict[str, object]) -> None:
+    """Blocks alone and transfers alone, between two executions of everything, which agree in every bit."""
+    execution = four(method, options)
+    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    machine, found = Machine(problem.n, seed=3), []
+    for rank, device in enumerate(machine.ranks):
+        q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
+        with device:
+            engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+            both, saved = [], {}
+            for does in (executor.Does.EVERYTHING, *executor.Does, executor.Does.EVERYTHING):
+                out, fresh = engine.forward(q, k, v, does)
+                saved = fresh if does is executor.Does.EVERYTHING else saved
+                gradients = engine.backward(dout, saved, does)
+                if does is executor.Does.EVERYTHING:
+                    both.append((out, *gradients))
+        found.append((device, both))
+    machine.run()
+    for device, (first, *others) in found:
+        for other in others:
+            assert all(torch.equal(device.get(x), device.get(y)) for x, y in zip(first, other, strict=True))
