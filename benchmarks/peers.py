@@ -35,7 +35,8 @@ OURS = {
     "ring": ("method=ring", "method.layout=contiguous"),
     "zigzag": ("method=zigzag",),
     "striped": ("method=striped",),
-    "all_gather, zigzag": ("method=all_gather", "method.layout=zigzag"),
+    # torch gathers all heads at once.
+    "all_gather stride 8, zigzag": ("method=all_gather", "method.layout=zigzag", "method.stride=8"),
     "all_gather": ("method=all_gather", "method.layout=contiguous"),
     "ulysses": ("method=ulysses",),
     "usp, zigzag": ("method=usp", "method.ulysses=2", "method.layout=zigzag"),
@@ -55,7 +56,7 @@ PEERS = (
     Peer("zigzag", "ring_flash_attn", "zigzag"),
     Peer("zigzag", "torch_context_parallel", "all_to_all"),
     Peer("striped", "ring_flash_attn", "stripe"),
-    Peer("all_gather, zigzag", "torch_context_parallel", "all_gather"),
+    Peer("all_gather stride 8, zigzag", "torch_context_parallel", "all_gather"),
     Peer("all_gather", "ring_flash_attn", "llama3"),
     Peer("ulysses", "yunchang", "ulysses"),
     Peer("ulysses", "deepspeed_ulysses", "ulysses"),

@@ -16,9 +16,9 @@ from sp_bench.machine import cores_here
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "shaped_hosts.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1", "logger=none")
 TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
-SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=3.125e6", "iters=5", "timeout_s=120")
+SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=3.125e6", "iters=3", "timeout_s=120")
 """25 Mbit/s: 16 ranks on two cores compute their blocks in a small part of what transfers take."""
-BALANCED = ("gpus=16", "seqlen=8k", "iters=5", "timeout_s=120")
+BALANCED = ("gpus=16", "seqlen=8k", "iters=4", "timeout_s=120")
 BALANCED_POINTS = (
     ("9.4e6", ("method=mesh", "method.tile=[4,4]")),
     ("9.4e6", ("method=mesh", "method.tile=[4,4]", "method.schedule=searched")),

@@ -293,7 +293,10 @@ def _serve(order: Order, lifeline: Connection, stack: str) -> None:
         driver.send((order.opened, order.rank))
         if interface := interface_of(order.own_address or address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        _join_group(order, driver)
+        try:
+            _join_group(order, driver)
+        except (EOFError, ConnectionError):  # the driver has ended before all have joined
+            os._exit(1)
         answer(driver)
     os._exit(0)
 

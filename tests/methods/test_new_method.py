@@ -93,6 +93,7 @@ def run_it(n: int) -> float | None:
     """On a rank: the largest difference from what ring computes."""
     from methods.ring import Ring
     from sp_bench.run.attention import Engine
+    from sp_bench.run.transport import GlooTransport
 
     group = group_of(n, "gather_home")
     if group is None:
@@ -103,7 +104,8 @@ def run_it(n: int) -> float | None:
     results = []
     for method in (GatherHome(), Ring()):
         plans = {phase: method.plan(problem(n), phase, COMPUTE_BOUND) for phase in PHASES}
-        engine = Engine(plans, problem(n), group, "auto", torch.device("cpu"))
+        rank, transport = torch.distributed.get_rank(group), GlooTransport(group)
+        engine = Engine(plans, problem(n), "auto", torch.device("cpu"), rank=rank, transport=transport)
         out, saved = engine.forward(q, k, v)
         results.append((out, *engine.backward(dout, saved)))
         engine.close()
