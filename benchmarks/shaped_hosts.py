@@ -18,14 +18,20 @@ COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=f
 TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
 SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=3.125e6", "iters=3", "timeout_s=120")
 """25 Mbit/s: 16 ranks on two cores compute their blocks in a small part of what transfers take."""
-BALANCED = ("gpus=16", "seqlen=8k", "iters=4", "timeout_s=120")
+BALANCED = ("seqlen=8k", "iters=4", "timeout_s=120")
+MESH = ("method=mesh", "method.tile=[4,4]")
+SMALL_MESH = ("method=mesh", "method.tile=[4,2]")
+SEARCHED = ("method.schedule=searched",)
 BALANCED_POINTS = (
-    ("9.4e6", ("method=mesh", "method.tile=[4,4]")),
-    ("9.4e6", ("method=mesh", "method.tile=[4,4]", "method.schedule=searched")),
-    ("11.25e6", ("method=mesh", "method.tile=[4,4]")),
-    ("11.25e6", ("method=mesh", "method.tile=[4,4]", "method.schedule=searched")),
-    ("25e6", ("method=ring",)),
-    ("25e6", ("method=tokenring",)),
+    ("8", "12.5e6", SMALL_MESH),
+    ("8", "12.5e6", (*SMALL_MESH, *SEARCHED)),
+    ("8", "25e6", ("method=ring",)),
+    ("16", "9.4e6", MESH),
+    ("16", "9.4e6", (*MESH, *SEARCHED)),
+    ("16", "11.25e6", MESH),
+    ("16", "11.25e6", (*MESH, *SEARCHED)),
+    ("16", "25e6", ("method=ring",)),
+    ("16", "25e6", ("method=tokenring",)),
 )
 """Each method at rates at which its blocks and its transfers take about as long."""
 
@@ -60,11 +66,15 @@ def communication_bound(phase: str, folder: Path) -> str:
 
 def overlap(folder: Path) -> str:
     """How close the step comes to the longer of its two parts, at rates at which these balance."""
-    points = [[*COMMON, *BALANCED, f"cluster.hosts.link_bytes_per_s={rate}", *keys] for rate, keys in BALANCED_POINTS]
+    points = [
+        [*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys]
+        for gpus, rate, keys in BALANCED_POINTS
+    ]
     rows = []
-    for (rate, _), record in zip(BALANCED_POINTS, run_ok(points, folder), strict=True):
+    for (gpus, rate, _), record in zip(BALANCED_POINTS, run_ok(points, folder), strict=True):
         blocks, transfers = _value(record.compute_only_ms_median), _value(record.communication_only_ms_median)
         rows.append({
+            "ranks": gpus,
             "link": f"{float(rate) * 8e-6:.0f} Mbit/s",
             "method": f"{record.method} {record.variant or ''}",
             "step, ms [95%]": interval(record),
@@ -99,7 +109,9 @@ Made by `python -m benchmarks.shaped_hosts` on {cores_here()} cores: 8 heads of 
 
 {communication_bound("forward_backward", folder)}
 
-## Overlap: 16 ranks, 8k tokens, forward + backward, at rates where the parts are about as long
+## Overlap: 8k tokens, forward + backward, at rates where the parts are about as long
+
+All ranks share {cores_here()} cores: the more there are, the longer one that waits for a core keeps the others waiting.
 
 {overlap(folder)}
 """
