@@ -35,7 +35,7 @@ class Text:
             number = self.numbers[match[1]]
             source, text = number.sources[0], number.text(match[2] or ".4g")
             about = html.escape(about_number(number))
-            return f'<a class="{number.kind}" href="#source-{source.id}" title="{about}">{text}</a>'
+            return f'<a class="{number.kind}" href="#source-{html.escape(source.id)}" title="{about}">{text}</a>'
 
         return f"<p>{_FIELD.sub(linked, html.escape(self.template))}</p>"
 
