@@ -6,7 +6,6 @@ Mesh cells are held out: they choose neither a parameter nor a set of parameters
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ import yaml
 
 import methods
 from analysis.least_squares import fit
+from analysis.paper_tables import rows
 from analysis.templates import Template
 from sp_bench.plan import PHASES, Method, Plan, Problem, layout_named
 from sp_bench.simulate import Cluster, simulate
@@ -68,14 +68,12 @@ class Cell:
 
 def table(number: int, name: str) -> dict[Cell, tuple[float, ...]]:
     """A table of the paper, in the order of its file: what analysis/papers/mesh_table<number>_<name>.csv has."""
-    with (HERE / "papers" / f"mesh_table{number}_{name}.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
     keys = ("causal", "seqlen", "gpus", "method")
     return {
         Cell(row["causal"] == "true", TOKENS[row["seqlen"]], int(row["gpus"]), row["method"]): tuple(
             float(value) for key, value in row.items() if key not in keys
         )
-        for row in rows
+        for row in rows(f"mesh_table{number}_{name}")
     }
 
 
