@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 import platform
-import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from analysis.verdict import Ratio, of_medians
 from benchmarks.reports import about, table
 from methods import build
 from sp_bench.kernels import choose
@@ -26,7 +27,7 @@ from sp_bench.run.executor import Does
 from sp_bench.run.transport import AloneTransport
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "executor.md"
-HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 7
+HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 9
 OVERHEAD_TOKENS = 1024
 """Of a block, where the interpreter is looked at."""
 EFFICIENCY_SEQLENS = (4096, 8192)
@@ -119,18 +120,15 @@ def monolithic_s(seqlen: int, *, causal: bool) -> tuple[float, float]:
     return between - started, time.perf_counter() - between
 
 
-def efficiency(seqlen: int, *, causal: bool) -> list[float]:
-    """The monolithic call's share of a rank, over the time of its blocks and folds: forward and backward."""
+def efficiency(seqlen: int, *, causal: bool) -> list[Ratio]:
+    """The monolithic call's time over that of all ranks' blocks and folds, one rank's RANKS times: by phase."""
     rank = Rank("ring", {}, seqlen, causal=causal)
     rank.step()
     whole, blocks = [], []
     for _ in range(REPETITIONS):
         whole.append(monolithic_s(seqlen, causal=causal))
-        blocks.append(rank.step(Does.COMPUTE))
-    return [
-        statistics.median(one[phase] for one in whole) / RANKS / statistics.median(one[phase] for one in blocks)
-        for phase in (0, 1)
-    ]
+        blocks.append(np.sum([rank.step(Does.COMPUTE) for _ in range(RANKS)], axis=0))
+    return [of_medians(*(np.array(x)[:, phase] for x in (blocks, whole)), in_turn=True) for phase in (0, 1)]
 
 
 def overhead_rows() -> list[dict[str, str]]:
@@ -153,10 +151,10 @@ def efficiency_rows() -> list[dict[str, str]]:
     """A row for each sequence length and mask."""
     rows = []
     for seqlen, causal in itertools.product(EFFICIENCY_SEQLENS, (False, True)):
-        forward, backward = efficiency(seqlen, causal=causal)
+        found = [f"{r.value:.3f} [{r.low:.3f}, {r.high:.3f}]" for r in efficiency(seqlen, causal=causal)]
         mask, layout = ("causal", "striped") if causal else ("full", "contiguous")
         row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "mask": mask, "layout": layout}
-        rows.append(row | {"forward": f"{forward:.3f}", "backward": f"{backward:.3f}"})
+        rows.append(row | dict(zip(("forward [95%]", "backward [95%]"), found, strict=True)))
         print(rows[-1], flush=True)
     return rows
 
@@ -175,9 +173,9 @@ Made by `python -m benchmarks.executor_profile`, torch {torch.__version__}, Pyth
 
 ## Blocks against one call on the whole sequence, {RANKS} ranks
 
-Time of the call, over {RANKS}, over the time of one rank's blocks and folds (Ring). torch's kernel for CPUs computes
-causal blocks in steps of 512 keys, so that a causal block of 512 tokens costs as much as a full one; that is the
-kernel's, and the same for whoever calls it on such blocks.
+Time of the call over that of {RANKS} times one rank's blocks and folds (Ring), in turn, {REPETITIONS} times. torch's
+kernel for CPUs computes causal blocks in steps of 512 keys, so that a causal block of 512 tokens costs as much as a
+full one; that is the kernel's, and the same for whoever calls it on such blocks.
 
 {table(efficiency_rows())}
 """)

@@ -1,9 +1,9 @@
 """Public implementations beside ours: `python -m benchmarks.peers` writes docs/peers_speed.md.
 
 Each pair runs the same algorithm on the same tokens, shapes and dtype, over the same links and, on a CPU, the same
-block kernel. All points of one table are timed in turn, iteration by iteration, in one set of processes. A peer that
-fails the gate against fp64 is not timed, and its row says by how much it is off. Needs `pip install -e '.[peers]'`
-and, for shaped links, root.
+block kernel. All points of one table are timed in turn, iteration by iteration, in one set of processes, and ratios are
+of medians with a bootstrap interval that resamples iterations together. A peer that fails the gate against fp64 is not
+timed, and its row says by how much it is off. Needs `pip install -e '.[peers]'` and, for shaped links, root.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
+from analysis.frames import iterations, samples
+from analysis.verdict import FASTER, Ratio, of_medians
 from benchmarks.reports import about, interval, run, table
 from sp_bench.machine import cores_here
 from sp_bench.records import Record
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "peers_speed.md"
-RANKS, ITERATIONS = 4, 7
+RANKS, ITERATIONS = 4, 9
 COMMON = (
     f"gpus={RANKS}", "seqlen=4k", "heads=8", "head_dim=64", f"iters={ITERATIONS}", "warmup=1", "parts=false",
     "logger=none", "timeout_s=180",
@@ -73,17 +75,25 @@ def rows(dtype: str, links: tuple[str, ...], folder: Path) -> list[dict[str, str
     ]
     records = run(points, folder)
     ours = dict(zip(OURS, records, strict=False))
-    return [_row(ours[peer.ours], record, peer) for peer, record in zip(PEERS, records[len(OURS) :], strict=True)]
+    theirs = zip(PEERS, records[len(OURS) :], strict=True)
+    return [_row(ours[peer.ours], record, peer, folder) for peer, record in theirs]
 
 
-def _row(ours: Record, peer: Record, names: Peer) -> dict[str, str]:
+def _row(ours: Record, peer: Record, names: Peer, folder: Path) -> dict[str, str]:
     found = {"ours": names.ours, "peer": f"{names.impl} {names.algorithm}"}
     found |= {"ours, ms [95%]": _outcome(ours), "peer, ms [95%]": _outcome(peer)}
+    both = [iterations(samples(record, folder / f"{record.run_id}.json")) for record in (ours, peer)]
     for phase in ("step", "forward", "backward"):
-        one, other = (getattr(record, f"{phase}_ms_median") for record in (ours, peer))
-        found[f"{phase}, peer over ours"] = f"{other / one:.2f}" if one and other else "-"
+        name = f"{phase}, peer over ours [95%]"
+        found[name] = "-" if both[1].empty else _written(of_medians(*(x[phase].to_numpy() for x in both), in_turn=True))
     found["sent, ours and peer"] = f"{_megabytes(ours)}, {_megabytes(peer)}"
     return found | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
+
+
+def _written(ratio: Ratio) -> str:
+    """In bold where ours is slower, beyond the interval."""
+    text = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"**{text}**" if ratio.verdict(same=0) == FASTER else text
 
 
 def _outcome(record: Record) -> str:

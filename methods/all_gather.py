@@ -2,8 +2,9 @@
 
 Source: Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2 (context parallelism). Gathering a few key heads
 at a time, so that a slice arrives while the one before is computed with, is the form of ring-flash-attention's Llama 3
-variant. A slice is gathered as a whole before its first block, and at most two are held. Backward: KV is gathered
-again, and the dKV that a rank has for all others is added up along a reduce-scatter, one slice behind.
+variant. A slice is gathered as a whole before blocks use what came in, and at most two are held; the rank's own KV is
+computed with meanwhile. Backward: KV is gathered again, and the dKV that a rank has for all others is added up along a
+reduce-scatter, one slice behind.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads:
     forward   2k (n - 1)
@@ -75,13 +76,12 @@ class AllGather(Sized):
         return f"stride {self.stride}"
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Step i: gather slice i while slice i - 1 is computed with."""
+        """Step i: gather slice i, beside its own block and those of slice i - 1 that came in."""
         q, kv, o = (self._slices(tensor, problem) for tensor in ("q", "kv", "o"))
         steps = Steps()
         for i in range(problem.head_slices + 1):
             self._gather(steps, kv, i)
-            if i:
-                steps.do(*(Attend(q[i - 1], kv[i - 1].at(s), o[i - 1]) for s in range(problem.n)))
+            steps.do(*(Attend(q[j], kv[j].at(s), o[j]) for j, s in _blocks(problem, i)))
         return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -90,12 +90,10 @@ class AllGather(Sized):
         steps = Steps()
         for i in range(problem.head_slices + 2):
             self._gather(steps, kv, i)
+            blocks = [AttendBackward(odoq[j], kv[j].at(s), dq[j], dkv[j].at(s)) for j, s in _blocks(problem, i)]
             for s in range(problem.n):
                 behind = reduce_next(dkv[i - 2], s, lane="dkv") if i >= 2 and s + 1 < problem.n else ()
-                steps.do(*behind[:1])
-                if 1 <= i <= problem.head_slices:
-                    steps.do(AttendBackward(odoq[i - 1], kv[i - 1].at(s), dq[i - 1], dkv[i - 1].at(s)))
-                steps.do(*behind[1:])
+                steps.do(*behind[:1], *blocks[s : s + 1], *behind[1:])
         return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
@@ -112,3 +110,9 @@ class AllGather(Sized):
         """Open step i: once slice i - 1 is here and slice i - 2 computed with, gather slice i."""
         steps.next()
         steps.do(*([Join()] if i else []), *(all_gather(kv[i], lane="kv") if i < len(kv) else []))
+
+
+def _blocks(problem: Problem, i: int) -> list[tuple[int, int]]:
+    """(slice, hops that its KV has come) of step i's blocks. A rank needn't wait for its own KV."""
+    gathered = [(i - 1, s) for s in range(1, problem.n)] if 1 <= i <= problem.head_slices else []
+    return gathered + [(i, 0)] * (i < problem.head_slices)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+import struct
 import time
 
 import torch
 import torch.distributed as dist
 
-from sp_bench.hosts.inside import interface_bytes
+from sp_bench.hosts.inside import SCHED_SETATTR, interface_bytes
 
 
 def exchange(payload_bytes: int) -> tuple[float, int, int]:
@@ -49,3 +53,17 @@ def link_bytes() -> tuple[int, int]:
 def is_on_a_host() -> bool:
     """Whether this rank is on a shaped host."""
     return interface_bytes() is not None
+
+
+def policies() -> tuple[int, set[int]]:
+    """The scheduler's policies for this rank's main thread, and for its others."""
+    others = {int(thread) for thread in os.listdir("/proc/self/task")} - {os.getpid()}
+    return os.sched_getscheduler(os.getpid()), {os.sched_getscheduler(thread) for thread in others}
+
+
+def slice_ns() -> int:
+    """The main thread's slices of time as the kernel has them; 0 where it has none of a thread's own."""
+    held = ctypes.create_string_buffer(48)
+    getattr_number = SCHED_SETATTR[platform.machine()] + 1
+    assert not ctypes.CDLL(None, use_errno=True).syscall(getattr_number, os.getpid(), held, len(held), 0)
+    return struct.unpack("IIQiIQQQ", held.raw)[5]

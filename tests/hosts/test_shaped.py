@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from sp_bench.errors import RequestError
 from sp_bench.hosts import namespaces
-from sp_bench.hosts.inside import interface_bytes
+from sp_bench.hosts.inside import SLICE_NS, interface_bytes
 from sp_bench.hosts.shaped import FIRST_ADDRESS, ShapedHosts
 from sp_bench.measure.pool import RankPool
 from tests.hosts import jobs
@@ -25,6 +26,7 @@ from tests.hosts.conftest import BURST_BYTES, LINK_BYTES_PER_S, described
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD_BYTES = 2**20
+LONG_SLICES_SINCE = (6, 12)
 BURSTS = 2
 """A message crosses two shaped ends, each of which lets one burst through at once."""
 
@@ -46,6 +48,11 @@ def seen_from_outside() -> tuple[list[str], str, int]:
     """What hosts could leave behind: interfaces, named namespaces, and open files of this process."""
     names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return interfaces(), names, len(os.listdir("/proc/self/fd"))
+
+
+def kernel_version() -> tuple[int, ...]:
+    """Its first two numbers."""
+    return tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
 
 
 def is_there(place: str) -> bool:
@@ -71,6 +78,16 @@ def test_ranks_share_a_host() -> None:
     with ShapedHosts(described(ranks_per_host=2), (0, 0, 1, 1)) as hosts:
         assert hosts.place_of(0) == hosts.place_of(1) != hosts.place_of(2)
         assert hosts.ranks == {"host0": [0, 1], "host1": [2, 3]}
+
+
+@pytest.mark.parametrize("transfers_first", [True, False])
+def test_transfers_go_before_blocks(transfers_first: bool) -> None:
+    """By priority, and blocks keep their core as long as the kernel lets them."""
+    with RankPool(2, hosts=ShapedHosts(described(transfers_first=transfers_first), (0, 1))) as pool:
+        others = {os.SCHED_FIFO if transfers_first else os.SCHED_OTHER}
+        assert pool.run(jobs.policies) == [(os.SCHED_OTHER, others)] * 2
+        if kernel_version() >= LONG_SLICES_SINCE:
+            assert all((found == SLICE_NS) is transfers_first for found in pool.run(jobs.slice_ns))
 
 
 def test_a_link_is_shaped_at_both_ends(pair: ShapedHosts) -> None:
