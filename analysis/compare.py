@@ -18,8 +18,9 @@ from analysis import frames
 from analysis.number import RECORD_KINDS
 from analysis.pairs import Paired, Point, differences, in_turn, machines, paired
 from analysis.verdict import OF_AMOUNTS, ROUNDING, SLOWER, Ratio, exact, of_medians
+from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.report import amount, make_console, number
-from sp_bench.errors import RequestError, unknown_key
+from sp_bench.errors import RequestError
 
 USAGE = """\
 python -m analysis.compare A B [same=0.02] [csv=FILE] [fail_slower=true|false]
@@ -67,16 +68,12 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
-    try:
-        names, options = parsed(arguments)
-        found = paired(*names)
-    except RequestError as error:
-        print(f"analysis.compare: {error}", file=sys.stderr)
-        return 2
+    return run_command("analysis.compare", USAGE, _compare, argv)
+
+
+def _compare(arguments: list[str]) -> int:
+    names, options = parsed(arguments)
+    found = paired(*names)
     rows = [compare(a, b, options.same) for a, b in found.pairs]
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
@@ -87,16 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parsed(arguments: Sequence[str]) -> tuple[tuple[str, str], Options]:
     """A, B and the options. Raises RequestError."""
-    keys = [a for a in arguments if a.partition("=")[0] in KEYS and "=" in a]
-    names = [a for a in arguments if a not in keys]
-    for name in names:
-        if "=" in name and not Path(name).exists():
-            raise unknown_key(name.partition("=")[0], KEYS)
+    given, names = keys_and_paths(arguments, KEYS)
     if len(names) != 2:
         raise RequestError(
             " ".join(names) or "no records", "must be two, A and B", "results/before results/after would"
         )
-    given = dict(key.split("=", 1) for key in keys)
     same = given.get("same")
     try:
         threshold = None if same is None else float(same)

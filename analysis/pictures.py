@@ -13,8 +13,9 @@ from analysis.frames import named
 from analysis.number import of_record
 from analysis.timelines import timeline
 from sp_bench import records
+from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.report import shape, tokens
-from sp_bench.errors import RequestError, unknown_key
+from sp_bench.errors import RequestError
 from sp_bench.records import Record
 
 __all__ = ["assignment", "bound_bars", "timeline"]
@@ -29,26 +30,22 @@ and PNG.
   out=results/pictures   the folder
   ranks=0,1              ranks of the timeline
 """
-KEYS = ("out", "ranks")
+DEFAULTS = {"out": "results/pictures", "ranks": ""}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
-    try:
-        out, ranks, paths = _parsed(arguments)
-        found = [(path, _read(path)) for path in paths]
-        figures = [figure for path, record in found for figure in _of(path, record, ranks)]
-        if bounded := [record for _, record in found if record.bound_ms]:
-            figures.append(bound_bars(bounded))
-        if not figures:
-            raise RequestError(" ".join(map(str, paths)), "have nothing to draw", "a record that is ok would work")
-    except RequestError as error:
-        print(f"analysis.pictures: {error}", file=sys.stderr)
-        return 2
+    return run_command("analysis.pictures", USAGE, _draw, argv)
+
+
+def _draw(arguments: list[str]) -> int:
+    out, ranks, paths = _parsed(arguments)
+    found = [(path, _read(path)) for path in paths]
+    figures = [figure for path, record in found for figure in _of(path, record, ranks)]
+    if bounded := [record for _, record in found if record.bound_ms]:
+        figures.append(bound_bars(bounded))
+    if not figures:
+        raise RequestError(" ".join(map(str, paths)), "have nothing to draw", "a record that is ok would work")
     for figure in figures:
         figure.save(out)
         print(f"{out / figure.name}.{{pdf,svg,png}}: {figure.title}. {figure.note}".rstrip())
@@ -56,21 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[Path, list[int] | None, list[Path]]:
-    given, paths = {"out": "results/pictures", "ranks": ""}, []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key in KEYS:
-            given[key] = value
-        elif equals and not Path(argument).exists():
-            raise unknown_key(key, KEYS)
-        else:
-            paths.append(Path(argument))
+    given, paths = keys_and_paths(arguments, DEFAULTS)
+    given = {**DEFAULTS, **given}
     if not paths:
         raise RequestError("no records", "there is nothing to draw", "results/<run_id>.json would work")
     ranks = given["ranks"].split(",") if given["ranks"] else []
     if not all(rank.isdecimal() for rank in ranks):
         raise RequestError(f"ranks={given['ranks']}", "must be numbers", "ranks=0,1 would work")
-    return Path(given["out"]), [int(rank) for rank in ranks] or None, paths
+    return Path(given["out"]), [int(rank) for rank in ranks] or None, [Path(path) for path in paths]
 
 
 def _read(path: Path) -> Record:

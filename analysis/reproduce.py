@@ -14,7 +14,8 @@ from analysis import report
 from analysis.runs import Runs
 from analysis.section import Section
 from analysis.studies import STUDIES
-from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.errors import RequestError, unknown
 
 USAGE = """\
 python -m analysis.reproduce [paper=NAME,NAME] [out=FOLDER] [notebooks=true|false]
@@ -33,25 +34,16 @@ KEYS = {"paper": "all", "out": "results/report", "notebooks": "true"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE.format(papers=", ".join(STUDIES)), end="")
-        return 0
-    try:
-        papers, out, with_notebooks = _parsed(arguments)
-    except RequestError as error:
-        print(f"analysis.reproduce: {error}", file=sys.stderr)
-        return 2
+    return run_command("analysis.reproduce", USAGE.format(papers=", ".join(STUDIES)), _reproduce, argv)
+
+
+def _reproduce(arguments: Sequence[str]) -> int:
+    papers, out, with_notebooks = _parsed(arguments)
     return reproduce(papers, out, with_notebooks=with_notebooks)
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[list[str], Path, bool]:
-    given = dict(KEYS)
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if key not in KEYS or not equals:
-            raise unknown_key(key, list(KEYS))
-        given[key] = value
+    given = {**KEYS, **only_keys(arguments, KEYS)}
     papers = list(STUDIES) if given["paper"] == "all" else list(dict.fromkeys(given["paper"].split(",")))
     for paper in papers:
         if paper not in STUDIES:

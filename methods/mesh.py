@@ -17,7 +17,9 @@ Consecutive ranks fill a node, and bytes cost most at its boundary. `placement` 
 paper's Q groups, so that KV crosses, or the KV groups (Q groups are then the ranks equal mod b), so that Q and O do.
 The tile, the algorithms and the volume are the same for both.
 
-`schedule=searched` is ours, not the paper's: another order of the same transfers and blocks (mesh_search.py).
+`schedule=searched` is ours, not the paper's: another order of the same transfers and blocks (mesh_search.py). So are
+`slices`: a way through the tile for each of several slices of the heads, so that one's first and last transfers hide
+behind another's blocks. The volume is the same.
 
 Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b != n.
 """
@@ -25,11 +27,12 @@ Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tile
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from methods.mesh_search import Tensors, TileTimes, search, steps_of
+from methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.plan import (
     Attend,
     AttendBackward,
@@ -38,7 +41,6 @@ from sp_bench.plan import (
     Fold,
     Group,
     Method,
-    Op,
     Plan,
     Problem,
     RequestError,
@@ -48,6 +50,15 @@ from sp_bench.plan import (
     receive_next,
     reduce_next,
 )
+
+SLICES = (1, 2, 4, 8)
+"""Of the heads, that auto stands for."""
+
+Slices = list[Chunk]
+"""One chunk's slices of the heads."""
+
+Move = tuple[Hop | None, tuple[Block, ...]]
+"""One step: at most one transfer, and the blocks that overlap it."""
 
 
 @dataclass
@@ -217,6 +228,9 @@ class Mesh(Method):
     """one: at most one transfer in flight, as in the paper's steps; each: a lane for each kind of chunk."""
     schedule: str = "paper"
     """paper: algorithms 2 and 3; searched: an order that mesh_search.py finds; auto stands for both."""
+    slices: str | int = 1
+    """Equal slices of the heads, each with its own way through the tile; more than one are searched. auto stands for
+    1, 2, 4 and 8 where they divide kv_heads."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -233,11 +247,21 @@ class Mesh(Method):
         if self.schedule not in ("paper", "searched", "auto"):
             rule = "must be paper, searched or auto"
             raise RequestError(f"method.schedule={self.schedule}", rule, "method.schedule=paper would work")
+        if self.slices != "auto" and (type(self.slices) is not int or self.slices < 1):
+            raise RequestError(
+                f"method.slices={self.slices}", "must be auto or an integer of at least 1", "method.slices=2 would work"
+            )
+        if self.slices not in (1, "auto") and self.schedule == "paper":
+            rule = "the paper's schedules go through the tile once, with all heads"
+            raise RequestError(f"method.slices={self.slices}", rule, "with method.schedule=searched it would work")
         if self.lanes not in ("one", "each"):
             raise RequestError(f"method.lanes={self.lanes}", "must be one or each", "method.lanes=one would work")
 
     def refuse(self, problem: Problem) -> None:
-        """A tile must factor n."""
+        """A tile must factor n, and slices must divide the key heads."""
+        if isinstance(self.slices, int) and problem.kv_heads % self.slices:
+            would_work = f"one of {', '.join(map(str, divisors(problem.kv_heads)))} would work"
+            raise RequestError(f"method.slices={self.slices}", f"must divide kv_heads={problem.kv_heads}", would_work)
         if not isinstance(self.tile, str) and self.tile[0] * self.tile[1] != problem.n:
             shapes = ", ".join(f"[{a},{b}]" for a, b in tiles(problem.n))
             raise RequestError(
@@ -247,12 +271,27 @@ class Mesh(Method):
             )
 
     def candidates(self, problem: Problem) -> tuple[Mesh, ...]:
-        """One for each tile of n, each placement of it and each schedule."""
+        """One for each tile of n, each placement of it, each schedule and each number of slices."""
         self.refuse(problem)
         shapes = tiles(problem.n) if isinstance(self.tile, str) else [self.tile]
-        schedules = ("paper", "searched") if self.schedule == "auto" else (self.schedule,)
         placed = ((shape, placement) for shape in shapes for placement in self._placements(*shape))
-        return tuple(replace(self, tile=t, placement=p, schedule=s) for t, p in placed for s in schedules)
+        scheduled = self._schedules(problem)
+        return tuple(
+            replace(self, tile=tile, placement=placement, schedule=schedule, slices=slices)
+            for tile, placement in placed
+            for schedule, slices in scheduled
+        )
+
+    def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
+        """(schedule, slices) that the options stand for."""
+        schedules = ("paper", "searched") if self.schedule == "auto" else (self.schedule,)
+        possible = [s for s in SLICES if problem.kv_heads % s == 0] if self.slices == "auto" else [int(self.slices)]
+        return [(schedule, s) for schedule in schedules for s in possible if s == 1 or schedule == "searched"]
+
+    def head_slices(self, problem: Problem) -> int:
+        """The option."""
+        assert not isinstance(self.slices, str), "a caller picks one of the candidates first"
+        return self.slices
 
     def _placements(self, a: int, b: int) -> tuple[str, ...]:
         if self.placement != "auto":
@@ -268,7 +307,7 @@ class Mesh(Method):
     def variant(self, n: int) -> str:
         """The tile, and where it is placed or scheduled otherwise than in the paper."""
         other = (" kv inside" if self.placement == "kv" else "") + (" searched" if self.schedule == "searched" else "")
-        return super().variant(n) + other
+        return super().variant(n) + other + (f" in {self.slices} slices" if self.slices != 1 else "")
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The tile's sides."""
@@ -278,49 +317,55 @@ class Mesh(Method):
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 2 as a plan."""
         q, kv, o = self._chunks(problem, "q", "kv", "o")
+        costs = costs.of_a_slice(problem)
         schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", q, kv, o))
-        schedule = self._searched(schedule, problem, costs, "forward", q, kv, o)
-        steps = self._emit(schedule, {"q": q, "kv": kv}, {"o": o}, lambda u, v: Attend(q.at(u), kv.at(v), o.at(u)))
-        return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
+        moves = self._moves(schedule, problem, costs, "forward", q, kv, o)
+        steps = self._emit(moves, (q, kv), (o,), lambda i, u, v: Attend(q[i].at(u), kv[i].at(v), o[i].at(u)))
+        return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 3 as a plan."""
         odoq, kv, dq, dkv = self._chunks(problem, "odoq", "kv", "dq", "dkv")
+        costs = costs.of_a_slice(problem)
         c = _hiding(problem, costs, "backward", odoq, kv, dq, dkv)
         schedule = backward_schedule(*self.tile_shape(problem.n), c)
-        schedule = self._searched(schedule, problem, costs, "backward", odoq, kv, dq, dkv)
+        moves = self._moves(schedule, problem, costs, "backward", odoq, kv, dq, dkv)
         steps = self._emit(
-            schedule,
-            {"odoq": odoq, "kv": kv},
-            {"dq": dq, "dkv": dkv},
-            lambda u, v: AttendBackward(odoq.at(u), kv.at(v), dq.at(u), dkv.at(v)),
+            moves,
+            (odoq, kv),
+            (dq, dkv),
+            lambda i, u, v: AttendBackward(odoq[i].at(u), kv[i].at(v), dq[i].at(u), dkv[i].at(v)),
         )
-        return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+        return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """Section 3.8: a - 1 along the Q group, b - 1 along the KV group."""
+        """Section 3.8: a - 1 along the Q group, b - 1 along the KV group, of each slice."""
         a, b = self.tile_shape(problem.n)
+        q, kv = (a - 1) * problem.head_slices, (b - 1) * problem.head_slices
         if phase == "forward":
-            return {"q": a - 1, "kv": b - 1, "o": a - 1}
-        return {"odoq": a - 1, "kv": b - 1, "dq": a - 1, "dkv": b - 1}
+            return {"q": q, "kv": kv, "o": q}
+        return {"odoq": q, "kv": kv, "dq": q, "dkv": kv}
 
-    def _searched(
-        self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk
-    ) -> list[Step]:
-        """A better schedule than the greedy one, if it is asked for."""
+    def _moves(
+        self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, *chunks: Slices
+    ) -> list[Move]:
+        """The greedy schedule, or a better one if it is asked for."""
         if self.schedule == "paper":
-            return greedy
+            return [
+                (Hop(0, step.transfer) if step.transfer else None, tuple(Block(0, u, v) for u, v in step.blocks))
+                for step in greedy
+            ]
         hop_s, block_s = _relative_times(problem, costs, phase, *chunks)
-        q, kv, o, *dkv = (chunk.tensor for chunk in chunks)
+        q, kv, o, *dkv = (slices[0].tensor for slices in chunks)
         tensors = Tensors(q, kv, o, dkv[0] if dkv else None)
-        times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s)
-        order, placed = search(times, [step.transfer for step in greedy if step.transfer])
-        return [Step(transfer, blocks) for transfer, blocks in steps_of(order, placed)]
+        times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s, problem.head_slices)
+        return list(steps_of(*search(times, [step.transfer for step in greedy if step.transfer])))
 
-    def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
-        """The rank's own chunks: KV and dKV at home in the KV group, all others in the Q group (table 1)."""
+    def _chunks(self, problem: Problem, *tensors: str) -> tuple[Slices, ...]:
+        """The rank's own chunks by slices: KV and dKV at home in the KV group, all others in the Q group (table 1)."""
         q_group, kv_group = self._groups(problem.n)
-        return tuple(Chunk(t, 0, kv_group if t in ("kv", "dkv") else q_group) for t in tensors)
+        chunks = (Chunk(t, 0, kv_group if t in ("kv", "dkv") else q_group) for t in tensors)
+        return tuple([chunk.slice(i) for i in range(problem.head_slices)] for chunk in chunks)
 
     def _groups(self, n: int) -> tuple[Group, Group]:
         """The Q group and the KV group."""
@@ -330,47 +375,45 @@ class Mesh(Method):
             return Group(stride=1, size=a), Group(stride=a, size=b)
         return Group(stride=b, size=a), Group(stride=1, size=b)
 
-    def _emit(self, schedule, gathered: Mapping[str, Chunk], reduced: Mapping[str, Chunk], block) -> Steps:
+    def _emit(self, moves: list[Move], gathered: Sequence[Slices], reduced: Sequence[Slices], block) -> Steps:
         """The operations of a schedule: each step's transfer, then the blocks that overlap it.
 
         What a reduce hop brings is folded as late as its lane allows, just before the next hop sends it on, so that
         blocks scheduled in between don't wait for it.
         """
-        steps = Steps()
-        hops = dict.fromkeys((*gathered, *reduced), 0)
-        unfolded: dict[str, Fold] = {}
-        for step in schedule:
+        steps, hops = Steps(), Counter[Hop]()
+        unfolded: dict[Hop, Fold] = {}
+        received = {slices[0].tensor: slices for slices in gathered}
+        sent = {slices[0].tensor: slices for slices in reduced}
+        for hop, blocks in moves:
             steps.next()
-            for op in self._transfer(step.transfer, hops, gathered, reduced, unfolded):
-                steps.do(op)
-            steps.do(*(block(u, v) for u, v in step.blocks))
+            if hop:
+                lane = "rings" if self.lanes == "one" else hop.tensor
+                if hop.tensor in received:
+                    steps.do(receive_next(received[hop.tensor][hop.slice], hops[hop], lane))
+                else:
+                    steps.do(*([unfolded.pop(hop)] if hop in unfolded else []))
+                    passed, unfolded[hop] = reduce_next(sent[hop.tensor][hop.slice], hops[hop], lane)
+                    steps.do(passed)
+                hops[hop] += 1
+            steps.do(*(block(*each) for each in blocks))
         steps.next()
         steps.do(*unfolded.values())
         return steps
 
-    def _transfer(self, tensor: str, hops, gathered, reduced, unfolded: dict[str, Fold]) -> list[Op]:
-        """One hop of `tensor`, preceded by the fold of what its last hop brought."""
-        if not tensor:
-            return []
-        lane = "rings" if self.lanes == "one" else tensor
-        hops[tensor] += 1
-        if tensor in gathered:
-            return [receive_next(gathered[tensor], hops[tensor] - 1, lane)]
-        before = [unfolded.pop(tensor)] if tensor in unfolded else []
-        hop, unfolded[tensor] = reduce_next(reduced[tensor], hops[tensor] - 1, lane)
-        return [*before, hop]
 
-
-def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> dict[str, int]:
+def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Slices) -> dict[str, int]:
     """c_Q, c_KV and the others, by tensor."""
-    return {x.tensor: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x in chunks}
+    return {x.tensor: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x, *_ in chunks}
 
 
-def _relative_times(problem: Problem, costs: CostProfile, phase: str, *chunks: Chunk) -> tuple[dict[str, float], float]:
+def _relative_times(
+    problem: Problem, costs: CostProfile, phase: str, *chunks: Slices
+) -> tuple[dict[str, float], float]:
     """Of a hop of each tensor, and of a block; only their quotients matter."""
     if math.isinf(costs.block_s(phase)):
-        return {x.tensor: 0.0 for x in chunks}, 1.0
-    hops = {x.tensor: costs.transfer_s(problem.chunk_bytes(x.tensor, wire=True), line_of(x).group) for x in chunks}
+        return {x.tensor: 0.0 for x, *_ in chunks}, 1.0
+    hops = {x.tensor: costs.transfer_s(problem.chunk_bytes(x.tensor, wire=True), line_of(x).group) for x, *_ in chunks}
     return hops, costs.block_s(phase)
 
 

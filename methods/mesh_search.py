@@ -5,6 +5,9 @@ about equally long, neither is hidden well by that. Here the order of the transf
 order, one hop after the other is taken to another place while that shortens the step of a rank. Blocks follow from the
 order: of those that are ready, the one that is needed first by a hop.
 
+With `slices` of the heads the tile is gone through once for each, a few hops after one another: while one slice's
+first chunks come in or its last partials go home, another has blocks to compute. Of one slice neither is hidden.
+
 All ranks do the same, so one rank tells the time of all: a hop starts when the lane is free and what it sends is there,
 a block when its chunks are, and what a hop brings is folded before the next one sends it on.
 """
@@ -13,16 +16,34 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
-EVALUATIONS = 400_000
-"""Blocks that all orders tried may have together: about half a second."""
+EVALUATIONS = 200_000
+"""Blocks that all orders tried may have together: about a second."""
 
 FEW_HOPS = 5
-"""Of so many hops, all orders are tried."""
+"""Of so many hops of a slice, all orders are tried."""
+FEW_LAGS = 12
+"""How many distances between slices are tried."""
+
+
+class Hop(NamedTuple):
+    """One hop of one slice's tensor. Hops of a tensor go in their order round its ring."""
+
+    slice: int
+    tensor: str
+
+
+class Block(NamedTuple):
+    """A block of one slice: row u and column v of the tile."""
+
+    slice: int
+    u: int
+    v: int
 
 
 class Placed(NamedTuple):
@@ -31,7 +52,7 @@ class Placed(NamedTuple):
     end_s: float
     transfers: list[float]
     """When each hop starts."""
-    blocks: list[tuple[float, tuple[int, int]]]
+    blocks: list[tuple[float, Block]]
     """When each block ends, in the order of execution."""
 
 
@@ -48,30 +69,32 @@ class Tensors:
 
 @dataclass(frozen=True)
 class TileTimes:
-    """A tile, and the seconds of a block and of a hop of each tensor."""
+    """A tile, and the seconds of one slice's block and of its hop of each tensor."""
 
     a: int
     b: int
     tensors: Tensors
     block_s: float
     hop_s: Mapping[str, float]
+    slices: int = 1
 
-    def allowed(self, order: Sequence[str]) -> bool:
+    def allowed(self, order: Sequence[Hop]) -> bool:
         """Whether each hop sends what can be there: rows that saw all columns, columns that saw all rows."""
-        names, done = self.tensors, dict.fromkeys(self.hop_s, 0)
-        for name in order:
-            if name == names.o:
-                there = done[names.kv] == self.b - 1 and done[names.q] > done[name]
-            elif name == names.dkv:
-                there = done[names.q] == self.a - 1 and done[names.kv] > done[name]
+        names, done = self.tensors, Counter[Hop]()
+        for hop in order:
+            of_q, of_kv = done[hop._replace(tensor=names.q)], done[hop._replace(tensor=names.kv)]
+            if hop.tensor == names.o:
+                there = of_kv == self.b - 1 and of_q > done[hop]
+            elif hop.tensor == names.dkv:
+                there = of_q == self.a - 1 and of_kv > done[hop]
             else:
                 there = True
             if not there:
                 return False
-            done[name] += 1
+            done[hop] += 1
         return True
 
-    def place(self, order: Sequence[str]) -> Placed:
+    def place(self, order: Sequence[Hop]) -> Placed:
         """When everything happens if hops go in this order."""
         return _Placing(self, order).result()
 
@@ -79,54 +102,61 @@ class TileTimes:
 class _Placing:
     """One rank's time, hop after hop."""
 
-    def __init__(self, times: TileTimes, order: Sequence[str]) -> None:
+    def __init__(self, times: TileTimes, order: Sequence[Hop]) -> None:
         self._times, self._order = times, order
-        names = times.tensors
+        names, slices = times.tensors, range(times.slices)
         self._lane_s = self._now_s = 0.0
-        self._left = {"row": [times.b] * times.a, "column": [times.a] * times.b}
-        self._needed = {"row": _places(order, names.o, times.a), "column": _places(order, names.dkv, times.b)}
-        self._rows, self._columns = [0.0], [0.0]
-        self._ready: list[tuple[tuple[int, int, int, int], tuple[int, int]]] = []
-        self._coming: list[tuple[float, tuple[int, int]]] = []
-        self._blocks: list[tuple[float, tuple[int, int]]] = []
-        self._comes(0.0, 0, 0)
+        self._left = {"row": [[times.b] * times.a for _ in slices], "column": [[times.a] * times.b for _ in slices]}
+        self._needed = {
+            "row": [_places(order, Hop(i, names.o), times.a) for i in slices],
+            "column": [_places(order, Hop(i, names.dkv or ""), times.b) for i in slices],
+        }
+        self._rows, self._columns = ([[0.0] for _ in slices] for _ in range(2))
+        self._ready: list[tuple[tuple[int, int], Block]] = []
+        self._coming: list[tuple[float, Block]] = []
+        self._blocks: list[tuple[float, Block]] = []
+        for i in slices:
+            self._comes(0.0, Block(i, 0, 0))
 
     def result(self) -> Placed:
         names, starts = self._times.tensors, []
-        sent = {names.o: 0, names.dkv: 0}
-        for name in self._order:
-            if name in sent:
-                lines = self._left["row" if name == names.o else "column"]
-                while lines[sent[name] + 1]:
+        sent = Counter[Hop]()
+        for hop in self._order:
+            i, name = hop
+            if name in (names.o, names.dkv):
+                lines = self._left["row" if name == names.o else "column"][i]
+                while lines[sent[hop] + 1]:
                     self._compute()
                 while self._now_s < self._lane_s and self._compute_before(self._lane_s):
                     pass
                 # What the last hop brought is folded between two blocks.
-                start = max(self._lane_s, self._now_s if sent[name] else self._done_s(name, sent[name] + 1))
-                sent[name] += 1
+                start = max(self._lane_s, self._now_s if sent[hop] else self._done_s(hop, 1))
+                sent[hop] += 1
             else:
                 start = self._lane_s
             starts.append(start)
             self._lane_s = start + self._times.hop_s[name]
+            rows, columns = self._rows[i], self._columns[i]
             if name == names.q:
-                self._rows.append(self._lane_s)
-                for v, column_s in enumerate(self._columns):
-                    self._comes(max(self._lane_s, column_s), len(self._rows) - 1, v)
+                rows.append(self._lane_s)
+                for v, column_s in enumerate(columns):
+                    self._comes(max(self._lane_s, column_s), Block(i, len(rows) - 1, v))
             elif name == names.kv:
-                self._columns.append(self._lane_s)
-                for u, row_s in enumerate(self._rows):
-                    self._comes(max(self._lane_s, row_s), u, len(self._columns) - 1)
+                columns.append(self._lane_s)
+                for u, row_s in enumerate(rows):
+                    self._comes(max(self._lane_s, row_s), Block(i, u, len(columns) - 1))
         while self._coming or self._ready:
             self._compute()
         return Placed(max(self._lane_s, self._now_s), starts, self._blocks)
 
-    def _done_s(self, name: str, line: int) -> float:
+    def _done_s(self, hop: Hop, line: int) -> float:
         """When the blocks of a row or column have ended."""
-        axis = 0 if name == self._times.tensors.o else 1
-        return next(at for at, block in reversed(self._blocks) if block[axis] == line)
+        of_row = hop.tensor == self._times.tensors.o
+        ended = reversed(self._blocks)
+        return next(at for at, (i, u, v) in ended if i == hop.slice and (u if of_row else v) == line)
 
-    def _comes(self, at_s: float, u: int, v: int) -> None:
-        heapq.heappush(self._coming, (at_s, (u, v)))
+    def _comes(self, at_s: float, block: Block) -> None:
+        heapq.heappush(self._coming, (at_s, block))
 
     def _compute_before(self, end_s: float) -> bool:
         """Compute a block that can start before that; whether there was one."""
@@ -142,30 +172,31 @@ class _Placing:
         if not self._ready:
             self._now_s = self._coming[0][0]
             self._gather()
-        _, (u, v) = heapq.heappop(self._ready)
+        _, block = heapq.heappop(self._ready)
         self._now_s += self._times.block_s
-        self._blocks.append((self._now_s, (u, v)))
-        self._left["row"][u] -= 1
-        self._left["column"][v] -= 1
+        self._blocks.append((self._now_s, block))
+        self._left["row"][block.slice][block.u] -= 1
+        self._left["column"][block.slice][block.v] -= 1
 
     def _gather(self) -> None:
         while self._coming and self._coming[0][0] <= self._now_s:
-            _, (u, v) = heapq.heappop(self._coming)
-            row, column = self._needed["row"][u], self._needed["column"][v]
-            heapq.heappush(self._ready, ((min(row, column), max(row, column), u, v), (u, v)))
+            _, block = heapq.heappop(self._coming)
+            row, column = self._needed["row"][block.slice][block.u], self._needed["column"][block.slice][block.v]
+            heapq.heappush(self._ready, ((min(row, column), max(row, column)), block))
 
 
-def _places(order: Sequence[str], name: str | None, lines: int) -> list[int]:
+def _places(order: Sequence[Hop], sent: Hop, lines: int) -> list[int]:
     """For each row or column, the place of the hop that sends it; the own one, #0, is sent by none."""
-    hops = [i for i, each in enumerate(order) if each == name]
+    hops = [place for place, hop in enumerate(order) if hop == sent]
     return [len(order), *hops] if hops else [len(order)] * lines
 
 
-def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[str], Placed]:
-    """The best order found, and what it comes to; never worse than the greedy one."""
-    tries = max(8, EVALUATIONS // (times.a * times.b))
-    best, order = times.place(greedy), list(greedy)
-    for start in _every(times, greedy) if len(greedy) <= FEW_HOPS else _starts(times):
+def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[Hop], Placed]:
+    """The best order found, and what it comes to; never worse than one slice after the other in the greedy order."""
+    tries = max(8, EVALUATIONS // (times.a * times.b * times.slices))
+    order = _lagging(times, greedy, len(greedy))
+    best = times.place(order)
+    for start in _starts(times, greedy):
         if (placed := times.place(start)).end_s < best.end_s:
             best, order = placed, start
     improved = True
@@ -183,12 +214,29 @@ def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[str], Placed]:
     return order, best
 
 
+def _starts(times: TileTimes, greedy: Sequence[str]) -> Iterator[list[Hop]]:
+    """Orders to begin with: several for a slice, and for each of them several distances between slices."""
+    few = len(greedy) <= FEW_HOPS
+    for order in _every(times, greedy) if few else (greedy, *_complete_first(times)):
+        step = 1 if times.slices > 1 and len(order) <= FEW_LAGS else max(1, -(-len(order) // FEW_LAGS))
+        for lag in range(step, len(order) + step, step) if times.slices > 1 else (0,):
+            yield _lagging(times, order, lag)
+
+
+def _lagging(times: TileTimes, order: Sequence[str], lag: int) -> list[Hop]:
+    """All slices in the same order, each `lag` hops behind the one before."""
+    hops = [(i * lag + place, Hop(i, name)) for i in range(times.slices) for place, name in enumerate(order)]
+    return [hop for _, hop in sorted(hops, key=lambda placed: (placed[0], placed[1].slice))]
+
+
 def _every(times: TileTimes, order: Sequence[str]) -> Iterator[list[str]]:
-    """All allowed orders of these hops, on every rank in the same order."""
-    return (list(other) for other in dict.fromkeys(permutations(order)) if times.allowed(other))
+    """All allowed orders of one slice's hops, on every rank in the same order."""
+    for other in dict.fromkeys(permutations(order)):
+        if times.allowed([Hop(0, name) for name in other]):
+            yield list(other)
 
 
-def _starts(times: TileTimes) -> Iterator[list[str]]:
+def _complete_first(times: TileTimes) -> Iterator[list[str]]:
     """All rows first, or all columns first, and what is then complete sent as soon as it is."""
     names, a, b = times.tensors, times.a - 1, times.b - 1
     if names.dkv is None:
@@ -200,7 +248,7 @@ def _starts(times: TileTimes) -> Iterator[list[str]]:
     yield [names.kv] * b + [names.q, names.o] * a + [names.dkv] * b
 
 
-def _moved(order: Sequence[str]) -> Iterator[list[str]]:
+def _moved(order: Sequence[Hop]) -> Iterator[list[Hop]]:
     """Every order with one hop elsewhere, near places first."""
     for distance in range(1, len(order)):
         for i in range(len(order) - distance):
@@ -210,14 +258,14 @@ def _moved(order: Sequence[str]) -> Iterator[list[str]]:
                 yield [*order[:i], order[j], *order[i:j], *order[j + 1 :]]
 
 
-def steps_of(order: Sequence[str], placed: Placed) -> Iterator[tuple[str, tuple[tuple[int, int], ...]]]:
-    """(transfer, the blocks that end while it is the last one that has started), in order.
+def steps_of(order: Sequence[Hop], placed: Placed) -> Iterator[tuple[Hop | None, tuple[Block, ...]]]:
+    """(hop, the blocks that end while it is the last one that has started), in order.
 
     A block that is under way when a hop starts comes after it in the plan, so that the hop needn't wait for a buffer
     that the block reads.
     """
     starts = [-math.inf, *placed.transfers, math.inf]
-    for name, start, end in zip(["", *order], starts, starts[1:], strict=False):
+    for hop, start, end in zip([None, *order], starts, starts[1:], strict=False):
         blocks = tuple(block for at, block in placed.blocks if start < at <= end)
-        if name or blocks:
-            yield name, blocks
+        if hop or blocks:
+            yield hop, blocks

@@ -12,6 +12,7 @@ from slurm.folder import FINISHED, Sweep
 from slurm.points import Refused, by_gpus, planned
 from slurm.settings import load
 from sp_bench import records
+from sp_bench.cli.arguments import run_command
 from sp_bench.errors import RequestError, unknown
 
 USAGE = """\
@@ -30,6 +31,7 @@ at once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes wh
 
 Exit codes: 0 ok, with --wait all points done; 2 a request that can't be served; 1 anything else.
 """
+FLAGS = ("--dry-run", "--wait")
 STATES = ("done", "running", "pending", "failed", "unsupported")
 POLL_S = 2.0
 PATIENCE_S = 300.0
@@ -38,18 +40,14 @@ PATIENCE_S = 300.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    flags = {argument for argument in arguments if argument.startswith("-")}
-    if not arguments or flags & {"-h", "--help"}:
-        print(USAGE, end="")
-        return 0
+    arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    return run_command("slurm.sweep", USAGE, _sweep, arguments, FLAGS)
+
+
+def _sweep(arguments: list[str]) -> int:
+    words = [argument for argument in arguments if argument not in FLAGS]
     try:
-        if unknown_flags := flags - {"--dry-run", "--wait"}:
-            raise unknown("flag", min(unknown_flags), ["--dry-run", "--wait"])
-        return _answer([a for a in arguments if a not in flags], dry="--dry-run" in flags, wait="--wait" in flags)
-    except RequestError as error:
-        print(f"slurm.sweep: {error}", file=sys.stderr)
-        return 2
+        return _answer(words, dry="--dry-run" in arguments, wait="--wait" in arguments)
     except KeyboardInterrupt:
         print("slurm.sweep: interrupted; the jobs go on", file=sys.stderr)
         return 1

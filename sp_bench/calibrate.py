@@ -18,7 +18,8 @@ from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
 from sp_bench.calibrating.gpu_file import MARK, base_cluster, gpu_cluster_config
 from sp_bench.calibrating.hosts_file import link_rates, with_hosts
 from sp_bench.calibrating.setting import Exchanges, Setting
-from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.errors import RequestError, unknown
 from sp_bench.hosts.shaped import ShapedHosts, refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, gpus_here
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
@@ -65,10 +66,10 @@ BUSY = 0.1
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE, end="")
-        return 0
+    return run_command("sp_bench.calibrate", USAGE, _calibrate, argv)
+
+
+def _calibrate(arguments: list[str]) -> int:
     try:
         options = _options(arguments)
         setting, path, name = _setting(options), _path(options), str(options["name"])
@@ -84,35 +85,24 @@ def main(argv: list[str] | None = None) -> int:
                 config = with_hosts(config, hosts, _measure_hosts(setting, ranks, hosts))
         Cluster.build(config)
         _write(path, config)
-    except RequestError as error:
-        return _failed(error)
-    except RankError as error:  # what a kernel refuses, a rank raises
-        return _failed(error.cause if isinstance(error.cause, RequestError) else error)
     except RankFailure as error:
-        return _failed(error)
+        if isinstance(error, RankError) and isinstance(error.cause, RequestError):
+            raise error.cause from None  # what a kernel refuses, a rank raises
+        print(f"sp_bench.calibrate: {error}", file=sys.stderr)
+        return 1
     print(f"{path}: {_how_to_use(path)}")
     return 0
 
 
-def _failed(error: Exception) -> int:
-    print(f"sp_bench.calibrate: {error}", file=sys.stderr)
-    return 2 if isinstance(error, RequestError) else 1
-
-
 def _options(arguments: list[str]) -> dict[str, Any]:
     """The options with their defaults. Raises RequestError for an argument that is none."""
-    options = dict(DEFAULTS)
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise RequestError(argument, "is not of the form key=value", "quick=true would work")
-        if key not in DEFAULTS:
-            raise unknown_key(key, DEFAULTS)
+    options, given = dict(DEFAULTS), only_keys(arguments, DEFAULTS)
+    for key, value in given.items():
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise RequestError(argument, "is no value", f"{key}={DEFAULTS[key]} would work") from None
-    if options["out"] and not any(argument.startswith("name=") for argument in arguments):
+            raise RequestError(f"{key}={value}", "is no value", f"{key}={DEFAULTS[key]} would work") from None
+    if options["out"] and "name" not in given:
         options["name"] = Path(str(options["out"])).stem
     return options
 

@@ -16,6 +16,7 @@ from sp_bench import account, draw
 from sp_bench.bench import resolve
 from sp_bench.bench.choose import choose
 from sp_bench.bench.values import whole
+from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Method, Problem, layout_named
@@ -42,15 +43,11 @@ has to exchange its KV at the start; one rank in C has it already, so that the m
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if "-h" in arguments or "--help" in arguments:
-        print(__doc__)
-        return 0
-    try:
-        print(methods_table() if arguments == ["--methods"] else describe(arguments))
-    except RequestError as error:
-        print(f"sp_bench: {error}", file=sys.stderr)
-        return 2
+    return run_command("sp_bench.describe", __doc__ or "", _describe, argv, flags=("--methods",))
+
+
+def _describe(arguments: Sequence[str]) -> int:
+    print(methods_table() if "--methods" in arguments else describe(arguments))
     return 0
 
 

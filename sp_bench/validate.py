@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from sp_bench import markdown, records
 from sp_bench.bench import Request, resolve, run_points, work_of
-from sp_bench.cli.arguments import config_dir
+from sp_bench.cli.arguments import config_dir, run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
@@ -54,19 +54,16 @@ SETTING = ["cluster", "link_mbit_per_s", "uplink_mbit_per_s", "gpus", "seqlen", 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE + "\n".join("  " + " ".join(sweep) for sweep in SHAPED) + f"\n  each with {' '.join(COMMON)}")
-        return 0
-    try:
-        out, own, keys = _arguments(arguments)
-        sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
-        with Composer(own) as composer:
-            configs = [config for sweep in sweeps or _shaped(keys) for config in _configs(composer, sweep)]
-        table = validate(configs, out / "records")
-    except RequestError as error:
-        print(f"sp_bench.validate: {error}", file=sys.stderr)
-        return 2
+    usage = USAGE + "\n".join("  " + " ".join(sweep) for sweep in SHAPED) + f"\n  each with {' '.join(COMMON)}"
+    return run_command("sp_bench.validate", usage, _validate, argv, flags=("--config-dir",))
+
+
+def _validate(arguments: list[str]) -> int:
+    out, own, keys = _arguments(arguments)
+    sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
+    with Composer(own) as composer:
+        configs = [config for sweep in sweeps or _shaped(keys) for config in _configs(composer, sweep)]
+    table = validate(configs, out / "records")
     write(table, out)
     print((out / "validation.md").read_text())
     return 0

@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from sp_bench.errors import RequestError, unknown_key
+from sp_bench.cli.arguments import keys_and_paths, run_command
+from sp_bench.errors import RequestError
 from sp_bench.loggers.wandb_client import WandbLogger, WandbSettings, WriterError
 from sp_bench.loggers.written import is_written
 from sp_bench.records.gather import gather
@@ -49,17 +50,14 @@ class Uploaded:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return 0
+    return run_command("sp_bench.wandb_upload", USAGE, _upload, argv)
+
+
+def _upload(arguments: list[str]) -> int:
     try:
         folders, settings = _asked_for(arguments)
         todo, before = _to_do(folders, settings)
         done = upload(todo, settings) if todo else Uploaded()
-    except RequestError as error:
-        print(f"sp_bench.wandb_upload: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("sp_bench.wandb_upload: interrupted; started again, it goes on from here", file=sys.stderr)
         return 1
@@ -99,19 +97,15 @@ def upload(paths: Sequence[Path], settings: WandbSettings) -> Uploaded:
 
 def _asked_for(arguments: Sequence[str]) -> tuple[list[Path], WandbSettings]:
     """The folders and the settings. Raises RequestError."""
-    folders = [Path(argument) for argument in arguments if "=" not in argument]
+    given, names = keys_and_paths(arguments, [each.name for each in fields(WandbSettings)])
+    folders = [Path(name) for name in names]
     if not folders:
         raise RequestError(
             "no folder", "there is nothing to upload", "python -m sp_bench.wandb_upload results would work"
         )
     values: dict[str, Any] = {"dir": str(folders[0]), "timeout_s": TIMEOUT_S}
-    known = [each.name for each in fields(WandbSettings)]
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key not in known:
-            raise unknown_key(key, known)
-        if equals:
-            values[key] = None if value == "null" else _seconds(value) if key == "timeout_s" else value
+    for key, value in given.items():
+        values[key] = None if value == "null" else _seconds(value) if key == "timeout_s" else value
     return folders, WandbSettings(**values)
 
 

@@ -29,8 +29,8 @@ def splittable_problem(n: int, layout: str = "striped", *, causal: bool = True) 
     return replace(small_problem(n, layout, causal=causal), heads=2 * n, kv_heads=n)
 
 
-MANY = 16
-"""Up to so many ranks, methods are tried in all their variants."""
+FEW, MANY = 9, 16
+"""Up to so many ranks, methods are tried in slices too, and in all their other variants."""
 
 
 def all_methods(problem: Problem) -> list[Method]:
@@ -49,7 +49,8 @@ def _options(name: str, problem: Problem) -> list[dict[str, object]]:
     """Beside what `auto` stands for. The stride of all_gather only at its ends, since small ones make long plans."""
     match name:
         case "mesh":
-            return [{"placement": "auto"}, {"schedule": "searched"}] if problem.n <= MANY else [{}]
+            sliced = [{"schedule": "searched", "slices": 2}] if problem.n <= FEW and problem.kv_heads % 2 == 0 else []
+            return [{"placement": "auto"}, {"schedule": "searched"}, *sliced] if problem.n <= MANY else [{}]
         case "tokenring":
             trims = (True, False) if problem.n <= MANY else (True,)
             return [{"nodes": d, "trim": trim} for d in divisors(problem.n) for trim in trims]

@@ -102,50 +102,24 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     `config` is what conf/config.yaml composes to: keys as there, and the groups method, cluster, kernel, logger.
     `launch` has the ranks that the point is measured on; None starts them on this machine.
     """
-    numbers = _numbers(config)
-    gpus = numbers["gpus"]
-    causal = truth("causal", config["causal"])
+    numbers, causal = _numbers(config), truth("causal", config["causal"])
     options = {key: value for key, value in config["method"].items() if key != "name"}
     method = _implementation(config["method"]["name"], options, config["impl"], causal)
-    problem = Problem(
-        n=gpus,
-        seqlen=numbers["seqlen"],
-        batch=numbers["batch"],
-        heads=numbers["heads"],
-        kv_heads=numbers["kv_heads"],
-        head_dim=numbers["head_dim"],
-        causal=causal,
-        dtype=str(config["dtype"]),
-        wire_dtype=str(config["wire_dtype"] or ""),
-        layout=layout_named(method.layout, causal=causal),
-    )
-    method.refuse(problem)
     peer = method if isinstance(method, Peer) else None
-    problem = peer.dealt(problem) if peer else problem
+    problem = _problem(config, numbers, method, causal=causal)
     cluster = replace(
         Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], numbers["seed"])
     )
     known_keys("kernel.", config["kernel"], ["name"])
-    cluster.refuse(gpus)
-    place = place_of(config, gpus, cluster, launch, of_a_peer=peer is not None)
-    mode = place.mode
-    if cluster.stragglers and mode == "measure":
-        raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
-    notes = peer.notes() if peer else []
+    cluster.refuse(problem.n)
+    place = place_of(config, problem.n, cluster, launch, of_a_peer=peer is not None)
+    mode, notes = place.mode, peer.notes() if peer else []
     if peer:
         peers.refuse_run(peer, mode=mode, kernel=config["kernel"]["name"])
-    here, cores = (launch.ranks_here, launch.cores_here) if launch else (gpus, cores_here())
-    here = 1 if cluster.alone else here
     if mode == "simulate":
         cluster.device.refuse(problem)
-    elif here > cores and place.device == "cpu":
-        notes.append(f"{here} ranks share {cores} cores: their compute time includes waiting for one")
-    if mode == "measure":
-        inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False)
-        inputs = 0 if place.device == "cuda" else inputs
-        refuse_what_does_not_fit(here, inputs, config)
-        if cluster.hosts:
-            refuse_what_can_not_be_made(cluster.hosts)
+    else:
+        notes += _refuse_measuring(config, problem, cluster, place, launch)
     return Request(
         method=method,
         problem=problem,
@@ -167,6 +141,38 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         devices=place.devices,
         launch=launch if mode == "measure" else None,
     )
+
+
+def _problem(config: Mapping[str, Any], numbers: Mapping[str, int], method: Method | Peer, *, causal: bool) -> Problem:
+    """The problem, with its tokens dealt as the method wants them. Raises RequestError for one that can't be served."""
+    shape = {key: numbers[key] for key in ("seqlen", "batch", "heads", "kv_heads", "head_dim")}
+    problem = Problem(
+        n=numbers["gpus"],
+        **shape,
+        causal=causal,
+        dtype=str(config["dtype"]),
+        wire_dtype=str(config["wire_dtype"] or ""),
+        layout=layout_named(method.layout, causal=causal),
+    )
+    method.refuse(problem)
+    return method.dealt(problem) if isinstance(method, Peer) else problem
+
+
+def _refuse_measuring(
+    config: Mapping[str, Any], problem: Problem, cluster: Cluster, place: Place, launch: Launch | None
+) -> list[str]:
+    """What is to be said of a point that is measured. Raises RequestError for one that can't be."""
+    if cluster.stragglers:
+        raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
+    here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
+    here = 1 if cluster.alone else here
+    on_cpu = place.device == "cpu"
+    inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False) if on_cpu else 0
+    refuse_what_does_not_fit(here, inputs, config)
+    if cluster.hosts:
+        refuse_what_can_not_be_made(cluster.hosts)
+    crowded = on_cpu and here > cores
+    return [f"{here} ranks share {cores} cores: their compute time includes waiting for one"] if crowded else []
 
 
 def _implementation(name: str, options: Mapping[str, Any], impl: str | None, causal: bool) -> Method | Peer:

@@ -3,12 +3,60 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sp_bench.errors import RequestError
+from sp_bench.errors import RequestError, unknown, unknown_key
+
+
+def run_command(
+    name: str, usage: str, run: Callable[[list[str]], int], argv: Sequence[str] | None, flags: Iterable[str] = ()
+) -> int:
+    """A command line, which `run` answers with its exit code: 0 with `usage` for --help, 2 with what can't be asked.
+
+    `argv` is None for this process's own arguments. Those that start with - are refused unless they are among `flags`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(arguments):
+        print(usage.rstrip())
+        return 0
+    try:
+        for argument in arguments:
+            if argument.startswith("-") and argument not in flags:
+                raise unknown("flag", argument, [*flags, "--help"])
+        return run(arguments)
+    except RequestError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+
+
+def keys_and_paths(arguments: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """The values of key=value, by key, and the other arguments, which name files or folders.
+
+    Raises RequestError for a key that is not known, unless there is a file of that name.
+    """
+    given, paths, known = {}, [], list(known)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in known:
+            given[key] = value
+        elif equals and not Path(argument).exists():
+            raise unknown_key(key, known)
+        else:
+            paths.append(argument)
+    return given, paths
+
+
+def only_keys(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """The values of key=value, by key. Raises RequestError for anything else, and keys that have no default."""
+    given, others = keys_and_paths(arguments, defaults)
+    for other in others:
+        key, default = next(iter(defaults.items()))
+        raise RequestError(other, "is not of the form key=value", f"{key}={default} would work")
+    return given
 
 
 def config_dir(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from sp_bench.hosts.inside import Home, move_in, transfers_go_first
 from sp_bench.measure.devices import CPUS, Devices, settle
+from sp_bench.measure.leaving import not_now
 
 if TYPE_CHECKING:
     from sp_bench.hosts.shaped import ShapedHosts
@@ -78,28 +79,21 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes = []
         lifeline, self._lifeline = context.Pipe(duplex=False)
-        for rank in range(n):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(
-                    rank,
-                    n,
-                    theirs,
-                    lifeline,
-                    self._folder.name,
-                    timeout_s,
-                    hosts.home_of(rank) if hosts else None,
-                    devices,
-                ),
-                name=f"rank {rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        lifeline.close()
+        try:
+            with not_now():
+                for rank in range(n):
+                    ours, theirs = context.Pipe()
+                    home = hosts.home_of(rank) if hosts else None
+                    arguments = (rank, n, theirs, lifeline, self._folder.name, timeout_s, home, devices)
+                    process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._pipes.append(ours)
+                    self._processes.append(process)
+                lifeline.close()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> RankPool:
         return self
@@ -253,7 +247,12 @@ def _serve(
         # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
         patience = timedelta(seconds=60 + 4 * timeout_s)
         settle(devices, rank, patience)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=patience)
+        store = f"file://{folder}/store"
+        try:
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n, timeout=patience)
+        except Exception:
+            time.sleep(GRACE_S)  # a pool that ends meanwhile ends its ranks one by one, and this is what others see
+            raise
         transfers_go_first()
         answer(pipe)
     os._exit(0)
@@ -272,7 +271,10 @@ def answer(pipe: Connection) -> None:
             function, args = pickle.loads(message)
             pipe.send(("answer", _found(function)(*args)))
         except Exception as error:
-            pipe.send(("error", (_summary(error), _portable(error))))
+            try:
+                pipe.send(("error", (_summary(error), _portable(error))))
+            except OSError:  # nobody is there any more
+                return
 
 
 def _found(function: Callable | str) -> Callable:

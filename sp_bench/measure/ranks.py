@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 from sp_bench.measure.devices import CPUS, Devices
+from sp_bench.measure.leaving import Told, leaving
 from sp_bench.measure.pool import RankPool
 
 if TYPE_CHECKING:
@@ -148,45 +148,19 @@ def drive(answer: Callable[[], int]) -> int:
         from sp_bench.measure.joined import keep_a_rank
 
         return keep_a_rank(launch)
-    before = signal.signal(signal.SIGTERM, _leave)
     code = 1
-    try:
-        code = answer()
-    except _Told as told:
-        code = 128 + told.number
-        print(f"sp_bench: ended by {told.number.name}; finished points are kept", file=sys.stderr)
-    finally:
-        if launch:
-            from sp_bench.measure.joined import company
+    with leaving():
+        try:
+            code = answer()
+        except Told as told:
+            code = 128 + told.number
+            print(f"sp_bench: ended by {told.number.name}; finished points are kept", file=sys.stderr)
+        finally:
+            if launch:
+                from sp_bench.measure.joined import company
 
-            company().dismiss(code)
-        _told.clear()
-        signal.signal(signal.SIGTERM, before)
+                company().dismiss(code)
     return code
-
-
-class _Told(BaseException):
-    """This process is to end."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-_told: list[signal.Signals] = []
-"""By what this process has been told to end."""
-
-
-def _leave(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # leaving takes a moment, and is not to be disturbed
-    _told.append(signal.Signals(number))
-    leave_if_told()
-
-
-def leave_if_told() -> None:
-    """End, where this process has been told to and goes on: what a signal raises is lost in callbacks from C."""
-    if _told:
-        raise _Told(_told[0])
 
 
 def open_ranks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sp_bench.plan.groups import Group
 from sp_bench.plan.problem import Problem
@@ -20,6 +20,13 @@ class CostProfile:
     intra_bytes_per_s: float = math.inf
     inter_latency_s: float = 0.0
     inter_bytes_per_s: float = math.inf
+
+    def of_a_slice(self, problem: Problem) -> CostProfile:
+        """The same for blocks of one slice of the heads, as the problem is dealt."""
+        slices = problem.head_slices
+        return replace(
+            self, forward_block_s=self.forward_block_s / slices, backward_block_s=self.backward_block_s / slices
+        )
 
     def block_s(self, phase: str) -> float:
         """Seconds of one whole block, its fold included."""

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from sp_bench.measure.ranks import drive, leave_if_told
+from sp_bench.measure.leaving import leave_if_told
+from sp_bench.measure.ranks import drive
 
 
 def test_told_to_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from methods import build
 from methods.mesh import Step, backward_schedule, forward_schedule
-from methods.mesh_search import Tensors, TileTimes, search, steps_of
+from methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Problem
@@ -24,11 +24,12 @@ seconds = st.sampled_from([0.0, 0.3, 1.0, 1.7, 4.0])
 
 
 @st.composite
-def times(draw: st.DrawFn, most: int = 5) -> TileTimes:
+def times(draw: st.DrawFn, most: int = 5, most_slices: int = 3) -> TileTimes:
     tensors = draw(st.sampled_from([FORWARD, BACKWARD]))
     names = [name for name in (tensors.q, tensors.kv, tensors.o, tensors.dkv) if name]
-    a, b = draw(st.integers(1, most)), draw(st.integers(1, most))
-    return TileTimes(a, b, tensors, draw(st.sampled_from([0.5, 1.0])), {name: draw(seconds) for name in names})
+    hop_s, slices = {name: draw(seconds) for name in names}, draw(st.integers(1, most_slices))
+    a, b = (draw(st.integers(1, most if slices == 1 else 3)) for _ in range(2))
+    return TileTimes(a, b, tensors, draw(st.sampled_from([0.5, 1.0])), hop_s, slices)
 
 
 def greedy(t: TileTimes) -> list[Step]:
@@ -40,19 +41,25 @@ def order_of(steps: list[Step]) -> list[str]:
     return [step.transfer for step in steps if step.transfer]
 
 
+def in_turn(t: TileTimes, order: list[str]) -> list[Hop]:
+    """One slice after the other."""
+    return [Hop(i, name) for i in range(t.slices) for name in order]
+
+
 @given(times())
 def test_it_is_whole_and_never_behind_the_greedy_order(t: TileTimes) -> None:
-    before = order_of(greedy(t))
-    order, placed = search(t, before)
+    one = order_of(greedy(t))
+    before, (order, placed) = in_turn(t, one), search(t, one)
     assert t.allowed(before) and t.allowed(order)
     assert Counter(order) == Counter(before)
     assert placed.end_s <= t.place(before).end_s + 1e-9
     steps = list(steps_of(order, placed))
-    assert [name for name, _ in steps if name] == order
-    assert sorted(block for _, blocks in steps for block in blocks) == [(u, v) for u in range(t.a) for v in range(t.b)]
+    assert [hop for hop, _ in steps if hop] == order
+    every = [(i, u, v) for i in range(t.slices) for u in range(t.a) for v in range(t.b)]
+    assert sorted(block for _, blocks in steps for block in blocks) == every
 
 
-@given(times(most=2))
+@given(times(most=2, most_slices=1))
 def test_on_small_tiles_no_order_is_better(t: TileTimes) -> None:
     """Against all orders there are."""
     order, placed = search(t, order_of(greedy(t)))
@@ -62,9 +69,10 @@ def test_on_small_tiles_no_order_is_better(t: TileTimes) -> None:
 
 @given(times())
 def test_no_better_than_what_must_be_done(t: TileTimes) -> None:
-    order = order_of(greedy(t))
+    order = in_turn(t, order_of(greedy(t)))
     placed = t.place(order)
-    assert placed.end_s >= max(t.a * t.b * t.block_s, sum(t.hop_s[name] for name in order)) - 1e-9
+    blocks_s, hops_s = t.slices * t.a * t.b * t.block_s, sum(t.hop_s[hop.tensor] for hop in order)
+    assert placed.end_s >= max(blocks_s, hops_s) - 1e-9
     ends = [at for at, _ in placed.blocks]
     assert all(later - at >= t.block_s - 1e-9 for at, later in pairwise([0.0, *ends]))
 
@@ -72,40 +80,70 @@ def test_no_better_than_what_must_be_done(t: TileTimes) -> None:
 @given(st.integers(1, 12), st.sampled_from(sorted(LAYOUTS)), st.booleans(), cost_profiles(), st.sampled_from(PHASES))
 def test_plans_are_proven(n: int, layout: str, causal: bool, costs: CostProfile, phase: str) -> None:
     p = small_problem(n, layout, causal=causal)
-    for method in build("mesh", {"schedule": "searched"}).candidates(p):
+    for method in build("mesh", {"schedule": "searched", "slices": "auto" if n <= 9 else 1}).candidates(p):
         check(method.plan(p, phase, costs), method.dealt(p))
 
 
 @pytest.mark.parametrize("tile", [(2, 2), (2, 4), (4, 2), (4, 4), (3, 5)])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("bytes_per_s", [2e9, 2e10, 6e10])
-def test_the_simulator_agrees(tile: tuple[int, int], phase: str, bytes_per_s: float) -> None:
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_simulator_agrees(tile: tuple[int, int], phase: str, bytes_per_s: float, slices: int) -> None:
     """On one switch, where all ranks are alike and folds cost nothing, to rounding; and it isn't behind the paper's."""
     p: Problem = problem(tile[0] * tile[1], tokens=2048)
     network = cluster(bytes_per_s=bytes_per_s)
     costs = network.profile(p)
-    plans = {s: build("mesh", {"tile": tile, "schedule": s}).plan(p, phase, costs) for s in ("paper", "searched")}
-    found = {name: simulate(plan, p, network).makespan_s for name, plan in plans.items()}
-    assert found["searched"] <= found["paper"] * (1 + 1e-9)
+    paper, searched = (
+        build("mesh", {"tile": tile}),
+        build("mesh", {"tile": tile, "schedule": "searched", "slices": slices}),
+    )
+    makespan_s = simulate(searched.plan(p, phase, costs), dealt := searched.dealt(p), network).makespan_s
+    if slices == 1:
+        assert makespan_s <= simulate(paper.plan(p, phase, costs), p, network).makespan_s * (1 + 1e-9)
     tensors = FORWARD if phase == "forward" else BACKWARD
     names = [name for name in (tensors.q, tensors.kv, tensors.o, tensors.dkv) if name]
-    hop_s = {name: 1e-5 + p.chunk_bytes(name, wire=True) / bytes_per_s for name in names}
-    t = TileTimes(*tile, tensors, costs.block_s(phase), hop_s)
+    hop_s = {name: 1e-5 + dealt.chunk_bytes(name, wire=True) / bytes_per_s for name in names}
+    t = TileTimes(*tile, tensors, costs.of_a_slice(dealt).block_s(phase), hop_s, slices)
     c = {name: -int(-s // t.block_s) for name, s in hop_s.items()}
     schedule = (forward_schedule if phase == "forward" else backward_schedule)(*tile, c)
-    assert found["searched"] == pytest.approx(search(t, order_of(schedule))[1].end_s, rel=1e-9)
+    assert makespan_s == pytest.approx(search(t, order_of(schedule))[1].end_s, rel=1e-9)
 
 
-def test_gains_where_blocks_and_transfers_take_equally_long() -> None:
-    p, network = problem(16, tokens=2048), cluster(bytes_per_s=2.4e10)
-    costs = network.profile(p)
-    found = {}
-    for schedule in ("paper", "searched"):
-        plan = build("mesh", {"tile": (4, 4), "schedule": schedule}).plan(p, "backward", costs)
-        found[schedule] = simulate(plan, p, network).makespan_s
-    assert found["searched"] < 0.95 * found["paper"]
+@pytest.mark.parametrize(
+    ("tokens", "bytes_per_s", "options"),
+    [(2048, 2.4e10, {"schedule": "searched"}), (8192, 6e9, {"schedule": "searched", "slices": 2})],
+)
+def test_gains_where_blocks_and_transfers_take_equally_long(
+    tokens: int, bytes_per_s: float, options: dict[str, object]
+) -> None:
+    p, network = problem(16, tokens=tokens), cluster(bytes_per_s=bytes_per_s)
+    costs, found = network.profile(p), []
+    for method in (build("mesh", {"tile": (4, 4), **each}) for each in ({}, options)):
+        found.append(simulate(method.plan(p, "backward", costs), method.dealt(p), network).makespan_s)
+    paper, ours = found
+    assert ours < 0.95 * paper
 
 
 def test_refuses_other_schedules() -> None:
     with pytest.raises(RequestError, match=r"method.schedule=best.*must be paper, searched or auto"):
         build("mesh", {"schedule": "best"})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"slices": 2}, "method.slices=2: the paper's schedules go through the tile once.*schedule=searched it would"),
+        ({"slices": 0}, "method.slices=0: must be auto or an integer of at least 1"),
+        ({"slices": "two"}, "method.slices=two: must be auto"),
+        ({"slices": 3, "schedule": "searched"}, "method.slices=3: must divide kv_heads=2; one of 1, 2 would work"),
+    ],
+)
+def test_refuses_other_slices(options: dict[str, object], why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        build("mesh", options).candidates(small_problem(4))
+
+
+def test_slices_that_auto_stands_for() -> None:
+    p = small_problem(4)
+    found = build("mesh", {"tile": (2, 2), "schedule": "auto", "slices": "auto"}).candidates(p)
+    assert [(m.schedule, m.slices) for m in found] == [("paper", 1), ("searched", 1), ("searched", 2)]

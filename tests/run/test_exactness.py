@@ -67,10 +67,13 @@ def grouped(cases: Iterable[Case]) -> list[Case]:
 def everything(n: int) -> list[Case]:
     """Every method in every variant, with all key_heads. Of n = 9, which is there for its root, what has a side of 3.
 
-    all_gather is there with all key heads at a time, and with one.
+    all_gather is there with all key heads at a time, and with one; mesh in slices where they divide.
     """
     cases = grouped([*variants(n), *others(n)])
+    sliced = (("schedule", "searched"), ("slices", 2))
     for kv_heads in key_heads(HEADS):
+        if kv_heads % 2 == 0:
+            cases += [Case(n=n, method="mesh", tile=tile, kv_heads=kv_heads, options=sliced) for tile in tiles(n)]
         strides = sorted({1, kv_heads})
         cases += [Case(n=n, method="all_gather", kv_heads=kv_heads, options=(("stride", s),)) for s in strides]
     return [c for c in cases if n != 9 or c.method == "ring" or c.tile or 3 in dict(c.options).values()]
@@ -96,11 +99,12 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("n", SIZES[:-1])
 def test_the_matrix_holds_every_variant(n: int, causal: bool) -> None:
-    """On every layout that it has; but for all_gather's strides, which depend on the key heads."""
+    """On every layout that it has; but for all_gather's strides and mesh's slices, which depend on the key heads."""
     found = {case.built for case in matrix(n, causal=causal)}
     for layout in LAYOUTS:
         methods = all_methods(splittable_problem(n, layout, causal=causal))
         wanted = {replace(m, layout=layout) for m in methods if layout in m.layouts and m.name != "all_gather"}
+        wanted = {method for method in wanted if getattr(method, "slices", 1) == 1}
         if layout != "zigzag" or not causal:
             wanted = {method for method in wanted if getattr(method, "trim", True)}
         assert wanted <= found
@@ -266,6 +270,7 @@ REUSED = [
     Case(n=9, method="mesh", tile=(3, 3), dtype="bfloat16", kv_heads=2),
     Case(n=6, method="mesh", tile=(3, 2), lanes="each", dtype="float32"),
     Case(n=8, method="mesh", tile=(8, 1), layout="zigzag", dtype="float32"),
+    Case(n=4, method="mesh", tile=(2, 2), options=(("schedule", "searched"), ("slices", 2)), dtype="bfloat16"),
     Case(n=2, method="mesh", tile=(1, 2), layout="contiguous", causal=False, kv_heads=1),
     Case(n=6, method="tokenring", options=(("nodes", 2),), kv_heads=2, dtype="float32"),
     Case(n=4, method="tokenring", layout="zigzag", kv_heads=2, dtype="bfloat16"),

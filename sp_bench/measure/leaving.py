@@ -1,0 +1,60 @@
+"""SIGTERM, which SLURM sends before it kills, ends a process in order. Imports no torch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Told(BaseException):
+    """This process is to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+class _Here:
+    """What this process has been told."""
+
+    by: signal.Signals | None = None
+    busy = False
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Inside, SIGTERM raises Told."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        _Here.by = None
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def not_now() -> Iterator[None]:
+    """Inside, nothing is raised, but at the end: half of what is made here would be of no use, and stay."""
+    _Here.busy = True
+    try:
+        yield
+    finally:
+        _Here.busy = False
+        leave_if_told()
+
+
+def leave_if_told() -> None:
+    """End, where this process has been told to and goes on: what a signal raises is lost in callbacks from C.
+
+    To be asked before a failure is put down to somebody: its processes may have been told the same.
+    """
+    if _Here.by:
+        raise Told(_Here.by)
+
+
+def _leave(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # leaving takes a moment, and is not to be disturbed
+    _Here.by = signal.Signals(number)
+    if not _Here.busy:
+        leave_if_told()
