@@ -41,3 +41,9 @@ def interval(record: Record) -> str:
 def about(docstring: str | None) -> str:
     """A script's docstring without its first line, which says how to run it."""
     return (docstring or "").split("\n", 2)[2].strip()
+
+
+def known(number: float | None) -> float:
+    """What a measured point that is ok has."""
+    assert number is not None
+    return number

@@ -1,0 +1,81 @@
+"""How much of the shorter part hides behind the longer one: `python -m benchmarks.overlap` writes docs/overlap.md.
+
+Over shaped links (docs/shaped.md), at rates at which blocks and transfers take about as long. Beside the step the same
+plans are timed without their transfers, and without their blocks. Behind the correctness gate; needs root.
+
+Here transfers take cores from blocks. What a message costs them stays about the same, so that long sequences and few
+key heads, whose bytes are few for their FLOPs, show more of the methods and less of this machine. Ranks that share a
+core also wait for one another's blocks, and so do those that wait for them: the more so, the more there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.reports import about, interval, known, run_ok, table
+from sp_bench.machine import cores_here
+
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "overlap.md"
+COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")
+BALANCED = ("warmup=0", "iters=3", "timeout_s=200", "cluster.hosts.burst_bytes=75000")
+LONG, SHORT = ("seqlen=16k", "kv_heads=2"), ("seqlen=8k", "kv_heads=8")
+SEARCHED = ("method=mesh", "method.schedule=searched")
+SLICED = (*SEARCHED, "method.slices=2")
+BALANCED_POINTS = (
+    ("8", "2.4e6", (*LONG, "method=ring")),
+    ("8", "2.5e6", (*LONG, *SEARCHED, "method.tile=[2,4]")),
+    ("8", "2.5e6", (*LONG, *SLICED, "method.tile=[2,4]")),
+    ("16", "2.8e6", (*LONG, "method=ring")),
+    ("16", "2.7e6", (*LONG, *SLICED, "method.tile=[4,4]")),
+    ("8", "25e6", (*SHORT, "method=ring")),
+    ("8", "12.5e6", (*SHORT, *SEARCHED, "method.tile=[4,2]")),
+    ("8", "12.5e6", (*SHORT, *SLICED, "method.tile=[4,2]")),
+    ("16", "9.4e6", (*SHORT, *SEARCHED, "method.tile=[4,4]")),
+    ("16", "9.4e6", (*SHORT, *SLICED, "method.tile=[4,4]")),
+)
+"""Ranks, bytes a second of a link, and the rest."""
+
+
+def overlap(folder: Path) -> str:
+    """How close the step comes to the longer of its two parts, of each point."""
+    points = [
+        [*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys]
+        for gpus, rate, keys in BALANCED_POINTS
+    ]
+    rows = []
+    for (gpus, rate, _), record in zip(BALANCED_POINTS, run_ok(points, folder), strict=True):
+        blocks, transfers = known(record.compute_only_ms_median), known(record.communication_only_ms_median)
+        rows.append({
+            "ranks": gpus,
+            "tokens": f"{record.seqlen // 1024}k",
+            "key heads": str(record.kv_heads),
+            "link": f"{float(rate) * 8e-6:.3g} Mbit/s",
+            "method": f"{record.method} {record.variant or ''}",
+            "step, ms [95%]": interval(record),
+            "blocks alone": f"{blocks:.0f}",
+            "transfers alone": f"{transfers:.0f}",
+            "shorter over longer": f"{min(blocks, transfers) / max(blocks, transfers):.2f}",
+            "step over the longer": f"{known(record.step_ms_median) / max(blocks, transfers):.2f}",
+        })  # fmt: skip
+    return table(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=Path, default=Path("results/overlap"))
+    folder = parser.parse_args().records
+    text = f"""# Overlap
+
+Made by `python -m benchmarks.overlap` on {cores_here()} cores: 8 heads of 64, fp32, full attention, forward + backward.
+
+{about(__doc__)}
+
+{overlap(folder)}
+"""
+    REPORT.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
