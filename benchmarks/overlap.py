@@ -35,6 +35,19 @@ BALANCED_POINTS = (
     ("16", "9.4e6", (*SHORT, *SLICED, "method.tile=[4,4]")),
 )
 """Ranks, bytes a second of a link, and the rest."""
+CLUSTERS = (
+    ("h200_ndr400", "16", "256k"),
+    ("h200_ndr400", "64", "256k"),
+    ("a100_hdr200", "64", "128k"),
+    ("b200", "32", "256k"),
+)
+MODEL = ("heads=32", "kv_heads=32", "head_dim=128", "causal=false", "logger=none")
+SCHEDULES = {
+    "the paper's": ("method=mesh",),
+    "searched": SEARCHED,
+    "2 slices": SLICED,
+    "4 slices": (*SEARCHED, "method.slices=4"),
+}
 
 
 def overlap(folder: Path) -> str:
@@ -61,6 +74,20 @@ def overlap(folder: Path) -> str:
     return table(rows)
 
 
+def simulated(folder: Path) -> str:
+    """Mesh's schedules and slices on clusters whose blocks and hops are shorter: simulated milliseconds of a step."""
+    rows = []
+    for cluster, gpus, seqlen in CLUSTERS:
+        common = ["mode=simulate", f"cluster={cluster}", f"gpus={gpus}", f"seqlen={seqlen}", *MODEL]
+        found = run_ok([[*common, *keys] for keys in SCHEDULES.values()], folder)
+        row = {"cluster": cluster, "GPUs": gpus, "tokens": seqlen, "compute": f"{known(found[0].compute_ms):.1f}"}
+        for name, record in zip(SCHEDULES, found, strict=True):
+            tile = (record.variant or "").split()[0]
+            row[name] = f"{known(record.step_ms_median):.1f} ({tile})"
+        rows.append(row)
+    return table(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=Path, default=Path("results/overlap"))
@@ -72,6 +99,13 @@ Made by `python -m benchmarks.overlap` on {cores_here()} cores: 8 heads of 64, f
 {about(__doc__)}
 
 {overlap(folder)}
+
+## Simulated, on clusters of GPUs
+
+32 heads of 128, bfloat16, full attention; milliseconds of a step, and the tile that is fastest. Nothing is measured
+here. Slices of the heads have more and shorter hops, and blocks that fill a GPU less: where hops are short, they lose.
+
+{simulated(folder)}
 """
     REPORT.write_text(text)
     print(text)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from analysis.frames import iterations, samples
+from analysis.pairs import in_turn
 from analysis.verdict import FASTER, Ratio, of_medians
 from benchmarks.reports import about, interval, run, table
 from sp_bench.machine import cores_here
@@ -86,7 +87,10 @@ def _row(ours: Record, peer: Record, names: Peer, folder: Path) -> dict[str, str
     both = [iterations(samples(record, folder / f"{record.run_id}.json")) for record in (ours, peer)]
     for phase in ("step", "forward", "backward"):
         name = f"{phase}, peer over ours [95%]"
-        found[name] = "-" if both[1].empty else _written(of_medians(*(x[phase].to_numpy() for x in both), in_turn=True))
+        if any(frame.empty for frame in both):
+            found[name] = "-"
+        else:
+            found[name] = _written(of_medians(*(x[phase].to_numpy() for x in both), in_turn=in_turn(ours, peer)))
     found["sent, ours and peer"] = f"{_megabytes(ours)}, {_megabytes(peer)}"
     return found | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
 

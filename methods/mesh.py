@@ -21,7 +21,8 @@ The tile, the algorithms and the volume are the same for both.
 `slices`: a way through the tile for each of several slices of the heads, so that one's first and last transfers hide
 behind another's blocks. The volume is the same.
 
-Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b != n.
+Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b != n, slices that don't
+divide the key heads, and more than one in the paper's order.
 """
 
 from __future__ import annotations

@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _sweep(arguments: list[str]) -> int:
     words = [argument for argument in arguments if argument not in FLAGS]
+    if not words:
+        raise RequestError(" ".join(arguments), "needs a sweep", "sweep=cpu_methods would work")
     try:
         return _answer(words, dry="--dry-run" in arguments, wait="--wait" in arguments)
     except KeyboardInterrupt:

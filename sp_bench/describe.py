@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _describe(arguments: Sequence[str]) -> int:
+    if "--methods" in arguments and len(arguments) > 1:
+        raise RequestError(" ".join(arguments), "--methods stands alone", "--methods would work")
     print(methods_table() if "--methods" in arguments else describe(arguments))
     return 0
 

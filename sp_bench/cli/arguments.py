@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +44,7 @@ def keys_and_paths(arguments: Sequence[str], known: Iterable[str]) -> tuple[dict
         key, equals, value = argument.partition("=")
         if equals and key in known:
             given[key] = value
-        elif equals and not Path(argument).exists():
+        elif equals and not os.path.exists(argument):
             raise unknown_key(key, known)
         else:
             paths.append(argument)
@@ -52,10 +53,14 @@ def keys_and_paths(arguments: Sequence[str], known: Iterable[str]) -> tuple[dict
 
 def only_keys(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, str]:
     """The values of key=value, by key. Raises RequestError for anything else, and keys that have no default."""
-    given, others = keys_and_paths(arguments, defaults)
-    for other in others:
-        key, default = next(iter(defaults.items()))
-        raise RequestError(other, "is not of the form key=value", f"{key}={default} would work")
+    given = {}
+    for argument in arguments:
+        key, equals, given[key] = argument.partition("=")
+        if not equals:
+            first, default = next(iter(defaults.items()))
+            raise RequestError(argument, "is not of the form key=value", f"{first}={default} would work")
+        if key not in defaults:
+            raise unknown_key(key, defaults)
     return given
 
 

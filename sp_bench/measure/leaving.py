@@ -19,12 +19,12 @@ class _Here:
     """What this process has been told."""
 
     by: signal.Signals | None = None
-    busy = False
+    busy = 0
 
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """Inside, SIGTERM raises Told."""
+    """Inside, SIGTERM raises Told. For the outermost of a process: it is forgotten at the end."""
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         yield
@@ -36,11 +36,11 @@ def leaving() -> Iterator[None]:
 @contextmanager
 def not_now() -> Iterator[None]:
     """Inside, nothing is raised, but at the end: half of what is made here would be of no use, and stay."""
-    _Here.busy = True
+    _Here.busy += 1
     try:
         yield
     finally:
-        _Here.busy = False
+        _Here.busy -= 1
         leave_if_told()
 
 
@@ -49,12 +49,11 @@ def leave_if_told() -> None:
 
     To be asked before a failure is put down to somebody: its processes may have been told the same.
     """
-    if _Here.by:
+    if _Here.by and not _Here.busy:
         raise Told(_Here.by)
 
 
 def _leave(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_IGN)  # leaving takes a moment, and is not to be disturbed
     _Here.by = signal.Signals(number)
-    if not _Here.busy:
-        leave_if_told()
+    leave_if_told()

@@ -136,17 +136,18 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._lifeline.close()
-        self._processes, self._pipes = [], []
-        self._folder.cleanup()
-        if self.hosts:
-            self.hosts.close()
+        with not_now():
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.join()
+            for pipe in self._pipes:
+                pipe.close()
+            self._lifeline.close()
+            self._processes, self._pipes = [], []
+            self._folder.cleanup()
+            if self.hosts:
+                self.hosts.close()
 
     def _collect(self, progress: Callable[[Any], None] | None, reported: dict[int, Any]) -> list[Any]:
         """Everybody's answer; `reported` is filled with what each rank reported last."""
