@@ -97,7 +97,7 @@ def test_a_script_without_main_guard_can_ask_workers(tmp_path: Path) -> None:
         (["papers=mesh"], "did you mean paper?"),
         (["paper=nothing"], "paper=nothing: there is no such paper"),
         (["notebooks=maybe"], "must be true or false"),
-        (["out"], "no such key"),
+        (["out"], "out: is not of the form key=value; paper=all would work"),
     ],
 )
 def test_bad_keys_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
