@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.verdict import Ratio, of_medians
-from benchmarks.reports import about, table
+from benchmarks.reports import about, ratio, table
 from methods import build
 from sp_bench.kernels import choose
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Problem, layout_named
@@ -151,7 +151,7 @@ def efficiency_rows() -> list[dict[str, str]]:
     """A row for each sequence length and mask."""
     rows = []
     for seqlen, causal in itertools.product(EFFICIENCY_SEQLENS, (False, True)):
-        found = [f"{r.value:.3f} [{r.low:.3f}, {r.high:.3f}]" for r in efficiency(seqlen, causal=causal)]
+        found = [ratio(each, digits=3) for each in efficiency(seqlen, causal=causal)]
         mask, layout = ("causal", "striped") if causal else ("full", "contiguous")
         row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "mask": mask, "layout": layout}
         rows.append(row | dict(zip(("forward [95%]", "backward [95%]"), found, strict=True)))

@@ -10,10 +10,9 @@ core also wait for one another's blocks, and so do those that wait for them: the
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from benchmarks.reports import about, interval, known, run_ok, table
+from benchmarks.reports import about, interval, known, records_folder, run_ok, table
 from sp_bench.machine import cores_here
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "overlap.md"
@@ -89,9 +88,7 @@ def simulated(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--records", type=Path, default=Path("results/overlap"))
-    folder = parser.parse_args().records
+    folder = records_folder(__doc__, "overlap")
     text = f"""# Overlap
 
 Made by `python -m benchmarks.overlap` on {cores_here()} cores: 8 heads of 64, fp32, full attention, forward + backward.

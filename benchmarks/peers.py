@@ -8,14 +8,13 @@ timed, and its row says by how much it is off. Needs `pip install -e '.[peers]'`
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import NamedTuple
 
 from analysis.frames import iterations, samples
 from analysis.pairs import in_turn
 from analysis.verdict import FASTER, Ratio, of_medians
-from benchmarks.reports import about, interval, run, table
+from benchmarks.reports import about, interval, ratio, records_folder, run, table
 from sp_bench.machine import cores_here
 from sp_bench.records import Record
 
@@ -94,10 +93,10 @@ def _row(ours: Record, peer: Record, names: Peer, folder: Path) -> dict[str, str
     return found | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
 
 
-def _written(ratio: Ratio) -> str:
+def _written(found: Ratio) -> str:
     """In bold where ours is slower, beyond the interval."""
-    text = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return f"**{text}**" if ratio.verdict(same=0) == FASTER else text
+    text = ratio(found, digits=2)
+    return f"**{text}**" if found.verdict(same=0) == FASTER else text
 
 
 def _outcome(record: Record) -> str:
@@ -116,9 +115,7 @@ def _errors(record: Record) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--records", type=Path, default=Path("results/peers"))
-    folder = parser.parse_args().records
+    folder = records_folder(__doc__, "peers")
     parts = []
     for dtype, links in TABLES:
         parts.append(f"## {dtype} over {links}\n\n{table(rows(dtype, LINKS[links], folder))}")

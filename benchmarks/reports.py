@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from analysis.verdict import Ratio
 from sp_bench import markdown
 from sp_bench.bench import resolve, run_points
 from sp_bench.cli.compose import Composer
@@ -36,6 +38,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def interval(record: Record) -> str:
     """The median step with its 95% interval, in milliseconds."""
     return f"{record.step_ms_median:.0f} [{record.step_ms_ci95_low:.0f}, {record.step_ms_ci95_high:.0f}]"
+
+
+def ratio(found: Ratio, digits: int) -> str:
+    """A ratio with its 95% interval."""
+    return f"{found.value:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+
+
+def records_folder(docstring: str | None, name: str) -> Path:
+    """Where this script's records are: results/<name>, unless its command line has --records FOLDER."""
+    parser = argparse.ArgumentParser(description=docstring)
+    parser.add_argument("--records", type=Path, default=Path("results", name))
+    return parser.parse_args().records
 
 
 def about(docstring: str | None) -> str:

@@ -7,10 +7,9 @@ gate. Needs root.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from benchmarks.reports import about, interval, known, run_ok, table
+from benchmarks.reports import about, interval, known, records_folder, run_ok, table
 from sp_bench.machine import cores_here
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "shaped_hosts.md"
@@ -49,9 +48,7 @@ def communication_bound(phase: str, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--records", type=Path, default=Path("results/shaped_hosts"))
-    folder = parser.parse_args().records
+    folder = records_folder(__doc__, "shaped_hosts")
     text = f"""# Over shaped links
 
 Made by `python -m benchmarks.shaped_hosts` on {cores_here()} cores: 8 heads of 64, fp32, full attention.

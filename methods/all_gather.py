@@ -103,8 +103,7 @@ class AllGather(Sized):
 
     def _slices(self, tensor: str, problem: Problem) -> list[Chunk]:
         """The rank's own chunk, by slices of its heads."""
-        chunk = Chunk(tensor, 0, Group(1, problem.n))
-        return [chunk.slice(i) for i in range(problem.head_slices)]
+        return Chunk(tensor, 0, Group(1, problem.n)).slices(problem.head_slices)
 
     def _gather(self, steps: Steps, kv: list[Chunk], i: int) -> None:
         """Open step i: once slice i - 1 is here and slice i - 2 computed with, gather slice i."""

@@ -318,7 +318,6 @@ class Mesh(Method):
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 2 as a plan."""
         q, kv, o = self._chunks(problem, "q", "kv", "o")
-        costs = costs.of_a_slice(problem)
         schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", q, kv, o))
         moves = self._moves(schedule, problem, costs, "forward", q, kv, o)
         steps = self._emit(moves, (q, kv), (o,), lambda i, u, v: Attend(q[i].at(u), kv[i].at(v), o[i].at(u)))
@@ -327,7 +326,6 @@ class Mesh(Method):
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 3 as a plan."""
         odoq, kv, dq, dkv = self._chunks(problem, "odoq", "kv", "dq", "dkv")
-        costs = costs.of_a_slice(problem)
         c = _hiding(problem, costs, "backward", odoq, kv, dq, dkv)
         schedule = backward_schedule(*self.tile_shape(problem.n), c)
         moves = self._moves(schedule, problem, costs, "backward", odoq, kv, dq, dkv)
@@ -366,7 +364,7 @@ class Mesh(Method):
         """The rank's own chunks by slices: KV and dKV at home in the KV group, all others in the Q group (table 1)."""
         q_group, kv_group = self._groups(problem.n)
         chunks = (Chunk(t, 0, kv_group if t in ("kv", "dkv") else q_group) for t in tensors)
-        return tuple([chunk.slice(i) for i in range(problem.head_slices)] for chunk in chunks)
+        return tuple(chunk.slices(problem.head_slices) for chunk in chunks)
 
     def _groups(self, n: int) -> tuple[Group, Group]:
         """The Q group and the KV group."""

@@ -95,13 +95,14 @@ class Method(ABC):
         return replace(problem, layout=layout, head_slices=self.head_slices(problem))
 
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
-        """The plan of one phase, for the problem as dealt."""
+        """The plan of one phase, for the problem as dealt. `costs` are those of whole blocks, with all heads."""
         problem = self.dealt(problem)
+        costs = costs.of_a_slice(problem)
         return self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
 
     @abstractmethod
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """q#0, kv#0 -> o#0 or out#0, on the problem as dealt."""
+        """q#0, kv#0 -> o#0 or out#0, on the problem as dealt and with what its blocks cost."""
 
     @abstractmethod
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:

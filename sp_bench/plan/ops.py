@@ -68,6 +68,10 @@ class Chunk(NamedTuple):
         """The same tokens with another slice of the heads."""
         return self._replace(heads=heads)
 
+    def slices(self, count: int) -> list[Chunk]:
+        """The same tokens by slices of the heads, all of them."""
+        return [self.slice(heads) for heads in range(count)]
+
     def arriving(self, number: int = 1) -> Chunk:
         """A peer's partial of this chunk."""
         return self._replace(arrival=number)

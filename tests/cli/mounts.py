@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,12 +35,9 @@ def resize(folder: Path, kb: int) -> None:
 
 def fill(folder: Path) -> None:
     """Leave no room on a small disk."""
-    with (folder / "ballast").open("wb", buffering=0) as ballast:
-        try:
-            while True:
-                ballast.write(bytes(4096))
-        except OSError:
-            pass
+    full = pytest.raises(OSError, match="No space left on device")
+    with (folder / "ballast").open("wb", buffering=0) as ballast, full:
+        ballast.writelines(itertools.repeat(bytes(4096)))
 
 
 @contextmanager
