@@ -465,7 +465,8 @@ def send_partial_as_input(draw: st.DrawFn, plan: Plan) -> Broken:
 def send_partial_twice(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_reduce)
     again = draw(st.integers(index + 1, len(plan.ops)))
-    once = plan.ops.count(plan.ops[index]) == 1
+    sent = plan.ops[index].reads[0]
+    once = sum(is_reduce(op) and op.reads[0] == sent for op in plan.ops) == 1
     return Broken(with_op(plan, again, plan.ops[index]), culprit=again if once else None)
 
 
@@ -514,7 +515,8 @@ def drop_fold(draw: st.DrawFn, plan: Plan) -> Broken:
 def double_fold(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_fold)
     again = draw(st.integers(index + 1, len(plan.ops)))
-    once = plan.ops.count(plan.ops[index]) == 1
+    sent = plan.ops[index].reads[0]
+    once = sum(is_reduce(op) and op.reads[0] == sent for op in plan.ops) == 1
     return Broken(with_op(plan, again, plan.ops[index]), culprit=again if once else None)
 
 
