@@ -31,6 +31,8 @@ HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 9
 OVERHEAD_TOKENS = 1024
 """Of a block, where the interpreter is looked at."""
 EFFICIENCY_SEQLENS = (4096, 8192)
+EFFICIENCY_OF = ((False, HEADS), (False, HEADS // 4), (True, HEADS))
+"""Causal or not, and key heads."""
 METHODS: tuple[tuple[str, dict[str, object]], ...] = (
     ("ring", {}),
     ("mesh", {"tile": (2, 4)}),
@@ -43,17 +45,19 @@ METHODS: tuple[tuple[str, dict[str, object]], ...] = (
 class Rank:
     """A rank of n, alone."""
 
-    def __init__(self, method: str, options: dict[str, object], seqlen: int, *, causal: bool) -> None:
+    def __init__(
+        self, method: str, options: dict[str, object], seqlen: int, *, causal: bool, kv_heads: int = HEADS
+    ) -> None:
         chosen = build(method, options)
         layout = layout_named(chosen.layout, causal=causal)
         whole = Problem(
-            n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, causal=causal, dtype="float32",
+            n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, causal=causal, dtype="float32",
             layout=layout,
         )  # fmt: skip
         self.problem = chosen.dealt(whole)
         plans = {phase: chosen.plan(self.problem, phase, COMPUTE_BOUND) for phase in PHASES}
         self.engine = Engine(plans, self.problem, "auto", torch.device("cpu"), transport=AloneTransport())
-        self.inputs = [torch.randn(1, seqlen // RANKS, HEADS, HEAD_DIM) for _ in range(4)]
+        self.inputs = inputs(seqlen // RANKS, kv_heads)
 
     def step(self, does: Does = Does.EVERYTHING) -> tuple[float, float]:
         """Seconds of a forward and a backward."""
@@ -108,10 +112,15 @@ def _memory_events(profiled: profile) -> list[Any]:
     return [event for event in results.events() if event.name() == "[memory]"]
 
 
-def monolithic_s(seqlen: int, *, causal: bool) -> tuple[float, float]:
+def inputs(tokens: int, kv_heads: int) -> list[torch.Tensor]:
+    """q, k, v and the output's gradient."""
+    return [torch.randn(1, tokens, heads, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+
+
+def monolithic_s(seqlen: int, *, causal: bool, kv_heads: int) -> tuple[float, float]:
     """Seconds of one call of the kernel on the whole sequence, forward and backward."""
     kernel = choose("auto", "cpu", "float32", HEAD_DIM)
-    q, k, v, dout = (torch.randn(1, seqlen, HEADS, HEAD_DIM) for _ in range(4))
+    q, k, v, dout = inputs(seqlen, kv_heads)
     mask = Mask.CAUSAL if causal else Mask.FULL
     started = time.perf_counter()
     out, lse = kernel.forward(q, k, v, mask)
@@ -120,15 +129,24 @@ def monolithic_s(seqlen: int, *, causal: bool) -> tuple[float, float]:
     return between - started, time.perf_counter() - between
 
 
-def efficiency(seqlen: int, *, causal: bool) -> list[Ratio]:
-    """The monolithic call's time over that of all ranks' blocks and folds, one rank's RANKS times: by phase."""
-    rank = Rank("ring", {}, seqlen, causal=causal)
+def efficiency(seqlen: int, *, causal: bool, kv_heads: int) -> list[Ratio]:
+    """The monolithic call's time over that of all ranks' blocks and folds, one rank's RANKS times: by phase.
+
+    First those of the forward's kernels alone.
+    """
+    rank = Rank("ring", {}, seqlen, causal=causal, kv_heads=kv_heads)
     rank.step()
     whole, blocks = [], []
     for _ in range(REPETITIONS):
-        whole.append(monolithic_s(seqlen, causal=causal))
-        blocks.append(np.sum([rank.step(Does.COMPUTE) for _ in range(RANKS)], axis=0))
-    return [of_medians(*(np.array(x)[:, phase] for x in (blocks, whole)), in_turn=True) for phase in (0, 1)]
+        forward, backward = monolithic_s(seqlen, causal=causal, kv_heads=kv_heads)
+        whole.append((forward, forward, backward))
+        blocks.append(np.sum([_kernels_and_step(rank) for _ in range(RANKS)], axis=0))
+    return [of_medians(*(np.array(x)[:, part] for x in (blocks, whole)), in_turn=True) for part in range(3)]
+
+
+def _kernels_and_step(rank: Rank) -> tuple[float, float, float]:
+    forward, backward = rank.step(Does.COMPUTE)
+    return rank.engine.spent("forward").kernels_s, forward, backward
 
 
 def overhead_rows() -> list[dict[str, str]]:
@@ -148,13 +166,15 @@ def overhead_rows() -> list[dict[str, str]]:
 
 
 def efficiency_rows() -> list[dict[str, str]]:
-    """A row for each sequence length and mask."""
+    """A row for each sequence length, mask and number of key heads."""
     rows = []
-    for seqlen, causal in itertools.product(EFFICIENCY_SEQLENS, (False, True)):
-        found = [ratio(each, digits=3) for each in efficiency(seqlen, causal=causal)]
+    for seqlen, (causal, kv_heads) in itertools.product(EFFICIENCY_SEQLENS, EFFICIENCY_OF):
+        found = [ratio(each, digits=3) for each in efficiency(seqlen, causal=causal, kv_heads=kv_heads)]
         mask, layout = ("causal", "striped") if causal else ("full", "contiguous")
-        row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "mask": mask, "layout": layout}
-        rows.append(row | dict(zip(("forward [95%]", "backward [95%]"), found, strict=True)))
+        row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "key heads": str(kv_heads)}
+        row |= {"mask": mask, "layout": layout}
+        parts = ("forward, kernels alone [95%]", "forward [95%]", "backward [95%]")
+        rows.append(row | dict(zip(parts, found, strict=True)))
         print(rows[-1], flush=True)
     return rows
 

@@ -39,7 +39,8 @@ OURS = {
     "striped": ("method=striped",),
     # torch gathers all heads at once.
     "all_gather stride 8, zigzag": ("method=all_gather", "method.layout=zigzag", "method.stride=8"),
-    "all_gather": ("method=all_gather", "method.layout=contiguous"),
+    # llama3 a key head at a time.
+    "all_gather stride 1": ("method=all_gather", "method.layout=contiguous", "method.stride=1"),
     "ulysses": ("method=ulysses",),
     "usp, zigzag": ("method=usp", "method.ulysses=2", "method.layout=zigzag"),
 }
@@ -59,7 +60,7 @@ PEERS = (
     Peer("zigzag", "torch_context_parallel", "all_to_all"),
     Peer("striped", "ring_flash_attn", "stripe"),
     Peer("all_gather stride 8, zigzag", "torch_context_parallel", "all_gather"),
-    Peer("all_gather", "ring_flash_attn", "llama3"),
+    Peer("all_gather stride 1", "ring_flash_attn", "llama3"),
     Peer("ulysses", "yunchang", "ulysses"),
     Peer("ulysses", "deepspeed_ulysses", "ulysses"),
     Peer("usp, zigzag", "yunchang", "zigzag"),

@@ -44,7 +44,8 @@ class BlockKernel(ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """(out_BSHD in q's dtype, lse_BHS) of scores scaled by 1/sqrt(head_dim).
 
-        The lse is a natural logarithm, in fp32 (fp64 where q is fp64), contiguous.
+        The lse is a natural logarithm, in fp32 (fp64 where q is fp64). On a GPU it is contiguous, so that what a
+        lane sends is there when the block has ended; on a CPU it may have any strides.
 
         A row that saw no key is out = 0, lse = -inf. CAUSAL and STRICT need as many keys as queries.
         """

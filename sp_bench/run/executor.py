@@ -127,7 +127,7 @@ class Executor:
                 self._run_without_lanes()
             else:
                 self._run(compute=does is Does.EVERYTHING)
-            return {chunk: self._holdings.get(chunk) for chunk in self._plan.ends_with}
+            return {chunk: self._holdings.packed(chunk) for chunk in self._plan.ends_with}
         finally:
             self._marks.caller_s = time.perf_counter() - started
             self._holdings = Holdings({}, self._problem, self._device)

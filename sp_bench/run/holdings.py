@@ -28,13 +28,13 @@ class Holdings:
         """A chunk that was an input, received or bundled."""
         return self._held[chunk]
 
-    def get(self, chunk: Chunk) -> Tensors:
-        """A chunk of either kind."""
-        return self._held[chunk] if chunk in self._held else self.partials.get(chunk)
+    def packed(self, chunk: Chunk) -> Tensors:
+        """A chunk of either kind, in contiguous tensors."""
+        return self._held[chunk] if chunk in self._held else self.partials.packed(chunk)
 
-    def has(self, chunk: Chunk) -> bool:
-        """Whether `get` would find it, rather than make it."""
-        return chunk in self._held or self.partials.has(chunk)
+    def is_packed(self, chunk: Chunk) -> bool:
+        """Whether `packed` would find it, rather than make it."""
+        return chunk in self._held or self.partials.is_packed(chunk)
 
     def part(self, chunk: Chunk) -> Part:
         """Which rows of a chunk are there."""

@@ -144,10 +144,10 @@ class Lanes:
 
     def _held(self, chunk: Chunk, holdings: Holdings) -> Tensors:
         """A chunk that is sent. Of a partial that no block has touched, the neutral one has to be made."""
-        if holdings.has(chunk):
-            return holdings.get(chunk)
+        if holdings.is_packed(chunk):
+            return holdings.packed(chunk)
         with self._streams.making():
-            return holdings.get(chunk)
+            return holdings.packed(chunk)
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, part: Part) -> Tensors:
         """As much of a chunk's buffers as a part of it takes, contiguous."""

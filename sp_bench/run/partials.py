@@ -60,9 +60,14 @@ class Partials:
                 self._held[chunk] = tuple(torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
         return self._held[chunk]
 
-    def has(self, chunk: Chunk) -> bool:
-        """Whether there is an accumulator."""
-        return chunk in self._held
+    def packed(self, chunk: Chunk) -> Tensors:
+        """The accumulator in contiguous tensors, as it is sent and handed over: a kernel's lse may lie in any way."""
+        self._held[chunk] = tuple(tensor.contiguous() for tensor in self.get(chunk))
+        return self._held[chunk]
+
+    def is_packed(self, chunk: Chunk) -> bool:
+        """Whether there is an accumulator, and contiguous."""
+        return chunk in self._held and all(tensor.is_contiguous() for tensor in self._held[chunk])
 
     def tensors(self) -> list[Tensors]:
         """All accumulators. Other threads may drop some meanwhile."""
