@@ -50,15 +50,12 @@ class BlockKernel(ABC):
         A row that saw no key is out = 0, lse = -inf. CAUSAL and STRICT need as many keys as queries.
         """
         _square(q, k, mask)
-        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
-        inner_q, inner_k, inner_v = q[:, rows], k[:, columns], v[:, columns]
-        if inner_q.shape[1] and inner_k.shape[1]:
-            inner_out, inner_lse = self._forward(inner_q, inner_k, inner_v, mask is not Mask.FULL)
-            if inner_out.shape == q.shape:
-                return inner_out, inner_lse
+        if mask is not Mask.STRICT and q.shape[1] and k.shape[1]:
+            return self._forward(q, k, v, mask is Mask.CAUSAL)
         out, lse = empty_output(q)
-        if inner_q.shape[1] and inner_k.shape[1]:
-            out[:, rows], lse[:, :, rows] = inner_out, inner_lse
+        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
+        if rows.stop > rows.start and columns.stop > columns.start:
+            out[:, rows], lse[:, :, rows] = self._forward(q[:, rows], k[:, columns], v[:, columns], True)
         return out, lse
 
     def backward(
@@ -66,10 +63,10 @@ class BlockKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this block, given the *global* out and lse of its rows; shapes and dtypes of q, k, v."""
         _square(q, k, mask)
-        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
         if mask is not Mask.STRICT and q.shape[1] and k.shape[1]:
-            return self._backward(dout, q, k, v, out, _harmless(lse), mask is not Mask.FULL)
+            return self._backward(dout, q, k, v, out, _harmless(lse), mask is Mask.CAUSAL)
         grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
         if rows.stop > rows.start and columns.stop > columns.start:
             inner_lse = _harmless(lse[:, :, rows])
             parts = self._backward(

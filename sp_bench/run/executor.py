@@ -35,7 +35,7 @@ from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock, Device
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.lanes import Lanes
-from sp_bench.run.partials import Tensors
+from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
 from sp_bench.run.transport import Transport
 
@@ -197,7 +197,7 @@ class Executor:
         (q,), (k, v) = held.received(op.q), held.received(op.kv)
         for rows, columns, mask in self._windows(op.q.place, op.kv.place):
             there, started = held.among(op.q, rows), self._mark()
-            out, lse = self._kernel.forward(q[:, there], k[:, columns], v[:, columns], mask)
+            out, lse = self._kernel.forward(tokens_of(q, there), tokens_of(k, columns), tokens_of(v, columns), mask)
             ended = self._mark()
             self._see(out, lse)
             held.partials.add_output(op.o, rows, out, lse)
@@ -209,8 +209,9 @@ class Executor:
         (q, out, dout, lse), (k, v) = held.received(op.odoq), held.received(op.kv)
         for rows, columns, mask in self._windows(op.odoq.place, op.kv.place):
             there, started = held.among(op.odoq, rows), self._mark()
+            my_dout, my_q, my_out, my_lse = (tokens_of(x, there) for x in (dout, q, out, lse))
             dq, dk, dv = self._kernel.backward(
-                dout[:, there], q[:, there], k[:, columns], v[:, columns], out[:, there], lse[:, :, there], mask
+                my_dout, my_q, tokens_of(k, columns), tokens_of(v, columns), my_out, my_lse, mask
             )
             ended = self._mark()
             self._see(dq, dk, dv)

@@ -24,7 +24,7 @@ from sp_bench.plan import (
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
-from sp_bench.run.partials import Tensors
+from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.streams import Streams
 from sp_bench.run.transport import Transport
 
@@ -139,7 +139,7 @@ class Lanes:
             return held
         staged = self._first_rows(staged, chunk, part)
         for wire, tensor in zip(staged, held, strict=True):
-            wire.copy_(tensor[:, rows] if tensor.ndim == 4 else tensor[:, :, rows])
+            wire.copy_(tokens_of(tensor, rows))
         return staged
 
     def _held(self, chunk: Chunk, holdings: Holdings) -> Tensors:

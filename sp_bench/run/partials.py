@@ -30,7 +30,7 @@ class Partials:
             self._held[chunk] = (out.to(self._dtype).contiguous(), lse)
             return
         into_out, into_lse = self.get(chunk)
-        fold_(into_out[:, rows], into_lse[:, :, rows], out, lse)
+        fold_(tokens_of(into_out, rows), tokens_of(into_lse, rows), out, lse)
 
     def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
         """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
@@ -38,17 +38,17 @@ class Partials:
             self._held[chunk] = tuple(gradient.to(self._dtype).contiguous() for gradient in gradients)
             return
         for into, gradient in zip(self.get(chunk), gradients, strict=True):
-            into[:, rows].add_(gradient)
+            tokens_of(into, rows).add_(gradient)
 
     def add(self, chunk: Chunk, rows: slice, part: Tensors) -> None:
         """Fold what a peer sent of the tokens `rows` of the same chunk into it."""
         # Never adopted as the accumulator, unlike a block's: it stands in a receive buffer.
         if _is_output(chunk):
             out, lse = self.get(chunk)
-            fold_(out[:, rows], lse[:, :, rows], *part)
+            fold_(tokens_of(out, rows), tokens_of(lse, rows), *part)
         else:
             for into, gradient in zip(self.get(chunk), part, strict=True):
-                into[:, rows].add_(gradient)
+                tokens_of(into, rows).add_(gradient)
 
     def get(self, chunk: Chunk) -> Tensors:
         """The accumulator; of a chunk that no block has touched, the neutral one."""
@@ -76,6 +76,13 @@ class Partials:
     def drop(self, chunk: Chunk) -> Tensors | None:
         """Forget the accumulator: it was sent on. Returns it, if there was one."""
         return self._held.pop(chunk, None)
+
+
+def tokens_of(x: Tensor, rows: slice) -> Tensor:
+    """The tokens `rows` of an x_BSHD or x_BHS. All of them are x itself: beside a short block a view takes its time."""
+    dim = 1 if x.ndim == 4 else 2
+    whole = rows.start == 0 and rows.stop == x.shape[dim]
+    return x if whole else x.narrow(dim, rows.start, rows.stop - rows.start)
 
 
 def _is_output(chunk: Chunk) -> bool:
