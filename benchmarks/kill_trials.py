@@ -42,7 +42,7 @@ POINT = "cluster=local dtype=float32 heads=4 head_dim=16 seqlen=1k iters=10 warm
 POLICY = """\
 | what happens | the record says | exit code | and then |
 | --- | --- | --- | --- |
-| a rank is killed or dies | failed, the rank, its signal or exit code | 1 | other points are measured, with new ranks |
+| a rank is killed or dies | failed or oom, the rank, its signal or exit code | 1 | others are measured with new ranks |
 | a rank raises | failed or, without memory, oom; the rank, the error, the line | 1 | the same |
 | no rank answers for timeout_s | timeout, the rank that hangs, and where | 1 | the same |
 | a point can't be served | unsupported, why | 2; 0 in a sweep | the other points are run |

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from methods import REGISTRY, build
 from sp_bench import account, draw
 from sp_bench.bench import resolve
@@ -84,11 +86,17 @@ def describe(overrides: Sequence[str]) -> str:
             f"\nassignment matrix: the rank that computes each block{split}",
             draw.grid(draw.assignment(plan, problem), "Q", "KV"),
             "\nthe step of each block of a rank's tile, by local index",
-            draw.grid(draw.block_steps(plan), "Q#", "KV#"),
+            *_tiles(draw.block_steps(plan)),
             "\nthe program of a rank",
             *draw.steps(plan),
         ]
     return "\n".join(lines)
+
+
+def _tiles(steps: np.ndarray) -> list[str]:
+    """One for each slice of the heads."""
+    grids = [draw.grid(of_slice, "Q#", "KV#") for of_slice in steps]
+    return [f"heads/{i}\n{grid}" for i, grid in enumerate(grids)] if len(grids) > 1 else grids
 
 
 def methods_table() -> str:

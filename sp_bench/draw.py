@@ -75,16 +75,15 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
 
 
 def block_steps(plan: Plan) -> np.ndarray:
-    """The step of each block of a rank's tile: (rows, columns) by local query and key index; -1 for none."""
+    """The step of each block of a rank's tile, by slice of the heads and local query and key index; -1 for none."""
     blocks = [
         (op, step) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Attend | AttendBackward)
     ]
-    rows = 1 + max(op.q.index for op, _ in blocks)
-    columns = 1 + max(op.kv.index for op, _ in blocks)
-    matrix = np.full((rows, columns), -1)
-    for op, step in blocks:
-        matrix[op.q.index, op.kv.index] = step
-    return matrix
+    where = [(op.q.heads, op.q.index, op.kv.index) for op, _ in blocks]
+    steps = np.full([1 + max(indices) for indices in zip(*where, strict=True)], -1)
+    for place, (_, step) in zip(where, blocks, strict=True):
+        steps[place] = step
+    return steps
 
 
 def grid(matrix: np.ndarray, row_name: str, column_name: str) -> str:

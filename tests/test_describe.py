@@ -11,7 +11,7 @@ from methods import REGISTRY
 from sp_bench import draw
 from sp_bench.account import volume
 from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, formula_value, main, methods_table
-from sp_bench.plan import COMPUTE_BOUND, PHASES
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend
 from tests.problems import all_methods, splittable_problem
 
 
@@ -35,6 +35,18 @@ def test_local_q_kv_property_and_full_coverage(n: int) -> None:
         matrix = draw.assignment(method.plan(problem, "forward", COMPUTE_BOUND), dealt)
         assert matrix.min() >= 0
         assert matrix.diagonal().tolist() == list(range(0, n, dealt.layout.shared)) or method.name == "startrail"
+
+
+def test_every_slice_of_the_heads_has_its_tile(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = splittable_problem(4, "zigzag")
+    for method in all_methods(problem):
+        dealt = method.dealt(problem)
+        plan = method.plan(problem, "forward", COMPUTE_BOUND)
+        tiles = draw.block_steps(plan)
+        assert len(tiles) == dealt.head_slices
+        assert (tiles >= 0).sum() == sum(isinstance(op, Attend) for op in plan.ops)
+    assert main(["method=mesh", "gpus=4", "method.tile=[2,2]", "method.schedule=searched", "method.slices=2"]) == 0
+    assert capsys.readouterr().out.count("heads/1\n      Q# \\ KV#") == len(PHASES)
 
 
 @pytest.mark.parametrize("k", [1, 4])

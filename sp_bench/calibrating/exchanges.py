@@ -6,14 +6,14 @@ from functools import partial
 
 import torch.distributed as dist
 
-from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s
+from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s, messages_beside_blocks
 from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.measure.pool import report
 from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 4
-"""Messages, or blocks, for each repetition."""
+"""Messages, or blocks, for each repetition: at least."""
 
 
 def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
@@ -35,7 +35,11 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
                 idle_s = lane.submit(exchange_s).result()
             dist.barrier()
-            beside_s, blocks_s = beside_blocks(block_s, exchange_s)
+            # Only long messages go on until blocks have ended beside them: many short ones wait long for cores.
+            longest = size == max(messages)
+            crowded_s = kept.crowded_block_s[-1] if longest else 0.0
+            times = messages_beside_blocks(idle_s, crowded_s, least=IN_A_ROW)
+            beside_s, blocks_s = beside_blocks(block_s, partial(exchange_s, times=times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,10 @@ from sp_bench.run.transport import GlooTransport
 
 TINY_BYTES = 4
 MESSAGES = 20
-"""Tiny messages, or large ones beside blocks, for each repetition."""
+"""Tiny messages, or large ones beside blocks, for each repetition: at least."""
+BLOCKS_BESIDE = 4
+"""For which large messages last at least, unless that takes MOST_MESSAGES."""
+MOST_MESSAGES = 200
 ROUNDS = 4
 """For each repetition: messages are shorter than blocks, and vary more."""
 T = TypeVar("T")
@@ -84,7 +89,9 @@ def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -
     rank, n, block_s = dist.get_rank(), dist.get_world_size(), block_clock(setting)
     links.alone_s.append(_mean([block_s() for _ in range(4)]))
     dist.barrier()
-    _, beside = beside_blocks(block_s, mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
+    exchange_s = partial(mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
+    times = messages_beside_blocks(exchange_s(times=2), links.alone_s[-1], least=MESSAGES)
+    _, beside = beside_blocks(block_s, partial(exchange_s, times=times))
     dist.barrier()
     if len(beside) > 1:  # the last one may have outlasted the transfers
         links.beside_s.append(_mean(beside[:-1]))
@@ -99,10 +106,17 @@ def block_clock(setting: Setting) -> Callable[[], float]:
     return lambda: clock(kernel.forward, *block, Mask.FULL)[0]
 
 
-def beside_blocks(block_s: Callable[[], float], call: Callable[..., T], *arguments: Any) -> tuple[T, Samples]:
+def messages_beside_blocks(message_s: float, block_s: float, *, least: int) -> int:
+    """How many messages last as long as BLOCKS_BESIDE blocks, the same number on all ranks."""
+    wanted = torch.tensor(BLOCKS_BESIDE * block_s / message_s)
+    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+    return min(max(least, math.ceil(float(wanted))), MOST_MESSAGES)
+
+
+def beside_blocks(block_s: Callable[[], float], call: Callable[[], T]) -> tuple[T, Samples]:
     """What a call in a lane of its own returns, and the times of the blocks that this rank computes meanwhile."""
     with lane_threads(1) as lane:
-        called = lane.submit(call, *arguments)
+        called = lane.submit(call)
         beside: Samples = []
         while not called.done():
             beside.append(block_s())

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, local_number, settle
 from sp_bench.measure.meeting import Listener, connect, interface_of
 from sp_bench.measure.pool import (
@@ -247,6 +248,7 @@ class _Kept:
         self._stack = stack
         self._process: Any = None
         self._lifeline: Connection | None = None
+        self._oom_kills = oom_kills()
 
     def start(self, order: Order) -> None:
         """A new one."""
@@ -280,7 +282,7 @@ class _Kept:
         self._process.join()
         if self._lifeline:
             self._lifeline.close()
-        return exit_reason(self._process.exitcode)
+        return exit_reason(self._process.exitcode, self._oom_kills)
 
 
 def _serve(order: Order, lifeline: Connection, stack: str) -> None:

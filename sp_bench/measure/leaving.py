@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Told(BaseException):
@@ -25,12 +27,14 @@ class _Here:
 @contextmanager
 def leaving() -> Iterator[None]:
     """Inside, SIGTERM raises Told. For the outermost of a process: it is forgotten at the end."""
-    before = signal.signal(signal.SIGTERM, _leave)
+    handler, hook = signal.signal(signal.SIGTERM, _leave), sys.unraisablehook
+    sys.unraisablehook = _all_but_told(hook)
     try:
         yield
     finally:
         _Here.by = None
-        signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
@@ -51,6 +55,11 @@ def leave_if_told() -> None:
     """
     if _Here.by and not _Here.busy:
         raise Told(_Here.by)
+
+
+def _all_but_told(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """What is lost in a callback from C is `hook`'s, but for Told: that is raised once more."""
+    return lambda lost: None if isinstance(lost.exc_value, Told) else hook(lost)
 
 
 def _leave(number: int, frame: object) -> None:

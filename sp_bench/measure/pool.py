@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sp_bench.hosts.inside import Home, move_in, transfers_go_first
+from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, settle
 from sp_bench.measure.leaving import not_now
 
@@ -74,6 +75,7 @@ class RankPool:
         `hosts` are closed with the pool. `devices` are what ranks compute on.
         """
         self.n, self.timeout_s, self.hosts = n, timeout_s, hosts
+        self._oom_kills = oom_kills()
         self._folder = tempfile.TemporaryDirectory(prefix="sp_bench-ranks-")
         context = forkserver()
         self._pipes: list[Connection] = []
@@ -186,7 +188,8 @@ class RankPool:
             return self._pipes[rank].recv()
         except (EOFError, OSError):
             self._processes[rank].join(GRACE_S)
-            raise RankFailure(rank, f"died: {exit_reason(self._processes[rank].exitcode)}") from None
+            reason = exit_reason(self._processes[rank].exitcode, self._oom_kills)
+            raise RankFailure(rank, f"died: {reason}") from None
 
     def _blame_hang(self, pending: list[int]) -> RankHang:
         """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
@@ -305,10 +308,13 @@ def _portable(error: Exception) -> Exception | None:
     return error
 
 
-def exit_reason(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+def exit_reason(code: int | None, oom_kills_before: int) -> str:
+    """How a rank has ended, given what machine.oom_kills said when it started."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    killed = f"killed by {signal.Signals(-code).name}"
+    out_of_memory = code == -signal.SIGKILL and oom_kills() > oom_kills_before
+    return f"{killed}: out of memory, by the kernel's count of such kills" if out_of_memory else killed
 
 
 def stack_in(path: Path) -> list[str]:

@@ -112,14 +112,15 @@ class Lanes:
         sends = [(rank, [x[int(op.group.position(rank))] for x in sent]) for rank in others]
         self._transport.exchange(self._ids[op.lane], receives, sends, self._counted_as(op))
         for field, pieces, source, tensor in zip(by_heads(op), received, held, into, strict=True):
-            if not op.to_heads:
+            # What several ranks computed with one key head is added up.
+            several = not op.to_heads and self._problem.field_heads(field) * op.group.size > tensor.shape[2]
+            if several:
                 tensor.zero_()
             for member, theirs in enumerate(pieces):
                 # The rank's own piece doesn't travel, and is spared the rounding of the wire.
                 piece = theirs if member != own else self._piece(op, field, source, own, of_tokens=not op.to_heads)
                 place = self._piece(op, field, tensor, member, of_tokens=op.to_heads)
-                # What several ranks computed with one key head is added up.
-                place.copy_(piece) if op.to_heads else place.add_(piece)
+                place.add_(piece) if several else place.copy_(piece)
 
     def _piece(self, op: AllToAll, field: Field, tensor: Tensor, member: int, *, of_tokens: bool) -> Tensor:
         """A member's tokens of a chunk by heads, or a member's heads of a chunk by tokens."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -30,19 +32,27 @@ def test_told_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert drive(lambda: 7) == 7
 
 
-class Told:
-    """Told to end where nothing that is raised gets out."""
+class Lost:
+    """Does something where nothing that is raised gets out."""
+
+    def __init__(self, does: Callable[[], object]) -> None:
+        self.does = does
 
     def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        self.does()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_told_to_end_where_exceptions_are_lost() -> None:
+def test_told_to_end_where_exceptions_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said of it then and there, but of what else is lost."""
+    said: list[type] = []
+    monkeypatch.setattr(sys, "unraisablehook", hook := lambda lost: said.append(lost.exc_type))
+
     def answer() -> int:
-        told = Told()
-        del told
+        Lost(lambda: 1 / 0)
+        Lost(lambda: os.kill(os.getpid(), signal.SIGTERM))
         leave_if_told()
         return 0
 
     assert drive(answer) == 128 + signal.SIGTERM
+    assert said == [ZeroDivisionError]
+    assert sys.unraisablehook is hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from sp_bench.bench import measured
 from sp_bench.errors import RequestError
+from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from tests.measure import jobs
 
@@ -140,6 +143,15 @@ def test_a_rank_that_dies(how: str, why: str, others: str) -> None:
     failure = failure_of(how, others)
     assert not isinstance(failure, RankError)
     assert (failure.rank, str(failure)) == (jobs.BAD, f"rank {jobs.BAD}: died: {why}")
+
+
+def test_a_rank_that_the_kernel_kills_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = itertools.count()
+    monkeypatch.setattr(pools, "oom_kills", lambda: next(kills))
+    failure = failure_of("kill", "barrier")
+    why = "killed by SIGKILL: out of memory, by the kernel's count of such kills"
+    assert (failure.rank, str(failure)) == (jobs.BAD, f"rank {jobs.BAD}: died: {why}")
+    assert measured._status(failure) == "oom"
 
 
 @pytest.mark.parametrize("others", ["barrier", "all_reduce", "attention"])
