@@ -59,6 +59,7 @@ MEMORY_TOKENS, GPU_MEMORY_TOKENS = 4096, 65536
 LAUNCH_TOKENS, GPU_LAUNCH_TOKENS = 1, 16
 MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
 EXCHANGE_BYTES, QUICK_EXCHANGE_BYTES = (2**17, 2**19, 2**21), (2**15, 2**17)
+CROWD_S, QUICK_CROWD_S = 3.0, 0.3
 HOSTED_RANKS = 16
 BUSY = 0.1
 """A spread of block times from which on their medians can't be trusted."""
@@ -129,6 +130,7 @@ def _setting(options: dict[str, Any]) -> Setting:
         repetitions=(3 if quick else 5) if repetitions is None else whole("repetitions", repetitions),
         message_bytes=QUICK_MESSAGE_BYTES if quick else MESSAGE_BYTES,
         exchange_bytes=QUICK_EXCHANGE_BYTES if quick else EXCHANGE_BYTES,
+        crowd_s=QUICK_CROWD_S if quick else CROWD_S,
     )
 
 

@@ -18,10 +18,13 @@ from sp_bench.calibrate import CLUSTERS, main
 from sp_bench.calibrating.clock import CLOCKS
 from sp_bench.calibrating.cluster_file import block_flops, cluster_config
 from sp_bench.calibrating.kernels import describe_gpu, measure_kernels
+from sp_bench.calibrating.links import MOST_MESSAGES
 from sp_bench.calibrating.setting import Costs, Gpu, Links, Setting
 from sp_bench.errors import RequestError
 from sp_bench.plan import PHASES, Problem, layout_named
 from sp_bench.simulate import Cluster
+from tests.measure.jobs import messages_of_10_ms
+from tests.ranks import WORLD, Ranks
 
 SETTING = Setting(
     device="cpu",
@@ -36,6 +39,7 @@ SETTING = Setting(
     repetitions=3,
     message_bytes=1000,
     exchange_bytes=(10_000, 100_000),
+    crowd_s=0.1,
 )
 LAUNCH_S = 1e-6
 
@@ -93,6 +97,12 @@ def test_blocks_that_are_all_launch_still_have_a_rate() -> None:
     config = cluster_config("slow", SETTING, costs, links, {})
     assert all(rate > 0 for rate in config["device"]["rates"]["aten_cpu_float32"]["forward_full"].values())
     Cluster.build(config)
+
+
+def test_messages_last_long_enough_for_the_slowest_rank(ranks: Ranks) -> None:
+    """9 * 81 ms are 73 messages of 10 ms, on all ranks; no fewer than are asked for, and no endless number."""
+    for seconds, number in ((0.081, 73), (0.0001, 20), (10.0, MOST_MESSAGES)):
+        assert ranks.run(messages_of_10_ms, seconds, 20) == [number] * WORLD
 
 
 def test_flops_of_a_block() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 
 import torch.distributed as dist
 
-from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s, messages_beside_blocks
+from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s, messages_lasting
 from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.measure.pool import report
 from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 4
-"""Messages, or blocks, for each repetition: at least."""
+"""Messages, or blocks of one rank, for each repetition: at least."""
 
 
 def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
@@ -27,21 +29,30 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
         if rank == 0:
             kept.alone_block_s.append(mean_s(block_s, times=IN_A_ROW))
         dist.barrier()
-        kept.crowded_block_s.append(mean_s(block_s, times=IN_A_ROW))
+        kept.crowded_block_s.append(_mean_within_s(block_s, setting.crowd_s))
         dist.barrier()
         for size, message in messages.items():
             report((repetition, size))
-            exchange_s = partial(mean_s, message.exchange, *ring, times=IN_A_ROW)
+            exchange_s = partial(mean_s, message.exchange, *ring)
             with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
-                idle_s = lane.submit(exchange_s).result()
+                idle_s = lane.submit(exchange_s, times=IN_A_ROW).result()
             dist.barrier()
-            # Only long messages go on until blocks have ended beside them: many short ones wait long for cores.
+            # Only long ones can be beside blocks for so long: many short ones would wait for a core too often.
             longest = size == max(messages)
-            crowded_s = kept.crowded_block_s[-1] if longest else 0.0
-            times = messages_beside_blocks(idle_s, crowded_s, least=IN_A_ROW)
+            times = messages_lasting(setting.crowd_s if longest else 0.0, idle_s, least=IN_A_ROW)
             beside_s, blocks_s = beside_blocks(block_s, partial(exchange_s, times=times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
-            kept.block_s += blocks_s[:-1]  # the last one may have outlasted the messages
+            if longest:
+                kept.block_s.append(sum(blocks_s) / len(blocks_s))
     return found
+
+
+def _mean_within_s(call: Callable[[], object], seconds: float) -> float:
+    """The mean time of as many calls as so many seconds take."""
+    started, calls = time.perf_counter(), 0
+    while (passed := time.perf_counter() - started) < seconds:
+        call()
+        calls += 1
+    return passed / calls

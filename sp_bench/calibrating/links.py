@@ -23,7 +23,7 @@ TINY_BYTES = 4
 MESSAGES = 20
 """Tiny messages, or large ones beside blocks, for each repetition: at least."""
 BLOCKS_BESIDE = 4
-"""For which large messages last at least, unless that takes MOST_MESSAGES."""
+"""For which large messages last at least."""
 MOST_MESSAGES = 200
 ROUNDS = 4
 """For each repetition: messages are shorter than blocks, and vary more."""
@@ -90,7 +90,7 @@ def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -
     links.alone_s.append(_mean([block_s() for _ in range(4)]))
     dist.barrier()
     exchange_s = partial(mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
-    times = messages_beside_blocks(exchange_s(times=2), links.alone_s[-1], least=MESSAGES)
+    times = messages_lasting(BLOCKS_BESIDE * links.alone_s[-1], exchange_s(times=2), least=MESSAGES)
     _, beside = beside_blocks(block_s, partial(exchange_s, times=times))
     dist.barrier()
     if len(beside) > 1:  # the last one may have outlasted the transfers
@@ -106,9 +106,9 @@ def block_clock(setting: Setting) -> Callable[[], float]:
     return lambda: clock(kernel.forward, *block, Mask.FULL)[0]
 
 
-def messages_beside_blocks(message_s: float, block_s: float, *, least: int) -> int:
-    """How many messages last as long as BLOCKS_BESIDE blocks, the same number on all ranks."""
-    wanted = torch.tensor(BLOCKS_BESIDE * block_s / message_s)
+def messages_lasting(seconds: float, message_s: float, *, least: int) -> int:
+    """How many messages last so long at least, up to MOST_MESSAGES: the same number on all ranks."""
+    wanted = torch.tensor(seconds / message_s)
     dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
     return min(max(least, math.ceil(float(wanted))), MOST_MESSAGES)
 

@@ -29,6 +29,9 @@ class Setting:
     """Of a large message; a tiny one has a few bytes."""
     exchange_bytes: tuple[int, ...]
     """Of messages between shaped hosts."""
+    crowd_s: float
+    """For how long all ranks of such hosts compute at once, and with messages beside: where several share a core, each
+    waits for many slices of it that the others have (hosts/inside.py), and single blocks say little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,4 +89,4 @@ class Exchanges:
     crowded_block_s: Samples = field(default_factory=list)
     """A block on every rank, without transfers."""
     block_s: Samples = field(default_factory=list)
-    """The same beside the exchanges."""
+    """The same beside the longest messages."""
