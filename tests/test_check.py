@@ -515,8 +515,8 @@ def drop_fold(draw: st.DrawFn, plan: Plan) -> Broken:
 def double_fold(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_fold)
     again = draw(st.integers(index + 1, len(plan.ops)))
-    sent = plan.ops[index].reads[0]
-    once = sum(is_reduce(op) and op.reads[0] == sent for op in plan.ops) == 1
+    part = plan.ops[index].reads[0]
+    once = sum(is_fold(op) and op.reads[0] == part for op in plan.ops) == 1
     return Broken(with_op(plan, again, plan.ops[index]), culprit=again if once else None)
 
 

@@ -39,13 +39,14 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             dist.barrier()
             # Only long ones can be beside blocks for so long: many short ones would wait for a core too often.
             longest = size == max(messages)
-            times = messages_lasting(setting.crowd_s if longest else 0.0, idle_s, least=IN_A_ROW)
+            times = messages_lasting(setting.crowd_s, idle_s, least=IN_A_ROW) if longest else IN_A_ROW
             beside_s, blocks_s = beside_blocks(block_s, partial(exchange_s, times=times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
-            if longest and blocks_s:  # over links that limit nothing the messages may be gone before a block begins
-                kept.block_s.append(sum(blocks_s) / len(blocks_s))
+            beside = blocks_s[:-1]  # the last one may have outlasted the messages
+            if longest and beside:
+                kept.block_s.append(sum(beside) / len(beside))
     return found
 
 

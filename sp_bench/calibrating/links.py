@@ -85,7 +85,7 @@ class Message:
 
 
 def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -> None:
-    """The mean time of a block alone, and while a lane exchanges a fixed number of messages, on all ranks at once."""
+    """The mean time of a block alone, and while a lane exchanges messages, as many on all ranks at once."""
     rank, n, block_s = dist.get_rank(), dist.get_world_size(), block_clock(setting)
     links.alone_s.append(_mean([block_s() for _ in range(4)]))
     dist.barrier()

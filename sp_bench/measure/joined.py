@@ -248,11 +248,12 @@ class _Kept:
         self._stack = stack
         self._process: Any = None
         self._lifeline: Connection | None = None
-        self._oom_kills = oom_kills()
+        self._oom_kills = 0
 
     def start(self, order: Order) -> None:
         """A new one."""
         self.stop()
+        self._oom_kills = oom_kills()
         context = forkserver()
         theirs, self._lifeline = context.Pipe(duplex=False)
         process = context.Process(target=_serve, args=(order, theirs, str(self._stack)), daemon=True)
@@ -278,11 +279,12 @@ class _Kept:
         """End it, and say how it has ended."""
         if not self._process:
             return "it was not started"
+        by_itself = not self._process.is_alive()
         self._process.kill()
         self._process.join()
         if self._lifeline:
             self._lifeline.close()
-        return exit_reason(self._process.exitcode, self._oom_kills)
+        return exit_reason(self._process.exitcode, self._oom_kills if by_itself else oom_kills())
 
 
 def _serve(order: Order, lifeline: Connection, stack: str) -> None:

@@ -309,7 +309,7 @@ def _portable(error: Exception) -> Exception | None:
 
 
 def exit_reason(code: int | None, oom_kills_before: int) -> str:
-    """How a rank has ended, given what machine.oom_kills said when it started."""
+    """How a rank has ended, given what machine.oom_kills said before: on a shared machine a good guess."""
     if code is None or code >= 0:
         return f"exit code {code}"
     killed = f"killed by {signal.Signals(-code).name}"

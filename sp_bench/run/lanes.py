@@ -144,7 +144,7 @@ class Lanes:
         return staged
 
     def _held(self, chunk: Chunk, holdings: Holdings) -> Tensors:
-        """A chunk that is sent. Of a partial that no block has touched, the neutral one has to be made."""
+        """A chunk that is sent, contiguous. Of a partial that no block has touched, the neutral one has to be made."""
         if holdings.is_packed(chunk):
             return holdings.packed(chunk)
         with self._streams.making():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -92,6 +93,30 @@ def test_fold_is_in_place_and_leaves_the_part_alone() -> None:
     assert (out.data_ptr(), lse.data_ptr()) == where
     assert_close((out, lse), by_definition([a_part(1), a_part(2)]), 1e-13)
     assert all(torch.equal(x, y) for x, y in zip(part, kept, strict=True))
+
+
+@pytest.mark.parametrize("lie", list(itertools.product([False, True], repeat=2)))
+def test_an_lse_may_lie_tokens_first(lie: tuple[bool, bool]) -> None:
+    """As the kernel of CPUs leaves it; of the accumulator, of the part or of both."""
+    (out, lse), (part_out, part_lse) = a_part(1, blind=0.3), a_part(2, blind=0.3)
+    lse, part_lse = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else x
+        for x, tokens_first in zip((lse, part_lse), lie, strict=True)
+    )
+    fold_(out, lse, part_out, part_lse)
+    assert lse.is_contiguous() != lie[0]
+    assert_close((out, lse), by_definition([a_part(1, blind=0.3), a_part(2, blind=0.3)]), 1e-13)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_lse_that_is_not_finite_shows(bad: float) -> None:
+    """In the output of its row, and in no other."""
+    (out, lse), (part_out, part_lse) = a_part(1), a_part(2)
+    part_lse[0, 1, 2] = bad
+    fold_(out, lse, part_out, part_lse)
+    wanted = torch.zeros(B, S, H, D, dtype=torch.bool)
+    wanted[0, 2, 1] = True
+    assert torch.equal(out.isnan(), wanted)
 
 
 def test_fold_into_some_rows_of_an_accumulator() -> None:

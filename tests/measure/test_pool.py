@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from sp_bench.bench import measured
 from sp_bench.errors import RequestError
+from sp_bench.machine import oom_kills
 from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from tests.measure import jobs
@@ -143,6 +145,11 @@ def test_a_rank_that_dies(how: str, why: str, others: str) -> None:
     failure = failure_of(how, others)
     assert not isinstance(failure, RankError)
     assert (failure.rank, str(failure)) == (jobs.BAD, f"rank {jobs.BAD}: died: {why}")
+
+
+def test_kills_for_memory_are_counted_by_the_kernel() -> None:
+    (line,) = re.findall(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    assert oom_kills() == int(line)
 
 
 def test_a_rank_that_the_kernel_kills_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
