@@ -6,7 +6,8 @@ plans are timed without their transfers, and without their blocks. Behind the co
 Here transfers take cores from blocks. What a message costs them stays about the same, so that long sequences and few
 key heads, whose bytes are few for their FLOPs, show more of the methods and less of this machine. Ranks that share a
 core also wait for one another's blocks, and so do those that wait for them: the more so, the more there are, and the
-shorter their hops. At n ranks a ring whose hops are as long as its blocks can come no closer than 1 + 1/n.
+shorter their hops. Where all hops of a ring of n ranks take as long as all its blocks, its forward can come no closer
+than 1 + 1/n: the last block waits for the last hop.
 """
 
 from __future__ import annotations
@@ -18,12 +19,7 @@ from sp_bench.machine import cores_here
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "overlap.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")
-BALANCED = (
-    "warmup=0",
-    "iters=3",
-    "timeout_s=600",
-    "cluster.hosts.burst_bytes=75000",
-)
+BALANCED = ("warmup=0", "iters=3", "timeout_s=600", "cluster.hosts.burst_bytes=75000")
 LONGEST, LONG, SHORT = ("seqlen=32k", "kv_heads=2"), ("seqlen=16k", "kv_heads=2"), ("seqlen=8k", "kv_heads=8")
 SEARCHED = ("method=mesh", "method.schedule=searched")
 SLICED = (*SEARCHED, "method.slices=2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import mean
 
 import torch.distributed as dist
 
@@ -15,7 +16,7 @@ from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 4
-"""Messages, or blocks of one rank, for each repetition: at least."""
+"""Messages for each repetition, of the longest beside blocks at least; and blocks of a rank alone."""
 
 
 def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
@@ -44,9 +45,8 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
-            beside = blocks_s[:-1]  # the last one may have outlasted the messages
-            if longest and beside:
-                kept.block_s.append(sum(beside) / len(beside))
+            if longest and blocks_s:
+                kept.block_s.append(mean(blocks_s))
     return found
 
 

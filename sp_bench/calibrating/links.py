@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import mean
 from typing import TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from sp_bench.run.transport import GlooTransport
 
 TINY_BYTES = 4
 MESSAGES = 20
-"""Tiny messages, or large ones beside blocks, for each repetition: at least."""
+"""Tiny messages for each repetition, and at least as many large ones beside blocks."""
 BLOCKS_BESIDE = 4
 """For which large messages last at least."""
 MOST_MESSAGES = 200
@@ -87,14 +88,14 @@ class Message:
 def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -> None:
     """The mean time of a block alone, and while a lane exchanges messages, as many on all ranks at once."""
     rank, n, block_s = dist.get_rank(), dist.get_world_size(), block_clock(setting)
-    links.alone_s.append(_mean([block_s() for _ in range(4)]))
+    links.alone_s.append(mean([block_s() for _ in range(4)]))
     dist.barrier()
     exchange_s = partial(mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
     times = messages_lasting(BLOCKS_BESIDE * links.alone_s[-1], exchange_s(times=2), least=MESSAGES)
     _, beside = beside_blocks(block_s, partial(exchange_s, times=times))
     dist.barrier()
-    if len(beside) > 1:  # the last one may have outlasted the transfers
-        links.beside_s.append(_mean(beside[:-1]))
+    if beside:
+        links.beside_s.append(mean(beside))
 
 
 def block_clock(setting: Setting) -> Callable[[], float]:
@@ -114,14 +115,13 @@ def messages_lasting(seconds: float, message_s: float, *, least: int) -> int:
 
 
 def beside_blocks(block_s: Callable[[], float], call: Callable[[], T]) -> tuple[T, Samples]:
-    """What a call in a lane of its own returns, and the times of the blocks that this rank computes meanwhile."""
+    """What a call in a lane of its own returns, and the times of the blocks that this rank computes meanwhile.
+
+    Not of the last one, which may have outlasted the call.
+    """
     with lane_threads(1) as lane:
         called = lane.submit(call)
         beside: Samples = []
         while not called.done():
             beside.append(block_s())
-        return called.result(), beside
-
-
-def _mean(samples: Samples) -> float:
-    return sum(samples) / len(samples)
+        return called.result(), beside[:-1]
