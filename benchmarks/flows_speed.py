@@ -47,6 +47,7 @@ def exchange_steps(
         flow_bytes=np.concatenate([step_bytes.ravel(), np.zeros(send.size)]),
         path_start=np.concatenate([[0], np.cumsum(hop_count)]),
         path_links=path_links.ravel(),
+        path_loads=np.ones(path_links.size),
         dep_start=np.concatenate([[0], np.cumsum(dep_count)]),
         dep_tasks=deps.ravel(),
         rate_cap=np.full(2 * send.size, np.inf),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import mean
 
 import torch.distributed as dist
 
@@ -16,21 +15,21 @@ from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 4
-"""Messages for each repetition, of the longest beside blocks at least; and blocks of a rank alone."""
+"""Messages for each repetition, of the longest beside blocks at least."""
 
 
 def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
     """What this rank sees while every rank sends to the next host. The first repetition is a warm-up and dropped."""
     rank, n, found = dist.get_rank(), dist.get_world_size(), Exchanges()
-    transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting)
+    transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting, min(setting.sizes))
     ring = (rank + ranks_per_host) % n, (rank - ranks_per_host) % n
     messages = {size: Message(transport, size) for size in setting.exchange_bytes}
     for repetition in range(1 + setting.repetitions):
         kept = found if repetition else Exchanges()
         if rank == 0:
-            kept.alone_block_s.append(mean_s(block_s, times=IN_A_ROW))
+            kept.alone_blocks_per_s.append(_per_s(block_s, setting.crowd_s / n))
         dist.barrier()
-        kept.crowded_block_s.append(_mean_within_s(block_s, setting.crowd_s))
+        kept.crowded_blocks_per_s.append(_per_s(block_s, setting.crowd_s))
         dist.barrier()
         for size, message in messages.items():
             report((repetition, size))
@@ -45,15 +44,15 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
-            if longest and blocks_s:
-                kept.block_s.append(mean(blocks_s))
+            if longest:
+                kept.beside_blocks_per_s.append(len(blocks_s) / (times * beside_s))
     return found
 
 
-def _mean_within_s(call: Callable[[], object], seconds: float) -> float:
-    """The mean time of as many calls as so many seconds take."""
+def _per_s(call: Callable[[], object], seconds: float) -> float:
+    """How many calls a second there are in so many seconds."""
     started, calls = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
         call()
         calls += 1
-    return passed / calls
+    return calls / passed

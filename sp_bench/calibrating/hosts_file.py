@@ -59,10 +59,14 @@ def with_hosts(
     shaped = {rate: ranks for rate, ranks in exchanges.items() if rate != UNSHAPED_BYTES_PER_S}
     idle = fit(_medians_s(shaped, hosts, "idle_s"))
     beside = fit(_medians_s(shaped, hosts, "beside_s"), idle.payload_share)
-    blocks_s, crowded_s = (_median([rank.block_s for rank in at]), _median([rank.crowded_block_s for rank in at]))
-    crowding = crowded_s / _median([at[0].alone_block_s]) / max(1.0, len(at) / cores_here())
+    all_cores_per_s = min(cores_here(), len(at)) * np.array(at[0].alone_blocks_per_s)
+    crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
+    taken = [_taken(ranks, hosts) for ranks in shaped.values()]
+    link_cores, byte_core_s = cores_of_links(taken)
     measured = replace(
         hosts,
+        byte_core_s=rounded(byte_core_s),
+        link_cores=rounded(link_cores),
         payload_share=rounded(idle.payload_share),
         latency_s=rounded(beside.latency_s),
         flow_bytes_per_s=rounded(_most_bytes_per_s(_medians_s({1.0: unshaped}, hosts, "beside_s"))),
@@ -76,10 +80,11 @@ def with_hosts(
         "hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks",
         "rates": f"{config['sources']['rates']}; then all divided by {crowding:.3f}, by which a block takes longer "
         f"than its share of the cores explains where {len(at)} ranks compute at once",
-        "transfer_slowdown": "blocks on all ranks while all of them send, over blocks without transfers, over links of "
-        f"{hosts.link_bytes_per_s:g} bytes/s",
+        "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all of them send, "
+        f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}",
     }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
+    kept_sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}
     return {
         **kept,
         "hosts": asdict(measured),
@@ -87,10 +92,28 @@ def with_hosts(
         "device": {
             **config["device"],
             "rates": {name: _scaled(table, 1 / crowding) for name, table in config["device"]["rates"].items()},
-            "transfer_slowdown": rounded(max(blocks_s / crowded_s - 1, 0.0)),
+            "transfer_slowdown": 0.0,  # but for what they take of the cores
         },
-        "sources": {**config["sources"], **sources},
+        "sources": {**kept_sources, **sources},
     }
+
+
+def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(cores whatever the rate, seconds of a core for each byte) of a link, from (bytes/s, cores taken) of two or more.
+
+    Neither is below 0, and the fastest link is met.
+    """
+    (low_bytes_per_s, low), *_, (bytes_per_s, cores) = sorted(taken)
+    byte_core_s = min(max((cores - low) / (bytes_per_s - low_bytes_per_s), 0.0), cores / bytes_per_s)
+    return max(cores - byte_core_s * bytes_per_s, 0.0), byte_core_s
+
+
+def _taken(ranks: Sequence[Exchanges], hosts: Hosts) -> tuple[float, float]:
+    """(bytes/s that a link carried beside blocks each way, cores that blocks lost to it)."""
+    longest, links = max(ranks[0].beside_s), len(ranks) / hosts.ranks_per_host
+    bytes_per_s = hosts.ranks_per_host * longest / float(np.median([rank.beside_s[longest] for rank in ranks]))
+    kept = float(np.median(_together(ranks, "beside_blocks_per_s") / _together(ranks, "crowded_blocks_per_s")))
+    return bytes_per_s, min(cores_here(), len(ranks)) * max(1 - kept, 0.0) / links
 
 
 def _scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
@@ -114,8 +137,9 @@ def _most_bytes_per_s(medians_s: MediansS) -> float:
     return (long - short) / (long_s - short_s) if long_s > short_s else long / long_s
 
 
-def _median(samples: Sequence[Sequence[float]]) -> float:
-    return float(np.median([x for series in samples for x in series]))
+def _together(ranks: Sequence[Exchanges], name: str) -> np.ndarray:
+    """What all ranks do a second, by repetition."""
+    return np.sum([getattr(rank, name) for rank in ranks], axis=0)
 
 
 def _sizes(ranks: Sequence[Exchanges]) -> str:

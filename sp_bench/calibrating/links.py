@@ -87,7 +87,8 @@ class Message:
 
 def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -> None:
     """The mean time of a block alone, and while a lane exchanges messages, as many on all ranks at once."""
-    rank, n, block_s = dist.get_rank(), dist.get_world_size(), block_clock(setting)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    block_s = block_clock(setting, setting.sizes[len(setting.sizes) // 2])
     links.alone_s.append(mean([block_s() for _ in range(4)]))
     dist.barrier()
     exchange_s = partial(mean_s, message.exchange, (rank + 1) % n, (rank - 1) % n)
@@ -98,10 +99,9 @@ def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -
         links.beside_s.append(mean(beside))
 
 
-def block_clock(setting: Setting) -> Callable[[], float]:
-    """What runs a full block of middle size and returns its time."""
+def block_clock(setting: Setting, tokens: int) -> Callable[[], float]:
+    """What runs a full block of so many tokens and returns its time."""
     kernel, clock = kernel_for(setting, setting.dtypes[0]), CLOCKS[setting.device]
-    tokens = setting.sizes[len(setting.sizes) // 2]
     heads = (setting.heads, setting.kv_heads, setting.kv_heads)
     block = [random(setting, tokens, setting.dtypes[0], heads=count) for count in heads]
     return lambda: clock(kernel.forward, *block, Mask.FULL)[0]

@@ -31,7 +31,7 @@ class Setting:
     """Of messages between shaped hosts."""
     crowd_s: float
     """For how long all ranks of such hosts compute at once, and with messages beside: where several share a core, each
-    waits for many slices of it that the others have (hosts/inside.py), and single blocks say little."""
+    waits for slices of it that the others have (hosts/inside.py), and only all ranks' blocks together say something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +84,9 @@ class Exchanges:
     """By bytes of a message, with no rank computing."""
     beside_s: dict[int, Samples] = field(default_factory=dict)
     """The same while all ranks compute blocks."""
-    alone_block_s: Samples = field(default_factory=list)
-    """A block on rank 0 while the others are idle; empty on other ranks."""
-    crowded_block_s: Samples = field(default_factory=list)
-    """A block on every rank, without transfers."""
-    block_s: Samples = field(default_factory=list)
+    alone_blocks_per_s: Samples = field(default_factory=list)
+    """Small blocks on rank 0 while the others are idle; empty on other ranks."""
+    crowded_blocks_per_s: Samples = field(default_factory=list)
+    """The same on every rank, without transfers."""
+    beside_blocks_per_s: Samples = field(default_factory=list)
     """The same beside the longest messages."""

@@ -49,6 +49,7 @@ class Graph(NamedTuple):
     rate_cap: Floats
     path_start: Ints
     path_links: Ints
+    hop_load: Floats
     hop_task: Ints
     next_start: Ints
     next_tasks: Ints
@@ -75,7 +76,8 @@ class Links(NamedTuple):
     seats: Ints
     seat_of_hop: Ints
     taken: Ints
-    unfrozen: Ints
+    rising: Ints
+    rising_load: Floats
     spare_bytes_per_s: Floats
 
 
@@ -200,10 +202,13 @@ def _fill(g: Graph, tasks: Tasks, links: Links, part: Component, levels: Heap, n
     n_all_links = len(g.link_bytes_per_s)
     for i in range(n_links):
         link = part.links[i]
-        links.unfrozen[link] = links.taken[link]
+        links.rising[link] = links.taken[link]
+        links.rising_load[link] = 0.0
+        for seat in range(g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]):
+            links.rising_load[link] += g.hop_load[links.seats[seat]]
         links.spare_bytes_per_s[link] = g.link_bytes_per_s[link]
         if links.taken[link] > 0:
-            _set_key(levels, link, g.link_bytes_per_s[link] / links.taken[link])
+            _set_key(levels, link, g.link_bytes_per_s[link] / links.rising_load[link])
     for i in range(n_flows):
         flow = part.flows[i]
         tasks.new_rate[flow] = 0.0
@@ -217,10 +222,10 @@ def _fill(g: Graph, tasks: Tasks, links: Links, part: Component, levels: Heap, n
         if item >= n_all_links:
             _remove_first(levels)
             frozen += _freeze(g, tasks, links, item - n_all_links, level)
-        elif links.unfrozen[item] == 0:
+        elif links.rising[item] == 0:
             _remove_first(levels)
-        elif links.spare_bytes_per_s[item] / links.unfrozen[item] > level:
-            _set_key(levels, item, links.spare_bytes_per_s[item] / links.unfrozen[item])
+        elif links.spare_bytes_per_s[item] / links.rising_load[item] > level:
+            _set_key(levels, item, links.spare_bytes_per_s[item] / links.rising_load[item])
         else:
             _remove_first(levels)
             first = g.link_seat_start[item]
@@ -235,8 +240,9 @@ def _freeze(g: Graph, tasks: Tasks, links: Links, flow: int, rate: float) -> int
     tasks.new_rate[flow] = rate
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
         link = g.path_links[hop]
-        links.spare_bytes_per_s[link] -= rate
-        links.unfrozen[link] -= 1
+        links.spare_bytes_per_s[link] -= g.hop_load[hop] * rate
+        links.rising_load[link] -= g.hop_load[hop]
+        links.rising[link] -= 1
     return 1
 
 

@@ -88,8 +88,9 @@ class Cluster:
         return int(np.unique(self.node_of(gpus)).size)
 
     def shared_cores(self, ranks: int) -> int | None:
-        """The cores that the ranks share; None where each has a device or a core of its own."""
-        return self.cores if self.cores and ranks > self.cores else None
+        """The cores that the ranks share, with transfers too; None where each has a device or a core of its own."""
+        shared = self.cores and (ranks > self.cores or (self.hosts and self.hosts.core_s_per_byte))
+        return self.cores if shared else None
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
         """What ranks need at least for the work that each has, alone on a core or device: (n,)."""
@@ -100,7 +101,7 @@ class Cluster:
         """What a schedule may know of this cluster."""
         intra, inter = self.topology.intra, self.topology.inter or self.topology.intra
         intra_rate, inter_rate = self.topology.crowded_bytes_per_s(problem.n)
-        crowded = problem.n / (self.shared_cores(problem.n) or problem.n)
+        crowded = max(1.0, problem.n / (self.shared_cores(problem.n) or problem.n))
 
         def block_s(phase: str, *folded: str) -> float:
             folds_s = sum(self.device.fold_s(problem, tensor) for tensor in folded)

@@ -3,7 +3,8 @@
 The model is fluid. A transfer is a flow: `delay_s` after its predecessors are done it joins every link of its path,
 and from then on it drains at a rate which changes only when some flow joins or leaves. Rates are max-min fair: all
 flows rise together until a link is full or a flow meets its own cap, those flows stop there, and the others rise on
-(progressive filling). A path that lists a link twice loads it twice. A full-duplex cable is two links.
+(progressive filling). A flow may load a link with more or less than its rate, as often as its path lists it. A
+full-duplex cable is two links.
 
 Within that model the answer is exact up to floating point. It stands for a real network as far as the transport
 shares links evenly and reaches its share in a time that is short beside the flows: packets, queues, incast losses and
@@ -49,6 +50,8 @@ class TaskGraph:
     """[T+1] Where each task's links begin in path_links; the last entry is the length of path_links."""
     path_links: NDArray[np.int32]
     """Task t crosses the links path_links[path_start[t]:path_start[t+1]]."""
+    path_loads: Floats
+    """As path_links: what each byte takes of that link, positive; 1 for a link that carries it once."""
     dep_start: NDArray[np.int64]
     """[T+1] Where each task's predecessors begin in dep_tasks; the last entry is the length of dep_tasks."""
     dep_tasks: NDArray[np.int32]
@@ -59,7 +62,7 @@ class TaskGraph:
     """[L] Positive and finite."""
 
     def __post_init__(self) -> None:
-        for name in ("delay_s", "flow_bytes", "rate_cap", "link_bytes_per_s"):
+        for name in ("delay_s", "flow_bytes", "path_loads", "rate_cap", "link_bytes_per_s"):
             object.__setattr__(self, name, _as_array(name, getattr(self, name), np.float64))
         tasks = self.delay_s.size
         for name in ("flow_bytes", "rate_cap"):
@@ -73,6 +76,9 @@ class TaskGraph:
         _check_all("link_bytes_per_s", rates, np.isfinite(rates) & (rates > 0), positive)
 
         self._set_lists("path_start", "path_links", tasks, ids=rates.size)
+        loads = self.path_loads
+        _check_size("path_loads", loads, self.path_links.size)
+        _check_all("path_loads", loads, np.isfinite(loads) & (loads > 0), positive)
         self._set_lists("dep_start", "dep_tasks", tasks, ids=tasks)
         hops, is_flow = np.diff(self.path_start), self.flow_bytes > 0
         _check_all("flow_bytes", self.flow_bytes, is_flow | (hops == 0), "a task without bytes must have no path")
@@ -169,6 +175,7 @@ def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
         rate_cap=graph.rate_cap,
         path_start=graph.path_start,
         path_links=graph.path_links,
+        hop_load=graph.path_loads,
         hop_task=np.repeat(by_task, np.diff(graph.path_start)),
         next_start=_starts(graph.dep_tasks, tasks),
         next_tasks=successors,
@@ -189,7 +196,8 @@ def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
         seats=np.zeros(hops, np.int64),
         seat_of_hop=np.zeros(hops, np.int64),
         taken=np.zeros(links, np.int64),
-        unfrozen=np.zeros(links, np.int64),
+        rising=np.zeros(links, np.int64),
+        rising_load=np.zeros(links),
         spare_bytes_per_s=np.zeros(links),
     )
     component = kernel.Component(

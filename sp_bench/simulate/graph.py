@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,9 @@ from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
+CORE_WORK_PER_S = 1e12
+"""Work on shared cores flows in picoseconds. In fair shares, which rise alike, transfers' bytes per second stand far
+below such numbers, so that transfers take their part of the cores before any block does."""
 
 
 @dataclass(eq=False)
@@ -70,7 +73,12 @@ class PlanGraph:
     quotient: Quotient
     """Which ranks stand for which: rows have a task for each of quotient.ranks."""
     work: str
-    """The field of `tasks` that has the seconds of segments: delay_s, or flow_bytes where cores are shared."""
+    """The field of `tasks` that has the work of segments: delay_s, or flow_bytes where cores are shared."""
+
+    @property
+    def work_per_s(self) -> float:
+        """What a second is in that field."""
+        return CORE_WORK_PER_S if self.work == "flow_bytes" else 1.0
 
     def rows_of(self, *, blocks: bool) -> np.ndarray:
         """The rows of segments, or of the transfers that move something."""
@@ -82,8 +90,8 @@ class PlanGraph:
 
     def work_s(self, tasks: TaskGraph) -> np.ndarray:
         """Seconds that each rank has to compute, alone on its core or device, by such tasks: (n,)."""
-        work_s = getattr(tasks, self.work).reshape(-1, self.quotient.ranks.size)[self.rows_of(blocks=True)]
-        return work_s.sum(axis=0)[self.quotient.orbit]
+        work = getattr(tasks, self.work).reshape(-1, self.quotient.ranks.size)[self.rows_of(blocks=True)]
+        return work.sum(axis=0)[self.quotient.orbit] / self.work_per_s
 
     def busy_s(self, timing: Timing) -> np.ndarray:
         """Seconds that each rank spends in its segments, waiting for a core among it where cores are shared: (n,)."""
@@ -145,30 +153,30 @@ class _Rows:
         n, sizes = self.n, np.broadcast_to(np.asarray(flow_bytes, float), self.n)
         self.delays.append(np.broadcast_to(np.asarray(delay_s, float), n))
         self.sizes.append(sizes)
-        self.paths.append((path.links, path.times * (sizes[:, None] > 0)) if path else self.none)
+        self.paths.append((path.links, path.loads * (sizes[:, None] > 0)) if path else self.none)
         self.caps.append(path.rate_cap if path else self.uncapped)
         self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
         return (len(self.delays) - 1) * n + np.arange(n)
 
     def task_graph(self, cores: int | None) -> TaskGraph:
         """The finished graph, with one more link where cores are shared."""
-        path_counts = np.concatenate([times.sum(axis=1) for _, times in self.paths])
-        path_links = [np.repeat(links.ravel(), times.ravel()) for links, times in self.paths]
+        crossed = [loads > 0 for _, loads in self.paths]
         dep_counts = np.concatenate([np.full(self.n, dep.shape[1]) for dep in self.deps])
         return TaskGraph(
             delay_s=np.concatenate(self.delays),
             flow_bytes=np.concatenate(self.sizes),
-            path_start=np.concatenate(([0], np.cumsum(path_counts))),
-            path_links=np.concatenate(path_links),
+            path_start=np.concatenate(([0], np.cumsum(np.concatenate([there.sum(axis=1) for there in crossed])))),
+            path_links=np.concatenate([links[there] for (links, _), there in zip(self.paths, crossed, strict=True)]),
+            path_loads=np.concatenate([loads[there] for (_, loads), there in zip(self.paths, crossed, strict=True)]),
             dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
             dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
             rate_cap=np.concatenate(self.caps),
-            link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores] if cores else []),
+            link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else []),
         )
 
 
 class Path(NamedTuple):
-    """What the simulated ranks' flows cross: (n,) latencies and caps, (n, P) links and how often they load each."""
+    """What the simulated ranks' flows cross: (n,) latencies and caps, (n, P) links and how much they load each."""
 
     target: np.ndarray
     """(n,) The kind of rank that each sends to."""
@@ -177,7 +185,7 @@ class Path(NamedTuple):
     latency_s: np.ndarray
     rate_cap: np.ndarray
     links: np.ndarray
-    times: np.ndarray
+    loads: np.ndarray
 
 
 class _Noise:
@@ -212,6 +220,7 @@ class _Builder:
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.cores = cluster.shared_cores(problem.n)
+        self.transfer_core_s = cluster.hosts.core_s_per_byte if cluster.hosts else 0.0
         self.rows = _Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
@@ -267,14 +276,15 @@ class _Builder:
         seconds *= self.slow * self.noise(self.ranks.size)
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
-            return [self.rows.add(0.0, deps, seconds, self._on_cores())]
+            return [self.rows.add(0.0, deps, CORE_WORK_PER_S * seconds, self._on_cores)]
         return [self.rows.add(seconds, deps)]
 
+    @cached_property
     def _on_cores(self) -> Path:
         """Cores that ranks share are one link, on which work flows at most at a second per second, and fairly."""
         q, kinds = self.ranks.size, np.arange(self.ranks.size)
-        link = np.full((q, 1), self.quotient.link_bytes_per_s.size)
-        return Path(kinds, kinds, np.zeros(q), np.ones(q), link, self.quotient.sizes[:, None])
+        caps, loads = np.full(q, CORE_WORK_PER_S), self.quotient.sizes[:, None].astype(float)
+        return Path(kinds, kinds, np.zeros(q), caps, np.full((q, 1), self.quotient.link_bytes_per_s.size), loads)
 
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
@@ -329,8 +339,13 @@ class _Builder:
         if (group, shift) not in self.paths:
             target, source = group.member(self.ranks, shift), group.member(self.ranks, -shift)
             routes, kinds = self.network.routes(self.ranks, target), self.quotient.orbit
-            crossed = self.quotient.paths(routes.links)
-            self.paths[group, shift] = Path(kinds[target], kinds[source], routes.latency_s, routes.rate_cap, *crossed)
+            links, loads = self.quotient.paths(routes.links)
+            if self.cores and self.transfer_core_s:
+                taken = CORE_WORK_PER_S * self.transfer_core_s * routes.inter[:, None]
+                links = np.hstack([links, self._on_cores.links])
+                loads = np.hstack([loads, taken * self._on_cores.loads])
+            path = Path(kinds[target], kinds[source], routes.latency_s, routes.rate_cap, links, loads)
+            self.paths[group, shift] = path
         return self.paths[group, shift]
 
 
@@ -344,6 +359,7 @@ def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> Ta
     blocks, flows = graph.rows_of(blocks=True), graph.rows_of(blocks=False)
     moving = graph.tasks.flow_bytes.reshape(-1, q) > 0
     by_row = work.reshape(-1, q)
+    by_row /= graph.work_per_s
     for rank in range(q):
         sends = flows[moving[flows, rank]]
         times, progress = _progress(starts[sends, rank], ends[sends, rank], 1 / (1 + slowdown))
@@ -354,6 +370,7 @@ def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> Ta
         alone = by_row[blocks, rank]
         # Never shorter than alone, which rounding could make it.
         by_row[blocks, rank] = np.where(begun >= times[-1], alone, np.maximum(finished - begun, alone))
+    by_row *= graph.work_per_s
     return replace(graph.tasks, **{graph.work: work})
 
 

@@ -16,6 +16,8 @@ OPTIONAL = (
     "uplink_bytes_per_s",
     "uplink_latency_s",
     "flow_bytes_per_s",
+    "byte_core_s",
+    "link_cores",
     "transfers_first",
 )
 
@@ -44,9 +46,17 @@ class Hosts:
     """Of going to another leaf, in addition."""
     flow_bytes_per_s: float | None = None
     """Most that one message takes, however fast its links: what this machine's cores can carry; None: no limit."""
-
+    byte_core_s: float = 0.0
+    """Seconds of a core that a byte to another host takes from blocks, sending and receiving it."""
+    link_cores: float = 0.0
+    """Cores that a busy direction of a link takes from them in addition, whatever its rate."""
     transfers_first: bool = True
     """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none."""
+
+    @property
+    def core_s_per_byte(self) -> float:
+        """Seconds of the cores that a byte takes on links that are busy."""
+        return self.byte_core_s + self.link_cores / (self.payload_share * self.link_bytes_per_s)
 
     @classmethod
     def build(cls, config: Any, path: str = "cluster.hosts") -> Self:
@@ -86,4 +96,4 @@ def _value(path: str, key: str, value: Any) -> Any:
         return value
     if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
         return count(path, value)
-    return number(path, value, zero=key.endswith("latency_s"))
+    return number(path, value, zero=key.endswith("latency_s") or key in ("byte_core_s", "link_cores"))

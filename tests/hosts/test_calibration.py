@@ -10,7 +10,7 @@ import yaml
 
 from sp_bench.calibrate import CLUSTERS, main
 from sp_bench.calibrating.cluster_file import cluster_config
-from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, fit, link_rates, with_hosts
+from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, cores_of_links, fit, link_rates, with_hosts
 from sp_bench.calibrating.setting import Exchanges
 from sp_bench.machine import cores_here
 from sp_bench.simulate import Cluster
@@ -19,8 +19,12 @@ from tests.hosts.conftest import described
 from tests.simulate.test_simulate import problem
 from tests.test_calibrate import SETTING, samples
 
-CROWDED = max(1.0, 2 / cores_here())
-"""How many times as long two ranks take that compute at once, if cores are all that they share."""
+CORES = min(2, cores_here())
+"""That two ranks can have."""
+LINK_CORES, BYTE_CORE_S = 0.01, 2e-9
+"""What a link takes of them."""
+CROWDING = 2.5
+"""How many times as long a block takes on its share of the cores where two ranks compute."""
 
 
 def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s: float) -> dict[float, list[Exchanges]]:
@@ -29,13 +33,16 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
     for rate in link_rates(hosts):
         each = min(share * rate / hosts.ranks_per_host, most_bytes_per_s)
         times = {size: latency_s + size / each for size in SETTING.exchange_bytes}
+        longest, per_host = max(times), hosts.ranks_per_host
+        link_bytes_per_s = per_host * longest / (0.95 * times[longest])  # median of what both ranks saw, below
+        kept = 1 - (LINK_CORES + BYTE_CORE_S * link_bytes_per_s) * (2 / per_host) / CORES
         found[rate] = [
             Exchanges(
                 idle_s={size: [x * factor] * 3 for size, x in times.items()},
                 beside_s={size: [0.9 * factor * x, factor * x, 3 * factor * x] for size, x in times.items()},
-                alone_block_s=[0.5 * CROWDED] * 3,
-                crowded_block_s=[1.0, 2.0, 9.0],
-                block_s=[2.5, 2.5, 9.0],
+                alone_blocks_per_s=[10.0 * CROWDING / CORES] * 3,
+                crowded_blocks_per_s=[factor * x / 1.5 for x in (20.0, 10.0, 1.0)],
+                beside_blocks_per_s=[factor * x / 1.5 * kept for x in (20.0, 10.0, 1.0)],
             )
             for factor in (0.5, 1.0)
         ]
@@ -54,16 +61,25 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.hosts.payload_share == pytest.approx(0.9)
     assert found.hosts.latency_s == pytest.approx(0.02)
     assert found.hosts.flow_bytes_per_s == pytest.approx(1e8)
-    assert found.device.transfer_slowdown == pytest.approx(0.25)
+    assert found.device.transfer_slowdown == 0
+    assert found.hosts.link_cores == pytest.approx(LINK_CORES, rel=1e-3)
+    assert found.hosts.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
     alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
     p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
     p = replace(p, heads=SETTING.heads, kv_heads=SETTING.heads, head_dim=SETTING.head_dim)
-    crowding = 2.0 / (0.5 * CROWDED) / CROWDED
-    assert found.device.block_s(p, "forward") == pytest.approx(alone.device.block_s(p, "forward") * crowding, rel=1e-3)
+    assert found.device.block_s(p, "forward") == pytest.approx(alone.device.block_s(p, "forward") * CROWDING, rel=1e-3)
     assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
     for figure in ("payload_share", "latency_s"):
         assert "met within 0%" in config["sources"][f"hosts.{figure}"]
+
+
+def test_what_links_take_of_cores_is_by_byte_and_by_link() -> None:
+    assert cores_of_links([(25e6, 0.085), (6.25e6, 0.0475)]) == pytest.approx((0.035, 2e-9))
+    assert cores_of_links([(1e6, 0.01), (4e6, 0.04)]) == pytest.approx((0, 1e-8))
+    assert cores_of_links([(1e6, 0.05), (4e6, 0.04)]) == pytest.approx((0.04, 0))
+    assert cores_of_links([(1e6, 0.001), (4e6, 0.04)]) == pytest.approx((0, 1e-8))
+    assert cores_of_links([(1e6, 0.0), (4e6, 0.0)]) == (0, 0)
 
 
 def test_messages_faster_than_their_links_have_no_latency() -> None:
@@ -94,10 +110,10 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
     assert main(["cluster=shaped", "quick=true", "ranks=2", "head_dim=16", "heads=2", f"out={path}"]) == 0
     config = yaml.safe_load(path.read_text())
     cluster, shaped = Cluster.build(config), yaml.safe_load((CLUSTERS / "shaped.yaml").read_text())["hosts"]
-    measured = {"payload_share", "latency_s", "flow_bytes_per_s"}
+    measured = {"payload_share", "latency_s", "flow_bytes_per_s", "byte_core_s", "link_cores"}
     assert cluster.hosts and cluster.topology.gpus_per_node == shaped["ranks_per_host"]
     assert {k: v for k, v in config["hosts"].items() if k not in measured} == {
         k: v for k, v in shaped.items() if k not in measured
     }
     assert 0 < cluster.hosts.payload_share <= 1
-    assert {f"hosts.{name}" for name in measured} <= config["sources"].keys()
+    assert all(f"hosts.{name}" in " ".join(config["sources"]) for name in measured)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
@@ -32,6 +32,13 @@ class Task:
     path: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     cap: float = float("inf")
+    loads: tuple[float, ...] = ()
+    """As path; () for 1 each."""
+
+    def load(self, link: int) -> Fraction:
+        """What each byte takes of a link."""
+        loads = zip(self.path, self.loads or (1.0,) * len(self.path), strict=True)
+        return sum((Fraction(load) for other, load in loads if other == link), Fraction(0))
 
 
 def graph_of(tasks: Sequence[Task], link_bytes_per_s: Iterable[float]) -> TaskGraph:
@@ -40,6 +47,7 @@ def graph_of(tasks: Sequence[Task], link_bytes_per_s: Iterable[float]) -> TaskGr
         flow_bytes=np.array([t.bytes for t in tasks], float),
         path_start=np.cumsum([0] + [len(t.path) for t in tasks]),
         path_links=np.array([link for t in tasks for link in t.path], np.int32),
+        path_loads=np.array([load for t in tasks for load in t.loads or (1.0,) * len(t.path)], float),
         dep_start=np.cumsum([0] + [len(t.after) for t in tasks]),
         dep_tasks=np.array([other for t in tasks for other in t.after], np.int32),
         rate_cap=np.array([t.cap for t in tasks], float),
@@ -53,11 +61,11 @@ def fair_rates(tasks: Sequence[Task], active: Sequence[int], link_rates: Sequenc
     rising = set(active)
     while rising:
         spare = list(link_rates)
-        crossings = [0] * len(spare)
+        crossings = [Fraction(0)] * len(spare)
         for flow in active:
-            for link in tasks[flow].path:
-                spare[link] -= rates[flow]
-                crossings[link] += flow in rising
+            for link in set(tasks[flow].path):
+                spare[link] -= tasks[flow].load(link) * rates[flow]
+                crossings[link] += tasks[flow].load(link) * (flow in rising)
         capped = [flow for flow in rising if tasks[flow].cap != float("inf")]
         steps = [spare[link] / n for link, n in enumerate(crossings) if n]
         steps += [Fraction(tasks[flow].cap) - rates[flow] for flow in capped]
@@ -117,12 +125,13 @@ def random_dags(draw: st.DrawFn) -> tuple[list[Task], list[float]]:
             continue
         path = tuple(draw(st.lists(links, max_size=3)))
         cap = draw(speeds) if not path or draw(st.booleans()) else float("inf")
-        tasks.append(Task(draw(durations), draw(sizes), path, after, cap))
+        loads = tuple(draw(speeds) for _ in path) if draw(st.booleans()) else ()
+        tasks.append(Task(draw(durations), draw(sizes), path, after, cap, loads))
     # Ids in dependency order would hide a solver that relies on it.
     order = draw(st.permutations(range(len(tasks))))
     place = {old: new for new, old in enumerate(order)}
     shuffled = [tasks[old] for old in order]
-    return [Task(t.delay_s, t.bytes, t.path, tuple(place[o] for o in t.after), t.cap) for t in shuffled], link_rates
+    return [replace(t, after=tuple(place[o] for o in t.after)) for t in shuffled], link_rates
 
 
 def permutation_rounds(seed: int, ranks: int, rounds: int, ranks_per_link: int) -> tuple[list[Task], list[float]]:
@@ -178,7 +187,7 @@ def assert_within_capacity(tasks: Sequence[Task], link_rates: Sequence[float], t
     join = timing.start_s + [t.delay_s for t in tasks]
     for link, rate in enumerate(link_rates):
         users = [i for i, t in enumerate(tasks) if link in t.path]
-        load = np.array([tasks[i].bytes * tasks[i].path.count(link) for i in users])
+        load = np.array([tasks[i].bytes * float(tasks[i].load(link)) for i in users])
         for begin in join[users]:
             for end in timing.finish_s[users]:
                 inside = (join[users] >= begin) & (timing.finish_s[users] <= end)
@@ -191,7 +200,7 @@ def test_nothing_is_faster_than_its_links_allow(case: tuple[list[Task], list[flo
     tasks, link_rates = case
     timing = solve(graph_of(*case), "python")
     for task, start, finish in zip(tasks, timing.start_s, timing.finish_s, strict=True):
-        narrowest = min([task.cap, *(link_rates[link] / task.path.count(link) for link in task.path)])
+        narrowest = min([task.cap, *(link_rates[link] / float(task.load(link)) for link in task.path)])
         assert finish >= (start + task.delay_s + task.bytes / narrowest) * (1 - RELATIVE)
     assert_within_capacity(tasks, link_rates, timing)
 
@@ -209,6 +218,13 @@ def test_bandwidth_a_flow_cannot_use_goes_to_the_others(engine: Engine) -> None:
     # Link 0 has 9 B/s for a capped flow (1), a flow held to 2 by link 1, and one which takes the other 6.
     tasks = [Task(bytes=10.0, path=(0,), cap=1.0), Task(bytes=20.0, path=(0, 1)), Task(bytes=60.0, path=(0,))]
     np.testing.assert_allclose(solve(graph_of(tasks, [9.0, 2.0]), engine).finish_s, 10.0, rtol=1e-15)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_loads_a_link_less_leaves_more_to_others(engine: Engine) -> None:
+    # Both rise to 3 B/s, where link 0 is full: a byte of the first takes half as much of it as one of the second.
+    tasks = [Task(bytes=6.0, path=(0,), loads=(0.5,)), Task(bytes=12.0, path=(0,))]
+    np.testing.assert_allclose(solve(graph_of(tasks, [4.5]), engine).finish_s, [2.0, 2.0 + 6.0 / 4.5], rtol=1e-15)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -293,6 +309,7 @@ VALID: dict[str, Any] = dict(
     flow_bytes=[0.0, 8.0],
     path_start=[0, 0, 1],
     path_links=[0],
+    path_loads=[1.0],
     dep_start=[0, 0, 1],
     dep_tasks=[0],
     rate_cap=[np.inf, np.inf],
@@ -317,13 +334,16 @@ def test_lists_are_taken_as_arrays() -> None:
         (dict(flow_bytes=[0.0, 0.0]), r"flow_bytes\[1\] is 0.0: a task without bytes must have no path"),
         (dict(rate_cap=[np.inf, 0.0]), r"rate_cap\[1\] is 0.0: must be positive"),
         (dict(rate_cap=[np.inf, np.nan]), r"rate_cap\[1\] is nan"),
-        (dict(path_start=[0, 0, 0], path_links=[]), r"rate_cap\[1\] is inf: a flow without a path needs a finite cap"),
+        (dict(path_start=[0, 0, 0], path_links=[], path_loads=[]), r"rate_cap\[1\] is inf: .* path needs a finite cap"),
         (dict(link_bytes_per_s=[-4.0]), r"link_bytes_per_s\[0\] is -4.0: must be finite and positive"),
         (dict(link_bytes_per_s=[0.0]), r"link_bytes_per_s\[0\] is 0.0"),
         (dict(link_bytes_per_s=[np.inf]), r"link_bytes_per_s\[0\] is inf"),
         (dict(path_links=[1]), r"path_links\[0\] is 1: must be an id from 0 to 0"),
         (dict(path_links=[2**32]), r"path_links\[0\] is 4294967296"),
         (dict(path_links=[0.5]), "path_links has type float64"),
+        (dict(path_loads=[]), "path_loads has 0 entries: must have 1"),
+        (dict(path_loads=[0.0]), r"path_loads\[0\] is 0.0: must be finite and positive"),
+        (dict(path_loads=[np.inf]), r"path_loads\[0\] is inf: must be finite and positive"),
         (dict(path_start=[0, 1]), "path_start has 2 entries: must have 3"),
         (dict(path_start=[0, 0, 2]), "path_start runs from 0 to 2: must be 0 to 1"),
         (dict(path_start=[0, 2, 1]), r"path_start\[2\] is 1: must not decrease"),
@@ -345,7 +365,8 @@ def test_the_python_engine_never_imports_numba() -> None:
     script = """
 import sys
 from sp_bench.simulate.flows import TaskGraph, solve
-empty = dict.fromkeys(("delay_s", "flow_bytes", "path_links", "dep_tasks", "rate_cap", "link_bytes_per_s"), [])
+names = "delay_s", "flow_bytes", "path_links", "path_loads", "dep_tasks", "rate_cap", "link_bytes_per_s"
+empty = dict.fromkeys(names, [])
 solve(TaskGraph(**empty, path_start=[0], dep_start=[0]), "python")
 print("numba" in sys.modules)
 """

@@ -9,7 +9,8 @@ import pytest
 
 from methods import build
 from sp_bench.plan import COMPUTE_BOUND
-from sp_bench.simulate import Run, simulate
+from sp_bench.simulate import Cluster, Run, simulate
+from sp_bench.simulate.hosts import Hosts
 from sp_bench.simulate.stragglers import Stragglers
 from tests.simulate.test_simulate import block_s, cluster, problem
 
@@ -53,3 +54,67 @@ def test_no_step_is_shorter_than_all_work_over_all_cores() -> None:
         where = replace(cluster(), cores=3)
         assert where.least_compute_s(one.work_s) == max(one.work_s.max(), one.work_s.sum() / 3)
         assert one.makespan_s >= where.least_compute_s(one.work_s)
+
+
+def on_hosts(cores: int, bytes_per_s: float, byte_core_s: float, link_cores: float = 0.0, per_host: int = 1) -> Cluster:
+    """Hosts whose links have that rate, and messages no latency."""
+    hosts = Hosts(
+        link_bytes_per_s=2 * bytes_per_s,
+        payload_share=0.5,
+        burst_bytes=1,
+        latency_s=0.0,
+        ranks_per_host=per_host,
+        byte_core_s=byte_core_s,
+        link_cores=link_cores,
+    )
+    where = cluster(gpus_per_node=per_host, bytes_per_s=4 * bytes_per_s)
+    inter = replace(where.topology.inter, latency_s=0.0, nics_per_node=1)
+    return replace(where, cores=cores, hosts=hosts, topology=replace(where.topology, inter=inter))
+
+
+def ring(n: int, where: Cluster) -> tuple[Run, float]:
+    """Blocks of 32k tokens round a ring, and the bytes of a hop."""
+    p = problem(n, tokens=TOKENS)
+    return simulate(build("ring", {}).plan(p, "forward", COMPUTE_BOUND), p, where), p.chunk_bytes("kv", wire=True)
+
+
+@pytest.mark.parametrize(("n", "cores"), [(8, 2), (8, 1), (2, 2), (4, 24)])
+def test_what_transfers_take_of_the_cores_blocks_lose(n: int, cores: int) -> None:
+    """Bound by blocks, all of the cores' time goes to either; where there are cores to spare, blocks lose nothing."""
+    block = block_s(problem(n, tokens=TOKENS))
+    hop_bytes = problem(n, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    byte_core_s = 0.25 * block / hop_bytes
+    run, _ = ring(n, on_hosts(cores, 20 * hop_bytes / block, byte_core_s))
+    taken_s = n * (n * block + (n - 1) * byte_core_s * hop_bytes)
+    assert run.makespan_s == pytest.approx(max(taken_s / cores, n * block), rel=1e-6)
+    assert run.work_s == pytest.approx(np.full(n, n * block))
+
+
+def test_a_link_takes_of_the_cores_by_what_it_carries_and_by_being_busy() -> None:
+    hosts = on_hosts(2, 1e6, 3e-9, link_cores=0.005).hosts
+    assert hosts and hosts.core_s_per_byte == pytest.approx(3e-9 + 0.005 / 1e6)
+
+
+def test_transfers_go_before_blocks() -> None:
+    """Bound by transfers, these take as long as if blocks needed no cores, and the last block has the cores alone."""
+    block = block_s(problem(8, tokens=TOKENS))
+    hop_bytes = problem(8, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    hop_s = 20 * block
+    run, _ = ring(8, on_hosts(2, hop_bytes / hop_s, 0.1 * hop_s / hop_bytes))
+    assert run.makespan_s == pytest.approx(7 * hop_s + 4 * block, rel=1e-6)
+
+
+def test_cores_limit_what_links_carry() -> None:
+    """Eight links that would each take half a core from two have half their rate, and leave nothing for blocks."""
+    block = block_s(problem(8, tokens=TOKENS))
+    hop_bytes = problem(8, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    bytes_per_s = 1e3 * hop_bytes / block
+    run, _ = ring(8, on_hosts(2, bytes_per_s, 0.5 / bytes_per_s))
+    fast, _ = ring(8, on_hosts(2, bytes_per_s / 2, 0.5 / bytes_per_s))
+    assert run.makespan_s == pytest.approx(fast.makespan_s, rel=1e-9)
+
+
+def test_messages_inside_a_host_take_nothing() -> None:
+    free, _ = ring(2, on_hosts(1, 1e9, 0.0, per_host=2))
+    costly, _ = ring(2, on_hosts(1, 1e9, 1e-6, per_host=2))
+    assert costly.makespan_s == free.makespan_s

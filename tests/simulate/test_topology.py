@@ -267,6 +267,7 @@ def rates(c: Config, n: int, flows: list[tuple[int, int]]) -> list[float]:
         flow_bytes=np.full(len(flows), n_bytes),
         path_start=np.concatenate(([0], np.cumsum(crossed.sum(axis=1)))),
         path_links=routes.links[crossed],
+        path_loads=np.ones(crossed.sum()),
         dep_start=np.zeros(len(flows) + 1, int),
         dep_tasks=np.zeros(0, int),
         rate_cap=routes.rate_cap,
