@@ -76,6 +76,7 @@ class Links(NamedTuple):
     seats: Ints
     seat_of_hop: Ints
     taken: Ints
+    load: Floats
     rising: Ints
     rising_load: Floats
     spare_bytes_per_s: Floats
@@ -154,12 +155,15 @@ def _join(g: Graph, tasks: Tasks, links: Links, flow: int) -> None:
         links.seats[seat] = hop
         links.seat_of_hop[hop] = seat
         links.taken[link] += 1
+        links.load[link] += g.hop_load[hop]
 
 
 def _leave(g: Graph, links: Links, flow: int) -> None:
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
         link = g.path_links[hop]
         links.taken[link] -= 1
+        # Rounding must not be left over on a link that is empty.
+        links.load[link] = links.load[link] - g.hop_load[hop] if links.taken[link] > 0 else 0.0
         moved = links.seats[g.link_seat_start[link] + links.taken[link]]
         seat = links.seat_of_hop[hop]
         links.seats[seat] = moved
@@ -203,12 +207,10 @@ def _fill(g: Graph, tasks: Tasks, links: Links, part: Component, levels: Heap, n
     for i in range(n_links):
         link = part.links[i]
         links.rising[link] = links.taken[link]
-        links.rising_load[link] = 0.0
-        for seat in range(g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]):
-            links.rising_load[link] += g.hop_load[links.seats[seat]]
+        links.rising_load[link] = links.load[link]
         links.spare_bytes_per_s[link] = g.link_bytes_per_s[link]
         if links.taken[link] > 0:
-            _set_key(levels, link, g.link_bytes_per_s[link] / links.rising_load[link])
+            _set_key(levels, link, g.link_bytes_per_s[link] / links.load[link])
     for i in range(n_flows):
         flow = part.flows[i]
         tasks.new_rate[flow] = 0.0

@@ -196,6 +196,7 @@ def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
         seats=np.zeros(hops, np.int64),
         seat_of_hop=np.zeros(hops, np.int64),
         taken=np.zeros(links, np.int64),
+        load=np.zeros(links),
         rising=np.zeros(links, np.int64),
         rising_load=np.zeros(links),
         spare_bytes_per_s=np.zeros(links),
