@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sp_bench import markdown, records
-from sp_bench.bench import Request, resolve, run_points, work_of
+from sp_bench.bench import Request, resolve, run_points
+from sp_bench.calibrating.speed import at_speed, machine_speed
 from sp_bench.cli.arguments import config_dir, run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -24,8 +26,10 @@ USAGE = """\
 python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
 
 Measures every point on this machine and simulates it with the figures of the same cluster, which should be calibrated
-ones (python -m sp_bench.calibrate). Writes FOLDER/validation.md, .csv and .svg: both times of each point, the error,
-and whether the simulator orders the methods as the measurements do wherever these can tell them apart.
+ones (python -m sp_bench.calibrate). How fast the cores are just then is measured before and after, by blocks that all
+ranks compute without transfers, and simulated cores are as fast. Writes FOLDER/validation.md, .csv and .svg: both
+times of each point, the error, and whether the simulator orders the methods as the measurements do wherever these can
+tell them apart.
 
   out=results/validate    the folder; records are in it too, and points with a record there are not measured again
   key=value,value         axes as in python -m sp_bench -m; without any, SHAPED below
@@ -63,7 +67,7 @@ def _validate(arguments: list[str]) -> int:
     sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
     with Composer(own) as composer:
         configs = [config for sweep in sweeps or _shaped(keys) for config in _configs(composer, sweep)]
-    table = validate(configs, out / "records")
+    table = validate(configs, out)
     write(table, out)
     print((out / "validation.md").read_text())
     return 0
@@ -93,34 +97,89 @@ def _configs(composer: Composer, sweep: Sequence[str]) -> list[dict[str, Any]]:
     return [composer.compose(point) for point in composer.points(sweep, sweep=True)]
 
 
-def validate(configs: Sequence[Mapping[str, Any]], folder: Path) -> pd.DataFrame:
-    """Both modes of each point, a row for each (see `row`). Records go to `folder`; those there are reused.
+def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
+    """Both modes of each point, a row for each (see `row`). Records go to out/records; those there are reused.
 
     Raises RequestError if no point can be measured here.
     """
-    pairs: list[tuple[Request, Request]] = []
+    groups: dict[Hashable, list[Request]] = {}
     refused: list[RequestError] = []
     for config in configs:
         try:
-            pairs.append((resolve({**config, "mode": "measure"}), resolve({**config, "mode": "simulate", "trace": 0})))
+            resolve({**config, "mode": "simulate"})
+            request = resolve({**config, "mode": "measure"})
         except RequestError as error:
             refused.append(error)
-    if not pairs:
+            continue
+        groups.setdefault(_measured_with(request), []).append(request)
+    if not groups:
         raise refused[0] if refused else RequestError("no points", "there is nothing to do", "method=ring would work")
     for error in refused:
         print(f"left out: {error}", file=sys.stderr)
-    console = Console()
+    console, rows = Console(), []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("points", total=sum(work_of(pair) for pair in pairs))
-        measured, simulated = (
-            run_points(requests, folder=folder, reuse=True, progress=lambda steps: progress.advance(task, steps))
-            for requests in zip(*pairs, strict=True)
-        )
-    return pd.DataFrame([row(one.record, other.record) for one, other in zip(measured, simulated, strict=True)])
+        task = progress.add_task("points", total=sum(map(len, groups.values())))
+        for requests in groups.values():
+            rows += _rows(requests, out)
+            progress.advance(task, len(requests))
+    return pd.DataFrame(rows)
 
 
-def row(measured: Record, simulated: Record) -> dict[str, Any]:
-    """One point: what it is, both times in milliseconds, and the error of the simulated one."""
+def _measured_with(request: Request) -> Hashable:
+    """What points share that are measured together."""
+    problem, cluster = request.problem, request.cluster
+    return cluster.name, cluster.hosts, problem.n, problem.seqlen, problem.heads, problem.dtype, problem.causal
+
+
+def _rows(requests: Sequence[Request], out: Path) -> list[dict[str, Any]]:
+    """Points that are measured together: with the speed of the cores before and after, and simulated with both."""
+    folder, kept = out / "records", _Speeds(out / "speeds.json")
+    speed = kept.of(requests)
+    before = None if speed else _speed(requests[0])
+    measured = run_points(requests, folder=folder, reuse=True)
+    if speed is None:
+        speed = float(np.mean([before, _speed(requests[0])]))
+        kept.add(requests, speed)
+    simulated = [
+        run_points([_simulated(request, x) for request in requests], folder=folder, reuse=True) for x in (speed, 1.0)
+    ]
+    both = zip(measured, *simulated, strict=True)
+    return [row(one.record, other.record, plain.record, speed) for one, other, plain in both]
+
+
+def _speed(request: Request) -> float:
+    """Of this machine's cores just now, over what the cluster's figures say. A GPU has no neighbours."""
+    return machine_speed(request) if request.devices.kind == "cpu" else 1.0
+
+
+def _simulated(request: Request, speed: float) -> Request:
+    cluster = request.config["cluster"]
+    changed = {"mode": "simulate", "trace": 0, "cluster": at_speed(cluster, speed) if speed != 1 else cluster}
+    return resolve({**request.config, **changed})
+
+
+class _Speeds:
+    """The speeds at which points were measured, by their run_id, so that they are kept with the records."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+
+    def of(self, requests: Sequence[Request]) -> float | None:
+        """None where not all of them have the same."""
+        found = {self._known.get(request.run_id) for request in requests}
+        return found.pop() if len(found) == 1 else None
+
+    def add(self, requests: Sequence[Request], speed: float) -> None:
+        self._known |= {request.run_id: speed for request in requests}
+        records.write_whole(self._path, json.dumps(self._known, indent=1))
+
+
+def row(measured: Record, simulated: Record, as_calibrated: Record, speed: float) -> dict[str, Any]:
+    """One point: what it is, both times in milliseconds, and the error of the simulated one.
+
+    `speed` is how fast cores were, over what their figures say; with these figures it was simulated `as_calibrated`.
+    """
     hosts = (measured.config or {}).get("cluster", {}).get("hosts") or {}
     found = {
         key: getattr(measured, key) for key in ("method", "variant", "cluster", "gpus", "seqlen", "causal", "heads")
@@ -138,6 +197,8 @@ def row(measured: Record, simulated: Record) -> dict[str, Any]:
         one, other = (getattr(record, f"{phase}_ms_median") for record in (measured, simulated))
         found |= {f"{phase}_measured_ms": one, f"{phase}_simulated_ms": other}
         found[f"{phase}_error"] = other / one - 1 if one and other else None
+    one, other = measured.step_ms_median, as_calibrated.step_ms_median
+    found |= {"speed": speed, "step_error_as_calibrated": other / one - 1 if one and other else None}
     return found | {"low_ms": measured.step_ms_ci95_low, "high_ms": measured.step_ms_ci95_high}
 
 
@@ -181,7 +242,14 @@ def _report(found: pd.DataFrame, done: pd.DataFrame) -> str:
         alike, pairs, wrong = pairs_in_order(done)
         verdict = f"{len(done)} points. Ordered alike: {alike} of {pairs} pairs whose measured intervals don't overlap."
         verdict += f"\nNot: {', '.join(wrong)}." if wrong else ""
-        parts += [_errors(done), verdict, "![simulated over measured](validation.svg)"]
+        speeds = (
+            f"Cores were {done['speed'].min():.2f} to {done['speed'].max():.2f} times as fast as calibrated: so much "
+            "blocks on all ranks got done without transfers, before and after the points of a setting, and so fast "
+            "the simulated ones are. With cores as calibrated the errors of steps would be: median "
+            f"{done['step_error_as_calibrated'].abs().median():.1%}, 90th percentile "
+            f"{np.percentile(done['step_error_as_calibrated'].abs(), 90):.1%}."
+        )
+        parts += [_errors(done), verdict, speeds, "![simulated over measured](validation.svg)"]
     head = ["setting", "method", "measured, ms [95%]", "simulated, ms", "error", "forward", "backward", "bound by"]
     parts.append(markdown.table([*head, "records"], map(_cells, found.to_dict("records"))))
     return "\n\n".join(parts) + "\n"

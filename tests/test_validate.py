@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from sp_bench import records
+from sp_bench import records, validate
+from sp_bench.bench import resolve
+from sp_bench.calibrating import speed
+from sp_bench.calibrating.setting import Setting
+from sp_bench.cli.compose import Composer
+from sp_bench.simulate import Cluster
 from sp_bench.validate import main, pairs_in_order
+from tests.simulate.test_simulate import problem
 
 SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are counted for a moment only."""
+    monkeypatch.setattr(validate, "machine_speed", partial(speed.machine_speed, seconds=0.2))
 
 
 def test_points_are_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +40,9 @@ def test_points_are_measured_and_simulated(tmp_path: Path, capsys: pytest.Captur
         assert (measured.mode, simulated.mode) == ("measure", "simulate")
         assert point["step_measured_ms"] == measured.step_ms_median
         assert point["step_simulated_ms"] == pytest.approx(simulated.step_ms_median)
+        config, figures = simulated.config or {}, measured.config or {}
+        assert config["cluster"] == speed.at_speed(figures["cluster"], point["speed"])
+    assert table["step_error_as_calibrated"].notna().all()
     text = (tmp_path / "validation.md").read_text()
     assert text in capsys.readouterr().out
     assert text.count("| 2 ranks, ") == 6
@@ -76,3 +93,40 @@ def test_pairs_count_where_intervals_do_not_overlap() -> None:
     assert pairs_in_order(pd.DataFrame([ring, mesh, elsewhere])) == (1, 1, [])
     no_link = [point("ring", 30, 33, link_mbit_per_s=None), point("mesh", 20, 40, link_mbit_per_s=None)]
     assert pairs_in_order(pd.DataFrame(no_link)) == (0, 1, ["ring and mesh (4 ranks, 4k, full, 8 heads)"])
+
+
+def test_cores_are_simulated_as_fast_as_they_are() -> None:
+    with Composer() as composer:
+        config = composer.compose(["cluster=shaped", "heads=8", "head_dim=64", "dtype=float32"])["cluster"]
+    plain, twice = Cluster.build(config), Cluster.build(speed.at_speed(config, 2.0))
+    p = problem(4, dtype="float32")
+    for phase in ("forward", "backward"):
+        assert twice.device.block_s(p, phase) == pytest.approx(plain.device.block_s(p, phase) / 2, rel=1e-3)
+    assert twice.device.fold_s(p, "o") == pytest.approx(plain.device.fold_s(p, "o") / 2)
+    assert plain.hosts and twice.hosts
+    assert twice.hosts.core_s_per_byte == pytest.approx(plain.hosts.core_s_per_byte / 2)
+    assert twice.topology == plain.topology
+
+
+def test_the_speed_is_what_all_ranks_get_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank's full forward blocks, on as many cores as they can have."""
+    asked = []
+
+    class Pool:
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def run(self, job: str, setting: Setting) -> list[float]:
+            asked.append((job, setting.sizes, setting.crowd_s))
+            return [10.0, 30.0, 20.0, 20.0]
+
+    monkeypatch.setattr(speed, "open_ranks", lambda n, *_: Pool())
+    keys = ["cluster=local", "cluster.cores=2", "gpus=4", "seqlen=2k", "heads=8", "head_dim=64", "method=zigzag"]
+    with Composer() as composer:
+        request = resolve(composer.compose([*keys, "mode=measure", "causal=true", "dtype=float32"]))
+    block = problem(1, tokens=512, dtype="float32")
+    one_s = request.cluster.device.block_s(replace(block, heads=8, kv_heads=8), "forward")[1]
+    assert speed.machine_speed(request, 3.0) == pytest.approx(80.0 * one_s / 2)
+    assert asked == [("sp_bench.calibrating.exchanges:count_blocks", (512,), 3.0)]

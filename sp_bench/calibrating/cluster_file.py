@@ -78,6 +78,12 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
     }
 
 
+def scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """A table of kernel rates, all of them so many times as high."""
+    rated = [name for name in (f"{phase}_{mask}" for phase in PHASES for mask in ("full", "causal")) if name in table]
+    return {**table} | {name: {size: rounded(x * factor) for size, x in table[name].items()} for name in rated}
+
+
 def blocks_spread(costs: Costs) -> float:
     """How far block times typically are from their medians: large where the machine does something else too."""
     return float(np.median(_spreads(costs.blocks_s.values())))

@@ -49,6 +49,14 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
     return found
 
 
+def count_blocks(setting: Setting) -> float:
+    """How many of the smallest blocks a second this rank gets done while every rank computes."""
+    block_s = block_clock(setting, min(setting.sizes))
+    block_s()
+    dist.barrier()
+    return _per_s(block_s, setting.crowd_s)
+
+
 def _per_s(call: Callable[[], object], seconds: float) -> float:
     """How many calls a second there are in so many seconds."""
     started, calls = time.perf_counter(), 0

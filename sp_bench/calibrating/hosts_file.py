@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sp_bench.calibrating.cluster_file import rounded
+from sp_bench.calibrating.cluster_file import rounded, scaled
 from sp_bench.calibrating.setting import Exchanges
 from sp_bench.machine import cores_here
-from sp_bench.plan import PHASES
 from sp_bench.simulate.hosts import Hosts
 
 UNSHAPED_BYTES_PER_S = 1e11
@@ -91,7 +90,7 @@ def with_hosts(
         "intra": config["intra"],
         "device": {
             **config["device"],
-            "rates": {name: _scaled(table, 1 / crowding) for name, table in config["device"]["rates"].items()},
+            "rates": {name: scaled(table, 1 / crowding) for name, table in config["device"]["rates"].items()},
             "transfer_slowdown": 0.0,  # but for what they take of the cores
         },
         "sources": {**kept_sources, **sources},
@@ -114,12 +113,6 @@ def _taken(ranks: Sequence[Exchanges], hosts: Hosts) -> tuple[float, float]:
     bytes_per_s = hosts.ranks_per_host * longest / float(np.median([rank.beside_s[longest] for rank in ranks]))
     kept = float(np.median(_together(ranks, "beside_blocks_per_s") / _together(ranks, "crowded_blocks_per_s")))
     return bytes_per_s, min(cores_here(), len(ranks)) * max(1 - kept, 0.0) / links
-
-
-def _scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """A table of kernel rates, all of them so many times as high."""
-    rated = (f"{phase}_{mask}" for phase in PHASES for mask in ("full", "causal"))
-    return {**table} | {name: {size: rounded(x * factor) for size, x in table[name].items()} for name in rated}
 
 
 def _medians_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, name: str) -> MediansS:
