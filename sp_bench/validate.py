@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,23 +134,22 @@ def _measured_with(request: Request) -> Hashable:
 
 def _rows(requests: Sequence[Request], out: Path) -> list[dict[str, Any]]:
     """Points that are measured together: with the speed of the cores before and after, and simulated with both."""
-    folder, kept = out / "records", _Speeds(out / "speeds.json")
-    speed = kept.of(requests)
-    before = None if speed else _speed(requests[0])
-    measured = run_points(requests, folder=folder, reuse=True)
-    if speed is None:
-        speed = float(np.mean([before, _speed(requests[0])]))
+    run, kept = partial(run_points, folder=out / "records", reuse=True), _Speeds(out / "speeds.json")
+    if (speed := kept.of(requests)) is None:
+        before, measured, after = _speed(requests[0]), run(requests), _speed(requests[0])
+        speed = (before + after) / 2
         kept.add(requests, speed)
-    simulated = [
-        run_points([_simulated(request, x) for request in requests], folder=folder, reuse=True) for x in (speed, 1.0)
-    ]
+    else:
+        measured = run(requests)
+    simulated = [run([_simulated(request, x) for request in requests]) for x in (speed, 1.0)]
     both = zip(measured, *simulated, strict=True)
     return [row(one.record, other.record, plain.record, speed) for one, other, plain in both]
 
 
 def _speed(request: Request) -> float:
-    """Of this machine's cores just now, over what the cluster's figures say. A GPU has no neighbours."""
-    return machine_speed(request) if request.devices.kind == "cpu" else 1.0
+    """Of the cores that ranks share just now, over what the cluster's figures say. A GPU has no neighbours."""
+    shared = request.devices.kind == "cpu" and not request.cluster.alone
+    return machine_speed(request) if shared else 1.0
 
 
 def _simulated(request: Request, speed: float) -> Request:
