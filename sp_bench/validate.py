@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from rich.progress import Progress
 
 from sp_bench import markdown, records
 from sp_bench.bench import Request, resolve, run_points
+from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import at_speed, machine_speed
 from sp_bench.cli.arguments import config_dir, run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
+from sp_bench.simulate import Cluster, simulate
 
 USAGE = """\
 python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
@@ -133,7 +136,7 @@ def _measured_with(request: Request) -> Hashable:
 
 
 def _rows(requests: Sequence[Request], out: Path) -> list[dict[str, Any]]:
-    """Points that are measured together: with the speed of the cores before and after, and simulated with both."""
+    """Points that are measured together, with the speed of the cores before and after, and simulated."""
     run, kept = partial(run_points, folder=out / "records", reuse=True), _Speeds(out / "speeds.json")
     if (speed := kept.of(requests)) is None:
         before, measured, after = _speed(requests[0]), run(requests), _speed(requests[0])
@@ -141,9 +144,9 @@ def _rows(requests: Sequence[Request], out: Path) -> list[dict[str, Any]]:
         kept.add(requests, speed)
     else:
         measured = run(requests)
-    simulated = [run([_simulated(request, x) for request in requests]) for x in (speed, 1.0)]
-    both = zip(measured, *simulated, strict=True)
-    return [row(one.record, other.record, plain.record, speed) for one, other, plain in both]
+    simulated = run([resolve({**request.config, "mode": "simulate", "trace": 0}) for request in requests])
+    both = zip(measured, simulated, requests, strict=True)
+    return [row(one.record, other.record, speed, at_speed_ms(request, speed)) for one, other, request in both]
 
 
 def _speed(request: Request) -> float:
@@ -152,10 +155,12 @@ def _speed(request: Request) -> float:
     return machine_speed(request) if shared else 1.0
 
 
-def _simulated(request: Request, speed: float) -> Request:
-    cluster = request.config["cluster"]
-    changed = {"mode": "simulate", "trace": 0, "cluster": at_speed(cluster, speed) if speed != 1 else cluster}
-    return resolve({**request.config, **changed})
+def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
+    """What the plans that a point was measured with take on its cluster with cores so many times as fast, by phase."""
+    choice = choose(request)
+    cluster = Cluster.build(at_speed(request.config["cluster"], speed))
+    cluster = replace(cluster, stragglers=request.cluster.stragglers)
+    return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
 
 
 class _Speeds:
@@ -175,11 +180,12 @@ class _Speeds:
         records.write_whole(self._path, json.dumps(self._known, indent=1))
 
 
-def row(measured: Record, simulated: Record, as_calibrated: Record, speed: float) -> dict[str, Any]:
+def row(measured: Record, simulated: Record, speed: float, simulated_ms: Mapping[str, float]) -> dict[str, Any]:
     """One point: what it is, both times in milliseconds, and the error of the simulated one.
 
-    `speed` is how fast cores were, over what their figures say; with these figures it was simulated `as_calibrated`.
+    `simulated_ms` is by phase with cores at a `speed`, and `simulated` with the figures that the cluster has of them.
     """
+    simulated_ms = {**simulated_ms, "step": sum(simulated_ms.values())} if simulated_ms else {}
     hosts = (measured.config or {}).get("cluster", {}).get("hosts") or {}
     found = {
         key: getattr(measured, key) for key in ("method", "variant", "cluster", "gpus", "seqlen", "causal", "heads")
@@ -194,11 +200,12 @@ def row(measured: Record, simulated: Record, as_calibrated: Record, speed: float
     }
     found |= {"measured_run_id": measured.run_id, "simulated_run_id": simulated.run_id}
     for phase in ("step", "forward", "backward"):
-        one, other = (getattr(record, f"{phase}_ms_median") for record in (measured, simulated))
+        one, other = getattr(measured, f"{phase}_ms_median"), simulated_ms.get(phase)
         found |= {f"{phase}_measured_ms": one, f"{phase}_simulated_ms": other}
         found[f"{phase}_error"] = other / one - 1 if one and other else None
-    one, other = measured.step_ms_median, as_calibrated.step_ms_median
-    found |= {"speed": speed, "step_error_as_calibrated": other / one - 1 if one and other else None}
+    one, other = measured.step_ms_median, simulated.step_ms_median
+    found |= {"speed": speed, "step_as_calibrated_ms": other}
+    found["step_error_as_calibrated"] = other / one - 1 if one and other else None
     return found | {"low_ms": measured.step_ms_ci95_low, "high_ms": measured.step_ms_ci95_high}
 
 

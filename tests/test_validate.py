@@ -12,6 +12,7 @@ import pytest
 
 from sp_bench import records, validate
 from sp_bench.bench import resolve
+from sp_bench.bench.choose import choose
 from sp_bench.calibrating import speed
 from sp_bench.calibrating.setting import Setting
 from sp_bench.cli.compose import Composer
@@ -39,10 +40,13 @@ def test_points_are_measured_and_simulated(tmp_path: Path, capsys: pytest.Captur
         measured, simulated = by_id[point["measured_run_id"]], by_id[point["simulated_run_id"]]
         assert (measured.mode, simulated.mode) == ("measure", "simulate")
         assert point["step_measured_ms"] == measured.step_ms_median
-        assert point["step_simulated_ms"] == pytest.approx(simulated.step_ms_median)
-        config, figures = simulated.config or {}, measured.config or {}
-        assert config["cluster"] == speed.at_speed(figures["cluster"], point["speed"])
-    assert table["step_error_as_calibrated"].notna().all()
+        assert point["step_as_calibrated_ms"] == pytest.approx(simulated.step_ms_median)
+        assert point["step_error_as_calibrated"] == pytest.approx(
+            simulated.step_ms_median / measured.step_ms_median - 1
+        )
+        faster, slower = sorted([point["step_simulated_ms"], simulated.step_ms_median])
+        assert faster * 1.001 <= slower or point["speed"] == pytest.approx(1, abs=0.01)
+        assert (point["step_simulated_ms"] == slower) == (point["speed"] < 1)
     text = (tmp_path / "validation.md").read_text()
     assert text in capsys.readouterr().out
     assert text.count("| 2 ranks, ") == 6
@@ -106,6 +110,24 @@ def test_cores_are_simulated_as_fast_as_they_are() -> None:
     assert plain.hosts and twice.hosts
     assert twice.hosts.core_s_per_byte == pytest.approx(plain.hosts.core_s_per_byte / 2)
     assert twice.topology == plain.topology
+
+
+def test_a_point_is_simulated_as_it_was_measured() -> None:
+    """In the variant that its cluster's own figures choose, though slower cores may have a better one."""
+    keys = ["cluster=shaped", "gpus=8", "seqlen=4k", "heads=8", "head_dim=64", "dtype=float32", "causal=false"]
+    with Composer() as composer:
+        config = composer.compose([*keys, "mode=simulate", "method=startrail"])
+    request = resolve(config)
+    as_it_is = {phase: 1e3 * run.makespan_s for phase, run in choose(request).runs.items()}
+    assert validate.at_speed_ms(request, 1.0) == pytest.approx(as_it_is, rel=1e-3)
+    best_ms, found_ms = [], []
+    for times in (0.1, 0.5, 2.0, 10.0):
+        best = choose(resolve({**config, "cluster": speed.at_speed(config["cluster"], times)}))
+        best_ms.append(1e3 * best.total_s)
+        found_ms.append(sum(validate.at_speed_ms(request, times).values()))
+    assert all(found >= best * (1 - 1e-3) for found, best in zip(found_ms, best_ms, strict=True))
+    assert max(found / best for found, best in zip(found_ms, best_ms, strict=True)) > 1.01
+    assert found_ms == sorted(found_ms, reverse=True)
 
 
 def test_the_speed_is_what_all_ranks_get_done(monkeypatch: pytest.MonkeyPatch) -> None:
