@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sp_bench import markdown, records
-from sp_bench.bench import Request, resolve, run_points
+from sp_bench.bench import Request, resolve, run_points, work_of
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import at_speed, machine_speed
 from sp_bench.cli.arguments import config_dir, run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.measure.pool import RankFailure
 from sp_bench.records import Record
 from sp_bench.simulate import Cluster, simulate
 
@@ -30,12 +30,12 @@ USAGE = """\
 python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
 
 Measures every point on this machine and simulates it with the figures of the same cluster, which should be calibrated
-ones (python -m sp_bench.calibrate). How fast the cores are just then is measured before and after, by blocks that all
-ranks compute without transfers, and simulated cores are as fast. Writes FOLDER/validation.md, .csv and .svg: both
+ones (python -m sp_bench.calibrate). How fast the cores are just then is measured before and after, by the point's
+blocks on all ranks without transfers, and simulated cores are as fast. Writes FOLDER/validation.md, .csv and .svg: both
 times of each point, the error, and whether the simulator orders the methods as the measurements do wherever these can
 tell them apart.
 
-  out=results/validate    the folder; records are in it too, and points with a record there are not measured again
+  out=results/validate    the folder; records and speeds are in it too, and what has both is not measured again
   key=value,value         axes as in python -m sp_bench -m; without any, SHAPED below
 
 Without keys, on cluster=shaped (its hosts need root):
@@ -102,11 +102,12 @@ def _configs(composer: Composer, sweep: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
-    """Both modes of each point, a row for each (see `row`). Records go to out/records; those there are reused.
+    """Both modes of each point, a row for each (see `row`).
 
-    Raises RequestError if no point can be measured here.
+    Records go to out/records, and the speeds of the cores to out/speeds.json; points that are in both are not measured
+    again. Raises RequestError if no point can be measured here.
     """
-    groups: dict[Hashable, list[Request]] = {}
+    groups: dict[str, list[Request]] = {}
     refused: list[RequestError] = []
     for config in configs:
         try:
@@ -115,51 +116,67 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
         except RequestError as error:
             refused.append(error)
             continue
-        groups.setdefault(_measured_with(request), []).append(request)
+        groups.setdefault(_but_its_method(request), []).append(request)
     if not groups:
         raise refused[0] if refused else RequestError("no points", "there is nothing to do", "method=ring would work")
     for error in refused:
         print(f"left out: {error}", file=sys.stderr)
-    console, rows = Console(), []
+    console, rows, done = Console(), [], 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("points", total=sum(map(len, groups.values())))
+        task = progress.add_task("points", total=sum(map(work_of, groups.values())))
         for requests in groups.values():
-            rows += _rows(requests, out)
-            progress.advance(task, len(requests))
+            rows += _rows(requests, out, lambda steps: progress.advance(task, steps))
+            done += work_of(requests)
+            progress.update(task, completed=done)
     return pd.DataFrame(rows)
 
 
-def _measured_with(request: Request) -> Hashable:
-    """What points share that are measured together."""
-    problem, cluster = request.problem, request.cluster
-    return cluster.name, cluster.hosts, problem.n, problem.seqlen, problem.heads, problem.dtype, problem.causal
+def _but_its_method(request: Request) -> str:
+    """All of a point's config but its method: points that share it are measured together, with one speed."""
+    config = {key: value for key, value in request.config.items() if key not in ("method", "impl")}
+    return json.dumps(config, sort_keys=True, default=str)
 
 
-def _rows(requests: Sequence[Request], out: Path) -> list[dict[str, Any]]:
-    """Points that are measured together, with the speed of the cores before and after, and simulated."""
-    run, kept = partial(run_points, folder=out / "records", reuse=True), _Speeds(out / "speeds.json")
-    if (speed := kept.of(requests)) is None:
-        before, measured, after = _speed(requests[0]), run(requests), _speed(requests[0])
-        speed = (before + after) / 2
-        kept.add(requests, speed)
-    else:
-        measured = run(requests)
-    simulated = run([resolve({**request.config, "mode": "simulate", "trace": 0}) for request in requests])
-    both = zip(measured, simulated, requests, strict=True)
-    return [row(one.record, other.record, speed, at_speed_ms(request, speed)) for one, other, request in both]
+def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Points that differ in their methods, with the speed of the cores before and after, and simulated."""
+    run, speeds = partial(run_points, folder=out / "records"), _Speeds(out / "speeds.json")
+    # A record without its speed was cut off from it: it is of another time than any speed that could be had now.
+    new = [request for request in requests if request.run_id not in speeds.known]
+    before = _speed(new[0]) if new else None
+    found = run(new, reuse=False, progress=progress)
+    after = _speed(new[0]) if new else None
+    if before and after:
+        ok = [outcome.record for outcome in found if outcome.record.status == "ok"]
+        speeds.add({record.run_id: (before + after) / 2 for record in ok})
+    found += run([request for request in requests if request not in new], reuse=True)
+    measured = {outcome.record.run_id: outcome.record for outcome in found}
+    simulated = run([resolve({**request.config, "mode": "simulate", "trace": 0}) for request in requests], reuse=True)
+    rows = []
+    for request, outcome in zip(requests, simulated, strict=True):
+        speed, ok = speeds.known.get(request.run_id), outcome.record.status == "ok"
+        rows.append(
+            row(measured[request.run_id], outcome.record, speed, at_speed_ms(request, speed or 1) if ok else {})
+        )
+    return rows
 
 
-def _speed(request: Request) -> float:
-    """Of the cores that ranks share just now, over what the cluster's figures say. A GPU has no neighbours."""
-    shared = request.devices.kind == "cpu" and not request.cluster.alone
-    return machine_speed(request) if shared else 1.0
+def _speed(request: Request) -> float | None:
+    """Of the cores that ranks share just now (calibrating.speed); None, and said, where the ranks fail."""
+    if request.devices.kind != "cpu":
+        return 1.0
+    try:
+        return machine_speed(request)
+    except RankFailure as failure:
+        print(f"the speed of the cores is not known, and taken to be as calibrated: {failure}", file=sys.stderr)
+        return None
 
 
 def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
-    """What the plans that a point was measured with take on its cluster with cores so many times as fast, by phase."""
-    choice = choose(request)
-    cluster = Cluster.build(at_speed(request.config["cluster"], speed))
-    cluster = replace(cluster, stragglers=request.cluster.stragglers)
+    """What the plans that a point was measured with take on its cluster with cores so many times as fast, by phase.
+
+    Raises RequestError where no plan fits the memory, or it is too large to simulate.
+    """
+    choice, cluster = choose(request), Cluster.build(at_speed(request.config["cluster"], speed))
     return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
 
 
@@ -168,22 +185,18 @@ class _Speeds:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        self.known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
-    def of(self, requests: Sequence[Request]) -> float | None:
-        """None where not all of them have the same."""
-        found = {self._known.get(request.run_id) for request in requests}
-        return found.pop() if len(found) == 1 else None
-
-    def add(self, requests: Sequence[Request], speed: float) -> None:
-        self._known |= {request.run_id: speed for request in requests}
-        records.write_whole(self._path, json.dumps(self._known, indent=1))
+    def add(self, speeds: Mapping[str, float]) -> None:
+        self.known |= speeds
+        records.write_whole(self._path, json.dumps(self.known, indent=1))
 
 
-def row(measured: Record, simulated: Record, speed: float, simulated_ms: Mapping[str, float]) -> dict[str, Any]:
+def row(measured: Record, simulated: Record, speed: float | None, simulated_ms: Mapping[str, float]) -> dict[str, Any]:
     """One point: what it is, both times in milliseconds, and the error of the simulated one.
 
-    `simulated_ms` is by phase with cores at a `speed`, and `simulated` with the figures that the cluster has of them.
+    `simulated_ms` is by phase with cores at a `speed`, None where it isn't known, and `simulated` with the figures that
+    the cluster has of them.
     """
     simulated_ms = {**simulated_ms, "step": sum(simulated_ms.values())} if simulated_ms else {}
     hosts = (measured.config or {}).get("cluster", {}).get("hosts") or {}
@@ -249,12 +262,13 @@ def _report(found: pd.DataFrame, done: pd.DataFrame) -> str:
         alike, pairs, wrong = pairs_in_order(done)
         verdict = f"{len(done)} points. Ordered alike: {alike} of {pairs} pairs whose measured intervals don't overlap."
         verdict += f"\nNot: {', '.join(wrong)}." if wrong else ""
+        as_calibrated = done["step_error_as_calibrated"].abs()
         speeds = (
-            f"Cores were {done['speed'].min():.2f} to {done['speed'].max():.2f} times as fast as calibrated: so much "
-            "blocks on all ranks got done without transfers, before and after the points of a setting, and so fast "
-            "the simulated ones are. With cores as calibrated the errors of steps would be: median "
-            f"{done['step_error_as_calibrated'].abs().median():.1%}, 90th percentile "
-            f"{np.percentile(done['step_error_as_calibrated'].abs(), 90):.1%}."
+            "Before and after the points of a setting its blocks were counted on all ranks at once, without transfers: "
+            f"{done['speed'].min():.2f} to {done['speed'].max():.2f} times as many as the cluster's figures say. That "
+            "has in it what else the machine does, and how well the figures meet blocks of this size on so many ranks. "
+            "Simulated cores are as fast. As the figures say, the errors of steps would be: median "
+            f"{as_calibrated.median():.1%}, 90th percentile {np.percentile(as_calibrated, 90):.1%}."
         )
         parts += [_errors(done), verdict, speeds, "![simulated over measured](validation.svg)"]
     head = ["setting", "method", "measured, ms [95%]", "simulated, ms", "error", "forward", "backward", "bound by"]

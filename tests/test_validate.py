@@ -7,15 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from sp_bench import records, validate
-from sp_bench.bench import resolve
+from sp_bench.bench import Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating import speed
 from sp_bench.calibrating.setting import Setting
 from sp_bench.cli.compose import Composer
+from sp_bench.measure.pool import RankFailure
 from sp_bench.simulate import Cluster
 from sp_bench.validate import main, pairs_in_order
 from tests.simulate.test_simulate import problem
@@ -29,7 +31,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "machine_speed", partial(speed.machine_speed, seconds=0.2))
 
 
-def test_points_are_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_are_measured_and_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512,1k", "method=ring,pass_q,ulysses"]
     assert main(arguments) == 0
     table = pd.read_csv(tmp_path / "validation.csv")
@@ -54,8 +58,57 @@ def test_points_are_measured_and_simulated(tmp_path: Path, capsys: pytest.Captur
     assert "<svg" in (tmp_path / "validation.svg").read_text()
 
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "records").iterdir()}
+    monkeypatch.setattr(validate, "machine_speed", None)  # nothing asks for it
     assert main(arguments) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "records").iterdir()} == before, "all were there"
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "validation.csv"), table)
+
+
+def test_each_point_keeps_the_speed_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others are added later, or the speed was not written before the end came."""
+    speeds = iter([1.0, 2.0, 3.0, 5.0, *range(6, 10)])
+    asked: list[tuple[str, int]] = []
+
+    def counted(request: Request) -> float:
+        asked.append((request.method.name, request.problem.kv_heads))
+        return next(speeds)
+
+    monkeypatch.setattr(validate, "machine_speed", counted)
+    arguments = [f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512"]
+    assert main([*arguments, "method=ring"]) == 0
+    first = pd.read_csv(tmp_path / "validation.csv").set_index("method")
+    assert main([*arguments, "method=ring,pass_q"]) == 0
+    both = pd.read_csv(tmp_path / "validation.csv").set_index("method")
+    assert both["speed"].to_dict() == {"ring": 1.5, "pass_q": 4.0}
+    assert both.loc["ring", "step_measured_ms"] == first.loc["ring", "step_measured_ms"]
+    (tmp_path / "speeds.json").unlink()
+    assert main([*arguments, "method=ring", "kv_heads=1,2"]) == 0
+    assert asked == [("ring", 2)] * 2 + [("pass_q", 2)] * 2 + [("ring", 1)] * 2 + [("ring", 2)] * 2
+    assert pd.read_csv(tmp_path / "validation.csv")["speed"].tolist() == [6.5, 8.5]
+
+
+def test_ranks_that_fail_leave_the_speed_as_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(request: Request) -> float:
+        raise RankFailure(1, "gone")
+
+    monkeypatch.setattr(validate, "machine_speed", failing)
+    assert main([f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "method=ring"]) == 0
+    assert "as calibrated: rank 1: gone" in capsys.readouterr().err
+    point = pd.read_csv(tmp_path / "validation.csv").iloc[0]
+    assert np.isnan(point["speed"]) and not (tmp_path / "speeds.json").exists()
+    assert point["step_error"] == pytest.approx(point["step_error_as_calibrated"], rel=1e-3)
+
+
+def test_a_point_that_can_not_be_simulated_is_a_row(tmp_path: Path) -> None:
+    """Here for want of memory."""
+    (tmp_path / "cluster").mkdir()
+    tiny = "defaults: [local, _self_]\nname: tiny\ndevice:\n  memory_bytes: 1.0e+4\n"
+    (tmp_path / "cluster" / "tiny.yaml").write_text(tiny)
+    arguments = [f"out={tmp_path}", "--config-dir", str(tmp_path), "cluster=tiny", *SMALL[1:], "gpus=2", "seqlen=512"]
+    assert main([*arguments, "method=ring"]) == 0
+    assert "oom: " in (tmp_path / "validation.md").read_text()
 
 
 def test_what_can_not_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
             if longest:
-                kept.beside_blocks_per_s.append(len(blocks_s) / (times * beside_s))
+                kept.beside_blocks_per_s.append(len(blocks_s) / sum(blocks_s) if blocks_s else 0.0)
     return found
 
 

@@ -80,7 +80,8 @@ def with_hosts(
         "rates": f"{config['sources']['rates']}; then all divided by {crowding:.3f}, by which a block takes longer "
         f"than its share of the cores explains where {len(at)} ranks compute at once",
         "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all of them send, "
-        f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}",
+        f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
+        + (", too few where cores were idle" if len(at) < cores_here() else ""),
     }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
     kept_sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}
@@ -100,10 +101,12 @@ def with_hosts(
 def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(cores whatever the rate, seconds of a core for each byte) of a link, from (bytes/s, cores taken) of two or more.
 
-    Neither is below 0, and the fastest link is met.
+    Neither is below 0, and the fastest link is met. Of equal rates, all is by byte.
     """
     (low_bytes_per_s, low), *_, (bytes_per_s, cores) = sorted(taken)
-    byte_core_s = min(max((cores - low) / (bytes_per_s - low_bytes_per_s), 0.0), cores / bytes_per_s)
+    byte_core_s = cores / bytes_per_s
+    if bytes_per_s > low_bytes_per_s:
+        byte_core_s = min(max((cores - low) / (bytes_per_s - low_bytes_per_s), 0.0), byte_core_s)
     return max(cores - byte_core_s * bytes_per_s, 0.0), byte_core_s
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 Samples = list[float]
-"""Seconds, one for each repetition."""
+"""Seconds, or what is done a second, one for each repetition."""
 
 
 @dataclass(frozen=True, kw_only=True)

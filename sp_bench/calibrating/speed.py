@@ -1,4 +1,4 @@
-"""How fast this machine is just now, over what its cluster file says: others that share it come and go."""
+"""How fast this machine's cores are just now, over what its cluster file says: others that share it come and go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ COUNTED_S = 5.0
 def machine_speed(request: Request, seconds: float = COUNTED_S) -> float:
     """What all ranks of a point get done of its full forward blocks without any transfer, over what the cluster says.
 
-    Ranks are placed as the point's, and compute at once. Raises RankFailure where one fails.
+    Ranks are placed as the point's, and compute at once. How well the cluster's figures meet blocks of this size, and
+    so many ranks on the cores, is in it too. Raises RankFailure where a rank fails, as where a kernel refuses.
     """
     problem, cluster = request.problem, request.cluster
     layout = layout_named("contiguous", causal=False)
@@ -40,14 +41,14 @@ def machine_speed(request: Request, seconds: float = COUNTED_S) -> float:
         exchange_bytes=(),
         crowd_s=seconds,
     )
-    with open_ranks(problem.n, request.timeout_s, None, hosts_for(cluster, problem.n)) as pool:
+    with open_ranks(problem.n, request.timeout_s + seconds, None, hosts_for(cluster, problem.n)) as pool:
         blocks_per_s = sum(pool.run("sp_bench.calibrating.exchanges:count_blocks", setting))
     at_once = min(problem.n, cluster.cores or problem.n)
     return blocks_per_s * float(cluster.device.block_s(one, "forward").max()) / at_once
 
 
 def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:
-    """The config of a cluster whose cores are so many times as fast; its links stay as they are."""
+    """The config of a cluster whose cores are so many times as fast, to 4 digits; its links stay as they are."""
     device, hosts = dict(cluster["device"]), cluster.get("hosts")
     device["rates"] = {name: scaled(table, speed) for name, table in device["rates"].items()}
     for rate in ("memory_bytes_per_s", "fold_bytes_per_s"):

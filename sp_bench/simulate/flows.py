@@ -51,7 +51,8 @@ class TaskGraph:
     path_links: NDArray[np.int32]
     """Task t crosses the links path_links[path_start[t]:path_start[t+1]]."""
     path_loads: Floats
-    """As path_links: what each byte takes of that link, positive; 1 for a link that carries it once."""
+    """As path_links: what each byte takes of that link, positive, and 1 for a link that carries it once. What loads one
+    link should do so within a factor of 1e9, beyond which rounding shows."""
     dep_start: NDArray[np.int64]
     """[T+1] Where each task's predecessors begin in dep_tasks; the last entry is the length of dep_tasks."""
     dep_tasks: NDArray[np.int32]

@@ -49,13 +49,16 @@ class Hosts:
     byte_core_s: float = 0.0
     """Seconds of a core that a byte to another host takes from blocks, sending and receiving it."""
     link_cores: float = 0.0
-    """Cores that a busy direction of a link takes from them in addition, whatever its rate."""
+    """Cores that a link takes from them in addition while its host sends at the link's rate, whatever that is."""
     transfers_first: bool = True
-    """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none."""
+    """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none. Simulated
+    ones always do."""
 
     @property
     def core_s_per_byte(self) -> float:
-        """Seconds of the cores that a byte takes on links that are busy."""
+        """Seconds of the cores that a byte takes. Of `link_cores` its part at the full rate of the link: one that
+        something else holds below that takes less here than it should.
+        """
         return self.byte_core_s + self.link_cores / (self.payload_share * self.link_bytes_per_s)
 
     @classmethod

@@ -118,3 +118,18 @@ def test_messages_inside_a_host_take_nothing() -> None:
     free, _ = ring(2, on_hosts(1, 1e9, 0.0, per_host=2))
     costly, _ = ring(2, on_hosts(1, 1e9, 1e-6, per_host=2))
     assert costly.makespan_s == free.makespan_s
+
+
+@pytest.mark.parametrize("name", ["ring", "mesh", "ulysses", "tokenring", "startrail"])
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_alike_ranks_that_send_stand_for_one_another_on_shared_cores_too(name: str, per_host: int) -> None:
+    p = problem(4, tokens=TOKENS)
+    hop_bytes, block = p.chunk_bytes("kv", wire=True), block_s(p)
+    where = on_hosts(2, 2 * hop_bytes / block, 0.1 * block / hop_bytes, link_cores=0.05, per_host=per_host)
+    method = build(name, {}).candidates(p)[0]
+    plan, dealt = method.plan(p, "forward", where.profile(p)), method.dealt(p)
+    one, all_of_them = (simulate(plan, dealt, where, use_symmetry=x) for x in (True, False))
+    assert one.makespan_s == pytest.approx(all_of_them.makespan_s, rel=1e-9)
+    assert one.ended_s == pytest.approx(all_of_them.ended_s, rel=1e-9)
+    free = simulate(plan, dealt, replace(where, hosts=replace(where.hosts, byte_core_s=0.0, link_cores=0.0)))
+    assert (free.makespan_s < one.makespan_s) == (name != "ulysses")  # whose blocks are never beside transfers
