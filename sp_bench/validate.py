@@ -301,7 +301,9 @@ def _name(point: Mapping[str, Any]) -> str:
 
 
 def _setting(point: Mapping[str, Any]) -> str:
-    words = [f"{point['gpus']} ranks", f"{point['seqlen'] // 1024}k", "causal" if point["causal"] else "full"]
+    thousands, rest = divmod(point["seqlen"], 1024)
+    tokens = f"{point['seqlen']} tokens" if rest else f"{thousands}k"
+    words = [f"{point['gpus']} ranks", tokens, "causal" if point["causal"] else "full"]
     for tier in ("link", "uplink"):
         rate = point[f"{tier}_mbit_per_s"]
         if rate and not np.isnan(rate):

@@ -148,8 +148,9 @@ def test_pairs_count_where_intervals_do_not_overlap() -> None:
     )
     elsewhere = point("usp", 25, 18, gpus=8)
     assert pairs_in_order(pd.DataFrame([ring, mesh, elsewhere])) == (1, 1, [])
-    no_link = [point("ring", 30, 33, link_mbit_per_s=None), point("mesh", 20, 40, link_mbit_per_s=None)]
-    assert pairs_in_order(pd.DataFrame(no_link)) == (0, 1, ["ring and mesh (4 ranks, 4k, full, 8 heads)"])
+    short = {"link_mbit_per_s": None, "seqlen": 512}
+    no_link = [point("ring", 30, 33, **short), point("mesh", 20, 40, **short)]
+    assert pairs_in_order(pd.DataFrame(no_link)) == (0, 1, ["ring and mesh (4 ranks, 512 tokens, full, 8 heads)"])
 
 
 def test_cores_are_simulated_as_fast_as_they_are() -> None:

@@ -40,6 +40,9 @@ class Dataflow:
 
     Operations of one stream end in plan order, so one index a stream is enough, and none is needed for its own.
     """
+    room: tuple[tuple[tuple[str, int], ...], ...]
+    """The part of the waits after which there is room for what an operation writes, whatever it reads: a transfer can
+    receive from then on."""
     slots: dict[int, Slot]
     """For each transfer that receives, by its index: the buffer it receives into. What outlives the plan has none."""
     writes: tuple[tuple[Value, ...], ...]
@@ -68,7 +71,7 @@ def dataflow(plan: Plan) -> Dataflow:
         reads, writes = _values(plan)
         first_use, last_use = _lifetimes(plan, reads, writes)
         slots, before = _slots(plan, writes, first_use, last_use)
-        _CACHE[plan] = Dataflow(_waits(plan, reads, writes, before), slots, writes, first_use, last_use)
+        _CACHE[plan] = Dataflow(*_waits(plan, reads, writes, before), slots, writes, first_use, last_use)
     return _CACHE[plan]
 
 
@@ -147,16 +150,17 @@ def _slots(
     return slots, before
 
 
-def _waits(plan: Plan, reads: Values, writes: Values, before: dict[int, Value]) -> tuple:
-    """For each operation, the last operation of each other stream that it must wait for."""
+def _waits(plan: Plan, reads: Values, writes: Values, before: dict[int, Value]) -> tuple[tuple, tuple]:
+    """For each operation, the last operation of each other stream that it must wait for: as a whole, and to write."""
     streams = [op.stream for op in plan.ops]
     writer: dict[Chunk, int] = {}
     readers: dict[Chunk, list[int]] = {}
     users: dict[Value, list[int]] = {}
     joined: int | None = None
-    waits = []
+    waits, room = [], []
     for index, op in plan:
-        hazards = [writer[chunk] for chunk in op.reads if chunk in writer]
+        needs = [writer[chunk] for chunk in op.reads if chunk in writer]
+        hazards = []
         for chunk in op.writes:
             hazards += [writer[chunk]] if chunk in writer else []
             hazards += readers.pop(chunk, [])
@@ -172,8 +176,9 @@ def _waits(plan: Plan, reads: Values, writes: Values, before: dict[int, Value]) 
             joined = index
         elif joined is not None:
             hazards.append(joined)
-        waits.append(_latest(op, hazards, streams))
-    return tuple(waits)
+        waits.append(_latest(op, [*needs, *hazards], streams))
+        room.append(_latest(op, hazards, streams))
+    return tuple(waits), tuple(room)
 
 
 def _latest(op: Op, hazards: Iterable[int], streams: list[str]) -> tuple[tuple[str, int], ...]:

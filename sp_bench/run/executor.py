@@ -159,7 +159,7 @@ class Executor:
 
         try:
             self._lanes.begin()
-            self._streams.run(perform)
+            self._streams.run(perform, self._lanes.prepare)
         except BaseException as error:
             self._transport.give_up(repr(error))
             self._streams.abandon(self._holdings)

@@ -13,6 +13,7 @@ from sp_bench.plan import (
     Chunk,
     Dataflow,
     Field,
+    Op,
     Part,
     Pass,
     Plan,
@@ -54,6 +55,17 @@ class Lanes:
         if self._streams.behind:
             received = ((i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._flow.slots)
             self._results = {index: self._new(op.recv) for index, op in received if op.recv}
+
+    def prepare(self, index: int, op: Op) -> None:
+        """Post a receive, in its buffer, before there is anything to send.
+
+        Its sender learns of it from a message that would else wait behind those that this rank sends it meanwhile.
+        """
+        if isinstance(op, Pass) and index in self._flow.slots:
+            into, _ = self._into(index, op)
+            source = int(op.source(self._rank))
+            if source != self._rank:
+                self._transport.expect(self._ids[op.lane], [(source, into)])
 
     def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Send and receive, and hold what came."""

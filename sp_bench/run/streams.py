@@ -22,6 +22,8 @@ from sp_bench.run.devices import Clock, Device, HostClock
 
 Perform = Callable[[int, Op], None]
 """Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
+Prepare = Callable[[int, Op], None]
+"""Does what a lane can do of operation `index` as soon as there is room for what it receives."""
 
 
 class Aborted(RuntimeError):
@@ -37,8 +39,11 @@ class Streams(ABC):
     """Whether work is queued, and done after the caller has gone on."""
 
     @abstractmethod
-    def run(self, perform: Perform) -> None:
-        """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised."""
+    def run(self, perform: Perform, prepare: Prepare) -> None:
+        """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised.
+
+        Lanes that wait themselves prepare what they can meanwhile.
+        """
 
     @abstractmethod
     def turn(self) -> Any:
@@ -75,17 +80,17 @@ class ThreadStreams(Streams):
 
     def __init__(self, plan: Plan, flow: Dataflow) -> None:
         self.clock = HostClock()
-        self._waits, self._streams = flow.waits, (BLOCKS, *plan.lanes)
+        self._waits, self._room, self._streams = flow.waits, flow.room, (BLOCKS, *plan.lanes)
         self._by_stream = {name: [(i, op) for i, op in plan if op.stream == name] for name in self._streams}
         self._threads = lane_threads(len(plan.lanes)) if plan.lanes else None
 
-    def run(self, perform: Perform) -> None:
+    def run(self, perform: Perform, prepare: Prepare) -> None:
         progress = Progress(self._streams)
         lanes = []
         try:
             for lane in self._streams[1:]:
                 assert self._threads
-                lanes.append(self._threads.submit(self._lane, lane, perform, progress))
+                lanes.append(self._threads.submit(self._lane, lane, perform, prepare, progress))
             self._follow(BLOCKS, perform, progress)
             for lane in lanes:
                 lane.result()
@@ -94,16 +99,19 @@ class ThreadStreams(Streams):
             assert progress.cause is not None
             raise progress.cause from None
 
-    def _lane(self, name: str, perform: Perform, progress: Progress) -> None:
+    def _lane(self, name: str, perform: Perform, prepare: Prepare, progress: Progress) -> None:
         try:
             with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
-                self._follow(name, perform, progress)
+                self._follow(name, perform, progress, prepare)
         except BaseException as error:
             progress.fail(error)
             raise
 
-    def _follow(self, name: str, perform: Perform, progress: Progress) -> None:
+    def _follow(self, name: str, perform: Perform, progress: Progress, prepare: Prepare | None = None) -> None:
         for index, op in self._by_stream[name]:
+            if prepare and self._room[index] != self._waits[index]:
+                progress.wait(self._room[index])
+                prepare(index, op)
             progress.wait(self._waits[index])
             perform(index, op)
             progress.end(name, index)
@@ -200,7 +208,7 @@ class DeviceStreams(Streams):
         self._here: tuple[str, int] = (BLOCKS, -1)
         self._kept: dict[str, list[tuple[int, Any]]] = {}
 
-    def run(self, perform: Perform) -> None:
+    def run(self, perform: Perform, prepare: Prepare) -> None:
         with self.turn():
             self._run(perform)
 

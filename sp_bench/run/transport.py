@@ -43,6 +43,9 @@ class Transport(ABC):
         message is counted under one of the keys, in their order.
         """
 
+    def expect(self, lane: int, receives: Sequence[Message]) -> None:  # noqa: B027  # not all can
+        """Ahead of the lane's next `exchange`: its messages to be received, which may come from now on."""
+
     def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
         """Add up what each tensor really weighs."""
         for tensor, key in zip(tensors, counted_as, strict=True):
@@ -63,14 +66,23 @@ class Transport(ABC):
 class GlooTransport(Transport):
     """Between CPUs, by one message of torch.distributed for each tensor."""
 
+    _expected: dict[int, list[dist.Work]] = field(default_factory=dict)
+    """By lane, receives that were posted ahead."""
+
+    def expect(self, lane: int, receives: Sequence[Message]) -> None:
+        self._expected[lane] = self._receive(lane, receives)
+
     def exchange(
         self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        works = [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
+        works = self._expected.pop(lane, None) or self._receive(lane, receives)
         for target, tensors in sends:
             works += self.send(lane, target, tensors, counted_as)
         for work in works:
             work.wait()
+
+    def _receive(self, lane: int, receives: Sequence[Message]) -> list[dist.Work]:
+        return [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
 
     def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
         """Post the receives of one chunk."""
@@ -89,6 +101,9 @@ class GlooTransport(Transport):
 @dataclass
 class HostTransport(GlooTransport):
     """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting."""
+
+    def expect(self, lane: int, receives: Sequence[Message]) -> None:
+        """What came would have to be copied to the device, which is for `exchange`."""
 
     def exchange(
         self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]

@@ -19,7 +19,7 @@ import pytest
 from sp_bench.errors import RequestError
 from sp_bench.hosts import namespaces
 from sp_bench.hosts.inside import SLICE_NS, interface_bytes
-from sp_bench.hosts.shaped import FIRST_ADDRESS, ShapedHosts
+from sp_bench.hosts.shaped import FIRST_ADDRESS, IPV4, ShapedHosts
 from sp_bench.measure.pool import RankPool
 from tests.hosts import jobs
 from tests.hosts.conftest import BURST_BYTES, LINK_BYTES_PER_S, described
@@ -133,6 +133,17 @@ def test_a_link_carries_no_more_than_its_rate(bytes_per_s: float) -> None:
         for seconds, *counted in pool.run(jobs.exchange, PAYLOAD_BYTES):
             assert seconds >= least_s(PAYLOAD_BYTES, bytes_per_s)
             assert all(PAYLOAD_BYTES <= count <= 1.1 * PAYLOAD_BYTES for count in counted)
+
+
+def test_tcp_takes_no_delay_for_a_loss(pair: ShapedHosts) -> None:
+    """On hosts, and nowhere else."""
+
+    def settings() -> list[str]:
+        return [Path("/proc/sys/net/ipv4", name).read_text().split()[-1] for name in IPV4]
+
+    before = settings()
+    assert namespaces.call_inside(pair.place_of(0), settings) == [value.split()[-1] for value in IPV4.values()]
+    assert settings() == before != list(IPV4.values())
 
 
 def test_ranks_of_a_host_talk_past_its_link() -> None:

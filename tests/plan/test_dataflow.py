@@ -91,6 +91,28 @@ def test_waits_order_every_conflict(planned: Planned) -> None:
 
 
 @given(plans())
+def test_room_is_all_that_a_receive_has_to_wait_for(planned: Planned) -> None:
+    """Whoever uses what a transfer receives over has ended; what it sends need not be there yet."""
+    plan = planned.plan
+    flow = dataflow(plan)
+    before = implied_order(plan, flow)
+    latest: dict[str, int] = {}
+    for index, op in plan:
+        waits = dict(flow.waits[index])
+        assert all(other <= waits[stream] for stream, other in flow.room[index])
+        direct = [other for _, other in flow.room[index]] + ([latest[op.stream]] if op.stream in latest else [])
+        latest[op.stream] = index
+        ended = 0
+        for other in direct:
+            ended |= before[other] | 1 << other
+        earlier = [i for i in range(index) if {*op.writes} & {*plan.ops[i].reads, *plan.ops[i].writes}]
+        if index in flow.slots:
+            shared = [i for i, slot in flow.slots.items() if i < index and slot == flow.slots[index]]
+            earlier += [user for i in shared for user in stay(plan, i)]
+        assert all(ended >> i & 1 for i in earlier), f"operation {index} would overwrite what is still used"
+
+
+@given(plans())
 def test_slots_are_never_shared_by_chunks_alive_at_once(planned: Planned) -> None:
     plan = planned.plan
     flow = dataflow(plan)
@@ -252,13 +274,16 @@ def test_a_chunk_received_again_waits_for_its_readers() -> None:
     flow = dataflow(tiny(hop, Attend(q, kv.at(1), o), hop))
     assert flow.slots[0] == flow.slots[2]
     assert flow.waits == ((), (("kv", 0),), (("blocks", 1),))
+    assert flow.room[2] == flow.waits[2]
 
 
 def test_a_write_waits_for_whoever_still_reads() -> None:
     """The block may not add to O#0 while it is being sent."""
     q, kv, o = chunks()
     block, hop = Attend(q, kv, o), Pass("o", o, o.arriving(), Group(1, 3), shift=0)
-    assert dataflow(tiny(block, hop, block)).waits == ((), (("blocks", 0),), (("o", 1),))
+    flow = dataflow(tiny(block, hop, block))
+    assert flow.waits == ((), (("blocks", 0),), (("o", 1),))
+    assert flow.room[1] == (), "there is room for what comes, whatever the block does"
 
 
 def test_errors_name_the_operation() -> None:
