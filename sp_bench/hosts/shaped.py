@@ -43,14 +43,15 @@ QUEUE_BYTES = 2**26
 IPV4 = {
     "tcp_congestion_control": "reno",  # in every kernel, and nothing is lost that it could react to
     "tcp_slow_start_after_idle": "0",  # ranks are silent between messages
-    # Two cores may hand packets over in another order, and they may wait long in a queue: neither is a loss.
+    # Cores may hand packets over in another order, and packets may wait long in a queue: that is seldom to be taken for
+    # a loss. (What tcp_recovery=0 went back to is gone from the newest kernels.)
     "tcp_reordering": "300",
     "tcp_recovery": "0",
     "tcp_early_retrans": "0",
     "tcp_rmem": "4096 1048576 1048576",
     "tcp_wmem": "4096 1048576 1048576",
 }
-"""Windows that are open from the start and hold several times what is under way on a fast link, and stay open."""
+"""Windows that are open from the start and hold several times what is under way on a fast link."""
 FIRST_ADDRESS = ipaddress.IPv4Address("10.0.0.1")
 SHAPED_BYTES_PER_S = (1e4, 1e11)
 """What tbf can count in its units of time."""

@@ -23,7 +23,7 @@ from sp_bench.run.devices import Clock, Device, HostClock
 Perform = Callable[[int, Op], None]
 """Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
 Prepare = Callable[[int, Op], None]
-"""Does what a lane can do of operation `index` as soon as there is room for what it receives."""
+"""Does what a lane can do of operation `index` once there is room for what it receives."""
 
 
 class Aborted(RuntimeError):
@@ -42,7 +42,7 @@ class Streams(ABC):
     def run(self, perform: Perform, prepare: Prepare) -> None:
         """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised.
 
-        Lanes that wait themselves prepare what they can meanwhile.
+        Lanes with threads of their own prepare an operation where there is room for it before all else is there.
         """
 
     @abstractmethod
@@ -144,8 +144,6 @@ class Progress:
 
     def wait(self, waits: tuple[tuple[str, int], ...]) -> None:
         """Return when every (stream, index) has ended. Raises Aborted if another stream failed."""
-        if not waits:
-            return
         with self._changed:
             self._changed.wait_for(lambda: self.cause or self._reached(waits))
             if self.cause:

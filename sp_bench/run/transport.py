@@ -66,10 +66,11 @@ class Transport(ABC):
 class GlooTransport(Transport):
     """Between CPUs, by one message of torch.distributed for each tensor."""
 
-    _expected: dict[int, list[dist.Work]] = field(default_factory=dict)
-    """By lane, receives that were posted ahead."""
+    _expected: dict[int, list[dist.Work]] = field(init=False, repr=False, default_factory=dict)
+    """By lane, receives that were posted ahead. Of a failed execution they stay: what is late may still come."""
 
     def expect(self, lane: int, receives: Sequence[Message]) -> None:
+        assert lane not in self._expected, "a lane's transfers come one after the other"
         self._expected[lane] = self._receive(lane, receives)
 
     def exchange(

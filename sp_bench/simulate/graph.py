@@ -308,7 +308,11 @@ class _Builder:
         return self.device.cast_s(self.problem, tensor, wire=True)
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
-        """A flow from each rank for each message. It starts when both its ends have posted: their waits are over."""
+        """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
+
+        On CPUs some receives are posted before (run.lanes), which is not in here. It makes no difference where ranks
+        are alike, since the sender is the later one; elsewhere a flow may start too late.
+        """
         before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
         staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []

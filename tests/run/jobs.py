@@ -21,6 +21,7 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Method, Problem, layout_named
 from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.transport import GlooTransport
 from tests.ranks import group_of
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
@@ -238,6 +239,31 @@ def round_trip(cases: Sequence[Case]) -> dict[Case, tuple[list[int], bool, bool]
         back = attention.unshard(local.requires_grad_())
         found[case] = (positions.tolist(), torch.equal(local, full[:, positions]), torch.equal(back, full))
     return found
+
+
+class Counting(GlooTransport):
+    """Between CPUs; counts the receives that are posted."""
+
+    posted = 0
+
+    def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        self.posted += 1
+        return super().receive(lane, source, tensors)
+
+
+def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
+    """What comes from the rank before, first where all receives were posted ahead, then as usual; receives posted."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    transport, found = Counting(dist.group.WORLD), []
+    source, target = (rank - 1) % n, (rank + 1) % n
+    for value, ahead in ((100.0, True), (200.0, False)):
+        sent, into = torch.full((tokens,), value + rank), torch.zeros(tokens)
+        if ahead:
+            transport.expect(1, [(source, [into])])
+            dist.barrier()
+        transport.exchange(1, [(source, [into])], [(target, [sent])], [("kv", "kv", "k")])
+        found.append(into.unique().tolist())
+    return found, transport.posted
 
 
 def _strided(x: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from sp_bench.plan import COMPUTE_BOUND, Mask
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, Key, Message
 from tests.problems import splittable_problem
+from tests.ranks import WORLD, Ranks
+from tests.run import jobs
 
 PATIENCE_S = 20.0
 
@@ -64,9 +66,17 @@ def test_a_partial_is_received_before_the_one_to_be_sent_is_computed(
     _, saved = engine.forward(q, k, v)
     if phase == "backward":
         transport.ahead.clear()
+        transport.matched.clear()
         monkeypatch.setattr(kernel, phase, patient)
         engine.backward(dout, saved)
     engine.close()
     assert posted == [True] * 4
     assert transport.matched and all(transport.matched), "into the buffers of the transfer itself, from its source"
     assert transport.expected == {}, "each was used"
+
+
+def test_gloo_receives_what_was_expected(ranks: Ranks) -> None:
+    """Once, in the buffer that was posted; and the next message of the lane is the next one."""
+    for rank, found in enumerate(ranks.run(jobs.receive_ahead, 1000)):
+        source = (rank - 1) % WORLD
+        assert found == ([[100.0 + source], [200.0 + source]], 2)
