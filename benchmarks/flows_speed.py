@@ -51,6 +51,7 @@ def exchange_steps(
         dep_start=np.concatenate([[0], np.cumsum(dep_count)]),
         dep_tasks=deps.ravel(),
         rate_cap=np.full(2 * send.size, np.inf),
+        weight=np.ones(2 * send.size),
         link_bytes_per_s=np.full(2 * links, LINK_BYTES_PER_S),
     )
 

@@ -18,11 +18,10 @@ from rich.progress import Progress
 from sp_bench import markdown, records
 from sp_bench.bench import Request, resolve, run_points, work_of
 from sp_bench.bench.choose import choose
-from sp_bench.calibrating.speed import at_speed, machine_speed
+from sp_bench.calibrating.speed import at_speed, speed_of
 from sp_bench.cli.arguments import config_dir, run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
-from sp_bench.measure.pool import RankFailure
 from sp_bench.records import Record
 from sp_bench.simulate import Cluster, simulate
 
@@ -123,10 +122,10 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
         print(f"left out: {error}", file=sys.stderr)
     console, rows, done = Console(), [], 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("points", total=sum(map(work_of, groups.values())))
+        task = progress.add_task("points", total=sum(work_of(_with_parts(group)) for group in groups.values()))
         for requests in groups.values():
             rows += _rows(requests, out, lambda steps: progress.advance(task, steps))
-            done += work_of(requests)
+            done += work_of(_with_parts(requests))
             progress.update(task, completed=done)
     return pd.DataFrame(rows)
 
@@ -138,16 +137,15 @@ def _but_its_method(request: Request) -> str:
 
 
 def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Points that differ in their methods, with the speed of the cores before and after, and simulated."""
+    """Points that differ in their methods, measured and simulated, with the speed of the cores at that time."""
     run, speeds = partial(run_points, folder=out / "records"), _Speeds(out / "speeds.json")
     # A record without its speed was cut off from it: it is of another time than any speed that could be had now.
     new = [request for request in requests if request.run_id not in speeds.known]
-    before = _speed(new[0]) if new else None
-    found = run(new, reuse=False, progress=progress)
-    after = _speed(new[0]) if new else None
-    if before and after:
+    found = run(_with_parts(new), reuse=False, progress=progress)
+    if found:
+        speed = _speed(_with_parts(new)[0], found.pop(0).record)
         ok = [outcome.record for outcome in found if outcome.record.status == "ok"]
-        speeds.add({record.run_id: (before + after) / 2 for record in ok})
+        speeds.add({record.run_id: speed for record in ok} if speed else {})
     found += run([request for request in requests if request not in new], reuse=True)
     measured = {outcome.record.run_id: outcome.record for outcome in found}
     simulated = run([resolve({**request.config, "mode": "simulate", "trace": 0}) for request in requests], reuse=True)
@@ -160,15 +158,19 @@ def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None
     return rows
 
 
-def _speed(request: Request) -> float | None:
-    """Of the cores that ranks share just now (calibrating.speed); None, and said, where the ranks fail."""
+def _with_parts(requests: Sequence[Request]) -> list[Request]:
+    """The first one once more before them all, so that its blocks are timed without transfers in turn with them."""
+    return [resolve({**request.config, "parts": True}) for request in requests[:1]] + [*requests]
+
+
+def _speed(request: Request, record: Record) -> float | None:
+    """Of the cores that ranks share (calibrating.speed); None, and said, where it is not known."""
     if request.devices.kind != "cpu":
         return 1.0
-    try:
-        return machine_speed(request)
-    except RankFailure as failure:
-        print(f"the speed of the cores is not known, and taken to be as calibrated: {failure}", file=sys.stderr)
-        return None
+    speed = speed_of(request, record)
+    if speed is None:
+        print(f"the speed of the cores is not known, and taken to be as calibrated: {record.error}", file=sys.stderr)
+    return speed
 
 
 def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
@@ -264,9 +266,10 @@ def _report(found: pd.DataFrame, done: pd.DataFrame) -> str:
         verdict += f"\nNot: {', '.join(wrong)}." if wrong else ""
         as_calibrated = done["step_error_as_calibrated"].abs()
         speeds = (
-            "Before and after the points of a setting its blocks were counted on all ranks at once, without transfers: "
-            f"{done['speed'].min():.2f} to {done['speed'].max():.2f} times as many as the cluster's figures say. That "
-            "has in it what else the machine does, and how well the figures meet blocks of this size on so many ranks. "
+            "In turn with the points of a setting, the blocks and folds of its first one ran on all ranks without "
+            f"transfers: {done['speed'].min():.2f} to {done['speed'].max():.2f} times as fast as the cluster's figures "
+            "say. That has in it what else the machine does, and how well the figures meet blocks of this size on so "
+            "many ranks. "
             "Simulated cores are as fast. As the figures say, the errors of steps would be: median "
             f"{as_calibrated.median():.1%}, 90th percentile {np.percentile(as_calibrated, 90):.1%}."
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import mean, variance
 
 import torch.distributed as dist
 
 from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s, messages_lasting
-from sp_bench.calibrating.setting import Exchanges, Setting
+from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges, Samples, Setting
 from sp_bench.measure.pool import report
 from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
@@ -46,15 +47,15 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             kept.beside_s.setdefault(size, []).append(beside_s)
             if longest:
                 kept.beside_blocks_per_s.append(len(blocks_s) / sum(blocks_s) if blocks_s else 0.0)
+                kept.beside_spread += spread(blocks_s)
     return found
 
 
-def count_blocks(setting: Setting) -> float:
-    """How many of the smallest blocks a second this rank gets done while every rank computes."""
-    block_s = block_clock(setting, min(setting.sizes))
-    block_s()
-    dist.barrier()
-    return _per_s(block_s, setting.crowd_s)
+def spread(blocks_s: Samples) -> Samples:
+    """[variance over the mean's square] of the time of SPREAD_BLOCKS in a row; [] of fewer than three such times."""
+    rows = len(blocks_s) // SPREAD_BLOCKS
+    times_s = [sum(blocks_s[SPREAD_BLOCKS * row :][:SPREAD_BLOCKS]) for row in range(rows)]
+    return [variance(times_s) / mean(times_s) ** 2] if rows >= 3 else []
 
 
 def _per_s(call: Callable[[], object], seconds: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sp_bench.calibrating.cluster_file import rounded, scaled
-from sp_bench.calibrating.setting import Exchanges
+from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
 from sp_bench.simulate.hosts import Hosts
 
@@ -62,8 +62,12 @@ def with_hosts(
     crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
     taken = [_taken(ranks, hosts) for ranks in shaped.values()]
     link_cores, byte_core_s = cores_of_links(taken)
+    spreads = [spread for ranks in shaped.values() for rank in ranks for spread in rank.beside_spread]
+    row_s = SPREAD_BLOCKS / float(np.median(at[0].alone_blocks_per_s))
+    turn_s = float(np.median(spreads)) * row_s if spreads and len(at) > cores_here() else 0.0
     measured = replace(
         hosts,
+        turn_s=rounded(turn_s),
         byte_core_s=rounded(byte_core_s),
         link_cores=rounded(link_cores),
         payload_share=rounded(idle.payload_share),
@@ -82,6 +86,8 @@ def with_hosts(
         "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all of them send, "
         f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
         + (", too few where cores were idle" if len(at) < cores_here() else ""),
+        "hosts.turn_s": f"how much the time of {SPREAD_BLOCKS} such blocks in a row spreads beside these messages: "
+        f"median of {len(spreads)} variances over the mean time's square, times the {row_s:.2g} s of a core in them",
     }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
     kept_sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}

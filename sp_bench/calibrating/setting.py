@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+SPREAD_BLOCKS = 4
+"""So many blocks in a row tell how evenly ranks get the cores: one may fit between two turns."""
+
 Samples = list[float]
 """Seconds, or what is done a second, one for each repetition."""
 
@@ -90,3 +93,5 @@ class Exchanges:
     """The same on every rank, without transfers."""
     beside_blocks_per_s: Samples = field(default_factory=list)
     """The same beside the longest messages."""
+    beside_spread: Samples = field(default_factory=list)
+    """The variance of the time of SPREAD_BLOCKS of them in a row, over its mean's square; none where they are few."""

@@ -48,6 +48,8 @@ IPV4 = {
     "tcp_reordering": "300",
     "tcp_recovery": "0",
     "tcp_early_retrans": "0",
+    # What a message has in the link's queue stands in the way of others, and of the word that a receive is posted.
+    "tcp_limit_output_bytes": "131072",
     "tcp_rmem": "4096 1048576 1048576",
     "tcp_wmem": "4096 1048576 1048576",
 }

@@ -36,7 +36,17 @@ from sp_bench.plan.patterns import (
     return_home,
 )
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_partial
-from sp_bench.plan.transfers import Buffer, Stage, by_heads, messages, part_sent, peers, piece_shape, stages
+from sp_bench.plan.transfers import (
+    Buffer,
+    Stage,
+    by_heads,
+    messages,
+    packed_bytes,
+    part_sent,
+    peers,
+    piece_shape,
+    stages,
+)
 
 __all__ = [
     "BLOCKS",
@@ -90,6 +100,7 @@ __all__ = [
     "line_of",
     "messages",
     "outer",
+    "packed_bytes",
     "part_sent",
     "peers",
     "piece_shape",

@@ -76,6 +76,25 @@ def piece_bytes(problem: Problem, field: Field) -> int:
     return problem.field_bytes(field, wire=True) // problem.layout.shared
 
 
+def goes_in_place(op: AllToAll, problem: Problem) -> bool:
+    """Whether pieces go from or to where they lie in the chunk by heads: one after the other, and held as they travel.
+
+    At the other end, where a chunk has all heads of a token together, pieces are always put together or taken apart.
+    """
+    chunk = op.recv if op.to_heads else op.send
+    both = zip(FIELDS[chunk.tensor], by_heads(op), strict=False)  # a partial's statistics stay
+    as_held = all(problem.field_dtype(f, wire=False) == problem.field_dtype(g, wire=True) for f, g in both)
+    return as_held and problem.batch == 1
+
+
+def packed_bytes(op: AllToAll, problem: Problem) -> tuple[int, int]:
+    """What a rank copies before it sends, and once all has come. Its own piece doesn't travel."""
+    whole = sum(problem.field_bytes(field, wire=True) for field in by_heads(op))
+    own = whole // op.group.size
+    in_place = goes_in_place(op, problem)
+    return 0 if in_place and not op.to_heads else whole - own, own if in_place and op.to_heads else whole
+
+
 class Stage(NamedTuple):
     """A buffer in which a lane puts together what it sends, or in which it takes apart what it received."""
 
@@ -98,8 +117,10 @@ def stages(plan: Plan, problem: Problem) -> dict[Stage, tuple[Buffer, ...]]:
                 ((op.group.size, *piece_shape(problem, field)), problem.field_dtype(field, wire=True))
                 for field in by_heads(op)
             )
-            found[Stage(op.lane, op.send.tensor, "send")] = pieces
-            found[Stage(op.lane, op.send.tensor, "recv")] = pieces
+            by_tokens, other = ("send", "recv") if op.to_heads else ("recv", "send")
+            found[Stage(op.lane, op.send.tensor, by_tokens)] = pieces
+            if not goes_in_place(op, problem):
+                found[Stage(op.lane, op.send.tensor, other)] = pieces
         elif isinstance(op, Pass) and op.send and (op.against or problem.needs_cast(op.send.tensor)):
             found[Stage(op.lane, op.send.tensor, "pass")] = wire_form(problem, op.send.tensor)
     return found

@@ -12,7 +12,6 @@ from sp_bench.plan import (
     AllToAll,
     Chunk,
     Dataflow,
-    Field,
     Op,
     Part,
     Pass,
@@ -113,34 +112,42 @@ class Lanes:
 
     def _all_to_all(self, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
         """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
-        sent, received = (self._staging[Stage(op.lane, op.send.tensor, use)] for use in ("send", "recv"))
+        sent, received = (self._staging.get(Stage(op.lane, op.send.tensor, use)) for use in ("send", "recv"))
         own, held = int(op.group.position(self._rank)), self._held(op.send, holdings)[: len(into)]
-        for field, pieces, tensor in zip(by_heads(op), sent, held, strict=True):
+        mine = self._pieces(op, held, of_tokens=not op.to_heads)
+        places = self._pieces(op, into, of_tokens=op.to_heads)
+        for staged, pieces in zip(sent or (), mine, strict=False):
             for member, piece in enumerate(pieces):
                 if member != own:
-                    piece.copy_(self._piece(op, field, tensor, member, of_tokens=not op.to_heads))
-        others = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
-        receives = [(rank, [x[int(op.group.position(rank))] for x in received]) for rank in others]
-        sends = [(rank, [x[int(op.group.position(rank))] for x in sent]) for rank in others]
+                    staged[member].copy_(piece)
+        outgoing, incoming = sent or mine, received or places
+        ranks = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
+        others = [(rank, int(op.group.position(rank))) for rank in ranks]
+        receives = [(rank, [pieces[member] for pieces in incoming]) for rank, member in others]
+        sends = [(rank, [pieces[member] for pieces in outgoing]) for rank, member in others]
         self._transport.exchange(self._ids[op.lane], receives, sends, self._counted_as(op))
-        for field, pieces, source, tensor in zip(by_heads(op), received, held, into, strict=True):
+        for field, tensor, ours, theirs, there in zip(by_heads(op), into, mine, incoming, places, strict=True):
             # What several ranks computed with one key head is added up.
             several = not op.to_heads and self._problem.field_heads(field) * op.group.size > tensor.shape[2]
             if several:
                 tensor.zero_()
-            for member, theirs in enumerate(pieces):
+            for member, place in enumerate(there):
                 # The rank's own piece doesn't travel, and is spared the rounding of the wire.
-                piece = theirs if member != own else self._piece(op, field, source, own, of_tokens=not op.to_heads)
-                place = self._piece(op, field, tensor, member, of_tokens=op.to_heads)
-                place.add_(piece) if several else place.copy_(piece)
+                piece = theirs[member] if member != own else ours[own]
+                if piece is not place:
+                    place.add_(piece) if several else place.copy_(piece)
 
-    def _piece(self, op: AllToAll, field: Field, tensor: Tensor, member: int, *, of_tokens: bool) -> Tensor:
-        """A member's tokens of a chunk by heads, or a member's heads of a chunk by tokens."""
+    def _pieces(self, op: AllToAll, tensors: Tensors, *, of_tokens: bool) -> list[list[Tensor]]:
+        """By field, each member's tokens of a chunk by heads, or each member's heads of a chunk by tokens."""
+        tokens, members = self._problem.local_seqlen, range(op.group.size)
         if of_tokens:
-            tokens = self._problem.local_seqlen
-            return tensor[:, member * tokens : (member + 1) * tokens]
-        heads, first = self._problem.field_heads(field), member * tensor.shape[2] // op.group.size
-        return tensor[:, :, first : first + heads]
+            return [[x[:, member * tokens : (member + 1) * tokens] for member in members] for x in tensors]
+        found = []
+        for field, x in zip(by_heads(op), tensors, strict=True):
+            heads = self._problem.field_heads(field)
+            firsts = [member * x.shape[2] // op.group.size for member in members]
+            found.append([x[:, :, first : first + heads] for first in firsts])
+        return found
 
     def _outgoing(self, op: Pass, holdings: Holdings) -> Tensors:
         """What a rank sends, in its wire form: the chunk itself, or rows of it or a cast of it, in a staging buffer."""

@@ -20,6 +20,8 @@ from sp_bench.simulate.values import count, section
 
 NETWORK_KEYS = ("gpus_per_node", "intra", "inter", "fabric", "placement")
 """The keys of a conf/cluster file that describe its network (topology.py)."""
+MOST_IN_TURNS = 64
+"""Ranks whose turns on shared cores are simulated: none are alike then, and each block is a matter of all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,11 @@ class Cluster:
         """The cores that the ranks share, with transfers too; None where each has a device or a core of its own."""
         shared = self.cores and (ranks > self.cores or (self.hosts and self.hosts.core_s_per_byte))
         return self.cores if shared else None
+
+    def turn_s(self, ranks: int) -> float:
+        """The turns in which ranks get the cores that they crowd; 0 where each has its own, or too many to simulate."""
+        crowded = self.hosts and self.cores and self.cores < ranks <= MOST_IN_TURNS
+        return self.hosts.turn_s if self.hosts and crowded else 0.0
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
         """What ranks need at least for the work that each has, alone on a core or device: (n,)."""

@@ -2,9 +2,9 @@
 
 The model is fluid. A transfer is a flow: `delay_s` after its predecessors are done it joins every link of its path,
 and from then on it drains at a rate which changes only when some flow joins or leaves. Rates are max-min fair: all
-flows rise together until a link is full or a flow meets its own cap, those flows stop there, and the others rise on
-(progressive filling). A flow may load a link with more or less than its rate, as often as its path lists it. A
-full-duplex cable is two links.
+flows rise together, each by its weight, until a link is full or a flow meets its own cap, those flows stop there, and
+the others rise on (progressive filling). A flow may load a link with more or less than its rate, as often as its path
+lists it. A full-duplex cable is two links.
 
 Within that model the answer is exact up to floating point. It stands for a real network as far as the transport
 shares links evenly and reaches its share in a time that is short beside the flows: packets, queues, incast losses and
@@ -59,20 +59,23 @@ class TaskGraph:
     """Task t waits for the tasks dep_tasks[dep_start[t]:dep_start[t+1]]; duplicates do no harm."""
     rate_cap: Floats
     """[T] Most bytes per second that this one flow may take; inf for no cap."""
+    weight: Floats
+    """[T] Positive and finite: where links are shared, a flow rises so many times as fast as one of weight 1."""
     link_bytes_per_s: Floats
     """[L] Positive and finite."""
 
     def __post_init__(self) -> None:
-        for name in ("delay_s", "flow_bytes", "path_loads", "rate_cap", "link_bytes_per_s"):
+        for name in ("delay_s", "flow_bytes", "path_loads", "rate_cap", "link_bytes_per_s", "weight"):
             object.__setattr__(self, name, _as_array(name, getattr(self, name), np.float64))
         tasks = self.delay_s.size
-        for name in ("flow_bytes", "rate_cap"):
+        for name in ("flow_bytes", "rate_cap", "weight"):
             _check_size(name, getattr(self, name), tasks)
 
         non_negative, positive = "must be finite and not negative", "must be finite and positive"
         _check_all("delay_s", self.delay_s, np.isfinite(self.delay_s) & (self.delay_s >= 0), non_negative)
         _check_all("flow_bytes", self.flow_bytes, np.isfinite(self.flow_bytes) & (self.flow_bytes >= 0), non_negative)
         _check_all("rate_cap", self.rate_cap, self.rate_cap > 0, "must be positive (inf for no cap)")
+        _check_all("weight", self.weight, np.isfinite(self.weight) & (self.weight > 0), positive)
         rates = self.link_bytes_per_s
         _check_all("link_bytes_per_s", rates, np.isfinite(rates) & (rates > 0), positive)
 
@@ -169,14 +172,16 @@ def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
     tasks, links, hops = graph.delay_s.size, graph.link_bytes_per_s.size, graph.path_links.size
     by_task = np.arange(tasks)
     dep_count = np.diff(graph.dep_start)
+    # A flow of weight w is one of weight 1 that has 1/w of the bytes, each of which loads links w times.
+    by_hop = np.repeat(graph.weight, np.diff(graph.path_start))
     successors = np.repeat(by_task, dep_count)[np.argsort(graph.dep_tasks, kind="stable")]
     constants = kernel.Graph(
         delay_s=graph.delay_s,
-        flow_bytes=graph.flow_bytes,
-        rate_cap=graph.rate_cap,
+        flow_bytes=graph.flow_bytes / graph.weight,
+        rate_cap=graph.rate_cap / graph.weight,
         path_start=graph.path_start,
         path_links=graph.path_links,
-        hop_load=graph.path_loads,
+        hop_load=graph.path_loads * by_hop,
         hop_task=np.repeat(by_task, np.diff(graph.path_start)),
         next_start=_starts(graph.dep_tasks, tasks),
         next_tasks=successors,

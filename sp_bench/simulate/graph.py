@@ -30,10 +30,10 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Transfer,
-    by_heads,
     dataflow,
     is_partial,
     messages,
+    packed_bytes,
     peers,
 )
 from sp_bench.simulate.cluster import Cluster
@@ -132,6 +132,7 @@ class _Rows:
     sizes: list[np.ndarray] = field(default_factory=list)
     paths: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     caps: list[np.ndarray] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
     deps: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -145,8 +146,9 @@ class _Rows:
         deps: Sequence[np.ndarray],
         flow_bytes: np.ndarray | float = 0.0,
         path: Path | None = None,
+        weight: np.ndarray | float = 1.0,
     ) -> np.ndarray:
-        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,) and what they cross.
+        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,), what they cross, weights (n,).
 
         Returns its tasks by rank: (n,).
         """
@@ -155,6 +157,7 @@ class _Rows:
         self.sizes.append(sizes)
         self.paths.append((path.links, path.loads * (sizes[:, None] > 0)) if path else self.none)
         self.caps.append(path.rate_cap if path else self.uncapped)
+        self.weights.append(np.broadcast_to(np.asarray(weight, float), n))
         self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
         return (len(self.delays) - 1) * n + np.arange(n)
 
@@ -171,6 +174,7 @@ class _Rows:
             dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
             dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
             rate_cap=np.concatenate(self.caps),
+            weight=np.concatenate(self.weights),
             link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else []),
         )
 
@@ -201,6 +205,25 @@ class _Noise:
         return np.exp(self.generator.normal(-self.variance / 2, math.sqrt(self.variance), size))
 
 
+class _Turns:
+    """Shares of crowded cores that differ from block to block, since Linux hands cores over in turns.
+
+    A block of w seconds has w / turn_s of them: what it gets of the cores has a relative standard deviation of
+    sqrt(turn_s / w). All of them together get the same.
+    """
+
+    def __init__(self, turn_s: float, seed: int) -> None:
+        self.turn_s = turn_s
+        self.generator = np.random.default_rng([seed, 1])
+
+    def __call__(self, work_s: np.ndarray) -> np.ndarray | float:
+        """Weights around 1, log-normal, of blocks with so much work each."""
+        if not self.turn_s:
+            return 1.0
+        variance = np.log1p(self.turn_s / np.maximum(work_s, self.turn_s))
+        return np.exp(np.sqrt(variance) * self.generator.standard_normal(work_s.size) - variance / 2)
+
+
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.device = plan, problem, cluster.device
@@ -210,11 +233,13 @@ class _Builder:
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
-        noisy = cluster.stragglers.jitter > 0
+        turn_s = cluster.turn_s(problem.n)
+        noisy = cluster.stragglers.jitter > 0 or turn_s > 0
         moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
         for op in plan.ops if moves else ():
             moves = that_leave(moves, self._costs(op))
         self.noise = _Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
+        self.turns = _Turns(turn_s, cluster.stragglers.seed)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
         self.slow = slow[self.ranks]
@@ -276,7 +301,7 @@ class _Builder:
         seconds *= self.slow * self.noise(self.ranks.size)
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
-            return [self.rows.add(0.0, deps, CORE_WORK_PER_S * seconds, self._on_cores)]
+            return [self.rows.add(0.0, deps, CORE_WORK_PER_S * seconds, self._on_cores, self.turns(seconds))]
         return [self.rows.add(seconds, deps)]
 
     @cached_property
@@ -324,14 +349,14 @@ class _Builder:
             tasks.append(self.rows.add(delay_s, deps, sum(sizes.values()), path))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
-            return [self.rows.add(staged_s, [*before, *tasks, *arrived])]
+            unpacked_s = self.device.copy_s(packed_bytes(op, self.problem)[1])
+            return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
     def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
-            packed = sum(self.problem.field_bytes(field, wire=True) for field in by_heads(op))
-            return self.device.copy_s(packed)
+            return self.device.copy_s(packed_bytes(op, self.problem)[0])
         cast_s = self.cast_s(op.carries)
         if not isinstance(op.group, Exchange):
             return cast_s

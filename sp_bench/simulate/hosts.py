@@ -18,6 +18,7 @@ OPTIONAL = (
     "flow_bytes_per_s",
     "byte_core_s",
     "link_cores",
+    "turn_s",
     "transfers_first",
 )
 
@@ -50,6 +51,9 @@ class Hosts:
     """Seconds of a core that a byte to another host takes from blocks, sending and receiving it."""
     link_cores: float = 0.0
     """Cores that a link takes from them in addition while its host sends at the link's rate, whatever that is."""
+    turn_s: float = 0.0
+    """Where ranks share cores, these are handed over in turns of about so long: the share that a block
+    of w seconds gets has a relative standard deviation of sqrt(turn_s / w)."""
     transfers_first: bool = True
     """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none. Simulated
     ones always do."""
@@ -99,4 +103,4 @@ def _value(path: str, key: str, value: Any) -> Any:
         return value
     if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
         return count(path, value)
-    return number(path, value, zero=key.endswith("latency_s") or key in ("byte_core_s", "link_cores"))
+    return number(path, value, zero=key.endswith("latency_s") or key in ("byte_core_s", "link_cores", "turn_s"))

@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from sp_bench.calibrate import CLUSTERS, main
+from sp_bench.calibrating import hosts_file
 from sp_bench.calibrating.cluster_file import cluster_config
+from sp_bench.calibrating.exchanges import spread
 from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, cores_of_links, fit, link_rates, with_hosts
-from sp_bench.calibrating.setting import Exchanges
+from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
 from sp_bench.simulate import Cluster
 from sp_bench.simulate.hosts import Hosts
@@ -43,6 +45,7 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
                 alone_blocks_per_s=[10.0 * CROWDING / CORES] * 3,
                 crowded_blocks_per_s=[factor * x / 1.5 for x in (20.0, 10.0, 1.0)],
                 beside_blocks_per_s=[factor * x / 1.5 * kept for x in (20.0, 10.0, 1.0)],
+                beside_spread=[factor * x for x in (0.01, 0.02, 0.5)],
             )
             for factor in (0.5, 1.0)
         ]
@@ -72,6 +75,24 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
     for figure in ("payload_share", "latency_s"):
         assert "met within 0%" in config["sources"][f"hosts.{figure}"]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row of blocks with w seconds of work, the relative variance is turn_s / w; cores of one's own have none."""
+    monkeypatch.setattr(hosts_file, "cores_here", lambda: cores)
+    seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
+    costs, links = samples()
+    config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
+    row_s = SPREAD_BLOCKS / (10.0 * CROWDING / CORES)
+    assert config["hosts"]["turn_s"] == pytest.approx(0.015 * row_s if cores == 1 else 0.0)
+
+
+def test_the_spread_of_blocks_is_that_of_several_in_a_row() -> None:
+    assert SPREAD_BLOCKS == 4
+    assert spread([1.0, 3.0] * 6) == [0.0]
+    assert spread([1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [9.0]) == pytest.approx([16 / 8**2])
+    assert spread([1.0] * 11) == []
 
 
 def test_what_links_take_of_cores_is_by_byte_and_by_link() -> None:
@@ -110,7 +131,7 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
     assert main(["cluster=shaped", "quick=true", "ranks=2", "head_dim=16", "heads=2", f"out={path}"]) == 0
     config = yaml.safe_load(path.read_text())
     cluster, shaped = Cluster.build(config), yaml.safe_load((CLUSTERS / "shaped.yaml").read_text())["hosts"]
-    measured = {"payload_share", "latency_s", "flow_bytes_per_s", "byte_core_s", "link_cores"}
+    measured = {"payload_share", "latency_s", "flow_bytes_per_s", "byte_core_s", "link_cores", "turn_s"}
     assert cluster.hosts and cluster.topology.gpus_per_node == shaped["ranks_per_host"]
     assert {k: v for k, v in config["hosts"].items() if k not in measured} == {
         k: v for k, v in shaped.items() if k not in measured

@@ -18,7 +18,7 @@ from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sharding import shard
 from sp_bench.run.transport import GlooTransport, HostTransport, Transport
 from tests.ranks import group_of
-from tests.run.jobs import Case, Difference, _difference, reference
+from tests.run.jobs import Case, Difference, _difference
 
 _lanes: dict[int, list[Any]] = {}
 
@@ -97,5 +97,5 @@ def run(
     q, k, v, dout = (shard(x, layout, rank, case.n).to(device) for x in case.inputs(seqlen))
     out, saved = engine.forward(q, k, v)
     results = (out, *engine.backward(dout, saved))
-    wanted = reference(seqlen, case.kv_heads, case.dtype, case.causal, case.heads)
+    wanted = case.reference(seqlen)
     return tuple(_difference(x.cpu(), shard(y, layout, rank, case.n)) for x, y in zip(results, wanted, strict=True))

@@ -46,12 +46,14 @@ class Case:
     kernel: str = "auto"
     tokens: int = 8
     """Tokens of each rank."""
+    batch: int = BATCH
     costs: CostProfile = COMPUTE_BOUND
 
     def __str__(self) -> str:
         shape = f"{self.tile[0]}x{self.tile[1]} " if self.tile else ""
         words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
         words += [f"heads={self.heads}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}"]
+        words += [f"batch={self.batch}"] if self.batch != BATCH else []
         words += [f"lanes={self.lanes}"] if self.lanes else []
         words += [f"{name}={value}" for name, value in self.options]
         words += [f"wire={self.wire_dtype}"] if self.wire_dtype else []
@@ -60,7 +62,11 @@ class Case:
         return " ".join(words)
 
     def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
-        return inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)
+        return Inputs(*(x[: self.batch] for x in inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)))
+
+    def reference(self, seqlen: int) -> Results:
+        whole = reference(seqlen, self.kv_heads, self.dtype, self.causal, self.heads)
+        return Results(*(x[: self.batch] for x in whole))
 
     @property
     def method_options(self) -> dict[str, object]:
@@ -80,7 +86,7 @@ class Case:
         whole = Problem(
             n=self.n,
             seqlen=self.n * self.tokens,
-            batch=BATCH,
+            batch=self.batch,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=HEAD_DIM,
@@ -165,7 +171,7 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
             continue
         seqlen, attention = case.n * case.tokens, case.attention(group)
         got = attend(attention, case.inputs(seqlen))
-        wanted = reference(seqlen, case.kv_heads, case.dtype, case.causal, case.heads)
+        wanted = case.reference(seqlen)
         found[case] = tuple(_difference(x, attention.shard(y)) for x, y in zip(got, wanted, strict=True))
     return found
 

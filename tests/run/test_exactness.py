@@ -83,7 +83,8 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
     """Everything on every layout, in every dtype on up to two ranks. On more, key heads and dtypes are rotated.
 
     With each number of key heads goes one dtype, another one for the next n. From n = 6, where cases take longest, the
-    two smaller numbers of key heads take turns over layouts and masks.
+    two smaller numbers of key heads take turns over layouts and masks. With one batch entry, an AllToAll receives in
+    place what it else takes apart.
     """
     cases = []
     for case in everything(n):
@@ -92,6 +93,7 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
         for i, layout in enumerate(REGISTRY[case.method].layouts):
             if n < 6 or place == 0 or (i + causal + place) % 2:
                 cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
+    cases += [replace(case, batch=1) for case in cases if case.method in ("ulysses", "usp")]
     trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
     return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
 

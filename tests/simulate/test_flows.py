@@ -34,6 +34,7 @@ class Task:
     cap: float = float("inf")
     loads: tuple[float, ...] = ()
     """As path; () for 1 each."""
+    weight: float = 1.0
 
     def load(self, link: int) -> Fraction:
         """What each byte takes of a link."""
@@ -51,12 +52,14 @@ def graph_of(tasks: Sequence[Task], link_bytes_per_s: Iterable[float]) -> TaskGr
         dep_start=np.cumsum([0] + [len(t.after) for t in tasks]),
         dep_tasks=np.array([other for t in tasks for other in t.after], np.int32),
         rate_cap=np.array([t.cap for t in tasks], float),
+        weight=np.array([t.weight for t in tasks], float),
         link_bytes_per_s=np.array(list(link_bytes_per_s), float),
     )
 
 
 def fair_rates(tasks: Sequence[Task], active: Sequence[int], link_rates: Sequence[Fraction]) -> dict[int, Fraction]:
-    """Textbook progressive filling: raise all unfrozen flows by the largest equal step, freeze, repeat."""
+    """Textbook progressive filling: raise unfrozen flows by the largest step, times their weights, freeze, repeat."""
+    weights = {flow: Fraction(tasks[flow].weight) for flow in active}
     rates = dict.fromkeys(active, Fraction(0))
     rising = set(active)
     while rising:
@@ -65,14 +68,14 @@ def fair_rates(tasks: Sequence[Task], active: Sequence[int], link_rates: Sequenc
         for flow in active:
             for link in set(tasks[flow].path):
                 spare[link] -= tasks[flow].load(link) * rates[flow]
-                crossings[link] += tasks[flow].load(link) * (flow in rising)
+                crossings[link] += tasks[flow].load(link) * weights[flow] * (flow in rising)
         capped = [flow for flow in rising if tasks[flow].cap != float("inf")]
         steps = [spare[link] / n for link, n in enumerate(crossings) if n]
-        steps += [Fraction(tasks[flow].cap) - rates[flow] for flow in capped]
+        steps += [(Fraction(tasks[flow].cap) - rates[flow]) / weights[flow] for flow in capped]
         step = min(steps)
         full = {link for link, n in enumerate(crossings) if n and spare[link] == n * step}
         for flow in rising:
-            rates[flow] += step
+            rates[flow] += step * weights[flow]
         rising -= {flow for flow in rising if full.intersection(tasks[flow].path)}
         rising -= {flow for flow in capped if rates[flow] == Fraction(tasks[flow].cap)}
     return rates
@@ -126,7 +129,8 @@ def random_dags(draw: st.DrawFn) -> tuple[list[Task], list[float]]:
         path = tuple(draw(st.lists(links, max_size=3)))
         cap = draw(speeds) if not path or draw(st.booleans()) else float("inf")
         loads = tuple(draw(speeds) for _ in path) if draw(st.booleans()) else ()
-        tasks.append(Task(draw(durations), draw(sizes), path, after, cap, loads))
+        weight = draw(speeds) if draw(st.booleans()) else 1.0
+        tasks.append(Task(draw(durations), draw(sizes), path, after, cap, loads, weight))
     # Ids in dependency order would hide a solver that relies on it.
     order = draw(st.permutations(range(len(tasks))))
     place = {old: new for new, old in enumerate(order)}
@@ -313,6 +317,7 @@ VALID: dict[str, Any] = dict(
     dep_start=[0, 0, 1],
     dep_tasks=[0],
     rate_cap=[np.inf, np.inf],
+    weight=[1.0, 1.0],
     link_bytes_per_s=[4.0],
 )
 
@@ -334,6 +339,9 @@ def test_lists_are_taken_as_arrays() -> None:
         (dict(flow_bytes=[0.0, 0.0]), r"flow_bytes\[1\] is 0.0: a task without bytes must have no path"),
         (dict(rate_cap=[np.inf, 0.0]), r"rate_cap\[1\] is 0.0: must be positive"),
         (dict(rate_cap=[np.inf, np.nan]), r"rate_cap\[1\] is nan"),
+        (dict(weight=[1.0, 0.0]), r"weight\[1\] is 0.0: must be finite and positive"),
+        (dict(weight=[1.0, np.inf]), r"weight\[1\] is inf: must be finite and positive"),
+        (dict(weight=[1.0]), "weight has 1 entries: must have 2"),
         (dict(path_start=[0, 0, 0], path_links=[], path_loads=[]), r"rate_cap\[1\] is inf: .* path needs a finite cap"),
         (dict(link_bytes_per_s=[-4.0]), r"link_bytes_per_s\[0\] is -4.0: must be finite and positive"),
         (dict(link_bytes_per_s=[0.0]), r"link_bytes_per_s\[0\] is 0.0"),
@@ -365,7 +373,7 @@ def test_the_python_engine_never_imports_numba() -> None:
     script = """
 import sys
 from sp_bench.simulate.flows import TaskGraph, solve
-names = "delay_s", "flow_bytes", "path_links", "path_loads", "dep_tasks", "rate_cap", "link_bytes_per_s"
+names = "delay_s", "flow_bytes", "path_links", "path_loads", "dep_tasks", "rate_cap", "weight", "link_bytes_per_s"
 empty = dict.fromkeys(names, [])
 solve(TaskGraph(**empty, path_start=[0], dep_start=[0]), "python")
 print("numba" in sys.modules)

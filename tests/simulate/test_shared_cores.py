@@ -10,6 +10,7 @@ import pytest
 from methods import build
 from sp_bench.plan import COMPUTE_BOUND
 from sp_bench.simulate import Cluster, Run, simulate
+from sp_bench.simulate.cluster import MOST_IN_TURNS
 from sp_bench.simulate.hosts import Hosts
 from sp_bench.simulate.stragglers import Stragglers
 from tests.simulate.test_simulate import block_s, cluster, problem
@@ -118,6 +119,55 @@ def test_messages_inside_a_host_take_nothing() -> None:
     free, _ = ring(2, on_hosts(1, 1e9, 0.0, per_host=2))
     costly, _ = ring(2, on_hosts(1, 1e9, 1e-6, per_host=2))
     assert costly.makespan_s == free.makespan_s
+
+
+def in_turns(cores: int, turn_s: float, seed: int = 0) -> Cluster:
+    """Hosts with slow links, whose ranks get the cores in such turns."""
+    where = on_hosts(cores, 1e6, 0.0)
+    assert where.hosts
+    return replace(where, hosts=replace(where.hosts, turn_s=turn_s), stragglers=replace(where.stragglers, seed=seed))
+
+
+def first_block(n: int, where: Cluster) -> tuple[np.ndarray, Run]:
+    """When each rank ends its first block, which all begin at once, (n,); the next ones come much later."""
+    found, _ = ring(n, where)
+    row = found.graph.rows_of(blocks=True)[0]
+    return found.finish_s.reshape(-1, found.graph.quotient.ranks.size)[row], found
+
+
+def test_blocks_that_begin_together_end_apart_where_cores_are_handed_over() -> None:
+    """The cores do the same work in the same time, until fewer ranks than cores have any left."""
+    n, cores = 8, 2
+    block = block_s(problem(n, tokens=TOKENS))
+    _, even = first_block(n, in_turns(cores, 0.0))
+    ends_s = []
+    for seed in range(8):
+        end_s, uneven = first_block(n, in_turns(cores, 0.1 * block, seed))
+        assert uneven.work_s == pytest.approx(even.work_s)
+        assert n * block / cores * (1 - 1e-9) <= end_s.max() <= 1.15 * n * block / cores
+        ends_s.append(end_s)
+    # Shares have a standard deviation of 0.32; what is left of longer ones goes faster when others are done.
+    assert 0.1 < np.std(ends_s) / (n * block / cores) < 0.32
+    np.testing.assert_array_equal(first_block(n, in_turns(cores, 0.1 * block, 7))[0], ends_s[7])
+    assert len({end_s.max() for end_s in ends_s}) > 1
+
+
+def test_longer_blocks_end_less_apart() -> None:
+    block = block_s(problem(8, tokens=TOKENS))
+    spreads = []
+    for turns in (10, 1000):
+        ends_s = [first_block(8, in_turns(2, block / turns, seed))[0] for seed in range(8)]
+        spreads.append(np.mean([end_s.std() / end_s.mean() for end_s in ends_s]))
+    assert spreads[1] == pytest.approx(spreads[0] / 10, rel=0.3)
+
+
+@pytest.mark.parametrize(("n", "cores"), [(4, 4), (4, 24), (2 * MOST_IN_TURNS, 2)])
+def test_nobody_waits_for_a_turn_on_cores_of_their_own_nor_where_ranks_are_too_many(n: int, cores: int) -> None:
+    block = block_s(problem(n, tokens=TOKENS))
+    even, _ = ring(n, in_turns(cores, 0.0))
+    uneven, _ = ring(n, in_turns(cores, block))
+    assert uneven.makespan_s == even.makespan_s
+    assert uneven.graph.quotient.ranks.size < n
 
 
 @pytest.mark.parametrize("name", ["ring", "mesh", "ulysses", "tokenring", "startrail"])

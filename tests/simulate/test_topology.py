@@ -271,6 +271,7 @@ def rates(c: Config, n: int, flows: list[tuple[int, int]]) -> list[float]:
         dep_start=np.zeros(len(flows) + 1, int),
         dep_tasks=np.zeros(0, int),
         rate_cap=routes.rate_cap,
+        weight=np.ones(len(flows)),
         link_bytes_per_s=network.link_bytes_per_s,
     )
     return (n_bytes / solve(graph, "python").finish_s).tolist()
