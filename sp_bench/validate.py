@@ -29,10 +29,10 @@ USAGE = """\
 python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
 
 Measures every point on this machine and simulates it with the figures of the same cluster, which should be calibrated
-ones (python -m sp_bench.calibrate). How fast the cores are just then is measured before and after, by the point's
-blocks on all ranks without transfers, and simulated cores are as fast. Writes FOLDER/validation.md, .csv and .svg: both
-times of each point, the error, and whether the simulator orders the methods as the measurements do wherever these can
-tell them apart.
+ones (python -m sp_bench.calibrate). How fast the cores are just then is measured in turn with the points, by the blocks
+of the first one on all ranks without transfers, and simulated cores are as fast. Writes FOLDER/validation.md, .csv and
+.svg: both times of each point, the error, and whether the simulator orders the methods as the measurements do wherever
+these can tell them apart.
 
   out=results/validate    the folder; records and speeds are in it too, and what has both is not measured again
   key=value,value         axes as in python -m sp_bench -m; without any, SHAPED below

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sp_bench import records, validate
-from sp_bench.bench import Request, resolve
+from sp_bench import bench, records, validate
+from sp_bench.bench import Outcome, Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating import speed
-from sp_bench.calibrating.setting import Setting
 from sp_bench.cli.compose import Composer
-from sp_bench.measure.pool import RankFailure
+from sp_bench.plan import PHASES
 from sp_bench.simulate import Cluster
 from sp_bench.validate import main, pairs_in_order
 from tests.simulate.test_simulate import problem
 
 SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are counted for a moment only."""
-    monkeypatch.setattr(validate, "machine_speed", partial(speed.machine_speed, seconds=0.2))
 
 
 def test_points_are_measured_and_simulated(
@@ -40,6 +32,8 @@ def test_points_are_measured_and_simulated(
     assert len(table) == 6
     assert table["step_error"].equals(table["step_simulated_ms"] / table["step_measured_ms"] - 1)
     by_id = {record.run_id: record for record in records.read_all(tmp_path / "records")}
+    timed_alone = {record.seqlen: record for record in by_id.values() if record.compute_only_ms_median}
+    assert sorted(timed_alone) == [512, 1024] and {record.method for record in timed_alone.values()} == {"ring"}
     for point in table.to_dict("records"):
         measured, simulated = by_id[point["measured_run_id"]], by_id[point["simulated_run_id"]]
         assert (measured.mode, simulated.mode) == ("measure", "simulate")
@@ -48,6 +42,8 @@ def test_points_are_measured_and_simulated(
         assert point["step_error_as_calibrated"] == pytest.approx(
             simulated.step_ms_median / measured.step_ms_median - 1
         )
+        alone = timed_alone[point["seqlen"]]
+        assert alone.config and point["speed"] == pytest.approx(speed.speed_of(resolve(alone.config), alone))
         faster, slower = sorted([point["step_simulated_ms"], simulated.step_ms_median])
         assert faster * 1.001 <= slower or point["speed"] == pytest.approx(1, abs=0.01)
         assert (point["step_simulated_ms"] == slower) == (point["speed"] < 1)
@@ -58,7 +54,7 @@ def test_points_are_measured_and_simulated(
     assert "<svg" in (tmp_path / "validation.svg").read_text()
 
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "records").iterdir()}
-    monkeypatch.setattr(validate, "machine_speed", None)  # nothing asks for it
+    monkeypatch.setattr(validate, "speed_of", None)  # nothing asks for it
     assert main(arguments) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "records").iterdir()} == before, "all were there"
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "validation.csv"), table)
@@ -66,34 +62,39 @@ def test_points_are_measured_and_simulated(
 
 def test_each_point_keeps_the_speed_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others are added later, or the speed was not written before the end came."""
-    speeds = iter([1.0, 2.0, 3.0, 5.0, *range(6, 10)])
+    speeds = iter([1.0, 2.0, 3.0, 5.0])
     asked: list[tuple[str, int]] = []
 
-    def counted(request: Request) -> float:
+    def counted(request: Request, record: records.Record) -> float:
+        assert request.parts and record.compute_only_ms_median
         asked.append((request.method.name, request.problem.kv_heads))
         return next(speeds)
 
-    monkeypatch.setattr(validate, "machine_speed", counted)
+    monkeypatch.setattr(validate, "speed_of", counted)
     arguments = [f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512"]
     assert main([*arguments, "method=ring"]) == 0
     first = pd.read_csv(tmp_path / "validation.csv").set_index("method")
     assert main([*arguments, "method=ring,pass_q"]) == 0
     both = pd.read_csv(tmp_path / "validation.csv").set_index("method")
-    assert both["speed"].to_dict() == {"ring": 1.5, "pass_q": 4.0}
+    assert both["speed"].to_dict() == {"ring": 1.0, "pass_q": 2.0}
     assert both.loc["ring", "step_measured_ms"] == first.loc["ring", "step_measured_ms"]
     (tmp_path / "speeds.json").unlink()
     assert main([*arguments, "method=ring", "kv_heads=1,2"]) == 0
-    assert asked == [("ring", 2)] * 2 + [("pass_q", 2)] * 2 + [("ring", 1)] * 2 + [("ring", 2)] * 2
-    assert pd.read_csv(tmp_path / "validation.csv")["speed"].tolist() == [6.5, 8.5]
+    assert asked == [("ring", 2), ("pass_q", 2), ("ring", 1), ("ring", 2)]
+    assert pd.read_csv(tmp_path / "validation.csv")["speed"].tolist() == [3.0, 5.0]
 
 
-def test_ranks_that_fail_leave_the_speed_as_calibrated(
+def test_a_point_that_fails_leaves_the_speed_as_calibrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def failing(request: Request) -> float:
-        raise RankFailure(1, "gone")
+    """The one whose blocks were to be timed alone."""
 
-    monkeypatch.setattr(validate, "machine_speed", failing)
+    def run_points(requests: list[Request], **options: Any) -> list[Outcome]:
+        found = bench.run_points([request for request in requests if not request.parts], **options)
+        failed = [Outcome(request.record("failed", "rank 1: gone")) for request in requests if request.parts]
+        return [*failed, *found]
+
+    monkeypatch.setattr(validate, "run_points", run_points)
     assert main([f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "method=ring"]) == 0
     assert "as calibrated: rank 1: gone" in capsys.readouterr().err
     point = pd.read_csv(tmp_path / "validation.csv").iloc[0]
@@ -184,25 +185,18 @@ def test_a_point_is_simulated_as_it_was_measured() -> None:
     assert found_ms == sorted(found_ms, reverse=True)
 
 
-def test_the_speed_is_what_all_ranks_get_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one rank's full forward blocks, on as many cores as they can have."""
-    asked = []
-
-    class Pool:
-        def __enter__(self) -> Pool:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def run(self, job: str, setting: Setting) -> list[float]:
-            asked.append((job, setting.sizes, setting.crowd_s))
-            return [10.0, 30.0, 20.0, 20.0]
-
-    monkeypatch.setattr(speed, "open_ranks", lambda n, *_: Pool())
-    keys = ["cluster=local", "cluster.cores=2", "gpus=4", "seqlen=2k", "heads=8", "head_dim=64", "method=zigzag"]
+def test_the_speed_is_what_blocks_should_take_over_what_they_took() -> None:
+    """All ranks' blocks and folds on the cores that these share."""
+    keys = ["cluster=local", "cluster.cores=2", "gpus=4", "seqlen=2k", "heads=8", "head_dim=64", "causal=false"]
     with Composer() as composer:
-        request = resolve(composer.compose([*keys, "mode=measure", "causal=true", "dtype=float32"]))
-    block = problem(1, tokens=512, dtype="float32")
-    one_s = request.cluster.device.block_s(replace(block, heads=8, kv_heads=8), "forward")[1]
-    assert speed.machine_speed(request, 3.0) == pytest.approx(80.0 * one_s / 2)
-    assert asked == [("sp_bench.calibrating.exchanges:count_blocks", (512,), 3.0)]
+        config = composer.compose([*keys, "mode=measure", "method=ring", "dtype=float32", "parts=true"])
+    request = resolve(config)
+    block = replace(problem(1, tokens=512, dtype="float32"), heads=8, kv_heads=8)
+    blocks_s = 4 * 4 / 2 * sum(float(request.cluster.device.block_s(block, phase)[1]) for phase in PHASES)
+    took = request.record("ok")
+    assert speed.speed_of(request, took) is None
+    took.compute_only_ms_median = 1e3 * blocks_s
+    found = speed.speed_of(request, took)
+    assert found and 1.0 < found < 1.1  # there are folds too
+    took.compute_only_ms_median *= 2
+    assert speed.speed_of(request, took) == pytest.approx(found / 2)

@@ -60,26 +60,30 @@ def with_hosts(
     beside = fit(_medians_s(shaped, hosts, "beside_s"), idle.payload_share)
     all_cores_per_s = min(cores_here(), len(at)) * np.array(at[0].alone_blocks_per_s)
     crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
+    # Ranks with a core each wait for none, but what little others' transfers take.
+    crowded = len(at) / cores_here() - 1
+    crowd_latency_s = max(beside.latency_s - idle.latency_s, 0.0) / crowded if crowded > 0 else 0.0
     taken = [_taken(ranks, hosts) for ranks in shaped.values()]
     link_cores, byte_core_s = cores_of_links(taken)
     spreads = [spread for ranks in shaped.values() for rank in ranks for spread in rank.beside_spread]
     row_s = SPREAD_BLOCKS / float(np.median(at[0].alone_blocks_per_s))
-    turn_s = float(np.median(spreads)) * row_s if spreads and len(at) > cores_here() else 0.0
+    turn_s = float(np.median(spreads)) * row_s if spreads and crowded > 0 else 0.0
     measured = replace(
         hosts,
         turn_s=rounded(turn_s),
         byte_core_s=rounded(byte_core_s),
         link_cores=rounded(link_cores),
         payload_share=rounded(idle.payload_share),
-        latency_s=rounded(beside.latency_s),
+        latency_s=rounded(idle.latency_s if crowded > 0 else beside.latency_s),
+        crowd_latency_s=rounded(crowd_latency_s),
         flow_bytes_per_s=rounded(_most_bytes_per_s(_medians_s({1.0: unshaped}, hosts, "beside_s"))),
     )
     sources = {
-        "hosts.payload_share": f"{len(at)} ranks, each to the next host at once, {_sizes(at)} bytes over links of "
-        f"{' and '.join(f'{rate:g}' for rate in shaped)} bytes/s: medians of the slowest rank, met within "
-        f"{idle.off:.0%}, with {idle.latency_s:.2g} s before the first byte",
-        "hosts.latency_s": "the same while all ranks compute blocks, so that a message waits for a core as well: good "
-        f"for about as many ranks to a core; met within {beside.off:.0%}",
+        "hosts.payload_share, hosts.latency_s": f"{len(at)} ranks, each to the next host at once, {_sizes(at)} bytes "
+        f"over links of {' and '.join(f'{rate:g}' for rate in shaped)} bytes/s: medians of the slowest rank, met "
+        f"within {idle.off:.0%}",
+        "hosts.crowd_latency_s": f"the same while all ranks compute blocks, {beside.latency_s:.2g} s before the first "
+        f"byte, met within {beside.off:.0%}: what that is more, by the ranks to a core beyond the first",
         "hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks",
         "rates": f"{config['sources']['rates']}; then all divided by {crowding:.3f}, by which a block takes longer "
         f"than its share of the cores explains where {len(at)} ranks compute at once",

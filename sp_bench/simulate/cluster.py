@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -78,8 +78,16 @@ class Cluster:
 
     def network(self, gpus: int) -> Network:
         """The links and routes of that many ranks."""
-        network = _network(self.topology, gpus)
+        network = _network(self.topology_of(gpus), gpus)
         return self.stragglers.slow_links(network) if self.stragglers.links else network
+
+    def topology_of(self, gpus: int) -> Topology:
+        """The topology, with the latency that messages have where that many ranks share the cores."""
+        inter, cores = self.topology.inter, self.cores
+        if not self.hosts or not inter or not cores or gpus <= cores or not self.hosts.crowd_latency_s:
+            return self.topology
+        latency_s = inter.latency_s + self.hosts.crowd_latency_s * (gpus / cores - 1)
+        return replace(self.topology, inter=replace(inter, latency_s=latency_s))
 
     def node_of(self, gpus: int) -> np.ndarray:
         """The node of each of that many ranks: (gpus,)."""
@@ -106,7 +114,8 @@ class Cluster:
 
     def profile(self, problem: Problem) -> CostProfile:
         """What a schedule may know of this cluster."""
-        intra, inter = self.topology.intra, self.topology.inter or self.topology.intra
+        topology = self.topology_of(problem.n)
+        intra, inter = topology.intra, topology.inter or topology.intra
         intra_rate, inter_rate = self.topology.crowded_bytes_per_s(problem.n)
         crowded = max(1.0, problem.n / (self.shared_cores(problem.n) or problem.n))
 

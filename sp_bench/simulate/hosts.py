@@ -13,6 +13,7 @@ REQUIRED = ("link_bytes_per_s", "burst_bytes", "payload_share", "latency_s")
 OPTIONAL = (
     "ranks_per_host",
     "hosts_per_leaf",
+    "crowd_latency_s",
     "uplink_bytes_per_s",
     "uplink_latency_s",
     "flow_bytes_per_s",
@@ -37,7 +38,9 @@ class Hosts:
     payload_share: float
     """Of a link's rate, what messages get that are larger than a burst."""
     latency_s: float
-    """Before a message's first byte."""
+    """Before a message's first byte, where ranks have a core each."""
+    crowd_latency_s: float = 0.0
+    """In addition, for every rank that a core has beyond its first: the message waits for the core as well."""
     ranks_per_host: int = 1
     hosts_per_leaf: int | None = None
     """Consecutive hosts that share a leaf switch and its uplink; None: one switch for all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -73,8 +74,8 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.device.block_s(p, "forward") == pytest.approx(alone.device.block_s(p, "forward") * CROWDING, rel=1e-3)
     assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
-    for figure in ("payload_share", "latency_s"):
-        assert "met within 0%" in config["sources"][f"hosts.{figure}"]
+    for figures in ("hosts.payload_share, hosts.latency_s", "hosts.crowd_latency_s"):
+        assert "met within 0%" in config["sources"][figures]
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -86,6 +87,23 @@ def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytes
     config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
     row_s = SPREAD_BLOCKS / (10.0 * CROWDING / CORES)
     assert config["hosts"]["turn_s"] == pytest.approx(0.015 * row_s if cores == 1 else 0.0)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_messages_wait_for_cores_that_ranks_crowd(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they wait more while all ranks compute, for each rank to a core beyond the first."""
+    monkeypatch.setattr(hosts_file, "cores_here", lambda: cores)
+    seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
+    for ranks in seen.values():
+        for rank in ranks:
+            rank.idle_s = {size: [x - 0.015 for x in samples_s] for size, samples_s in rank.idle_s.items()}
+    costs, links = samples()
+    config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
+    found = Cluster.build({**config, "cores": cores})
+    assert found.hosts and found.topology_of(2).inter
+    assert found.hosts.latency_s == pytest.approx(0.005 if cores == 1 else 0.02, rel=1e-3)
+    assert found.hosts.crowd_latency_s == pytest.approx(0.015 if cores == 1 else 0.0, rel=1e-3)
+    assert found.network(2).routes(np.array([0]), np.array([1])).latency_s == pytest.approx([0.02], rel=1e-3)
 
 
 def test_the_spread_of_blocks_is_that_of_several_in_a_row() -> None:
@@ -131,7 +149,15 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
     assert main(["cluster=shaped", "quick=true", "ranks=2", "head_dim=16", "heads=2", f"out={path}"]) == 0
     config = yaml.safe_load(path.read_text())
     cluster, shaped = Cluster.build(config), yaml.safe_load((CLUSTERS / "shaped.yaml").read_text())["hosts"]
-    measured = {"payload_share", "latency_s", "flow_bytes_per_s", "byte_core_s", "link_cores", "turn_s"}
+    measured = {
+        "payload_share",
+        "latency_s",
+        "flow_bytes_per_s",
+        "byte_core_s",
+        "link_cores",
+        "turn_s",
+        "crowd_latency_s",
+    }
     assert cluster.hosts and cluster.topology.gpus_per_node == shaped["ranks_per_host"]
     assert {k: v for k, v in config["hosts"].items() if k not in measured} == {
         k: v for k, v in shaped.items() if k not in measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.simulate import Cluster
 from sp_bench.simulate.hosts import Hosts
+from tests.simulate.test_simulate import problem
 
 with Composer() as composer:
     SHAPED = dict(composer.compose(["cluster=shaped"])["cluster"])
@@ -32,7 +34,7 @@ def alone_bytes_per_s(of: Cluster, gpus: int, *pair: int) -> float:
 
 
 def test_a_host_is_a_node_and_its_link_the_nic() -> None:
-    four = cluster(ranks_per_host=2, latency_s=0.25)
+    four = cluster(ranks_per_host=2, latency_s=0.25, crowd_latency_s=0.0)
     assert four.node_of(6).tolist() == [0, 0, 1, 1, 2, 2]
     assert alone_bytes_per_s(four, 6, 0, 5) == SHARE * LINK_BYTES_PER_S
     assert alone_bytes_per_s(four, 6, 0, 1) == four.topology.intra.bytes_per_s
@@ -41,8 +43,19 @@ def test_a_host_is_a_node_and_its_link_the_nic() -> None:
     assert routes.inter.tolist() == [True, False]
 
 
+def test_messages_wait_longer_for_cores_that_more_ranks_share() -> None:
+    crowded = replace(cluster(latency_s=0.25, crowd_latency_s=0.5), cores=2)
+    ends = np.array([0]), np.array([1])
+    assert [crowded.network(n).routes(*ends).latency_s[0] for n in (2, 4, 8)] == [0.25, 0.75, 1.75]
+    p = problem(8)
+    assert crowded.profile(p).inter_latency_s == 1.75
+    assert crowded.profile(p).intra_latency_s == crowded.topology.intra.latency_s
+
+
 def test_hosts_of_a_leaf_share_its_uplink() -> None:
-    leaves = cluster(hosts_per_leaf=2, uplink_bytes_per_s=4e6, uplink_latency_s=0.5, latency_s=0.25)
+    leaves = cluster(
+        hosts_per_leaf=2, uplink_bytes_per_s=4e6, uplink_latency_s=0.5, latency_s=0.25, crowd_latency_s=0.0
+    )
     assert alone_bytes_per_s(leaves, 4, 0, 1) == SHARE * LINK_BYTES_PER_S
     assert alone_bytes_per_s(leaves, 4, 0, 2) == pytest.approx(SHARE * 4e6)
     assert leaves.network(4).routes(np.array([0, 0]), np.array([1, 2])).latency_s.tolist() == [0.25, 0.75]
