@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,10 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
         print(f"left out: {error}", file=sys.stderr)
     console, rows, done = Console(), [], 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("points", total=sum(work_of(_with_parts(group)) for group in groups.values()))
+        task = progress.add_task("points", total=sum(map(work_of, groups.values())))
         for requests in groups.values():
             rows += _rows(requests, out, lambda steps: progress.advance(task, steps))
-            done += work_of(_with_parts(requests))
+            done += work_of(requests)
             progress.update(task, completed=done)
     return pd.DataFrame(rows)
 
@@ -141,11 +142,16 @@ def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None
     run, speeds = partial(run_points, folder=out / "records"), _Speeds(out / "speeds.json")
     # A record without its speed was cut off from it: it is of another time than any speed that could be had now.
     new = [request for request in requests if request.run_id not in speeds.known]
-    found = run(_with_parts(new), reuse=False, progress=progress)
-    if found:
-        speed = _speed(_with_parts(new)[0], found.pop(0).record)
-        ok = [outcome.record for outcome in found if outcome.record.status == "ok"]
-        speeds.add({record.run_id: speed for record in ok} if speed else {})
+    if new:
+        alone = _with_parts(requests[0])
+        extra = [] if alone is None or alone.run_id in [request.run_id for request in new] else [alone]
+        found = run([*extra, *new], reuse=False, progress=progress)
+        by_id = {outcome.record.run_id: outcome.record for outcome in found}
+        speed = _speed(alone, by_id[alone.run_id]) if alone else 1.0
+        speeds.add({record.run_id: speed for record in by_id.values() if record.status == "ok"})
+        found = found[len(extra) :]
+    else:
+        found = []
     found += run([request for request in requests if request not in new], reuse=True)
     measured = {outcome.record.run_id: outcome.record for outcome in found}
     simulated = run([resolve({**request.config, "mode": "simulate", "trace": 0}) for request in requests], reuse=True)
@@ -158,19 +164,20 @@ def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None
     return rows
 
 
-def _with_parts(requests: Sequence[Request]) -> list[Request]:
-    """The first one once more before them all, so that its blocks are timed without transfers in turn with them."""
-    return [resolve({**request.config, "parts": True}) for request in requests[:1]] + [*requests]
+def _with_parts(request: Request) -> Request | None:
+    """A setting's first point, so that its blocks are timed without transfers too; None where no cores are shared.
+
+    It is the same one whichever others are measured, so that all of them mean the same by a speed.
+    """
+    return resolve({**request.config, "parts": True}) if request.devices.kind == "cpu" else None
 
 
 def _speed(request: Request, record: Record) -> float | None:
-    """Of the cores that ranks share (calibrating.speed); None, and said, where it is not known."""
-    if request.devices.kind != "cpu":
-        return 1.0
-    speed = speed_of(request, record)
-    if speed is None:
+    """Of the cores that ranks share (calibrating.speed); None, and said, where the point failed that was to tell."""
+    if record.status != "ok":
         print(f"the speed of the cores is not known, and taken to be as calibrated: {record.error}", file=sys.stderr)
-    return speed
+        return None
+    return speed_of(request, record)
 
 
 def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
@@ -178,18 +185,19 @@ def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
 
     Raises RequestError where no plan fits the memory, or it is too large to simulate.
     """
-    choice, cluster = choose(request), Cluster.build(at_speed(request.config["cluster"], speed))
+    choice, stragglers = choose(request), request.cluster.stragglers
+    cluster = replace(Cluster.build(at_speed(request.config["cluster"], speed)), stragglers=stragglers)
     return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
 
 
 class _Speeds:
-    """The speeds at which points were measured, by their run_id, so that they are kept with the records."""
+    """The speeds at which points were measured, by run_id, so that they are kept with the records; None: not known."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        self.known: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {}
 
-    def add(self, speeds: Mapping[str, float]) -> None:
+    def add(self, speeds: Mapping[str, float | None]) -> None:
         self.known |= speeds
         records.write_whole(self._path, json.dumps(self.known, indent=1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,29 @@ def test_each_point_keeps_the_speed_of_its_time(tmp_path: Path, monkeypatch: pyt
     assert both.loc["ring", "step_measured_ms"] == first.loc["ring", "step_measured_ms"]
     (tmp_path / "speeds.json").unlink()
     assert main([*arguments, "method=ring", "kv_heads=1,2"]) == 0
-    assert asked == [("ring", 2), ("pass_q", 2), ("ring", 1), ("ring", 2)]
+    assert asked == [("ring", 2)] * 2 + [("ring", 1), ("ring", 2)]
     assert pd.read_csv(tmp_path / "validation.csv")["speed"].tolist() == [3.0, 5.0]
+
+
+def test_points_whose_parts_are_timed_anyway_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one tells the speed, which also one that is added later has to be measured with."""
+    asked: list[list[str]] = []
+
+    def run_points(requests: list[Request], **options: Any) -> list[Outcome]:
+        if requests and requests[0].mode == "measure" and not options["reuse"]:
+            asked.append([request.method.name for request in requests])
+        return bench.run_points(requests, **options)
+
+    monkeypatch.setattr(validate, "run_points", run_points)
+    arguments = [f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "parts=true"]
+    arguments.remove("parts=false")
+    assert main([*arguments, "method=ring"]) == 0
+    before = json.loads((tmp_path / "speeds.json").read_text())
+    assert main([*arguments, "method=ring,pass_q"]) == 0
+    assert asked == [["ring"], ["ring", "pass_q"]]
+    after = json.loads((tmp_path / "speeds.json").read_text())
+    assert len(after) == 2 and len({*after.values()}) == 1
+    assert before.keys() < after.keys() and {*before.values()}.isdisjoint(after.values())
 
 
 def test_a_point_that_fails_leaves_the_speed_as_calibrated(
@@ -98,7 +120,8 @@ def test_a_point_that_fails_leaves_the_speed_as_calibrated(
     assert main([f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "method=ring"]) == 0
     assert "as calibrated: rank 1: gone" in capsys.readouterr().err
     point = pd.read_csv(tmp_path / "validation.csv").iloc[0]
-    assert np.isnan(point["speed"]) and not (tmp_path / "speeds.json").exists()
+    assert np.isnan(point["speed"])
+    assert json.loads((tmp_path / "speeds.json").read_text()) == {point["measured_run_id"]: None}
     assert point["step_error"] == pytest.approx(point["step_error_as_calibrated"], rel=1e-3)
 
 
@@ -171,7 +194,8 @@ def test_a_point_is_simulated_as_it_was_measured() -> None:
     """In the variant that its cluster's own figures choose, though slower cores may have a better one."""
     keys = ["cluster=shaped", "gpus=8", "seqlen=4k", "heads=8", "head_dim=64", "dtype=float32", "causal=false"]
     with Composer() as composer:
-        config = composer.compose([*keys, "mode=simulate", "method=startrail"])
+        config = composer.compose([*keys, "mode=simulate", "method=startrail", "cluster.hosts.turn_s=0"])
+        in_turns = composer.compose([*keys, "mode=simulate", "method=startrail", "seed=1"])
     request = resolve(config)
     as_it_is = {phase: 1e3 * run.makespan_s for phase, run in choose(request).runs.items()}
     assert validate.at_speed_ms(request, 1.0) == pytest.approx(as_it_is, rel=1e-3)
@@ -183,6 +207,10 @@ def test_a_point_is_simulated_as_it_was_measured() -> None:
     assert all(found >= best * (1 - 1e-3) for found, best in zip(found_ms, best_ms, strict=True))
     assert max(found / best for found, best in zip(found_ms, best_ms, strict=True)) > 1.01
     assert found_ms == sorted(found_ms, reverse=True)
+    drawn = resolve(in_turns)
+    as_drawn = {phase: 1e3 * run.makespan_s for phase, run in choose(drawn).runs.items()}
+    assert validate.at_speed_ms(drawn, 1.0) == pytest.approx(as_drawn, rel=1e-4)
+    assert as_drawn != pytest.approx(validate.at_speed_ms(resolve({**in_turns, "seed": 2}), 1.0), rel=1e-4)
 
 
 def test_the_speed_is_what_blocks_should_take_over_what_they_took() -> None:
@@ -194,7 +222,6 @@ def test_the_speed_is_what_blocks_should_take_over_what_they_took() -> None:
     block = replace(problem(1, tokens=512, dtype="float32"), heads=8, kv_heads=8)
     blocks_s = 4 * 4 / 2 * sum(float(request.cluster.device.block_s(block, phase)[1]) for phase in PHASES)
     took = request.record("ok")
-    assert speed.speed_of(request, took) is None
     took.compute_only_ms_median = 1e3 * blocks_s
     found = speed.speed_of(request, took)
     assert found and 1.0 < found < 1.1  # there are folds too

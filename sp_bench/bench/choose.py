@@ -9,7 +9,7 @@ from sp_bench import account
 from sp_bench.bench.request import Request
 from sp_bench.errors import RequestError
 from sp_bench.plan import CostProfile, Method, Plan, Problem
-from sp_bench.simulate import Run, simulate
+from sp_bench.simulate import Cluster, Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
 
@@ -33,7 +33,8 @@ def choose(request: Request) -> Choice:
     """The variant with the least simulated time over the request's phases.
 
     Variants are simulated in order of a lower bound on their time (simulate.bounds), and those whose bound is above the
-    best time so far are not simulated, nor those that don't fit the memory.
+    best time so far are not simulated, nor those that don't fit the memory. Ranks share cores evenly for that: none is
+    to be chosen for the luck of its draw.
     Raises DeviceMemoryError if none fits, RequestError if those that do are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
@@ -57,19 +58,25 @@ def choose(request: Request) -> Choice:
         if best and bound_s >= best.total_s:
             continue
         try:
-            runs = {phase: simulate(plan, here.problem, request.cluster) for phase, plan in here.plans.items()}
+            here = _simulated(here, request.cluster.even)
         except RequestError as error:
             refused = error
             rows[i]["refused"] = str(error)
             continue
-        here = replace(here, runs=runs)
         rows[i]["step_ms"] = here.total_s * 1e3
         if best is None or here.total_s < best.total_s:
             best = here
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     ordered = [rows[i] for i in sorted(rows)]
+    if request.cluster.turn_s(best.problem.n):
+        best = _simulated(best, request.cluster)
     return replace(best, candidates=ordered) if len(variants) > 1 else best
+
+
+def _simulated(choice: Choice, cluster: Cluster) -> Choice:
+    runs = {phase: simulate(plan, choice.problem, cluster) for phase, plan in choice.plans.items()}
+    return replace(choice, runs=runs)
 
 
 class DeviceMemoryError(RequestError):

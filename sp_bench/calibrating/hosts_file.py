@@ -60,38 +60,30 @@ def with_hosts(
     beside = fit(_medians_s(shaped, hosts, "beside_s"), idle.payload_share)
     all_cores_per_s = min(cores_here(), len(at)) * np.array(at[0].alone_blocks_per_s)
     crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
-    # Ranks with a core each wait for none, but what little others' transfers take.
-    crowded = len(at) / cores_here() - 1
-    crowd_latency_s = max(beside.latency_s - idle.latency_s, 0.0) / crowded if crowded > 0 else 0.0
+    crowd_latency_s, turn_s, crowd_sources = _crowd(shaped, beside.latency_s - idle.latency_s, crowding)
     taken = [_taken(ranks, hosts) for ranks in shaped.values()]
     link_cores, byte_core_s = cores_of_links(taken)
-    spreads = [spread for ranks in shaped.values() for rank in ranks for spread in rank.beside_spread]
-    row_s = SPREAD_BLOCKS / float(np.median(at[0].alone_blocks_per_s))
-    turn_s = float(np.median(spreads)) * row_s if spreads and crowded > 0 else 0.0
     measured = replace(
         hosts,
         turn_s=rounded(turn_s),
         byte_core_s=rounded(byte_core_s),
         link_cores=rounded(link_cores),
         payload_share=rounded(idle.payload_share),
-        latency_s=rounded(idle.latency_s if crowded > 0 else beside.latency_s),
+        latency_s=rounded(idle.latency_s),
         crowd_latency_s=rounded(crowd_latency_s),
         flow_bytes_per_s=rounded(_most_bytes_per_s(_medians_s({1.0: unshaped}, hosts, "beside_s"))),
     )
     sources = {
         "hosts.payload_share, hosts.latency_s": f"{len(at)} ranks, each to the next host at once, {_sizes(at)} bytes "
         f"over links of {' and '.join(f'{rate:g}' for rate in shaped)} bytes/s: medians of the slowest rank, met "
-        f"within {idle.off:.0%}",
-        "hosts.crowd_latency_s": f"the same while all ranks compute blocks, {beside.latency_s:.2g} s before the first "
-        f"byte, met within {beside.off:.0%}: what that is more, by the ranks to a core beyond the first",
+        f"within {idle.off:.0%}, and within {beside.off:.0%} while all ranks compute blocks",
         "hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks",
         "rates": f"{config['sources']['rates']}; then all divided by {crowding:.3f}, by which a block takes longer "
         f"than its share of the cores explains where {len(at)} ranks compute at once",
         "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all of them send, "
         f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
         + (", too few where cores were idle" if len(at) < cores_here() else ""),
-        "hosts.turn_s": f"how much the time of {SPREAD_BLOCKS} such blocks in a row spreads beside these messages: "
-        f"median of {len(spreads)} variances over the mean time's square, times the {row_s:.2g} s of a core in them",
+        **crowd_sources,
     }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
     kept_sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}
@@ -106,6 +98,30 @@ def with_hosts(
         },
         "sources": {**kept_sources, **sources},
     }
+
+
+def _crowd(
+    shaped: Mapping[float, Sequence[Exchanges]], longer_s: float, crowding: float
+) -> tuple[float, float, dict[str, str]]:
+    """What comes of more ranks than cores: hosts.crowd_latency_s, hosts.turn_s, and the sources of both.
+
+    Messages take `longer_s` more while all ranks compute, and blocks `crowding` times the work that they are alone.
+    """
+    ranks = next(iter(shaped.values()))
+    more = len(ranks) / cores_here() - 1  # to a core, beyond the first
+    if more <= 0:
+        none = "none: each rank had a core of its own"
+        return 0.0, 0.0, {"hosts.crowd_latency_s": none, "hosts.turn_s": none}
+    spreads = [spread for ranks in shaped.values() for rank in ranks for spread in rank.beside_spread]
+    row_s = SPREAD_BLOCKS * crowding / float(np.median(ranks[0].alone_blocks_per_s))
+    turn_s = float(np.median(spreads)) * row_s if spreads else 0.0
+    sources = {
+        "hosts.crowd_latency_s": f"the same while all ranks compute blocks takes {longer_s:.2g} s more: that by the "
+        f"{more:g} ranks to a core beyond the first",
+        "hosts.turn_s": f"how much the time of {SPREAD_BLOCKS} such blocks in a row spreads beside these messages: "
+        f"median of {len(spreads)} variances over the mean time's square, times the {row_s:.2g} s of a core in them",
+    }
+    return max(longer_s, 0.0) / more, turn_s, sources
 
 
 def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -11,14 +11,13 @@ from sp_bench.calibrating.cluster_file import scaled
 from sp_bench.records import Record
 
 
-def speed_of(request: Request, record: Record) -> float | None:
-    """What the cluster's figures say that a point's blocks and folds take, over what they took without transfers.
+def speed_of(request: Request, record: Record) -> float:
+    """What a point's blocks and folds take at least by the cluster's figures, over what they took without transfers.
 
     `record` is that of the point, measured with parts=true. How well the figures meet blocks of this size, and so many
-    ranks on the cores, is in it too. None where they were not measured.
+    ranks on the cores, is in it too, and so are cores that are idle once few ranks have any work left.
     """
-    if not record.compute_only_ms_median:
-        return None
+    assert record.compute_only_ms_median, "its parts were timed"
     cluster = request.cluster
     least_s = sum(cluster.least_compute_s(run.work_s) for run in choose(request).runs.values())
     return 1e3 * least_s / record.compute_only_ms_median

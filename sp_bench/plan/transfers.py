@@ -90,7 +90,7 @@ def goes_in_place(op: AllToAll, problem: Problem) -> bool:
 def packed_bytes(op: AllToAll, problem: Problem) -> tuple[int, int]:
     """What a rank copies before it sends, and once all has come. Its own piece doesn't travel."""
     whole = sum(problem.field_bytes(field, wire=True) for field in by_heads(op))
-    own = whole // op.group.size
+    own = sum(piece_bytes(problem, field) for field in by_heads(op))
     in_place = goes_in_place(op, problem)
     return 0 if in_place and not op.to_heads else whole - own, own if in_place and op.to_heads else whole
 

@@ -116,7 +116,7 @@ class Lanes:
         own, held = int(op.group.position(self._rank)), self._held(op.send, holdings)[: len(into)]
         mine = self._pieces(op, held, of_tokens=not op.to_heads)
         places = self._pieces(op, into, of_tokens=op.to_heads)
-        for staged, pieces in zip(sent or (), mine, strict=False):
+        for staged, pieces in zip(sent, mine, strict=True) if sent else ():
             for member, piece in enumerate(pieces):
                 if member != own:
                     staged[member].copy_(piece)

@@ -21,7 +21,8 @@ from sp_bench.simulate.values import count, section
 NETWORK_KEYS = ("gpus_per_node", "intra", "inter", "fabric", "placement")
 """The keys of a conf/cluster file that describe its network (topology.py)."""
 MOST_IN_TURNS = 64
-"""Ranks whose turns on shared cores are simulated: none are alike then, and each block is a matter of all of them."""
+"""Turns on shared cores are simulated of so many ranks at most: no two are alike then, and every block that begins or
+ends changes what all others get. More share the cores evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +104,14 @@ class Cluster:
         return self.cores if shared else None
 
     def turn_s(self, ranks: int) -> float:
-        """The turns in which ranks get the cores that they crowd; 0 where each has its own, or too many to simulate."""
+        """The turns in which ranks get the cores; 0 where each has its own, or they are more than MOST_IN_TURNS."""
         crowded = self.hosts and self.cores and self.cores < ranks <= MOST_IN_TURNS
         return self.hosts.turn_s if self.hosts and crowded else 0.0
+
+    @property
+    def even(self) -> Cluster:
+        """The same with cores that ranks share evenly."""
+        return replace(self, hosts=replace(self.hosts, turn_s=0.0)) if self.hosts else self
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
         """What ranks need at least for the work that each has, alone on a core or device: (n,)."""

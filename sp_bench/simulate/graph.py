@@ -18,6 +18,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan import (
     BLOCKS,
     FIELDS,
+    PHASES,
     AllToAll,
     Attend,
     AttendBackward,
@@ -43,7 +44,7 @@ from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
 CORE_WORK_PER_S = 1e12
-"""Work on shared cores flows in picoseconds. In fair shares, which rise alike, transfers' bytes per second stand far
+"""Work on shared cores flows in picoseconds. In fair shares, which rise by weight, transfers' bytes per second are far
 below such numbers, so that transfers take their part of the cores before any block does."""
 
 
@@ -209,12 +210,12 @@ class _Turns:
     """Shares of crowded cores that differ from block to block, since Linux hands cores over in turns.
 
     A block of w seconds has w / turn_s of them: what it gets of the cores has a relative standard deviation of
-    sqrt(turn_s / w). All of them together get the same.
+    sqrt(turn_s / w), and of 1 where it is shorter than a turn. All of them together get the same.
     """
 
-    def __init__(self, turn_s: float, seed: int) -> None:
+    def __init__(self, turn_s: float, seed: int, phase: str) -> None:
         self.turn_s = turn_s
-        self.generator = np.random.default_rng([seed, 1])
+        self.generator = np.random.default_rng([seed, 1 + PHASES.index(phase)])
 
     def __call__(self, work_s: np.ndarray) -> np.ndarray | float:
         """Weights around 1, log-normal, of blocks with so much work each."""
@@ -239,7 +240,7 @@ class _Builder:
         for op in plan.ops if moves else ():
             moves = that_leave(moves, self._costs(op))
         self.noise = _Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
-        self.turns = _Turns(turn_s, cluster.stragglers.seed)
+        self.turns = _Turns(turn_s, cluster.stragglers.seed, plan.phase)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
         self.slow = slow[self.ranks]

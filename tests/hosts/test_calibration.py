@@ -74,8 +74,7 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.device.block_s(p, "forward") == pytest.approx(alone.device.block_s(p, "forward") * CROWDING, rel=1e-3)
     assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
-    for figures in ("hosts.payload_share, hosts.latency_s", "hosts.crowd_latency_s"):
-        assert "met within 0%" in config["sources"][figures]
+    assert "met within 0%, and within 0% while" in config["sources"]["hosts.payload_share, hosts.latency_s"]
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -85,8 +84,9 @@ def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytes
     seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     costs, links = samples()
     config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
-    row_s = SPREAD_BLOCKS / (10.0 * CROWDING / CORES)
-    assert config["hosts"]["turn_s"] == pytest.approx(0.015 * row_s if cores == 1 else 0.0)
+    work_s = 1 / 10.0  # of a block, by what both ranks together got done
+    assert config["hosts"]["turn_s"] == pytest.approx(0.015 * SPREAD_BLOCKS * work_s if cores == 1 else 0.0)
+    assert ("median of 12 variances" if cores == 1 else "a core of its own") in config["sources"]["hosts.turn_s"]
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -101,9 +101,10 @@ def test_messages_wait_for_cores_that_ranks_crowd(cores: int, monkeypatch: pytes
     config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
     found = Cluster.build({**config, "cores": cores})
     assert found.hosts and found.topology_of(2).inter
-    assert found.hosts.latency_s == pytest.approx(0.005 if cores == 1 else 0.02, rel=1e-3)
+    assert found.hosts.latency_s == pytest.approx(0.005, rel=1e-3)
     assert found.hosts.crowd_latency_s == pytest.approx(0.015 if cores == 1 else 0.0, rel=1e-3)
-    assert found.network(2).routes(np.array([0]), np.array([1])).latency_s == pytest.approx([0.02], rel=1e-3)
+    latency_s = found.network(2).routes(np.array([0]), np.array([1])).latency_s
+    assert latency_s == pytest.approx([0.02 if cores == 1 else 0.005], rel=1e-3)
 
 
 def test_the_spread_of_blocks_is_that_of_several_in_a_row() -> None:

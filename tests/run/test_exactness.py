@@ -84,7 +84,7 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
 
     With each number of key heads goes one dtype, another one for the next n. From n = 6, where cases take longest, the
     two smaller numbers of key heads take turns over layouts and masks. With one batch entry, an AllToAll receives in
-    place what it else takes apart.
+    place what it else takes apart, and sends what is held as it travels from where it lies.
     """
     cases = []
     for case in everything(n):
@@ -213,6 +213,7 @@ def test_auto_tile_and_layout(ranks: Ranks) -> None:
 def some_grouped(n: int, dtype: str) -> list[Case]:
     """Everything with half as many key heads as heads, on the last layout that the method has."""
     found = [case for case in everything(n) if case.kv_heads == key_heads(case.heads)[1]]
+    found += [replace(case, batch=1) for case in found if case.method in ("ulysses", "usp")]
     return [replace(case, dtype=dtype, layout=REGISTRY[case.method].layouts[-1]) for case in found]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sp_bench import account
@@ -29,7 +31,8 @@ def cases(n: int) -> list[Case]:
                 kv_heads=kv_heads, dtype=dtype,
             )
         )  # fmt: skip
-    return every
+    in_place = [case for case in every if case.method in ("ulysses", "usp")]  # what one batch entry's AllToAlls are
+    return every + [replace(case, batch=1, dtype=dtype) for case in in_place for dtype in ("float32", "bfloat16")]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,6 +183,20 @@ def test_folds_and_casts_cost_memory_traffic() -> None:
     others = 3 * rows * (64 * (2 + 2 * 4) + (4 + 2 * 4))
     result = rows * 64 * (4 + 2)
     assert run.busy_s[0] == pytest.approx(4 * block_s(p) + (first + others + result) / 1e9)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_all_to_all_costs_copies_of_what_is_not_in_place(batch: int) -> None:
+    """Q is packed but for the rank's own heads; of one batch entry it is received in place, but for its own tokens."""
+    on, method = cluster(bytes_per_s=1e15, memory_bytes_per_s=1e9), build("ulysses", {})
+    p = method.dealt(replace(problem(4), batch=batch))
+    run = simulate(method.plan(p, "forward", on.profile(p)), p, on)
+    took_s = (run.finish_s - run.start_s).reshape(-1, run.graph.quotient.ranks.size)
+    *messages, unpacked = run.graph.items[0].rows
+    q_bytes = batch * p.local_seqlen * p.heads * 64 * 2
+    assert len(messages) == 3
+    assert took_s[messages] == pytest.approx(1e-5 + 2 * q_bytes * 3 / 4 / 1e9)
+    assert took_s[unpacked] == pytest.approx(2 * q_bytes * (1 / 4 if batch == 1 else 1) / 1e9)
 
 
 def test_rates_are_interpolated_in_log_tokens_and_flat_outside() -> None:
