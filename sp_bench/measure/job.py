@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ NAMES = ("out", "dq", "dk", "dv")
 def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
     """Measure all points in turn, iteration by iteration, so that drift of the machine meets all of them alike.
 
+    Each iteration has its own order, the same on all ranks: none always comes first, or after the same other one.
     Runs on every rank of the default group. A point that fails the gate is not timed. Before each piece of work the
     index of its point is reported, so that a failure can be put down to it.
     """
@@ -50,7 +52,7 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
             bench.watch_memory(result)
             timed.append((index, bench, result))
     for iteration in range(warmup + iters):
-        for index, bench, result in timed:
+        for index, bench, result in random.Random(iteration).sample(timed, len(timed)):
             report(index)
             bench.step(None if iteration < warmup else result)
     for _, bench, result in timed:
