@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sp_bench import markdown, records
-from sp_bench.bench import Request, resolve, run_points, work_of
+from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import at_speed, speed_of
 from sp_bench.cli.arguments import config_dir, run_command
@@ -142,18 +142,12 @@ def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None
     run, speeds = partial(run_points, folder=out / "records"), _Speeds(out / "speeds.json")
     # A record without its speed was cut off from it: it is of another time than any speed that could be had now.
     new = [request for request in requests if request.run_id not in speeds.known]
+    measured: dict[str, Record] = {}
     if new:
-        alone = _with_parts(requests[0])
-        extra = [] if alone is None or alone.run_id in [request.run_id for request in new] else [alone]
-        found = run([*extra, *new], reuse=False, progress=progress)
-        by_id = {outcome.record.run_id: outcome.record for outcome in found}
-        speed = _speed(alone, by_id[alone.run_id]) if alone else 1.0
-        speeds.add({record.run_id: speed for record in by_id.values() if record.status == "ok"})
-        found = found[len(extra) :]
-    else:
-        found = []
-    found += run([request for request in requests if request not in new], reuse=True)
-    measured = {outcome.record.run_id: outcome.record for outcome in found}
+        measured, speed = _measure(requests[0], new, partial(run, reuse=False, progress=progress))
+        speeds.add({record.run_id: speed for record in measured.values() if record.status == "ok"})
+    kept = run([request for request in requests if request not in new], reuse=True)
+    measured |= {outcome.record.run_id: outcome.record for outcome in kept}
     simulated = run([resolve({**request.config, "mode": "simulate", "trace": 0}) for request in requests], reuse=True)
     rows = []
     for request, outcome in zip(requests, simulated, strict=True):
@@ -164,20 +158,25 @@ def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None
     return rows
 
 
-def _with_parts(request: Request) -> Request | None:
-    """A setting's first point, so that its blocks are timed without transfers too; None where no cores are shared.
+def _measure(
+    first: Request, new: Sequence[Request], run: Callable[[list[Request]], list[Outcome]]
+) -> tuple[dict[str, Record], float | None]:
+    """The records of new points, by run_id, and the speed of the cores meanwhile (calibrating.speed).
 
-    It is the same one whichever others are measured, so that all of them mean the same by a speed.
+    The `first` point of their setting tells it, whose blocks are timed without transfers in turn with them: whichever
+    points are new, all of the setting mean the same by a speed. None, and said, where that point fails.
     """
-    return resolve({**request.config, "parts": True}) if request.devices.kind == "cpu" else None
-
-
-def _speed(request: Request, record: Record) -> float | None:
-    """Of the cores that ranks share (calibrating.speed); None, and said, where the point failed that was to tell."""
-    if record.status != "ok":
-        print(f"the speed of the cores is not known, and taken to be as calibrated: {record.error}", file=sys.stderr)
-        return None
-    return speed_of(request, record)
+    on_cores = first.devices.kind == "cpu"
+    alone = resolve({**first.config, "parts": True})
+    extra = [alone] if on_cores and alone.run_id not in [request.run_id for request in new] else []
+    found = {outcome.record.run_id: outcome.record for outcome in run([*extra, *new])}
+    if not on_cores:
+        return found, 1.0
+    told = found[alone.run_id]
+    if told.status == "ok":
+        return found, speed_of(alone, told)
+    print(f"the speed of the cores is not known, and taken to be as calibrated: {told.error}", file=sys.stderr)
+    return found, None
 
 
 def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
@@ -277,8 +276,7 @@ def _report(found: pd.DataFrame, done: pd.DataFrame) -> str:
             "In turn with the points of a setting, the blocks and folds of its first one ran on all ranks without "
             f"transfers: {done['speed'].min():.2f} to {done['speed'].max():.2f} times as fast as the cluster's figures "
             "say. That has in it what else the machine does, and how well the figures meet blocks of this size on so "
-            "many ranks. "
-            "Simulated cores are as fast. As the figures say, the errors of steps would be: median "
+            "many ranks. Simulated cores are as fast. As the figures say, the errors of steps would be: median "
             f"{as_calibrated.median():.1%}, 90th percentile {np.percentile(as_calibrated, 90):.1%}."
         )
         parts += [_errors(done), verdict, speeds, "![simulated over measured](validation.svg)"]

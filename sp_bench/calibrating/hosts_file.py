@@ -107,13 +107,13 @@ def _crowd(
 
     Messages take `longer_s` more while all ranks compute, and blocks `crowding` times the work that they are alone.
     """
-    ranks = next(iter(shaped.values()))
-    more = len(ranks) / cores_here() - 1  # to a core, beyond the first
+    at = next(iter(shaped.values()))
+    more = len(at) / cores_here() - 1  # to a core, beyond the first
     if more <= 0:
         none = "none: each rank had a core of its own"
         return 0.0, 0.0, {"hosts.crowd_latency_s": none, "hosts.turn_s": none}
     spreads = [spread for ranks in shaped.values() for rank in ranks for spread in rank.beside_spread]
-    row_s = SPREAD_BLOCKS * crowding / float(np.median(ranks[0].alone_blocks_per_s))
+    row_s = SPREAD_BLOCKS * crowding / float(np.median(at[0].alone_blocks_per_s))
     turn_s = float(np.median(spreads)) * row_s if spreads else 0.0
     sources = {
         "hosts.crowd_latency_s": f"the same while all ranks compute blocks takes {longer_s:.2g} s more: that by the "

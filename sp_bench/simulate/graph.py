@@ -6,7 +6,6 @@ don't become n * n tasks. A message of a transfer is one flow from each rank. Ta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -18,7 +17,6 @@ from sp_bench.errors import RequestError
 from sp_bench.plan import (
     BLOCKS,
     FIELDS,
-    PHASES,
     AllToAll,
     Attend,
     AttendBackward,
@@ -39,6 +37,7 @@ from sp_bench.plan import (
 )
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph, Timing
+from sp_bench.simulate.noise import Noise, Turns
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
@@ -193,38 +192,6 @@ class Path(NamedTuple):
     loads: np.ndarray
 
 
-class _Noise:
-    """Factors around 1, log-normal with that relative standard deviation."""
-
-    def __init__(self, jitter: float, seed: int) -> None:
-        self.variance = math.log(1 + jitter**2)
-        self.generator = np.random.default_rng(seed)
-
-    def __call__(self, size: int) -> np.ndarray | float:
-        if not self.variance:
-            return 1.0
-        return np.exp(self.generator.normal(-self.variance / 2, math.sqrt(self.variance), size))
-
-
-class _Turns:
-    """Shares of crowded cores that differ from block to block, since Linux hands cores over in turns.
-
-    A block of w seconds has w / turn_s of them: what it gets of the cores has a relative standard deviation of
-    sqrt(turn_s / w), and of 1 where it is shorter than a turn. All of them together get the same.
-    """
-
-    def __init__(self, turn_s: float, seed: int, phase: str) -> None:
-        self.turn_s = turn_s
-        self.generator = np.random.default_rng([seed, 1 + PHASES.index(phase)])
-
-    def __call__(self, work_s: np.ndarray) -> np.ndarray | float:
-        """Weights around 1, log-normal, of blocks with so much work each."""
-        if not self.turn_s:
-            return 1.0
-        variance = np.log1p(self.turn_s / np.maximum(work_s, self.turn_s))
-        return np.exp(np.sqrt(variance) * self.generator.standard_normal(work_s.size) - variance / 2)
-
-
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.device = plan, problem, cluster.device
@@ -239,8 +206,8 @@ class _Builder:
         moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
         for op in plan.ops if moves else ():
             moves = that_leave(moves, self._costs(op))
-        self.noise = _Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
-        self.turns = _Turns(turn_s, cluster.stragglers.seed, plan.phase)
+        self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
+        self.turns = Turns(turn_s, cluster.stragglers.seed, plan.phase)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
         self.slow = slow[self.ranks]

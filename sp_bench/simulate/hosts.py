@@ -13,8 +13,8 @@ REQUIRED = ("link_bytes_per_s", "burst_bytes", "payload_share", "latency_s")
 OPTIONAL = (
     "ranks_per_host",
     "hosts_per_leaf",
-    "crowd_latency_s",
     "uplink_bytes_per_s",
+    "crowd_latency_s",
     "uplink_latency_s",
     "flow_bytes_per_s",
     "byte_core_s",
@@ -55,8 +55,8 @@ class Hosts:
     link_cores: float = 0.0
     """Cores that a link takes from them in addition while its host sends at the link's rate, whatever that is."""
     turn_s: float = 0.0
-    """Where ranks share cores, these are handed over in turns of about so long: the share that a block
-    of w seconds gets has a relative standard deviation of sqrt(turn_s / w)."""
+    """Where ranks share cores, these are handed over in turns of about so long, so that blocks don't get the same
+    (noise.Turns)."""
     transfers_first: bool = True
     """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none. Simulated
     ones always do."""

@@ -11,8 +11,8 @@ import pytest
 from sp_bench.measure import job
 
 
-def orders(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int) -> tuple[list[int], list[list[int]]]:
-    """What warm up, and what is timed, iteration by iteration, on a rank whose points do nothing."""
+def order(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int) -> list[int]:
+    """Which point is done when, those of the warm-up first, on a rank where they do nothing."""
     reported: list[Any] = []
     timed: list[int] = []
 
@@ -37,15 +37,15 @@ def orders(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int
     problem = SimpleNamespace(dtype="float32")
     specs = [SimpleNamespace(index=i, verify=False, alone=None, problem=problem) for i in range(points)]
     job.measure(specs, iters, warmup)  # type: ignore[arg-type]
-    rounds = [timed[i : i + points] for i in range(0, len(timed), points)]
-    return timed, rounds
+    return timed
 
 
 def test_points_are_timed_in_turn_and_none_always_after_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed, rounds = orders(monkeypatch, points=5, iters=20, warmup=2)
-    assert all(sorted(order) == [0, 1, 2, 3, 4] for order in rounds) and len(rounds) == 22
-    first = Counter(order[0] for order in rounds)
+    timed = order(monkeypatch, points=5, iters=20, warmup=2)
+    rounds = [timed[i : i + 5] for i in range(0, len(timed), 5)]
+    assert all(sorted(points) == [0, 1, 2, 3, 4] for points in rounds) and len(rounds) == 22
+    first = Counter(points[0] for points in rounds)
     assert len(first) == 5 and max(first.values()) < 11
     followers = Counter(zip(timed, timed[1:], strict=False))
     assert max(followers.values()) < 11
-    assert orders(monkeypatch, points=5, iters=20, warmup=2) == (timed, rounds), "the same on all ranks"
+    assert order(monkeypatch, points=5, iters=20, warmup=2) == timed, "the same on all ranks"

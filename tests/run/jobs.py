@@ -5,8 +5,8 @@ Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -108,6 +108,11 @@ class Case:
             layout=self.layout,
             **self.method_options,
         )
+
+
+def of_one_batch_entry(cases: Iterable[Case]) -> list[Case]:
+    """Those with AllToAlls, which then receive, and send where dtypes allow it, in place."""
+    return [replace(case, batch=1) for case in cases if case.method in ("ulysses", "usp")]
 
 
 class Inputs(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from tests.conftest import NEEDS_A_GPU
 from tests.problems import all_methods, splittable_problem
 from tests.ranks import Ranks
 from tests.run import device_jobs
-from tests.run.jobs import Case
+from tests.run.jobs import Case, of_one_batch_entry
 from tests.run.test_exactness import BOUNDS, relative
 
 
@@ -38,8 +37,7 @@ def cases(n: int, dtype: str = "float32", wire: str = "") -> list[Case]:
             dtype=dtype, wire_dtype=wire,
         )  # fmt: skip
         found.append(case)
-    # AllToAlls of one batch entry are received, and sent where dtypes allow it, in place.
-    return found + [replace(case, batch=1) for case in found if case.method in ("ulysses", "usp")]
+    return found + of_one_batch_entry(found)
 
 
 def assert_exact(wanted: Iterable[Case], answers: list[dict[Case, Any]]) -> None:

@@ -83,8 +83,7 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
     """Everything on every layout, in every dtype on up to two ranks. On more, key heads and dtypes are rotated.
 
     With each number of key heads goes one dtype, another one for the next n. From n = 6, where cases take longest, the
-    two smaller numbers of key heads take turns over layouts and masks. With one batch entry, an AllToAll receives in
-    place what it else takes apart, and sends what is held as it travels from where it lies.
+    two smaller numbers of key heads take turns over layouts and masks.
     """
     cases = []
     for case in everything(n):
@@ -93,7 +92,7 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
         for i, layout in enumerate(REGISTRY[case.method].layouts):
             if n < 6 or place == 0 or (i + causal + place) % 2:
                 cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
-    cases += [replace(case, batch=1) for case in cases if case.method in ("ulysses", "usp")]
+    cases += jobs.of_one_batch_entry(cases)
     trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
     return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
 
@@ -213,7 +212,7 @@ def test_auto_tile_and_layout(ranks: Ranks) -> None:
 def some_grouped(n: int, dtype: str) -> list[Case]:
     """Everything with half as many key heads as heads, on the last layout that the method has."""
     found = [case for case in everything(n) if case.kv_heads == key_heads(case.heads)[1]]
-    found += [replace(case, batch=1) for case in found if case.method in ("ulysses", "usp")]
+    found += jobs.of_one_batch_entry(found)
     return [replace(case, dtype=dtype, layout=REGISTRY[case.method].layouts[-1]) for case in found]
 
 

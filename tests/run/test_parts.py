@@ -31,8 +31,8 @@ def cases(n: int) -> list[Case]:
                 kv_heads=kv_heads, dtype=dtype,
             )
         )  # fmt: skip
-    in_place = [case for case in every if case.method in ("ulysses", "usp")]  # what one batch entry's AllToAlls are
-    return every + [replace(case, batch=1, dtype=dtype) for case in in_place for dtype in ("float32", "bfloat16")]
+    in_place = jobs.of_one_batch_entry(every)
+    return every + [replace(case, dtype=dtype) for case in in_place for dtype in ("float32", "bfloat16")]
 
 
 @pytest.fixture(scope="module")
