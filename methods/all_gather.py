@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DOWN,
     Attend,
     AttendBackward,
     Chunk,
     CostProfile,
     Group,
-    Join,
     Plan,
     Problem,
     Sized,
@@ -103,15 +103,18 @@ class AllGather(Sized):
 
     def _slices(self, tensor: str, problem: Problem) -> list[Chunk]:
         """The rank's own chunk, by slices of its heads."""
-        return Chunk(tensor, 0, Group(1, problem.n)).slices(problem.head_slices)
+        return Chunk(tensor, 0, Group(1, problem.n, DOWN)).slices(problem.head_slices)
 
     def _gather(self, steps: Steps, kv: list[Chunk], i: int) -> None:
-        """Open step i: once slice i - 1 is here and slice i - 2 computed with, gather slice i."""
+        """Open step i: gather slice i."""
         steps.next()
-        steps.do(*([Join()] if i else []), *(all_gather(kv[i], lane="kv") if i < len(kv) else []))
+        steps.do(*(all_gather(kv[i], lane="kv") if i < len(kv) else []))
 
 
 def _blocks(problem: Problem, i: int) -> list[tuple[int, int]]:
-    """(slice, hops that its KV has come) of step i's blocks. A rank needn't wait for its own KV."""
-    gathered = [(i - 1, s) for s in range(1, problem.n)] if 1 <= i <= problem.head_slices else []
+    """(slice, hops that its KV has come) of step i's blocks: first with what came last, and so is there when all is.
+
+    A rank needn't wait for its own KV.
+    """
+    gathered = [(i - 1, s) for s in reversed(range(1, problem.n))] if 1 <= i <= problem.head_slices else []
     return gathered + [(i, 0)] * (i < problem.head_slices)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DOWN,
     Attend,
     AttendBackward,
     Chunk,
@@ -65,7 +66,7 @@ class DoubleRing(Sized):
         return (1, n)
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Round r, step s: compute with the KV of the rank s ahead in the inner ring r ahead."""
+        """Round r, step s: compute with the KV of the rank s before in the inner ring r before."""
         q, o, kv = Chunk("q", 0, Group(1, problem.n)), Chunk("o", 0, Group(1, problem.n)), self._chunk("kv", problem)
         steps = Steps()
         for r in range(outer(kv).group.size):
@@ -101,7 +102,7 @@ class DoubleRing(Sized):
         return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
 
     def _chunk(self, tensor: str, problem: Problem) -> Chunk:
-        return Chunk(tensor, 0, Grid(Group(1, self.size), Group(self.size, problem.n // self.size)))
+        return Chunk(tensor, 0, Grid(Group(1, self.size, DOWN), Group(self.size, problem.n // self.size, DOWN)))
 
     def _receive(self, steps: Steps, kv: Chunk, r: int, s: int) -> None:
         """Open a step: the next round's first KV at the start of a round, and the inner ring's next one."""

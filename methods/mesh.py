@@ -2,7 +2,8 @@
 
 Source: Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data Locality".
     tile, Q groups, KV groups          section 3.2: a Q group is a consecutive ranks, a KV group the ranks equal mod a
-    local to global chunk indices      table 1: a chunk's home group and index (Chunk)
+    local to global chunk indices      table 1: a chunk's home group and index (Chunk), but that KV#u comes from before:
+                                       it is (i - a*u) mod n, the same ring the other way round (methods/ring.py)
     Recv Q, Recv KV, Send O            section 3.4: receive_next and reduce_next along the group's ring
     forward schedule                   section 3.5, algorithm 2: forward_schedule
     backward schedule                  section 3.6, algorithm 3: backward_schedule
@@ -35,6 +36,7 @@ from typing import ClassVar
 
 from methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.plan import (
+    DOWN,
     Attend,
     AttendBackward,
     Chunk,
@@ -371,8 +373,8 @@ class Mesh(Method):
         assert self.placement != "auto", "a caller picks one of the candidates first"
         a, b = self.tile_shape(n)
         if self.placement == "q":
-            return Group(stride=1, size=a), Group(stride=a, size=b)
-        return Group(stride=b, size=a), Group(stride=1, size=b)
+            return Group(stride=1, size=a), Group(stride=a, size=b, way=DOWN)
+        return Group(stride=b, size=a), Group(stride=1, size=b, way=DOWN)
 
     def _emit(self, moves: list[Move], gathered: Sequence[Slices], reduced: Sequence[Slices], block) -> Steps:
         """The operations of a schedule: each step's transfer, then the blocks that overlap it.

@@ -1,6 +1,8 @@
 """Ring Attention: every rank keeps its Q chunk while the KV chunks go round.
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
+A rank sends to the next one, so that the KV of those before it comes first: on the contiguous layout a causal mask
+leaves its last blocks empty, not its first ones. So it is wherever KV goes round here.
 Backward: the same ring for KV, while dKV follows it one hop behind and ends at its owner.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads:
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DOWN,
     Attend,
     AttendBackward,
     Chunk,
@@ -48,14 +51,14 @@ class Ring(Method):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """One time round the ring."""
-        q, kv, o = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("q", "kv", "o"))
+        q, kv, o = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in ("q", "kv", "o"))
         steps = Steps()
         pass_round(steps, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """One time round the ring."""
-        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("odoq", "kv", "dq", "dkv"))
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in ("odoq", "kv", "dq", "dkv"))
         steps = Steps()
         pass_round_backward(steps, odoq, kv, dq, dkv)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DOWN,
     Attend,
     AttendBackward,
     Chunk,
@@ -139,9 +140,9 @@ class StarTrail(Sized):
         return Chunk(tensor, 0, Group(1, self.size))
 
     def _in_orbit(self, tensor: str, problem: Problem) -> Chunk:
-        """#(e + C s) belongs to the rank e ahead of the partner in its team, s blocks ahead."""
+        """#(e + C s) belongs to the rank e ahead of the partner in its team, s blocks before."""
         size = self.size
-        return Chunk(tensor, 0, Grid(Group(1, size), Group(size**2, problem.n // size**2), self._partners))
+        return Chunk(tensor, 0, Grid(Group(1, size), Group(size**2, problem.n // size**2, DOWN), self._partners))
 
     def _lines(self, orbit: Chunk) -> list[Line]:
         """The sub-rings of a rank: one for each of the C chunks that move together."""

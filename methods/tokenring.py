@@ -31,6 +31,8 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DOWN,
+    UP,
     Attend,
     AttendBackward,
     Chunk,
@@ -48,8 +50,6 @@ from sp_bench.plan import (
     reduce_next,
     return_home,
 )
-
-UP, DOWN = +1, -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class TokenRing(Method):
     def _groups(self, problem: Problem) -> tuple[Group, Group]:
         """The ring inside a node, and the ranks of equal place in all nodes."""
         inside = problem.n // self.nodes
-        return Group(1, inside), Group(inside, self.nodes)
+        return Group(1, inside), Group(inside, self.nodes, DOWN)
 
     def _bring(self, kv: Chunk, node: int) -> list[Op]:
         """While a node's KV is computed with, the next one's comes."""

@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DOWN,
     AllToAll,
     Attend,
     AttendBackward,
@@ -111,7 +112,7 @@ class Ulysses(Method):
         """The rank's own chunks; those by heads are at home among the ranks that have the same heads."""
         u = self.ranks_per_chunk(problem.n)
         return tuple(
-            Chunk(tensor, 0, Group(u, problem.n // u) if tensor.endswith("_h") else Group(1, problem.n))
+            Chunk(tensor, 0, Group(u, problem.n // u, DOWN) if tensor.endswith("_h") else Group(1, problem.n))
             for tensor in tensors
         )
 

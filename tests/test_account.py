@@ -166,7 +166,7 @@ def test_across_nodes() -> None:
     assert (across == 3 * p.chunk_bytes("kv", wire=True)).all()
     ring = build("ring", {}).forward(p, COMPUTE_BOUND)
     across = account.sent_across_nodes(ring, p, lambda rank: rank // 4)
-    leaves = np.array([rank % 4 == 0 for rank in range(16)])  # everything moves one rank back
+    leaves = np.array([rank % 4 == 3 for rank in range(16)])  # everything moves to the next rank
     assert (across == leaves * 15 * p.chunk_bytes("kv", wire=True)).all()
 
 

@@ -603,9 +603,9 @@ def test_messages_name_rank_block_and_chunk() -> None:
     plan, problem = ring_of_three()
     *rest, last = plan.ops
     assert str(last) == "Attend q#0 x kv#2 into o#0"
-    with pytest.raises(PlanError, match="^the end of the plan: o#0 of rank 1 lacks its block with chunk 0$"):
+    with pytest.raises(PlanError, match="^the end of the plan: o#0 of rank 2 lacks its block with chunk 0$"):
         check(replace(plan, ops=tuple(rest)), problem)
-    with pytest.raises(PlanError, match=r"^operation 5, Attend q#0 x kv#2 into o#0: on rank 0, .*chunk 2.* twice$"):
+    with pytest.raises(PlanError, match=r"^operation 5, Attend q#0 x kv#2 into o#0: on rank 0, .*chunk 1.* twice$"):
         check(with_op(plan, 5, last), problem)
     lonely = replace(plan.ops[0], send=None)
     with pytest.raises(PlanError, match=r"^operation 0, Pass.*receive of kv#1 meets no send, on rank 0 and all others"):
@@ -699,7 +699,7 @@ def test_a_rank_has_no_tokens_but_its_own() -> None:
 
 def test_kinds_of_chunks_are_not_mixed_up() -> None:
     plan, problem = ring_of_three()
-    ring = Group(1, 3)
+    ring = plan.ops[0].group
     q, o = Chunk("q", 0, ring), Chunk("o", 0, ring)
     with pytest.raises(PlanError, match="sends q where the peer receives kv"):
         check(with_op(plan, 0, replace(plan.ops[0], send=q)), problem)

@@ -21,7 +21,7 @@ def test_mesh_on_nine_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "each rank sends 8 units (chunks of Q), all of them 72" in text
     assert "       4         3  4  5  3  4  5  3  4  5" in text
-    assert "step   0: Pass[rings] kv#0 -> -1, kv#1 <- +1; Attend q#0 x kv#0 into o#0" in text
+    assert "step   0: Pass[rings] kv#0 -> +1, kv#1 <- -1; Attend q#0 x kv#0 into o#0" in text
     assert main(["method=ring", "gpus=9"]) == 0
     assert "all of them 144" in capsys.readouterr().out
 

@@ -3,7 +3,7 @@
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.dataflow import Dataflow, Slot, Value, dataflow
-from sp_bench.plan.groups import Exchange, Grid, Group
+from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
 from sp_bench.plan.method import PHASES, Method, Sized
 from sp_bench.plan.ops import (
@@ -51,10 +51,12 @@ from sp_bench.plan.transfers import (
 __all__ = [
     "BLOCKS",
     "COMPUTE_BOUND",
+    "DOWN",
     "DTYPE_BYTES",
     "FIELDS",
     "LAYOUTS",
     "PHASES",
+    "UP",
     "AllToAll",
     "Attend",
     "AttendBackward",

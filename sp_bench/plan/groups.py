@@ -7,24 +7,29 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+UP, DOWN = +1, -1
+"""The two ways round a ring of ranks."""
+
 
 class Group(NamedTuple):
-    """Ranks that differ in one digit: rank = ... + stride * position + ..., 0 <= position < size.
+    """Ranks that differ in one digit: rank = ... + stride * digit + ..., 0 <= digit < size.
 
     Stride 1 and size a is a Q group of the Mesh paper (section 3.2), stride a and size b a KV group.
     """
 
     stride: int
     size: int
+    way: int = UP
+    """How positions are counted: UP with the digit or DOWN against it, so that #1 is the rank before."""
 
     def position(self, rank):
         """The position of `rank` within its own group."""
-        return rank // self.stride % self.size
+        return self.way * (rank // self.stride) % self.size
 
     def member(self, rank, shift):
         """The rank that is `shift` positions ahead of `rank` in its group, around the ring."""
-        position = self.position(rank)
-        return rank + ((position + shift) % self.size - position) * self.stride
+        digit = rank // self.stride % self.size
+        return rank + ((digit + self.way * shift) % self.size - digit) * self.stride
 
     @property
     def span(self) -> int:

@@ -39,7 +39,8 @@ class Place(NamedTuple):
 class Chunk(NamedTuple):
     """A named piece on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
 
-    This is table 1 of the Mesh paper: Q#u on rank i is chunk a*floor(i/a) + (i+u) mod a, KV#u is (i + a*u) mod n.
+    This is table 1 of the Mesh paper: Q#u on rank i is chunk a*floor(i/a) + (i+u) mod a, KV#u is (i + a*u) mod n, and
+    (i - a*u) mod n in a group that counts DOWN.
     """
 
     tensor: str
@@ -140,7 +141,8 @@ class Pass:
         seen = f" seeing {self.against}" if self.against else ""
         if isinstance(self.group, Exchange):
             return f"Pass[{self.lane}] {self.send}{seen} -> partner, {self.recv} <- partner"
-        return f"Pass[{self.lane}] {self.send}{seen} -> {self.shift:+d}, {self.recv} <- {-self.shift:+d}"
+        ranks = self.shift * self.group.way
+        return f"Pass[{self.lane}] {self.send}{seen} -> {ranks:+d}, {self.recv} <- {-ranks:+d}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The loops that methods share, as small groups of operations.
 
-Chunk indices are local (Chunk): index u belongs to the rank u ahead, so everything moves one position back.
+Chunk indices are local (Chunk): index u belongs to the rank u ahead in its group, so everything moves one position back
+there; in a group that counts DOWN, to the next rank.
 """
 
 from __future__ import annotations

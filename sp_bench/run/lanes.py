@@ -20,13 +20,14 @@ from sp_bench.plan import (
     Stage,
     Transfer,
     by_heads,
+    is_partial,
     part_sent,
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Transport
+from sp_bench.run.transport import Message, Onward, Transport
 
 
 class Lanes:
@@ -48,6 +49,7 @@ class Lanes:
         self._slots, self._staging = buffers.of(plan, flow)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
+        self._onward = self._early() if transport.goes_onward else {}
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
@@ -73,7 +75,7 @@ class Lanes:
         if isinstance(op, AllToAll):
             self._all_to_all(op, into, holdings)
         else:
-            self._pass(op, into, holdings)
+            self._pass(index, op, into, holdings)
         self._streams.keep(self._arrived(op, into, part, holdings))
 
     def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
@@ -101,14 +103,52 @@ class Lanes:
         holdings.put(op.recv, tensors, part)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
-    def _pass(self, op: Pass, into: Tensors, holdings: Holdings) -> None:
+    def _early(self) -> dict[int, int]:
+        """Transfers, each with its lane's next one, if that needs nothing but what is there or comes with the first.
+
+        Such as hops of a ring, one of which sends on what another one received.
+        """
+        found, last = {}, dict[str, tuple[int, Transfer]]()
+        for index, op in self._plan:
+            if isinstance(op, Transfer):
+                before, last[op.lane] = last.get(op.lane), (index, op)
+                if before and self._goes_alone(before[1]) and self._goes_alone(op) and index in self._flow.slots:
+                    found[before[0]] = index
+        return found
+
+    def _goes_alone(self, op: Transfer) -> bool:
+        """Whether it sends a whole chunk to another rank, as it came or was there from the start."""
+        if not isinstance(op, Pass) or op.against or int(op.target(self._rank)) == self._rank:
+            return False
+        return not is_partial(op.carries)
+
+    def _pass(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> None:
         source, target = int(op.source(self._rank)), int(op.target(self._rank))
         outgoing = self._outgoing(op, holdings)
         if target == self._rank:
             for buffer, tensor in zip(into, outgoing, strict=True):
                 buffer.copy_(tensor)
             return
-        self._transport.exchange(self._ids[op.lane], [(source, into)], [(target, outgoing)], self._counted_as(op))
+        lane, messages = self._ids[op.lane], ([(source, into)], [(target, outgoing)])
+        self._transport.exchange(lane, *messages, self._counted_as(op), self._next(index, op, into, holdings))
+
+    def _next(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> Onward | None:
+        """What can be begun with as `op` goes on, which receives `into`."""
+        after = self._onward.get(index)
+        if after is None:
+            return None
+        then = self._plan.ops[after]
+        assert isinstance(then, Pass)
+
+        def messages() -> tuple[Message, Message] | None:
+            if not self._streams.ready(after):
+                return None
+            assert then.send is not None
+            outgoing = into if then.send == op.recv else holdings.received(then.send)
+            receive = int(then.source(self._rank)), self._into(after, then)[0]
+            return receive, (int(then.target(self._rank)), outgoing)
+
+        return messages
 
     def _all_to_all(self, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
         """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""

@@ -46,6 +46,10 @@ class Streams(ABC):
         """
 
     @abstractmethod
+    def ready(self, index: int) -> bool:
+        """Whether all that operation `index` waits for on other streams is known to have ended."""
+
+    @abstractmethod
     def turn(self) -> Any:
         """A context for an execution on the caller's stream, after whatever the last one left to be done."""
 
@@ -82,10 +86,11 @@ class ThreadStreams(Streams):
         self.clock = HostClock()
         self._waits, self._room, self._streams = flow.waits, flow.room, (BLOCKS, *plan.lanes)
         self._by_stream = {name: [(i, op) for i, op in plan if op.stream == name] for name in self._streams}
+        self._progress = Progress(self._streams)
         self._threads = lane_threads(len(plan.lanes)) if plan.lanes else None
 
     def run(self, perform: Perform, prepare: Prepare) -> None:
-        progress = Progress(self._streams)
+        progress = self._progress = Progress(self._streams)
         lanes = []
         try:
             for lane in self._streams[1:]:
@@ -115,6 +120,9 @@ class ThreadStreams(Streams):
             progress.wait(self._waits[index])
             perform(index, op)
             progress.end(name, index)
+
+    def ready(self, index: int) -> bool:
+        return self._progress.has_reached(self._waits[index])
 
     def turn(self) -> Any:
         return nullcontext()
@@ -148,6 +156,11 @@ class Progress:
             self._changed.wait_for(lambda: self.cause or self._reached(waits))
             if self.cause:
                 raise Aborted("another stream of this rank failed") from self.cause
+
+    def has_reached(self, waits: tuple[tuple[str, int], ...]) -> bool:
+        """Whether every (stream, index) has ended."""
+        with self._changed:
+            return self._reached(waits)
 
     def end(self, stream: str, index: int) -> None:
         """Operation `index` of `stream` has ended."""
@@ -209,6 +222,10 @@ class DeviceStreams(Streams):
     def run(self, perform: Perform, prepare: Prepare) -> None:
         with self.turn():
             self._run(perform)
+
+    def ready(self, index: int) -> bool:
+        """The caller never knows what has ended."""
+        return False
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,8 @@ FIELDS_PER_LANE = 8
 Message = tuple[int, Sequence[Tensor]]
 """The peer's rank in the group, and the tensors of one chunk, which are contiguous."""
 Key = tuple[str, str, str]
+Onward = Callable[[], tuple[Message, Message] | None]
+"""A lane's next transfer, what it receives and what it sends; None before all that it waits for elsewhere has ended."""
 
 _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
@@ -32,15 +35,22 @@ class Transport(ABC):
     """None where there is one rank and nothing to send."""
     sent_bytes: Counter[Key] = field(default_factory=Counter)
     """Bytes handed to the network, by (lane, tensor, field)."""
+    goes_onward: ClassVar[bool] = False
+    """Whether it begins with a lane's next transfer, if it is told."""
 
     @abstractmethod
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self,
+        lane: int,
+        receives: Sequence[Message],
+        sends: Sequence[Message],
+        counted_as: Sequence[Key],
+        onward: Onward | None = None,
     ) -> None:
         """All messages of one transfer, at once. Its lane uses the tensors only after that.
 
         Returns when they have come and gone or, on a device, once the current stream waits for that. Each tensor of a
-        message is counted under one of the keys, in their order.
+        message is counted under one of the keys, in their order. `onward` may be begun with, tensor by tensor.
         """
 
     def expect(self, lane: int, receives: Sequence[Message]) -> None:  # noqa: B027  # not all can
@@ -66,48 +76,83 @@ class Transport(ABC):
 class GlooTransport(Transport):
     """Between CPUs, by one message of torch.distributed for each tensor."""
 
-    _expected: dict[int, list[dist.Work]] = field(init=False, repr=False, default_factory=dict)
-    """By lane, receives that were posted ahead. Of a failed execution they stay: what is late may still come."""
+    goes_onward = True
+
+    _ahead: dict[tuple[bool, int, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
+    """What was posted ahead of its exchange: (whether it is sent, lane, peer, tensor's number in the chunk). Of a
+    failed execution it stays: what is late may still come."""
 
     def expect(self, lane: int, receives: Sequence[Message]) -> None:
-        assert lane not in self._expected, "a lane's transfers come one after the other"
-        self._expected[lane] = self._receive(lane, receives)
+        for source, tensors in receives:
+            for i, x in enumerate(tensors):
+                if (False, lane, source, i) not in self._ahead:
+                    self._ahead[False, lane, source, i] = self._receive(lane, source, i, x)
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self,
+        lane: int,
+        receives: Sequence[Message],
+        sends: Sequence[Message],
+        counted_as: Sequence[Key],
+        onward: Onward | None = None,
     ) -> None:
-        works = self._expected.pop(lane, None) or self._receive(lane, receives)
-        for target, tensors in sends:
-            works += self.send(lane, target, tensors, counted_as)
-        for work in works:
+        received = [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
+        sent = [work for target, tensors in sends for work in self.send(lane, target, tensors, counted_as)]
+        if onward:
+            self._go_onward(lane, received, sent, onward)
+            return
+        for work in (*received, *sent):
             work.wait()
 
-    def _receive(self, lane: int, receives: Sequence[Message]) -> list[dist.Work]:
-        return [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
+    def _go_onward(self, lane: int, received: list[dist.Work], sent: list[dist.Work], onward: Onward) -> None:
+        """As a tensor has come and its predecessor gone, post that of the next transfer.
+
+        So the link isn't idle until a thread has woken that waits for the last tensor, which takes milliseconds on
+        busy cores. Before its predecessor has gone, a tensor would be received over it.
+        """
+        for i, (came, gone) in enumerate(zip(received, sent, strict=True)):
+            came.wait()
+            gone.wait()
+            if then := onward():
+                (source, into), (target, outgoing) = then
+                if i < len(into):
+                    self._ahead[False, lane, source, i] = self._receive(lane, source, i, into[i])
+                    self._ahead[True, lane, target, i] = self._send(lane, target, i, outgoing[i])
 
     def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        """Post the receives of one chunk."""
-        tag = FIRST_TAG + lane * FIELDS_PER_LANE
-        works = [dist.irecv(x, group=self.group, group_src=source, tag=tag + i) for i, x in enumerate(tensors)]
-        return [_posted(work) for work in works]
+        """Post the receives of one chunk, but for what was posted ahead."""
+        ahead = [self._ahead.pop((False, lane, source, i), None) for i in range(len(tensors))]
+        return [ahead[i] or self._receive(lane, source, i, x) for i, x in enumerate(tensors)]
 
     def send(self, lane: int, target: int, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> list[dist.Work]:
-        """Post the sends of one chunk and count them."""
-        tag = FIRST_TAG + lane * FIELDS_PER_LANE
+        """The same for its sends, and count them all."""
         self.count(tensors, counted_as)
-        works = [dist.isend(x, group=self.group, group_dst=target, tag=tag + i) for i, x in enumerate(tensors)]
-        return [_posted(work) for work in works]
+        ahead = [self._ahead.pop((True, lane, target, i), None) for i in range(len(tensors))]
+        return [ahead[i] or self._send(lane, target, i, x) for i, x in enumerate(tensors)]
+
+    def _receive(self, lane: int, source: int, number: int, x: Tensor) -> dist.Work:
+        return _posted(dist.irecv(x, group=self.group, group_src=source, tag=_tag(lane, number)))
+
+    def _send(self, lane: int, target: int, number: int, x: Tensor) -> dist.Work:
+        return _posted(dist.isend(x, group=self.group, group_dst=target, tag=_tag(lane, number)))
 
 
 @dataclass
 class HostTransport(GlooTransport):
     """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting."""
 
+    goes_onward = False
+
     def expect(self, lane: int, receives: Sequence[Message]) -> None:
         """What came would have to be copied to the device, which is for `exchange`."""
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self,
+        lane: int,
+        receives: Sequence[Message],
+        sends: Sequence[Message],
+        counted_as: Sequence[Key],
+        onward: Onward | None = None,
     ) -> None:
         outgoing = [(target, [x.cpu() for x in tensors]) for target, tensors in sends]
         incoming = [(source, [torch.empty_like(x, device="cpu") for x in tensors]) for source, tensors in receives]
@@ -124,7 +169,12 @@ class AloneTransport(Transport):
     group: dist.ProcessGroup | None = None
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self,
+        lane: int,
+        receives: Sequence[Message],
+        sends: Sequence[Message],
+        counted_as: Sequence[Key],
+        onward: Onward | None = None,
     ) -> None:
         for _, tensors in sends:
             self.count(tensors, counted_as)
@@ -135,6 +185,10 @@ class AloneTransport(Transport):
                 both = min(into.numel(), tensor.numel())
                 into[:both].copy_(tensor[:both])
                 into[both:].zero_()
+
+
+def _tag(lane: int, number: int) -> int:
+    return FIRST_TAG + lane * FIELDS_PER_LANE + number
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

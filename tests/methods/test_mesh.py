@@ -15,7 +15,7 @@ from methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
 from sp_bench import account
 from sp_bench.check import check
 from sp_bench.errors import RequestError
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Attend, AttendBackward, Group, Pass, Problem
+from sp_bench.plan import COMPUTE_BOUND, DOWN, LAYOUTS, PHASES, Attend, AttendBackward, Group, Pass, Problem
 from tests.problems import cost_profiles, small_problem
 
 sides = st.integers(1, 9)
@@ -141,7 +141,7 @@ def test_backward_2x2_by_hand() -> None:
 
 def groups_of(a: int, b: int, placement: str) -> tuple[Group, Group]:
     """The Q group and the KV group."""
-    return (Group(1, a), Group(a, b)) if placement == "q" else (Group(b, a), Group(1, b))
+    return (Group(1, a), Group(a, b, DOWN)) if placement == "q" else (Group(b, a), Group(1, b, DOWN))
 
 
 @given(st.sampled_from([1, 2, 4, 6, 9, 12, 16]), st.sampled_from(["q", "kv"]), st.data())

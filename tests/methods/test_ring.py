@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from methods import build
 from methods.ring import Ring
-from sp_bench.plan import COMPUTE_BOUND, Attend, Pass
-from tests.problems import small_problem
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend, AttendBackward, Pass
+from tests.problems import small_problem, splittable_problem
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -22,14 +23,14 @@ def test_backward_of_three_by_hand() -> None:
     """dKV#1 leaves once its one block is in; what comes in of dKV#2 is folded before it leaves; dKV#0 stays."""
     plan = Ring().backward(small_problem(3), COMPUTE_BOUND)
     assert [f"{step}: {op}" for step, op in zip(plan.steps, plan.ops, strict=True)] == [
-        "0: Pass[kv] kv#0 -> -1, kv#1 <- +1",
+        "0: Pass[kv] kv#0 -> +1, kv#1 <- -1",
         "0: AttendBackward odoq#0 x kv#0 into dq#0, dkv#0",
-        "1: Pass[kv] kv#1 -> -1, kv#2 <- +1",
+        "1: Pass[kv] kv#1 -> +1, kv#2 <- -1",
         "1: AttendBackward odoq#0 x kv#1 into dq#0, dkv#1",
-        "2: Pass[dkv] dkv#1 -> -1, dkv#2 arriving <- +1",
+        "2: Pass[dkv] dkv#1 -> +1, dkv#2 arriving <- -1",
         "2: AttendBackward odoq#0 x kv#2 into dq#0, dkv#2",
         "2: Fold dkv#2 arriving into dkv#2",
-        "3: Pass[dkv] dkv#2 -> -1, dkv#0 arriving <- +1",
+        "3: Pass[dkv] dkv#2 -> +1, dkv#0 arriving <- -1",
         "3: Fold dkv#0 arriving into dkv#0",
     ]
 
@@ -37,3 +38,18 @@ def test_backward_of_three_by_hand() -> None:
 def test_ring_is_a_row_of_the_assignment_matrix() -> None:
     assert Ring().tile_shape(8) == (1, 8)
     assert Ring().candidates(small_problem(8)) == (Ring(),)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ring", {}), ("usp", {"ulysses": 1}), ("double_ring", {"inner": 1}), ("mesh", {"tile": (1, 8)})],
+)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_begins_with_what_it_sees(name: str, options: dict[str, object], phase: str) -> None:
+    """On the contiguous layout with a causal mask, the KV of the ranks before comes first."""
+    problem = splittable_problem(8, "contiguous")
+    plan = build(name, options).plan(problem, phase, COMPUTE_BOUND)
+    for rank in range(8):
+        owners = [int(op.kv.owner(rank)) for op in plan.ops if isinstance(op, Attend | AttendBackward)]
+        if phase == "forward" or name != "mesh":  # algorithm 3 computes what is to be sent first
+            assert owners == [(rank - s) % 8 for s in range(8)]

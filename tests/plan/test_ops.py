@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
+    DOWN,
     FIELDS,
     PHASES,
+    UP,
     AllToAll,
     Attend,
     Bundle,
@@ -48,6 +50,7 @@ def test_local_indices_are_table_1(a: int, b: int) -> None:
             assert Chunk("q", u, Group(1, a)).owner(i) == a * (i // a) + (i + u) % a
         for v in range(b):
             assert Chunk("kv", v, Group(a, b)).owner(i) == (i + a * v) % n
+            assert Chunk("kv", v, Group(a, b, DOWN)).owner(i) == (i - a * v) % n
 
 
 @given(sides, sides)
@@ -61,9 +64,9 @@ def test_each_rank_computes_a_tile_and_all_ranks_the_matrix(a: int, b: int) -> N
     assert (times == 1).all()
 
 
-@given(sides, sides, sides, st.integers(-30, 30))
-def test_groups_are_rings(stride: int, size: int, copies: int, shift: int) -> None:
-    group, ranks = Group(stride, size), np.arange(stride * size * copies)
+@given(sides, sides, sides, st.integers(-30, 30), st.sampled_from([UP, DOWN]))
+def test_groups_are_rings(stride: int, size: int, copies: int, shift: int, way: int) -> None:
+    group, ranks = Group(stride, size, way), np.arange(stride * size * copies)
     there = group.member(ranks, shift)
     assert sorted(there) == list(ranks)
     np.testing.assert_array_equal(group.member(there, -shift), ranks)
@@ -71,6 +74,7 @@ def test_groups_are_rings(stride: int, size: int, copies: int, shift: int) -> No
     np.testing.assert_array_equal(there % stride, ranks % stride)
     np.testing.assert_array_equal(group.position(there), (group.position(ranks) + shift) % size)
     assert [group.member(int(rank), shift) for rank in ranks] == there.tolist()
+    np.testing.assert_array_equal(Group(stride, size).member(ranks, way * shift), there)
 
 
 @st.composite
@@ -241,6 +245,8 @@ def test_indices_wrap_and_names_read_like_the_paper() -> None:
     assert [str(x) for x in (q, o, o.arriving())] == ["q#2", "o#1", "o#1 arriving"]
     assert o.arriving() != o and o.arriving().at(1) == o
     assert str(receive_next(q, 0, "rings")) == "Pass[rings] q#0 -> -1, q#1 <- +1"
+    kv = Chunk("kv", 0, Group(1, 3, DOWN))
+    assert str(receive_next(kv, 0, "rings")) == "Pass[rings] kv#0 -> +1, kv#1 <- -1"
     assert str(Attend(q, Chunk("kv", 1, Group(3, 3)), o)) == "Attend q#2 x kv#1 into o#1"
     assert str(Fold(o.arriving(), o)) == "Fold o#1 arriving into o#1"
     assert str(Fold(o.arriving(2), o)) == "Fold o#1 arriving 2 into o#1"

@@ -21,7 +21,7 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Method, Problem, layout_named
 from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.transport import GlooTransport, Message
 from tests.ranks import group_of
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
@@ -257,9 +257,9 @@ class Counting(GlooTransport):
 
     posted = 0
 
-    def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
+    def _receive(self, lane: int, source: int, number: int, x: Tensor) -> dist.Work:
         self.posted += 1
-        return super().receive(lane, source, tensors)
+        return super()._receive(lane, source, number, x)
 
 
 def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
@@ -275,6 +275,26 @@ def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
         transport.exchange(1, [(source, [into])], [(target, [sent])], [("kv", "kv", "k")])
         found.append(into.unique().tolist())
     return found, transport.posted
+
+
+def go_onward(tokens: int, ready: tuple[bool, bool]) -> tuple[list[list[float]], int]:
+    """Two hops round the ring of a chunk of two tensors: what came, and the bytes that were counted.
+
+    The second tells the transport to send other tensors than the first, going onward, had it begin with.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    source, target = (rank - 1) % n, (rank + 1) % n
+    transport, keys, begin = GlooTransport(dist.group.WORLD), [("kv", "kv", "k"), ("kv", "kv", "v")], iter(ready)
+    sent, other = ([torch.full((tokens,), x + rank) for x in values] for values in ((100.0, 200.0), (0.0, 50.0)))
+    first, second = ([torch.zeros(tokens) for _ in keys] for _ in range(2))
+
+    def onward() -> tuple[Message, Message] | None:
+        return ((source, second), (target, first)) if next(begin) else None
+
+    transport.exchange(1, [(source, first)], [(target, sent)], keys, onward)
+    transport.exchange(1, [(source, second)], [(target, other)], keys)
+    transport.exchange(1, [(source, first)], [(target, sent)], keys)
+    return [x.unique().tolist() for x in (*second, *first)], sum(transport.sent_bytes.values())
 
 
 def _strided(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from methods import build
 from sp_bench.plan import COMPUTE_BOUND, Mask
 from sp_bench.run.attention import Engine
-from sp_bench.run.transport import AloneTransport, Key, Message
+from sp_bench.run.transport import AloneTransport, Key, Message, Onward
 from tests.problems import splittable_problem
 from tests.ranks import WORLD, Ranks
 from tests.run import jobs
@@ -34,8 +34,14 @@ class Expecting(AloneTransport):
         self.ahead.set()
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self,
+        lane: int,
+        receives: Sequence[Message],
+        sends: Sequence[Message],
+        counted_as: Sequence[Key],
+        onward: Onward | None = None,
     ) -> None:
+        assert onward is None, "not all can"
         if lane in self.expected:
             (source, ahead), (same, tensors) = self.expected.pop(lane)[0], receives[0]
             self.matched.append(source == same and [x.data_ptr() for x in ahead] == [x.data_ptr() for x in tensors])
@@ -80,3 +86,76 @@ def test_gloo_receives_what_was_expected(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.run(jobs.receive_ahead, 1000)):
         source = (rank - 1) % WORLD
         assert found == ([[100.0 + source], [200.0 + source]], 2)
+
+
+@pytest.mark.parametrize("ready", [(True, True), (False, True), (False, False)])
+def test_gloo_goes_onward_as_soon_as_it_may(ready: tuple[bool, bool], ranks: Ranks) -> None:
+    """Tensor by tensor, and what it began with isn't sent again; the lane's next messages are the next ones."""
+    for rank, found in enumerate(ranks.run(jobs.go_onward, 1000, ready)):
+        one, two = (rank - 1) % WORLD, (rank - 2) % WORLD
+        second = [[100.0 + two] if ready[0] else [0.0 + one], [200.0 + two] if ready[1] else [50.0 + one]]
+        assert found == ([*second, [100.0 + one], [200.0 + one]], 3 * 2 * 4 * 1000)
+
+
+class Onwards(AloneTransport):
+    """Alone, and notes what could be begun with beside each transfer."""
+
+    goes_onward = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfers: list[tuple[Message, Message]] = []
+        self.lonely: set[int] = set()
+        """By number, transfers that couldn't begin with another."""
+        self.begun: dict[int, tuple[Message, Message]] = {}
+        """What the others began with, where it was time."""
+
+    def exchange(
+        self,
+        lane: int,
+        receives: Sequence[Message],
+        sends: Sequence[Message],
+        counted_as: Sequence[Key],
+        onward: Onward | None = None,
+    ) -> None:
+        number = len(self.transfers)
+        if onward is None:
+            self.lonely.add(number)
+        elif (messages := onward()) is not None:
+            self.begun[number] = messages
+        self.transfers.append((receives[0], sends[0]))
+        super().exchange(lane, receives, sends, counted_as)
+
+
+def same_memory(one: Message, other: Message) -> bool:
+    return one[0] == other[0] and [x.data_ptr() for x in one[1]] == [x.data_ptr() for x in other[1]]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "lonely"),
+    [
+        ("ring", {}, {3}),
+        ("mesh", {"tile": (1, 5)}, {3}),
+        # Of 2 hops of q and 2 of kv on one lane; then those of o are computed first.
+        ("mesh", {"tile": (3, 3)}, {3, 4, 5}),
+        # Slices follow one another.
+        ("all_gather", {"stride": 1}, {19}),
+        # Partials travel last, which blocks add to.
+        ("pass_q", {}, {3, 4, 5, 6, 7}),
+    ],
+)
+def test_what_goes_onward(method: str, options: dict, lonely: set[int]) -> None:
+    """Each transfer but the lonely ones is given the next one, with the very tensors that this uses then."""
+    built = build(method, options)
+    n = 9 if built.tile_shape(9) == (3, 3) else 5
+    problem, transport = built.dealt(splittable_problem(n)), Onwards()
+    plans = {name: built.plan(problem, name, COMPUTE_BOUND) for name in ("forward", "backward")}
+    engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
+    dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads)
+    shapes = [(problem.batch, problem.local_seqlen, each, problem.head_dim) for each in heads]
+    engine.forward(*(torch.randn(shape, dtype=dtype) for shape in shapes))
+    engine.close()
+    assert transport.lonely == lonely
+    assert 0 in transport.begun, "there is room for two chunks, and the first one was there"
+    for number, ahead in transport.begun.items():
+        assert all(map(same_memory, ahead, transport.transfers[number + 1]))
