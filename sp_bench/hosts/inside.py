@@ -40,6 +40,11 @@ def move_in(home: Home) -> None:
     os.environ["GLOO_SOCKET_IFNAME"], _home = LINK, home
 
 
+def may_transfer_on_main_thread() -> bool:
+    """Whether a rank may post transfers from its main thread too (`transfers_go_first`)."""
+    return not _home or not _home.transfers_first
+
+
 def transfers_go_first() -> bool:
     """On a host, let all threads but the main one run before any that computes, as a network's hardware does.
 
@@ -50,7 +55,7 @@ def transfers_go_first() -> bool:
 
     Transfers must then be posted from lanes: gloo's thread starves a main thread that would post what it waits for.
     """
-    if not _home or not _home.transfers_first:
+    if may_transfer_on_main_thread():
         return False
     mine = [int(thread) for thread in os.listdir("/proc/self/task")]
     here = threading.get_native_id()

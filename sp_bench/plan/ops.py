@@ -5,7 +5,8 @@ within a group, so that what a given rank does follows from its rank by arithmet
 a single one or a numpy array of them.
 
 Rules of time, for every reader: an operation may start once its operands are there; the transfers of one lane run one
-at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises.
+at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises. Of a lane's next
+transfer a tensor may be on its way when the same one of the transfer before has come and gone.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from sp_bench.hosts.inside import transfers_go_first
+from sp_bench.hosts.inside import may_transfer_on_main_thread, transfers_go_first
 from sp_bench.plan import BLOCKS, Dataflow, Op, Plan
 from sp_bench.run.devices import Clock, Device, HostClock
 
@@ -78,18 +79,28 @@ def lane_threads(lanes: int) -> ThreadPoolExecutor:
 
 
 class ThreadStreams(Streams):
-    """Blocks on the calling thread, each lane on a thread of its own."""
+    """Blocks on the calling thread, each lane on a thread of its own.
+
+    Where each operation waits for the one before it, as in Ulysses, the calling thread does all of them: handing over
+    to another thread takes milliseconds on busy cores.
+    """
 
     behind = False
 
     def __init__(self, plan: Plan, flow: Dataflow) -> None:
-        self.clock = HostClock()
+        self.clock, self._plan = HostClock(), plan
         self._waits, self._room, self._streams = flow.waits, flow.room, (BLOCKS, *plan.lanes)
         self._by_stream = {name: [(i, op) for i, op in plan if op.stream == name] for name in self._streams}
         self._progress = Progress(self._streams)
-        self._threads = lane_threads(len(plan.lanes)) if plan.lanes else None
+        self._alone = _is_sequence(plan, flow) and (not plan.lanes or may_transfer_on_main_thread())
+        self._threads = None if self._alone else lane_threads(len(plan.lanes))
 
     def run(self, perform: Perform, prepare: Prepare) -> None:
+        if self._alone:
+            with torch.no_grad():
+                for index, op in self._plan:
+                    perform(index, op)
+            return
         progress = self._progress = Progress(self._streams)
         lanes = []
         try:
@@ -139,6 +150,13 @@ class ThreadStreams(Streams):
     def close(self) -> None:
         if self._threads:
             self._threads.shutdown()
+
+
+def _is_sequence(plan: Plan, flow: Dataflow) -> bool:
+    """Whether no operation may start before the one that it follows in the plan has ended."""
+    streams = [op.stream for op in plan.ops]
+    follows = enumerate(pairwise(streams), start=1)
+    return all(here == before or (before, index - 1) in flow.waits[index] for index, (before, here) in follows)
 
 
 class Progress:

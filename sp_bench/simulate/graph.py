@@ -303,8 +303,9 @@ class _Builder:
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
-        On CPUs some receives are posted before (run.lanes), which is not in here. It makes no difference where ranks
-        are alike, since the sender is the later one; elsewhere a flow may start too late.
+        On CPUs some messages are posted before (run.lanes), which is not in here. For a receive it makes no difference
+        where ranks are alike, since the sender is the later one; elsewhere a flow may start too late. A lane that
+        begins with its next transfer, tensor by tensor, saves about a latency, where all it waits for is there.
         """
         before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
         staged_s = self._staged_s(op, self.ranks)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from methods import build
+from sp_bench.hosts import inside
 from sp_bench.plan import COMPUTE_BOUND, Mask
+from sp_bench.run import streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, Key, Message, Onward
 from tests.problems import splittable_problem
@@ -159,3 +161,46 @@ def test_what_goes_onward(method: str, options: dict, lonely: set[int]) -> None:
     assert 0 in transport.begun, "there is room for two chunks, and the first one was there"
     for number, ahead in transport.begun.items():
         assert all(map(same_memory, ahead, transport.transfers[number + 1]))
+
+
+class Threads(AloneTransport):
+    """Alone, and notes by which threads transfers were done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def exchange(
+        self,
+        lane: int,
+        receives: Sequence[Message],
+        sends: Sequence[Message],
+        counted_as: Sequence[Key],
+        onward: Onward | None = None,
+    ) -> None:
+        self.seen.add(threading.get_ident())
+        super().exchange(lane, receives, sends, counted_as)
+
+
+@pytest.mark.parametrize(
+    ("method", "transfers_first", "by_the_caller"),
+    [("ulysses", False, True), ("ulysses", True, False), ("ring", False, False)],
+)
+def test_a_plan_that_is_a_sequence_needs_one_thread(
+    method: str, transfers_first: bool, by_the_caller: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, but where the caller may not transfer."""
+    monkeypatch.setattr(inside, "_home", inside.Home("nowhere", transfers_first))
+    built, transport = build(method, {}), Threads()
+    problem = built.dealt(splittable_problem(4))
+    plans = {name: built.plan(problem, name, COMPUTE_BOUND) for name in ("forward", "backward")}
+    engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
+    dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    shapes = [(problem.batch, problem.local_seqlen, each, problem.head_dim) for each in heads]
+    q, k, v, dout = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    monkeypatch.setattr(streams, "transfers_go_first", lambda: False)
+    _, saved = engine.forward(q, k, v)
+    engine.backward(dout, saved)
+    engine.close()
+    assert (transport.seen == {threading.get_ident()}) == by_the_caller
+    assert by_the_caller or threading.get_ident() not in transport.seen
