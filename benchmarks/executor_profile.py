@@ -1,8 +1,8 @@
 """What executing a plan costs beside its kernels: `python -m benchmarks.executor_profile` writes docs/executor.md.
 
-One process executes the plans of one rank, with its lanes' threads, on a transport that gives it copies of what it
-sends. So nobody waits for a network, and what is neither kernel nor fold nor waiting for a lane is the interpreter. One
-thread of torch, fp32. Compared numbers are taken in turn within one run, and medians are shown.
+One process executes the plans of one rank, with its lanes' threads where it has any, on a transport that gives it
+copies of what it sends. So nobody waits for a network, and what is neither kernel nor fold nor waiting for a lane is
+the interpreter. One thread of torch, fp32. Compared numbers are taken in turn within one run, and medians are shown.
 """
 
 from __future__ import annotations

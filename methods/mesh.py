@@ -228,7 +228,7 @@ class Mesh(Method):
     placement: str = "q"
     """The groups of consecutive ranks: q (the paper's) or kv; auto stands for both."""
     lanes: str = "one"
-    """one: at most one transfer in flight, as in the paper's steps; each: a lane for each kind of chunk."""
+    """one: one transfer after the other, as in the paper's steps; each: a lane for each kind of chunk."""
     schedule: str = "paper"
     """paper: algorithms 2 and 3; searched: an order that mesh_search.py finds; auto stands for both."""
     slices: str | int = 1

@@ -2,7 +2,7 @@
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
 A rank sends to the next one, so that the KV of those before it comes first: on the contiguous layout a causal mask
-leaves its last blocks empty, not its first ones. So it is wherever KV goes round here.
+leaves its last blocks empty, not its first ones. In all other methods, too, KV goes to the ranks behind.
 Backward: the same ring for KV, while dKV follows it one hop behind and ends at its owner.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads:

@@ -5,7 +5,7 @@ rows, and for a partial, the set of blocks that have been folded into it. Proven
 
     each send meets its receive, of the same tensor           (with backward-only waits: no deadlock, see dataflow)
     nothing is read before it has arrived
-    a chunk is what the index map says it is                   (Mesh paper, table 1)
+    a chunk is what the index map says it is                   (Mesh paper, table 1; see Chunk)
     each unmasked Q-KV block is computed exactly once
     no rows are left out that a block reads
     each partial is folded exactly once, and each output and gradient ends complete at its owner, for all its heads
@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sp_bench.plan import (
+    DOWN,
+    UP,
     AllToAll,
     Attend,
     AttendBackward,
@@ -160,6 +162,8 @@ def _tiles(n: int, op: Op, where: str) -> None:
     for group in groups:
         if n % group.span:
             raise PlanError(f"{where}: {group} doesn't tile {n} ranks")
+        if isinstance(group, Group) and group.way not in (UP, DOWN):
+            raise PlanError(f"{where}: {group} counts neither up nor down")
         if isinstance(group, Exchange) and (group.low.size != group.high.size or group.high.stride % group.low.span):
             raise PlanError(f"{where}: {group} doesn't exchange two digits of a rank")
 

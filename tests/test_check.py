@@ -20,9 +20,11 @@ from methods.tokenring import TokenRing
 from sp_bench.check import check, check_all
 from sp_bench.plan import (
     COMPUTE_BOUND,
+    DOWN,
     FIELDS,
     LAYOUTS,
     PHASES,
+    UP,
     AllToAll,
     Attend,
     AttendBackward,
@@ -298,7 +300,7 @@ def change_group(draw: st.DrawFn, plan: Plan) -> Broken:
 
 
 def groups_of(n: int) -> list[Group]:
-    return [Group(stride, size) for stride in divisors(n) for size in divisors(n // stride)]
+    return [Group(*sides) for d in divisors(n) for sides in product([d], divisors(n // d), (UP, DOWN))]
 
 
 def with_other_peers(plan: Plan, op: Pass, groups: Sequence[Group | Exchange]) -> list[Group | Exchange]:

@@ -118,7 +118,6 @@ def _table(counted: dict[str, np.ndarray]) -> Table:
         f"Work of the busiest and the least busy device, {N} devices, blocks of {BLOCK} tokens",
         columns,
         rows,
-        "Our rings pass KV to the rank below, the paper's to the one above: round r here is its round n - r.",
     )
 
 

@@ -40,9 +40,9 @@ def move_in(home: Home) -> None:
     os.environ["GLOO_SOCKET_IFNAME"], _home = LINK, home
 
 
-def may_transfer_on_main_thread() -> bool:
-    """Whether a rank may post transfers from its main thread too (`transfers_go_first`)."""
-    return not _home or not _home.transfers_first
+def transfers_have_priority() -> bool:
+    """Whether transfers are to go before blocks here, so that they must be posted from lanes (`transfers_go_first`)."""
+    return _home is not None and _home.transfers_first
 
 
 def transfers_go_first() -> bool:
@@ -55,7 +55,7 @@ def transfers_go_first() -> bool:
 
     Transfers must then be posted from lanes: gloo's thread starves a main thread that would post what it waits for.
     """
-    if may_transfer_on_main_thread():
+    if not transfers_have_priority():
         return False
     mine = [int(thread) for thread in os.listdir("/proc/self/task")]
     here = threading.get_native_id()

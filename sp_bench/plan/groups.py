@@ -14,7 +14,7 @@ UP, DOWN = +1, -1
 class Group(NamedTuple):
     """Ranks that differ in one digit: rank = ... + stride * digit + ..., 0 <= digit < size.
 
-    Stride 1 and size a is a Q group of the Mesh paper (section 3.2), stride a and size b a KV group.
+    Stride 1 and size a is a Q group of the Mesh paper (section 3.2), stride a and size b a KV group, whichever way.
     """
 
     stride: int
@@ -24,11 +24,15 @@ class Group(NamedTuple):
 
     def position(self, rank):
         """The position of `rank` within its own group."""
-        return self.way * (rank // self.stride) % self.size
+        return self.way * self.digit(rank) % self.size
+
+    def digit(self, rank):
+        """The digit of `rank`, which is its position in a group that counts UP."""
+        return rank // self.stride % self.size
 
     def member(self, rank, shift):
         """The rank that is `shift` positions ahead of `rank` in its group, around the ring."""
-        digit = rank // self.stride % self.size
+        digit = self.digit(rank)
         return rank + ((digit + self.way * shift) % self.size - digit) * self.stride
 
     @property
@@ -45,7 +49,7 @@ class Exchange(NamedTuple):
 
     def member(self, rank, shift):
         """The rank with both digits exchanged if `shift` is odd, else `rank` itself."""
-        move = (self.high.position(rank) - self.low.position(rank)) * (shift % 2)
+        move = (self.high.digit(rank) - self.low.digit(rank)) * (shift % 2)
         return rank + move * (self.low.stride - self.high.stride)
 
     @property

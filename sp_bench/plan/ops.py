@@ -5,8 +5,8 @@ within a group, so that what a given rank does follows from its rank by arithmet
 a single one or a numpy array of them.
 
 Rules of time, for every reader: an operation may start once its operands are there; the transfers of one lane run one
-at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises. Of a lane's next
-transfer a tensor may be on its way when the same one of the transfer before has come and gone.
+at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises. To "one at a time"
+run adds that of a lane's next transfer, each tensor may follow as soon as its predecessor has come and gone.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Pass:
         seen = f" seeing {self.against}" if self.against else ""
         if isinstance(self.group, Exchange):
             return f"Pass[{self.lane}] {self.send}{seen} -> partner, {self.recv} <- partner"
-        ranks = self.shift * self.group.way
-        return f"Pass[{self.lane}] {self.send}{seen} -> {ranks:+d}, {self.recv} <- {-ranks:+d}"
+        places = self.shift * self.group.way
+        return f"Pass[{self.lane}] {self.send}{seen} -> {places:+d}, {self.recv} <- {-places:+d}"
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Lanes:
         self._slots, self._staging = buffers.of(plan, flow)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
-        self._onward = self._early() if transport.goes_onward else {}
+        self._followed_by = self._find_followed() if transport.goes_onward else {}
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
@@ -103,20 +103,20 @@ class Lanes:
         holdings.put(op.recv, tensors, part)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
-    def _early(self) -> dict[int, int]:
-        """Transfers, each with its lane's next one, if that needs nothing but what is there or comes with the first.
+    def _find_followed(self) -> dict[int, int]:
+        """Transfers, each with its lane's next one, if both send chunks that no block computes, as hops of a ring do.
 
-        Such as hops of a ring, one of which sends on what another one received.
+        One that receives a result has no buffer before its turn.
         """
         found, last = {}, dict[str, tuple[int, Transfer]]()
         for index, op in self._plan:
             if isinstance(op, Transfer):
                 before, last[op.lane] = last.get(op.lane), (index, op)
-                if before and self._goes_alone(before[1]) and self._goes_alone(op) and index in self._flow.slots:
+                if before and self._sends_as_is(before[1]) and self._sends_as_is(op) and index in self._flow.slots:
                     found[before[0]] = index
         return found
 
-    def _goes_alone(self, op: Transfer) -> bool:
+    def _sends_as_is(self, op: Transfer) -> bool:
         """Whether it sends a whole chunk to another rank, as it came or was there from the start."""
         if not isinstance(op, Pass) or op.against or int(op.target(self._rank)) == self._rank:
             return False
@@ -134,7 +134,7 @@ class Lanes:
 
     def _next(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> Onward | None:
         """What can be begun with as `op` goes on, which receives `into`."""
-        after = self._onward.get(index)
+        after = self._followed_by.get(index)
         if after is None:
             return None
         then = self._plan.ops[after]

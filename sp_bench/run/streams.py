@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sp_bench.hosts.inside import may_transfer_on_main_thread, transfers_go_first
+from sp_bench.hosts.inside import transfers_go_first, transfers_have_priority
 from sp_bench.plan import BLOCKS, Dataflow, Op, Plan
 from sp_bench.run.devices import Clock, Device, HostClock
 
@@ -81,8 +81,8 @@ def lane_threads(lanes: int) -> ThreadPoolExecutor:
 class ThreadStreams(Streams):
     """Blocks on the calling thread, each lane on a thread of its own.
 
-    Where each operation waits for the one before it, as in Ulysses, the calling thread does all of them: handing over
-    to another thread takes milliseconds on busy cores.
+    Where each operation waits for the one before it, as in Ulysses, the calling thread does all of them: on busy cores,
+    handing over to another thread takes milliseconds. It can then be interrupted only between messages.
     """
 
     behind = False
@@ -92,11 +92,11 @@ class ThreadStreams(Streams):
         self._waits, self._room, self._streams = flow.waits, flow.room, (BLOCKS, *plan.lanes)
         self._by_stream = {name: [(i, op) for i, op in plan if op.stream == name] for name in self._streams}
         self._progress = Progress(self._streams)
-        self._alone = _is_sequence(plan, flow) and (not plan.lanes or may_transfer_on_main_thread())
-        self._threads = None if self._alone else lane_threads(len(plan.lanes))
+        self._by_caller = _is_sequence(plan, flow) and not (plan.lanes and transfers_have_priority())
+        self._threads = None if self._by_caller else lane_threads(len(plan.lanes))
 
     def run(self, perform: Perform, prepare: Prepare) -> None:
-        if self._alone:
+        if self._by_caller:
             with torch.no_grad():
                 for index, op in self._plan:
                     perform(index, op)

@@ -29,7 +29,7 @@ _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 @dataclass
 class Transport(ABC):
-    """Point-to-point messages, matched by lane and order."""
+    """Point-to-point messages, matched by lane, number of the tensor and order."""
 
     group: dist.ProcessGroup | None
     """None where there is one rank and nothing to send."""
@@ -50,11 +50,15 @@ class Transport(ABC):
         """All messages of one transfer, at once. Its lane uses the tensors only after that.
 
         Returns when they have come and gone or, on a device, once the current stream waits for that. Each tensor of a
-        message is counted under one of the keys, in their order. `onward` may be begun with, tensor by tensor.
+        message is counted under one of the keys, in their order. `onward` may be begun with before, and then takes up
+        each tensor as it has come and gone.
         """
 
     def expect(self, lane: int, receives: Sequence[Message]) -> None:  # noqa: B027  # not all can
-        """Ahead of the lane's next `exchange`: its messages to be received, which may come from now on."""
+        """Ahead of the lane's next `exchange`: its messages to be received, which may come from now on.
+
+        Those that were begun with already are left alone.
+        """
 
     def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
         """Add up what each tensor really weighs."""
@@ -115,7 +119,7 @@ class GlooTransport(Transport):
             gone.wait()
             if then := onward():
                 (source, into), (target, outgoing) = then
-                if i < len(into):
+                if i < len(into):  # the next transfer may be of another tensor, of fewer fields
                     self._ahead[False, lane, source, i] = self._receive(lane, source, i, into[i])
                     self._ahead[True, lane, target, i] = self._send(lane, target, i, outgoing[i])
 

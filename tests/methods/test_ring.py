@@ -6,7 +6,7 @@ import pytest
 
 from methods import build
 from methods.ring import Ring
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend, AttendBackward, Pass
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend, AttendBackward, Group, Pass
 from tests.problems import small_problem, splittable_problem
 
 
@@ -42,7 +42,7 @@ def test_ring_is_a_row_of_the_assignment_matrix() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("ring", {}), ("usp", {"ulysses": 1}), ("double_ring", {"inner": 1}), ("mesh", {"tile": (1, 8)})],
+    [("ring", {}), ("usp", {"ulysses": 1}), ("double_ring", {"inner": 1}), ("startrail", {"team": 1})],
 )
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_begins_with_what_it_sees(name: str, options: dict[str, object], phase: str) -> None:
@@ -51,5 +51,22 @@ def test_a_rank_begins_with_what_it_sees(name: str, options: dict[str, object], 
     plan = build(name, options).plan(problem, phase, COMPUTE_BOUND)
     for rank in range(8):
         owners = [int(op.kv.owner(rank)) for op in plan.ops if isinstance(op, Attend | AttendBackward)]
-        if phase == "forward" or name != "mesh":  # algorithm 3 computes what is to be sent first
-            assert owners == [(rank - s) % 8 for s in range(8)]
+        assert owners == [(rank - s) % 8 for s in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("usp", {"ulysses": 2}), ("double_ring", {"inner": 4}), ("mesh", {"tile": (2, 4)}), ("tokenring", {"nodes": 4})],
+)
+@pytest.mark.parametrize("phase", PHASES)
+def test_kv_comes_from_the_ranks_before(name: str, options: dict[str, object], phase: str) -> None:
+    """Along every ring that it goes round: at its first hop, from the rank before, in whatever group."""
+    method = build(name, options)
+    plan = method.plan(splittable_problem(8, "contiguous"), phase, COMPUTE_BOUND)
+    hops = [op for op in plan.ops if isinstance(op, Pass) and op.carries in ("kv", "kv_h")]
+    assert hops
+    for hop in hops:
+        group = hop.group
+        assert isinstance(group, Group)
+        for rank in range(8):
+            assert group.digit(int(hop.source(rank))) == (group.digit(rank) - 1) % group.size

@@ -277,24 +277,28 @@ def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
     return found, transport.posted
 
 
-def go_onward(tokens: int, ready: tuple[bool, bool]) -> tuple[list[list[float]], int]:
-    """Two hops round the ring of a chunk of two tensors: what came, and the bytes that were counted.
+def go_onward(tokens: int, ready: tuple[bool, bool], all_ranks: bool) -> tuple[list[list[float]], int]:
+    """Two hops round a ring with two buffers, and another message: what came, and the bytes that were counted.
 
-    The second tells the transport to send other tensors than the first, going onward, had it begin with.
+    The second hop is told to send other tensors than the first, going onward, had it begin with. It receives into what
+    the first one sends. Odd ranks are ready only if all ranks are.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     source, target = (rank - 1) % n, (rank + 1) % n
-    transport, keys, begin = GlooTransport(dist.group.WORLD), [("kv", "kv", "k"), ("kv", "kv", "v")], iter(ready)
-    sent, other = ([torch.full((tokens,), x + rank) for x in values] for values in ((100.0, 200.0), (0.0, 50.0)))
-    first, second = ([torch.zeros(tokens) for _ in keys] for _ in range(2))
+    transport, keys = GlooTransport(dist.group.WORLD), [("kv", "kv", "k"), ("kv", "kv", "v")]
+    begin = iter(ready if all_ranks or rank % 2 == 0 else (False, False))
+    mine, other, last = ([torch.full((tokens,), x + y + rank) for x in (100.0, 200.0)] for y in (0.0, 20.0, 40.0))
+    into, found = [torch.zeros(tokens) for _ in keys], []
 
     def onward() -> tuple[Message, Message] | None:
-        return ((source, second), (target, first)) if next(begin) else None
+        return ((source, mine), (target, into)) if next(begin) else None
 
-    transport.exchange(1, [(source, first)], [(target, sent)], keys, onward)
-    transport.exchange(1, [(source, second)], [(target, other)], keys)
-    transport.exchange(1, [(source, first)], [(target, sent)], keys)
-    return [x.unique().tolist() for x in (*second, *first)], sum(transport.sent_bytes.values())
+    transport.exchange(1, [(source, into)], [(target, mine)], keys, onward)
+    transport.exchange(1, [(source, mine)], [(target, other)], keys)
+    found += [x.unique().tolist() for x in mine]
+    transport.exchange(1, [(source, into)], [(target, last)], keys)
+    found += [x.unique().tolist() for x in into]
+    return found, sum(transport.sent_bytes.values())
 
 
 def _strided(x: Tensor) -> Tensor:

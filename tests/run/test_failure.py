@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -56,9 +58,9 @@ def test_the_group_is_refused_afterwards() -> None:
         assert repr(error) in said[1]
 
 
-def infer_then_train() -> bool:
+def infer_then_train(method: str, **options: object) -> bool:
     """An evaluation step in inference mode, then a training step of the same module, in bf16: lanes cast."""
-    attn = SequenceParallelAttention("mesh", tile=(2, 1))
+    attn = SequenceParallelAttention(method, **options)
     q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
     with torch.inference_mode():
         first = attn(q, q, q).clone()
@@ -70,7 +72,8 @@ def infer_then_train() -> bool:
 
 def test_inference_mode_leaves_the_module_fit_for_training() -> None:
     with RankPool(2, timeout_s=20) as pool:
-        assert pool.run(infer_then_train) == [True, True]
+        for train in (partial(infer_then_train, "mesh", tile=(2, 1)), partial(infer_then_train, "ulysses")):
+            assert pool.run(train) == [True, True]
 
 
 def single() -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from sp_bench.hosts import inside
 from sp_bench.plan import COMPUTE_BOUND, Mask
 from sp_bench.run import streams
 from sp_bench.run.attention import Engine
-from sp_bench.run.transport import AloneTransport, Key, Message, Onward
+from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward
 from tests.problems import splittable_problem
 from tests.ranks import WORLD, Ranks
 from tests.run import jobs
@@ -90,13 +92,64 @@ def test_gloo_receives_what_was_expected(ranks: Ranks) -> None:
         assert found == ([[100.0 + source], [200.0 + source]], 2)
 
 
+@pytest.mark.parametrize("all_ranks", [True, False])
 @pytest.mark.parametrize("ready", [(True, True), (False, True), (False, False)])
-def test_gloo_goes_onward_as_soon_as_it_may(ready: tuple[bool, bool], ranks: Ranks) -> None:
-    """Tensor by tensor, and what it began with isn't sent again; the lane's next messages are the next ones."""
-    for rank, found in enumerate(ranks.run(jobs.go_onward, 1000, ready)):
+def test_gloo_goes_onward_as_soon_as_it_may(ready: tuple[bool, bool], all_ranks: bool, ranks: Ranks) -> None:
+    """Tensor by tensor, whether its peers do or not; what it began with isn't sent again, nor what was sent lost."""
+    tokens = 100_000
+    for rank, found in enumerate(ranks.run(jobs.go_onward, tokens, ready, all_ranks)):
         one, two = (rank - 1) % WORLD, (rank - 2) % WORLD
-        second = [[100.0 + two] if ready[0] else [0.0 + one], [200.0 + two] if ready[1] else [50.0 + one]]
-        assert found == ([*second, [100.0 + one], [200.0 + one]], 3 * 2 * 4 * 1000)
+        ahead = [begun and (all_ranks or one % 2 == 0) for begun in ready]
+        second = [[x + two] if began else [x + 20 + one] for x, began in zip((100.0, 200.0), ahead, strict=True)]
+        assert found == ([*second, [140.0 + one], [240.0 + one]], 3 * 2 * 4 * tokens)
+
+
+class Noting(GlooTransport):
+    """Posts nothing, and notes in which order messages would be posted and waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.notes: list[str] = []
+
+    def _receive(self, lane: int, source: int, number: int, x: Tensor) -> Any:
+        return self._posted(f"in {x.item()}")
+
+    def _send(self, lane: int, target: int, number: int, x: Tensor) -> Any:
+        return self._posted(f"out {x.item()}")
+
+    def _posted(self, message: str) -> Any:
+        self.notes.append(f"post {message}")
+        return SimpleNamespace(wait=lambda: self.notes.append(f"end {message}"))
+
+
+@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("ready", [(True, True, True), (False, True, True), (False, False, False)])
+@pytest.mark.parametrize(("now", "then"), [(2, 2), (3, 1), (1, 3)])
+def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
+    now: int, then: int, ready: tuple[bool, ...], expected: bool
+) -> None:
+    """What it is received into may be what is sent before. Whatever wasn't begun with is posted in its turn, once."""
+    transport, begin = Noting(), iter(ready)
+    out, into, back = ([torch.tensor(x + i) for i in range(3)] for x in (10, 20, 30))
+
+    def onward() -> tuple[Message, Message] | None:
+        return ((0, back[:then]), (2, into[:then])) if next(begin) else None
+
+    transport.exchange(1, [(0, into[:now])], [(2, out[:now])], [("l", "t", "f")] * now, onward)
+    begun = [i for i in range(min(now, then)) if ready[i]]
+    notes = [f"post in {20 + i}" for i in range(now)] + [f"post out {10 + i}" for i in range(now)]
+    for i in range(now):
+        notes += [f"end in {20 + i}", f"end out {10 + i}"]
+        notes += [f"post in {30 + i}", f"post out {20 + i}"] if i in begun else []
+    assert transport.notes == notes
+    transport.notes.clear()
+    if expected:
+        transport.expect(1, [(0, back[:then])])
+    transport.exchange(1, [(0, back[:then])], [(2, into[:then])], [("l", "t", "f")] * then)
+    rest = [i for i in range(then) if i not in begun]
+    notes = [f"post in {30 + i}" for i in rest] + [f"post out {20 + i}" for i in rest]
+    notes += [f"end in {30 + i}" for i in range(then)] + [f"end out {20 + i}" for i in range(then)]
+    assert transport.notes == notes
 
 
 class Onwards(AloneTransport):
@@ -134,22 +187,21 @@ def same_memory(one: Message, other: Message) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "lonely"),
+    ("method", "n", "options", "lonely"),
     [
-        ("ring", {}, {3}),
-        ("mesh", {"tile": (1, 5)}, {3}),
+        ("ring", 5, {}, {3}),
+        ("mesh", 5, {"tile": (1, 5)}, {3}),
         # Of 2 hops of q and 2 of kv on one lane; then those of o are computed first.
-        ("mesh", {"tile": (3, 3)}, {3, 4, 5}),
+        ("mesh", 9, {"tile": (3, 3)}, {3, 4, 5}),
         # Slices follow one another.
-        ("all_gather", {"stride": 1}, {19}),
+        ("all_gather", 5, {"stride": 1}, {19}),
         # Partials travel last, which blocks add to.
-        ("pass_q", {}, {3, 4, 5, 6, 7}),
+        ("pass_q", 5, {}, {3, 4, 5, 6, 7}),
     ],
 )
-def test_what_goes_onward(method: str, options: dict, lonely: set[int]) -> None:
+def test_what_goes_onward(method: str, n: int, options: dict, lonely: set[int]) -> None:
     """Each transfer but the lonely ones is given the next one, with the very tensors that this uses then."""
     built = build(method, options)
-    n = 9 if built.tile_shape(9) == (3, 3) else 5
     problem, transport = built.dealt(splittable_problem(n)), Onwards()
     plans = {name: built.plan(problem, name, COMPUTE_BOUND) for name in ("forward", "backward")}
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
