@@ -49,7 +49,7 @@ class Lanes:
         self._slots, self._staging = buffers.of(plan, flow)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
-        self._followed_by = self._find_followed() if transport.goes_onward else {}
+        self._followed_by = self._find_followed()
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
@@ -129,14 +129,15 @@ class Lanes:
             for buffer, tensor in zip(into, outgoing, strict=True):
                 buffer.copy_(tensor)
             return
-        lane, messages = self._ids[op.lane], ([(source, into)], [(target, outgoing)])
-        self._transport.exchange(lane, *messages, self._counted_as(op), self._next(index, op, into, holdings))
+        lane, receive, send, keys = self._ids[op.lane], (source, into), (target, outgoing), self._counted_as(op)
+        if (after := self._followed_by.get(index)) is None:
+            self._transport.exchange(lane, [receive], [send], keys)
+        else:
+            onward = self._onward(after, op, into, holdings)
+            self._transport.exchange_and_go_on(lane, receive, send, keys, onward)
 
-    def _next(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> Onward | None:
-        """What can be begun with as `op` goes on, which receives `into`."""
-        after = self._followed_by.get(index)
-        if after is None:
-            return None
+    def _onward(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> Onward:
+        """What operation `after` receives and sends, to be begun with while `op` receives `into`."""
         then = self._plan.ops[after]
         assert isinstance(then, Pass)
 

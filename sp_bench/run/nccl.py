@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.plan import Plan
-from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Onward, Transport
+from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport
 
 _groups: dict[tuple[int, int], list[Any]] = {}
 """The communicators of all ranks made so far, by the device's index and the default group, in the order of lanes."""
@@ -36,12 +36,7 @@ class NcclTransport(Transport):
     """A process group of NCCL for each lane, of the ranks of `group` in their order."""
 
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         group, batch = self.lanes[lane], []
         for source, tensors in receives:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,24 +34,22 @@ class Transport(ABC):
     """None where there is one rank and nothing to send."""
     sent_bytes: Counter[Key] = field(default_factory=Counter)
     """Bytes handed to the network, by (lane, tensor, field)."""
-    goes_onward: ClassVar[bool] = False
-    """Whether it begins with a lane's next transfer, if it is told."""
 
     @abstractmethod
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         """All messages of one transfer, at once. Its lane uses the tensors only after that.
 
         Returns when they have come and gone or, on a device, once the current stream waits for that. Each tensor of a
-        message is counted under one of the keys, in their order. `onward` may be begun with before, and then takes up
-        each tensor as it has come and gone.
+        message is counted under one of the keys, in their order.
         """
+
+    def exchange_and_go_on(
+        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+    ) -> None:
+        """An exchange, after which each tensor that has come and gone may be taken up by the lane's next one."""
+        self.exchange(lane, [receive], [send], counted_as)
 
     def expect(self, lane: int, receives: Sequence[Message]) -> None:  # noqa: B027  # not all can
         """Ahead of the lane's next `exchange`: its messages to be received, which may come from now on.
@@ -80,8 +77,6 @@ class Transport(ABC):
 class GlooTransport(Transport):
     """Between CPUs, by one message of torch.distributed for each tensor."""
 
-    goes_onward = True
-
     _ahead: dict[tuple[bool, int, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
     """What was posted ahead of its exchange: (whether it is sent, lane, peer, tensor's number in the chunk). Of a
     failed execution it stays: what is late may still come."""
@@ -93,27 +88,21 @@ class GlooTransport(Transport):
                     self._ahead[False, lane, source, i] = self._receive(lane, source, i, x)
 
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        received = [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
-        sent = [work for target, tensors in sends for work in self.send(lane, target, tensors, counted_as)]
-        if onward:
-            self._go_onward(lane, received, sent, onward)
-            return
-        for work in (*received, *sent):
+        works = [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
+        works += [work for target, tensors in sends for work in self.send(lane, target, tensors, counted_as)]
+        for work in works:
             work.wait()
 
-    def _go_onward(self, lane: int, received: list[dist.Work], sent: list[dist.Work], onward: Onward) -> None:
-        """As a tensor has come and its predecessor gone, post that of the next transfer.
+    def exchange_and_go_on(
+        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+    ) -> None:
+        """The link isn't idle until a thread has woken that waits for the last tensor: milliseconds on busy cores.
 
-        So the link isn't idle until a thread has woken that waits for the last tensor, which takes milliseconds on
-        busy cores. Before its predecessor has gone, a tensor would be received over it.
+        Before its predecessor has gone, a tensor would be received over it.
         """
+        received, sent = self.receive(lane, *receive), self.send(lane, *send, counted_as)
         for i, (came, gone) in enumerate(zip(received, sent, strict=True)):
             came.wait()
             gone.wait()
@@ -145,18 +134,11 @@ class GlooTransport(Transport):
 class HostTransport(GlooTransport):
     """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting."""
 
-    goes_onward = False
-
     def expect(self, lane: int, receives: Sequence[Message]) -> None:
         """What came would have to be copied to the device, which is for `exchange`."""
 
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         outgoing = [(target, [x.cpu() for x in tensors]) for target, tensors in sends]
         incoming = [(source, [torch.empty_like(x, device="cpu") for x in tensors]) for source, tensors in receives]
@@ -164,6 +146,12 @@ class HostTransport(GlooTransport):
         for (_, theirs), (_, ours) in zip(incoming, receives, strict=True):
             for tensor, into in zip(theirs, ours, strict=True):
                 into.copy_(tensor)
+
+    def exchange_and_go_on(
+        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+    ) -> None:
+        """As `expect`."""
+        self.exchange(lane, [receive], [send], counted_as)
 
 
 @dataclass
@@ -173,12 +161,7 @@ class AloneTransport(Transport):
     group: dist.ProcessGroup | None = None
 
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         for _, tensors in sends:
             self.count(tensors, counted_as)

@@ -293,7 +293,7 @@ def go_onward(tokens: int, ready: tuple[bool, bool], all_ranks: bool) -> tuple[l
     def onward() -> tuple[Message, Message] | None:
         return ((source, mine), (target, into)) if next(begin) else None
 
-    transport.exchange(1, [(source, into)], [(target, mine)], keys, onward)
+    transport.exchange_and_go_on(1, (source, into), (target, mine), keys, onward)
     transport.exchange(1, [(source, mine)], [(target, other)], keys)
     found += [x.unique().tolist() for x in mine]
     transport.exchange(1, [(source, into)], [(target, last)], keys)

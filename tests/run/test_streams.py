@@ -13,15 +13,25 @@ from torch import Tensor
 
 from methods import build
 from sp_bench.hosts import inside
-from sp_bench.plan import COMPUTE_BOUND, Mask
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Method
 from sp_bench.run import streams
 from sp_bench.run.attention import Engine
-from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward
+from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport
 from tests.problems import splittable_problem
 from tests.ranks import WORLD, Ranks
 from tests.run import jobs
 
 PATIENCE_S = 20.0
+
+
+def one_rank(method: Method, n: int, transport: Transport) -> tuple[Engine, list[Tensor]]:
+    """Rank 1 of n, and its q, k, v and dout."""
+    problem = method.dealt(splittable_problem(n))
+    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+    engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
+    dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    shapes = [(problem.batch, problem.local_seqlen, each, problem.head_dim) for each in heads]
+    return engine, [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
 class Expecting(AloneTransport):
@@ -38,14 +48,8 @@ class Expecting(AloneTransport):
         self.ahead.set()
 
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        assert onward is None, "not all can"
         if lane in self.expected:
             (source, ahead), (same, tensors) = self.expected.pop(lane)[0], receives[0]
             self.matched.append(source == same and [x.data_ptr() for x in ahead] == [x.data_ptr() for x in tensors])
@@ -57,10 +61,8 @@ def test_a_partial_is_received_before_the_one_to_be_sent_is_computed(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TokenRing: the block whose result is sent first doesn't end before the receive beside that is posted."""
-    problem, transport = splittable_problem(4), Expecting()
-    method = build("tokenring", {})
-    plans = {name: method.plan(problem, name, COMPUTE_BOUND) for name in ("forward", "backward")}
-    engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
+    transport = Expecting()
+    engine, (q, k, v, dout) = one_rank(build("tokenring", {}), 4, transport)
     kernel, posted = type(engine.kernel), []
     block = getattr(kernel, phase)
 
@@ -68,9 +70,6 @@ def test_a_partial_is_received_before_the_one_to_be_sent_is_computed(
         posted.append(transport.ahead.wait(PATIENCE_S))
         return block(self, *args)
 
-    dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    shapes = [(problem.batch, problem.local_seqlen, each, problem.head_dim) for each in heads]
-    q, k, v, dout = (torch.randn(shape, dtype=dtype) for shape in shapes)
     if phase == "forward":
         monkeypatch.setattr(kernel, phase, patient)
     _, saved = engine.forward(q, k, v)
@@ -135,7 +134,7 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
     def onward() -> tuple[Message, Message] | None:
         return ((0, back[:then]), (2, into[:then])) if next(begin) else None
 
-    transport.exchange(1, [(0, into[:now])], [(2, out[:now])], [("l", "t", "f")] * now, onward)
+    transport.exchange_and_go_on(1, (0, into[:now]), (2, out[:now]), [("l", "t", "f")] * now, onward)
     begun = [i for i in range(min(now, then)) if ready[i]]
     notes = [f"post in {20 + i}" for i in range(now)] + [f"post out {10 + i}" for i in range(now)]
     for i in range(now):
@@ -155,8 +154,6 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
 class Onwards(AloneTransport):
     """Alone, and notes what could be begun with beside each transfer."""
 
-    goes_onward = True
-
     def __init__(self) -> None:
         super().__init__()
         self.transfers: list[tuple[Message, Message]] = []
@@ -166,20 +163,21 @@ class Onwards(AloneTransport):
         """What the others began with, where it was time."""
 
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        number = len(self.transfers)
-        if onward is None:
-            self.lonely.add(number)
-        elif (messages := onward()) is not None:
-            self.begun[number] = messages
-        self.transfers.append((receives[0], sends[0]))
-        super().exchange(lane, receives, sends, counted_as)
+        self.lonely.add(len(self.transfers))
+        self._transfer(lane, receives[0], sends[0], counted_as)
+
+    def exchange_and_go_on(
+        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+    ) -> None:
+        if (messages := onward()) is not None:
+            self.begun[len(self.transfers)] = messages
+        self._transfer(lane, receive, send, counted_as)
+
+    def _transfer(self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key]) -> None:
+        self.transfers.append((receive, send))
+        super().exchange(lane, [receive], [send], counted_as)
 
 
 def same_memory(one: Message, other: Message) -> bool:
@@ -201,13 +199,9 @@ def same_memory(one: Message, other: Message) -> bool:
 )
 def test_what_goes_onward(method: str, n: int, options: dict, lonely: set[int]) -> None:
     """Each transfer but the lonely ones is given the next one, with the very tensors that this uses then."""
-    built = build(method, options)
-    problem, transport = built.dealt(splittable_problem(n)), Onwards()
-    plans = {name: built.plan(problem, name, COMPUTE_BOUND) for name in ("forward", "backward")}
-    engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
-    dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads)
-    shapes = [(problem.batch, problem.local_seqlen, each, problem.head_dim) for each in heads]
-    engine.forward(*(torch.randn(shape, dtype=dtype) for shape in shapes))
+    transport = Onwards()
+    engine, (q, k, v, _) = one_rank(build(method, options), n, transport)
+    engine.forward(q, k, v)
     engine.close()
     assert transport.lonely == lonely
     assert 0 in transport.begun, "there is room for two chunks, and the first one was there"
@@ -223,12 +217,7 @@ class Threads(AloneTransport):
         self.seen: set[int] = set()
 
     def exchange(
-        self,
-        lane: int,
-        receives: Sequence[Message],
-        sends: Sequence[Message],
-        counted_as: Sequence[Key],
-        onward: Onward | None = None,
+        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         self.seen.add(threading.get_ident())
         super().exchange(lane, receives, sends, counted_as)
@@ -243,13 +232,8 @@ def test_a_plan_that_is_a_sequence_needs_one_thread(
 ) -> None:
     """Forward and backward, but where the caller may not transfer."""
     monkeypatch.setattr(inside, "_home", inside.Home("nowhere", transfers_first))
-    built, transport = build(method, {}), Threads()
-    problem = built.dealt(splittable_problem(4))
-    plans = {name: built.plan(problem, name, COMPUTE_BOUND) for name in ("forward", "backward")}
-    engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
-    dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    shapes = [(problem.batch, problem.local_seqlen, each, problem.head_dim) for each in heads]
-    q, k, v, dout = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    transport = Threads()
+    engine, (q, k, v, dout) = one_rank(build(method, {}), 4, transport)
     monkeypatch.setattr(streams, "transfers_go_first", lambda: False)
     _, saved = engine.forward(q, k, v)
     engine.backward(dout, saved)
