@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +20,9 @@ from sp_bench.plan import (
     AttendBackward,
     Buffer,
     Bundle,
+    Chunk,
     Dataflow,
     Kind,
-    Mask,
-    Part,
     Plan,
     Problem,
     Transfer,
@@ -32,6 +31,7 @@ from sp_bench.plan import (
     messages,
     peers,
     stages,
+    whole_partials,
 )
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -198,28 +198,29 @@ def _buffers(plan: Plan, problem: Problem) -> Counter[Buffer]:
 
 def _moving_bytes(plan: Plan, problem: Problem) -> int:
     """The most that inputs, accumulators, block results and outputs come to at one time."""
-    flow = dataflow(plan)
+    flow, whole = dataflow(plan), whole_partials(plan, problem)
     elsewhere = {plan.ops[index].writes[0] for index in flow.slots} | set(plan.starts_with)
     elsewhere |= {op.into for op in plan.ops if isinstance(op, Bundle)}
-    inputs = sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in plan.starts_with)
+    inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False, whole=True) for chunk in plan.starts_with)
     if problem.head_slices > 1:
         inputs *= 2  # a slice of the heads is a copy
     change = np.zeros(len(plan.ops) + 2, np.int64)
     released = _released(plan)
     for value in flow.first_use:
         if value.chunk not in elsewhere:
-            size, last = problem.chunk_bytes(value.chunk.tensor, wire=False), flow.last_use[value]
+            last, is_whole = flow.last_use[value], value.chunk in whole
+            size = problem.chunk_bytes(value.chunk.tensor, wire=False, whole=is_whole)
             change[flow.first_use[value]] += size
             change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
-    result = np.array([_block_result_bytes(op, index, flow, problem) for index, op in plan])
-    partials = [chunk.tensor for chunk in plan.ends_with if is_partial(chunk.tensor)]
-    outputs = 0
-    if problem.dtype != problem.accumulate_dtype or problem.head_slices > 1:
-        outputs = sum(_compute_dtype_bytes(tensor, problem) for tensor in partials)
-    if problem.dtype != problem.accumulate_dtype and problem.head_slices > 1:
+    result = np.array([_block_result_bytes(op, index, flow, problem, whole) for index, op in plan])
+    results = [chunk for chunk in plan.ends_with if is_partial(chunk.tensor)]
+    cast = [chunk for chunk in results if problem.dtype != problem.accumulate_dtype and chunk not in whole]
+    sizes = {c: problem.chunk_bytes(c.tensor, wire=False, whole=True) for c in results}
+    outputs = sum(sizes[chunk] for chunk in (results if problem.head_slices > 1 else cast))
+    if cast and problem.head_slices > 1:
         # Slices are put together field by field, and are there until they are.
-        outputs += problem.head_slices * max(_compute_dtype_bytes(tensor, problem) for tensor in partials)
+        outputs += problem.head_slices * max(sizes[chunk] for chunk in cast)
     return int(inputs + max((alive + result).max(), alive[-1] + outputs))
 
 
@@ -243,24 +244,10 @@ def _released(plan: Plan) -> dict[int, int]:
     return released | {index: end for lane in pending.values() for index in lane}
 
 
-def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem) -> int:
-    """What a kernel returns, unless it becomes the accumulator itself."""
+def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem, whole: Container[Chunk]) -> int:
+    """What a kernel returns, unless it becomes what is held itself."""
     if not isinstance(op, Attend | AttendBackward):
         return 0
-    adopts = problem.dtype == problem.accumulate_dtype and not _narrowed(problem)
-    fresh = [chunk for chunk in op.writes if not (adopts and flow.starts(index, chunk))]
-    return sum(_compute_dtype_bytes(chunk.tensor, problem) for chunk in fresh)
-
-
-def _narrowed(problem: Problem) -> bool:
-    """Whether some block's result covers only a part of its chunk, and so can't become the accumulator."""
-    regions = [region for case in problem.layout.cases(problem.causal) for region in case]
-    return any(r.mask is Mask.STRICT or r.q is not Part.WHOLE or r.kv is not Part.WHOLE for r in regions)
-
-
-def _compute_dtype_bytes(tensor: str, problem: Problem) -> int:
-    total = 0
-    for field in FIELDS[tensor]:
-        dtype = problem.accumulate_dtype if field.kind is Kind.STATISTIC else problem.dtype
-        total += math.prod(problem.field_shape(field)) * DTYPE_BYTES[dtype]
-    return total
+    as_held = problem.dtype == problem.accumulate_dtype and not problem.narrows
+    fresh = [chunk for chunk in op.writes if chunk not in whole and not (as_held and flow.starts(index, chunk))]
+    return sum(problem.chunk_bytes(chunk.tensor, wire=False, whole=True) for chunk in fresh)

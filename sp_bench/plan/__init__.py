@@ -39,6 +39,7 @@ from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_
 from sp_bench.plan.transfers import (
     Buffer,
     Stage,
+    adds_up,
     by_heads,
     messages,
     packed_bytes,
@@ -46,6 +47,7 @@ from sp_bench.plan.transfers import (
     peers,
     piece_shape,
     stages,
+    whole_partials,
 )
 
 __all__ = [
@@ -92,6 +94,7 @@ __all__ = [
     "Steps",
     "Transfer",
     "Value",
+    "adds_up",
     "all_gather",
     "by_heads",
     "dataflow",
@@ -112,5 +115,6 @@ __all__ = [
     "return_home",
     "stages",
     "unknown",
+    "whole_partials",
     "window",
 ]

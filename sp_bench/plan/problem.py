@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.layout import Layout, Part, Regions
+from sp_bench.plan.layout import Layout, Mask, Part, Regions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -20,7 +20,8 @@ class Kind(Enum):
     COMPUTE = "compute"
     """An input of a kernel: the compute dtype, held and on the wire."""
     PARTIAL = "partial"
-    """A partial output or gradient: accumulated in fp32, sent in the wire dtype."""
+    """A partial output or gradient: accumulated in fp32, sent in the wire dtype. If nothing is added to it, the compute
+    dtype holds it (transfers.whole_partials)."""
     STATISTIC = "statistic"
     """One number for each row (the lse): fp32."""
 
@@ -127,9 +128,15 @@ class Problem:
         """k of the volume formulas: kv_heads / heads."""
         return self.kv_heads / self.heads
 
-    def field_dtype(self, field: Field, *, wire: bool) -> str:
-        """The dtype of a field, on the wire or held by a rank."""
-        if field.kind is Kind.COMPUTE:
+    @property
+    def narrows(self) -> bool:
+        """Whether the result of some block covers only a part of its chunks."""
+        regions = [region for case in self.layout.cases(self.causal) for region in case]
+        return any(r.mask is Mask.STRICT or r.q is not Part.WHOLE or r.kv is not Part.WHOLE for r in regions)
+
+    def field_dtype(self, field: Field, *, wire: bool, whole: bool = False) -> str:
+        """The dtype of a field, on the wire or held by a rank; there a partial may be `whole`, never added to."""
+        if field.kind is Kind.COMPUTE or (field.kind is Kind.PARTIAL and whole and not wire):
             return self.dtype
         if field.kind is Kind.PARTIAL and wire:
             return self.wire_dtype
@@ -152,24 +159,25 @@ class Problem:
             return (self.batch, heads, tokens)
         return (self.batch, tokens, heads, self.head_dim)
 
-    def field_bytes(self, field: Field, *, wire: bool) -> int:
+    def field_bytes(self, field: Field, *, wire: bool, whole: bool = False) -> int:
         """What one field of a chunk weighs."""
         elements = 1
         for size in self.field_shape(field):
             elements *= size
-        return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire)]
+        return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, whole=whole)]
 
-    def chunk_bytes(self, tensor: str, *, wire: bool) -> int:
+    def chunk_bytes(self, tensor: str, *, wire: bool, whole: bool = False) -> int:
         """What one chunk of `tensor` weighs, its statistics included."""
-        return sum(self.field_bytes(field, wire=wire) for field in FIELDS[tensor])
+        return sum(self.field_bytes(field, wire=wire, whole=whole) for field in FIELDS[tensor])
 
     def wire_statistic_bytes(self, tensor: str) -> int:
         """The part of `chunk_bytes(tensor, wire=True)` that is statistics, which the papers leave out."""
         return sum(self.field_bytes(f, wire=True) for f in FIELDS[tensor] if f.kind is Kind.STATISTIC)
 
-    def needs_cast(self, tensor: str) -> bool:
+    def needs_cast(self, tensor: str, *, whole: bool = False) -> bool:
         """Whether the held form of a chunk differs from its wire form, so that sending it takes a staging buffer."""
-        return any(self.field_dtype(f, wire=True) != self.field_dtype(f, wire=False) for f in FIELDS[tensor])
+        held, sent = ([self.field_dtype(f, wire=w, whole=whole) for f in FIELDS[tensor]] for w in (False, True))
+        return held != sent
 
     def regions(self, q_chunk: int, kv_chunk: int) -> Regions:
         """What is computed between two chunks, by their global indices."""

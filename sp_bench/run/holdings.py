@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from sp_bench.run.partials import Partials, Tensors
 class Holdings:
     """Tensors by chunk. Lanes put down what they received, and blocks and lanes read it, in the order of the waits."""
 
-    def __init__(self, inputs: Mapping[Chunk, Tensors], problem: Problem, device: torch.device) -> None:
-        self.partials = Partials(problem, device)
+    def __init__(
+        self, inputs: Mapping[Chunk, Tensors], problem: Problem, device: torch.device, whole: Container[Chunk] = ()
+    ) -> None:
+        """`whole` are the partials that are never added to."""
+        self.partials = Partials(problem, device, whole)
         self._tokens = problem.block_tokens
         self._held = dict(inputs)
         self._parts: dict[Chunk, Part] = {}

@@ -19,9 +19,11 @@ from sp_bench.plan import (
     Problem,
     Stage,
     Transfer,
+    adds_up,
     by_heads,
     is_partial,
     part_sent,
+    whole_partials,
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
@@ -49,6 +51,7 @@ class Lanes:
         self._slots, self._staging = buffers.of(plan, flow)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
+        self._whole = whole_partials(plan, problem)
         self._followed_by = self._find_followed()
 
     def begin(self) -> None:
@@ -168,8 +171,7 @@ class Lanes:
         sends = [(rank, [pieces[member] for pieces in outgoing]) for rank, member in others]
         self._transport.exchange(self._ids[op.lane], receives, sends, self._counted_as(op))
         for field, tensor, ours, theirs, there in zip(by_heads(op), into, mine, incoming, places, strict=True):
-            # What several ranks computed with one key head is added up.
-            several = not op.to_heads and self._problem.field_heads(field) * op.group.size > tensor.shape[2]
+            several = adds_up(op, self._problem, field)
             if several:
                 tensor.zero_()
             for member, place in enumerate(there):
@@ -196,7 +198,8 @@ class Lanes:
         chunk, part = op.send, part_sent(op, self._problem, self._rank)
         held, rows = self._held(chunk, holdings), holdings.among(chunk, part.slice(self._problem.block_tokens))
         staged = self._staging.get(Stage(op.lane, chunk.tensor, "pass"))
-        if staged is None or (part is holdings.part(chunk) and not self._problem.needs_cast(chunk.tensor)):
+        casts = self._problem.needs_cast(chunk.tensor, whole=chunk in self._whole)
+        if staged is None or (part is holdings.part(chunk) and not casts):
             return held
         staged = self._first_rows(staged, chunk, part)
         for wire, tensor in zip(staged, held, strict=True):
@@ -219,8 +222,11 @@ class Lanes:
 
     def _new(self, chunk: Chunk) -> Tensors:
         """Tensors for a chunk that outlives the plan."""
-        kinds = ((self._problem.field_shape(f), self._problem.field_dtype(f, wire=False)) for f in FIELDS[chunk.tensor])
-        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in kinds)
+        problem, found = self._problem, []
+        for field in FIELDS[chunk.tensor]:
+            dtype = problem.field_dtype(field, wire=False, whole=chunk in self._whole)
+            found.append(torch.empty(problem.field_shape(field), dtype=getattr(torch, dtype), device=self._device))
+        return tuple(found)
 
     def _counted_as(self, op: Transfer) -> list[tuple[str, str, str]]:
         return [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]

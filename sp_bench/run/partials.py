@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor
 
@@ -14,20 +16,19 @@ Tensors = tuple[Tensor, ...]
 
 
 class Partials:
-    """Accumulators by chunk, in fp32 (fp64 for fp64 problems).
+    """Accumulators by chunk, in fp32 (fp64 for fp64 problems), and in the compute dtype what is `whole` from the start.
 
     The first block of a chunk becomes its accumulator where shapes and dtypes allow, so that nothing is copied.
     """
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        self._problem, self._device = problem, device
-        self._dtype = getattr(torch, problem.accumulate_dtype)
+    def __init__(self, problem: Problem, device: torch.device, whole: Container[Chunk] = ()) -> None:
+        self._problem, self._device, self._whole = problem, device, whole
         self._held: dict[Chunk, Tensors] = {}
 
     def add_output(self, chunk: Chunk, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS), which cover the tokens `rows` of the chunk, into it."""
         if chunk not in self._held and out.shape[1] == self._problem.block_tokens:
-            self._held[chunk] = (out.to(self._dtype).contiguous(), lse)
+            self._held[chunk] = (out.to(self._dtype(chunk)).contiguous(), lse)
             return
         into_out, into_lse = self.get(chunk)
         fold_(tokens_of(into_out, rows), tokens_of(into_lse, rows), out, lse)
@@ -35,7 +36,7 @@ class Partials:
     def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
         """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
         if chunk not in self._held and gradients[0].shape[1] == self._problem.block_tokens:
-            self._held[chunk] = tuple(gradient.to(self._dtype).contiguous() for gradient in gradients)
+            self._held[chunk] = tuple(gradient.to(self._dtype(chunk)).contiguous() for gradient in gradients)
             return
         for into, gradient in zip(self.get(chunk), gradients, strict=True):
             tokens_of(into, rows).add_(gradient)
@@ -53,11 +54,11 @@ class Partials:
     def get(self, chunk: Chunk) -> Tensors:
         """The accumulator; of a chunk that no block has touched, the neutral one."""
         if chunk not in self._held:
-            shapes = [self._problem.field_shape(field) for field in FIELDS[chunk.tensor]]
+            shapes, dtype = [self._problem.field_shape(field) for field in FIELDS[chunk.tensor]], self._dtype(chunk)
             if _is_output(chunk):
-                self._held[chunk] = empty_output(torch.empty(shapes[0], dtype=self._dtype, device=self._device))
+                self._held[chunk] = empty_output(torch.empty(shapes[0], dtype=dtype, device=self._device))
             else:
-                self._held[chunk] = tuple(torch.zeros(s, dtype=self._dtype, device=self._device) for s in shapes)
+                self._held[chunk] = tuple(torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
         return self._held[chunk]
 
     def packed(self, chunk: Chunk) -> Tensors:
@@ -76,6 +77,9 @@ class Partials:
     def drop(self, chunk: Chunk) -> Tensors | None:
         """Forget the accumulator: it was sent on. Returns it, if there was one."""
         return self._held.pop(chunk, None)
+
+    def _dtype(self, chunk: Chunk) -> torch.dtype:
+        return getattr(torch, self._problem.dtype if chunk in self._whole else self._problem.accumulate_dtype)
 
 
 def tokens_of(x: Tensor, rows: slice) -> Tensor:

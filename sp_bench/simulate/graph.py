@@ -34,6 +34,7 @@ from sp_bench.plan import (
     messages,
     packed_bytes,
     peers,
+    whole_partials,
 )
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph, Timing
@@ -195,7 +196,7 @@ class Path(NamedTuple):
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.device = plan, problem, cluster.device
-        self.flow = dataflow(plan)
+        self.flow, self.whole = dataflow(plan), whole_partials(plan, problem)
         self.case_s = cluster.device.block_s(problem, plan.phase)
         # A plan has thousands of operations, of few kinds.
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
@@ -264,8 +265,8 @@ class _Builder:
         for index in segment.ops:
             seconds += self._op_s(index, self.plan.ops[index])
         if last:
-            results = [chunk.tensor for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
-            seconds += sum(self.device.cast_s(self.problem, tensor, wire=False) for tensor in results)
+            results = [(chunk.tensor, chunk in self.whole) for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
+            seconds += sum(self.device.cast_s(self.problem, tensor, wire=False, whole=w) for tensor, w in results)
         seconds *= self.slow * self.noise(self.ranks.size)
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
@@ -286,7 +287,9 @@ class _Builder:
         if not isinstance(op, Attend | AttendBackward):
             return 0.0
         block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
-        folds_s = sum(self.fold_s(chunk.tensor, self.flow.starts(index, chunk)) for chunk in op.writes)
+        folds_s = sum(
+            self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk in self.whole) for chunk in op.writes
+        )
         return block_s + (block_s > 0) * folds_s
 
     def _block_s(self, q: Place, kv: Place) -> np.ndarray:
@@ -294,11 +297,11 @@ class _Builder:
         everyone = np.arange(self.problem.n)
         return self.case_s[self.problem.layout.order(q.owner(everyone), kv.owner(everyone))]
 
-    def _fold_s(self, tensor: str, first: bool) -> float:
-        return self.device.fold_s(self.problem, tensor, first=first)
+    def _fold_s(self, tensor: str, first: bool, whole: bool) -> float:
+        return self.device.fold_s(self.problem, tensor, first=first, whole=whole)
 
-    def _cast_s(self, tensor: str) -> float:
-        return self.device.cast_s(self.problem, tensor, wire=True)
+    def _cast_s(self, tensor: str, whole: bool) -> float:
+        return self.device.cast_s(self.problem, tensor, wire=True, whole=whole)
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
@@ -318,15 +321,15 @@ class _Builder:
             tasks.append(self.rows.add(delay_s, deps, sum(sizes.values()), path))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
-            unpacked_s = self.device.copy_s(packed_bytes(op, self.problem)[1])
+            unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.whole)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
     def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
-            return self.device.copy_s(packed_bytes(op, self.problem)[0])
-        cast_s = self.cast_s(op.carries)
+            return self.device.copy_s(packed_bytes(op, self.problem, self.whole)[0])
+        cast_s = self.cast_s(op.carries, op.send in self.whole)
         if not isinstance(op.group, Exchange):
             return cast_s
         whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])

@@ -267,8 +267,9 @@ class Deaf(Rank):
 
 @pytest.mark.parametrize("end", ["first", "last"])
 def test_an_execution_begins_and_ends_with_the_caller_s_stream(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    """Lanes wait for what the caller did before, and the caller's stream for all lanes."""
-    execution = fitting(build("ulysses", {}), small(4, causal=True, dtype="bfloat16"))
+    """Lanes wait for what the caller did before, and the caller's stream, which casts sums, for all lanes."""
+    shared_key_heads = replace(small(4, causal=True, dtype="bfloat16"), kv_heads=2)
+    execution = fitting(build("ulysses", {}), shared_key_heads)
     lanes = {phase: len(plan.lanes) for phase, plan in execution.plans.items()}
     inside = {phase: sum(map(len, dataflow(plan).waits)) for phase, plan in execution.plans.items()}
     # A backward's first wait is for the forward's end.

@@ -1,0 +1,101 @@
+"""Which partials need no accumulator, by hand and against a walk through the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from methods import build
+from sp_bench.plan import (
+    COMPUTE_BOUND,
+    LAYOUTS,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Chunk,
+    Fold,
+    Mask,
+    Part,
+    Plan,
+    Problem,
+    Transfer,
+    is_partial,
+    whole_partials,
+)
+from tests.problems import Planned, plans, small_problem, splittable_problem
+
+
+def names(method: str, phase: str, problem: Problem, **options: object) -> set[str]:
+    """The partials of a method's plan that are whole from the start."""
+    built = build(method, options)
+    return {str(chunk) for chunk in whole_partials(built.plan(problem, phase, COMPUTE_BOUND), built.dealt(problem))}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_of_ulysses_all_are(causal: bool) -> None:
+    problem = splittable_problem(4, "contiguous", causal=causal)
+    assert names("ulysses", "forward", problem) == {"o_h#0"}
+    assert names("ulysses", "backward", problem) == {"dq_h#0", "dkv_h#0", "dq#0", "dkv#0"}
+
+
+def test_key_heads_of_several_ranks_add_up_at_their_owner() -> None:
+    problem = replace(splittable_problem(4, "contiguous"), kv_heads=2)
+    assert names("ulysses", "backward", problem) == {"dq_h#0", "dkv_h#0", "dq#0"}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_of_tokenring_those_that_go_home_are_where_a_block_covers_its_chunk(layout: str) -> None:
+    """With a causal mask, striped and zigzag blocks leave out rows."""
+    full, causal = (small_problem(3, layout, causal=causal) for causal in (False, True))
+    assert names("tokenring", "forward", full, layout=layout) == {"o#1", "o#2"}
+    assert names("tokenring", "backward", full, layout=layout) == {"dq#1", "dq#2"}, "and dKV stays"
+    covered = {"o#1", "o#2"} if layout == "contiguous" else set()
+    assert names("tokenring", "forward", causal, layout=layout) == covered
+
+
+def test_ring_adds_to_all_but_the_gradient_that_it_sends_first() -> None:
+    """As Ring has it, dKV#1 goes on after one block. A rank alone has one block only."""
+    for phase, among_four, alone in (("forward", set(), {"o#0"}), ("backward", {"dkv#1"}, {"dq#0", "dkv#0"})):
+        assert names("ring", phase, small_problem(4, "contiguous")) == among_four
+        assert names("ring", phase, small_problem(1, "contiguous")) == alone
+
+
+def contributions(plan: Plan) -> dict[Chunk, list[list[object]]]:
+    """By partial, each time that it is there: the operations that put it there or added to it."""
+    found: dict[Chunk, list[list[object]]] = {}
+    there: set[Chunk] = set()
+    for op in plan.ops:
+        if isinstance(op, Transfer | Fold):
+            there -= {chunk for chunk in op.reads if chunk not in plan.kept and chunk not in op.writes}
+        for chunk in op.writes:
+            if is_partial(chunk.tensor):
+                if chunk not in there or isinstance(op, Transfer):
+                    found.setdefault(chunk, []).append([])
+                    there.add(chunk)
+                found[chunk][-1].append(op)
+    return found
+
+
+@given(plans())
+def test_whole_is_what_one_operation_makes_all_of(planned: Planned) -> None:
+    """There are as many key heads as ranks, so that nothing adds up in an AllToAll."""
+    plan, problem = planned
+    regions = [region for case in problem.layout.cases(problem.causal) for region in case]
+    covers = all(r.mask is not Mask.STRICT and (r.q, r.kv) == (Part.WHOLE, Part.WHOLE) for r in regions)
+    found = contributions(plan)
+    whole = whole_partials(plan, problem)
+    assert whole <= {chunk for chunk in found if not chunk.is_arriving}
+    for chunk, times in found.items():
+        if chunk.is_arriving:
+            continue
+        once = all(len(ops) == 1 for ops in times)
+        kinds = {type(op) for ops in times for op in ops}
+        blocks_cover = kinds <= {Attend, AttendBackward} and covers
+        assert (chunk in whole) == (once and (blocks_cover or kinds == {AllToAll})), chunk
+
+
+def test_layouts_that_narrow() -> None:
+    narrows = {(name, causal): small_problem(2, name, causal=causal).narrows for name in LAYOUTS for causal in (0, 1)}
+    assert {case for case, narrowed in narrows.items() if narrowed} == {("striped", 1), ("zigzag", 1)}
