@@ -42,8 +42,8 @@ class Dataflow:
     """
     room: tuple[tuple[tuple[str, int], ...], ...]
     """The part of the waits after which there is room for what an operation writes, whatever it reads: a transfer can
-    receive from then on, if those before it on its lane have ended (or, tensor by tensor, have come and gone). Buffers
-    are few, so that after the first ones it is often all of them."""
+    receive from then on, if those before it on its lane have ended or use other buffers, or, tensor by tensor, have
+    come and gone. Buffers are few, so that after the first ones it is often all of the waits."""
     slots: dict[int, Slot]
     """For each transfer that receives, by its index: the buffer it receives into. What outlives the plan has none."""
     writes: tuple[tuple[Value, ...], ...]

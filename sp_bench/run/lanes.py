@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from sp_bench.plan import (
     FIELDS,
     AllToAll,
+    Bundle,
     Chunk,
     Dataflow,
     Op,
@@ -29,7 +32,7 @@ from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Message, Onward, Transport
+from sp_bench.run.transport import Message, Onward, Transport, Turn
 
 
 class Lanes:
@@ -52,7 +55,11 @@ class Lanes:
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
         self._whole = whole_partials(plan, problem)
-        self._followed_by = self._find_followed()
+        self._before = self._find_before()
+        self._apart = self._find_apart()
+        self._followed_by = {before: index for index, before in self._before.items() if self._follows_as_is(index)}
+        self._expected: dict[int, Tensors] = {}
+        """Where transfers that were prepared will receive, until they do."""
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
@@ -60,23 +67,31 @@ class Lanes:
             received = ((i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._flow.slots)
             self._results = {index: self._new(op.recv) for index, op in received if op.recv}
 
-    def prepare(self, index: int, op: Op) -> None:
-        """Post a receive, in its buffer, before there is anything to send.
+    def prepare(self, index: int, op: Op, beside: bool) -> bool:
+        """Post the receives of a transfer, where there is room for them, before there is anything to send.
 
-        Its sender learns of it from a message that would else wait behind those that this rank sends it meanwhile.
+        Their senders learn of them from messages that would else wait behind those that this rank sends them meanwhile.
+        Returns whether it could: `beside` the lane's transfer before it, not if that uses the same buffers.
         """
-        if isinstance(op, Pass) and index in self._flow.slots:
-            into, _ = self._into(index, op)
-            source = int(op.source(self._rank))
-            if source != self._rank:
-                self._transport.expect(self._ids[op.lane], [(source, into)])
+        assert isinstance(op, Transfer)
+        if beside and index not in self._apart:
+            return False
+        if isinstance(op, Pass) and index not in self._flow.slots:
+            return False
+        if isinstance(op, AllToAll) and (staged := self._received_in(op)):
+            receives = self._with_others(op, staged)
+        else:
+            self._expected[index] = into = self._into(index, op)[0]
+            receives = self._receives(op, into)
+        self._transport.expect(self._turn(index, op), receives)
+        return True
 
     def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Send and receive, and hold what came."""
         assert op.recv is not None
         into, part = self._into(index, op)
         if isinstance(op, AllToAll):
-            self._all_to_all(op, into, holdings)
+            self._all_to_all(index, op, into, holdings)
         else:
             self._pass(index, op, into, holdings)
         self._streams.keep(self._arrived(op, into, part, holdings))
@@ -92,12 +107,19 @@ class Lanes:
     def _into(self, index: int, op: Transfer) -> tuple[Tensors, Part]:
         """Where a transfer receives, and which part of the chunk that will be."""
         assert op.recv is not None
+        part = Part.WHOLE if isinstance(op, AllToAll) else part_sent(op, self._problem, int(op.source(self._rank)))
+        if (expected := self._expected.pop(index, None)) is not None:
+            return expected, part
         slot = self._flow.slots.get(index)
         buffers = self._slots[slot] if slot else self._results.pop(index, None) or self._new(op.recv)
-        if isinstance(op, AllToAll):
-            return buffers, Part.WHOLE
-        part = part_sent(op, self._problem, int(op.source(self._rank)))
         return self._first_rows(buffers, op.recv, part), part
+
+    def _receives(self, op: Transfer, into: Tensors) -> list[Message]:
+        """From whom a transfer receives what into a chunk. What a rank has from itself isn't received."""
+        if isinstance(op, AllToAll):
+            return self._with_others(op, self._pieces(op, into, of_tokens=op.to_heads))
+        source = int(op.source(self._rank))
+        return [(source, into)] if source != self._rank else []
 
     def _arrived(self, op: Transfer, tensors: Tensors, part: Part, holdings: Holdings) -> Tensors | None:
         """Returns what was sent on, and is held no more."""
@@ -106,18 +128,40 @@ class Lanes:
         holdings.put(op.recv, tensors, part)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
-    def _find_followed(self) -> dict[int, int]:
-        """Transfers, each with its lane's next one, if both send chunks that no block computes, as hops of a ring do.
+    def _find_before(self) -> dict[int, int]:
+        """Transfers, each with the one before it on its lane."""
+        by_lane: dict[str, list[int]] = {}
+        for index, op in self._plan:
+            if isinstance(op, Transfer):
+                by_lane.setdefault(op.lane, []).append(index)
+        return {index: before for indices in by_lane.values() for before, index in pairwise(indices)}
+
+    def _find_apart(self) -> set[int]:
+        """Transfers that receive into nothing that the one before them on their lane receives into or sends from."""
+        uses, found = dict[int, set[object]](), set[int]()
+        held: dict[Chunk, set[object]] = {}
+        """By chunk, the buffers that it stands in."""
+        for index, op in self._plan:
+            if isinstance(op, Bundle):
+                held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
+            elif isinstance(op, Transfer):
+                assert op.send is not None
+                assert op.recv is not None
+                into: set[object] = {self._flow.slots[index]} if index in self._flow.slots else set()
+                staged = {Stage(op.lane, op.send.tensor, use) for use in ("send", "recv")} & {*self._staging}
+                uses[index] = into | staged | held.get(op.send, set())
+                if not uses.get(self._before.get(index, -1), set()) & (into | staged):
+                    found.add(index)
+                held[op.recv] = into
+        return found
+
+    def _follows_as_is(self, index: int) -> bool:
+        """Whether a transfer and the one before it send chunks that no block computes, as hops of a ring do.
 
         One that receives a result has no buffer before its turn.
         """
-        found, last = {}, dict[str, tuple[int, Transfer]]()
-        for index, op in self._plan:
-            if isinstance(op, Transfer):
-                before, last[op.lane] = last.get(op.lane), (index, op)
-                if before and self._sends_as_is(before[1]) and self._sends_as_is(op) and index in self._flow.slots:
-                    found[before[0]] = index
-        return found
+        both = (self._plan.ops[i] for i in (index, self._before[index]))
+        return index in self._flow.slots and all(isinstance(op, Transfer) and self._sends_as_is(op) for op in both)
 
     def _sends_as_is(self, op: Transfer) -> bool:
         """Whether it sends a whole chunk to another rank, as it came or was there from the start."""
@@ -132,44 +176,42 @@ class Lanes:
             for buffer, tensor in zip(into, outgoing, strict=True):
                 buffer.copy_(tensor)
             return
-        lane, receive, send, keys = self._ids[op.lane], (source, into), (target, outgoing), self._counted_as(op)
+        turn, receive, send, keys = self._turn(index, op), (source, into), (target, outgoing), self._counted_as(op)
         if (after := self._followed_by.get(index)) is None:
-            self._transport.exchange(lane, [receive], [send], keys)
+            self._transport.exchange(turn, [receive], [send], keys)
         else:
             onward = self._onward(after, op, into, holdings)
-            self._transport.exchange_and_go_on(lane, receive, send, keys, onward)
+            self._transport.exchange_and_go_on(turn, receive, send, keys, onward)
 
     def _onward(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> Onward:
         """What operation `after` receives and sends, to be begun with while `op` receives `into`."""
         then = self._plan.ops[after]
         assert isinstance(then, Pass)
 
-        def messages() -> tuple[Message, Message] | None:
+        def messages() -> tuple[Turn, Message, Message] | None:
             if not self._streams.ready(after):
                 return None
             assert then.send is not None
             outgoing = into if then.send == op.recv else holdings.received(then.send)
-            receive = int(then.source(self._rank)), self._into(after, then)[0]
-            return receive, (int(then.target(self._rank)), outgoing)
+            self._expected[after] = receive = self._into(after, then)[0]
+            there = int(then.source(self._rank)), int(then.target(self._rank))
+            return self._turn(after, then), (there[0], receive), (there[1], outgoing)
 
         return messages
 
-    def _all_to_all(self, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
+    def _all_to_all(self, index: int, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
         """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
-        sent, received = (self._staging.get(Stage(op.lane, op.send.tensor, use)) for use in ("send", "recv"))
+        sent = self._staging.get(Stage(op.lane, op.send.tensor, "send"))
         own, held = int(op.group.position(self._rank)), self._held(op.send, holdings)[: len(into)]
         mine = self._pieces(op, held, of_tokens=not op.to_heads)
         places = self._pieces(op, into, of_tokens=op.to_heads)
+        incoming = self._received_in(op) or places
         for staged, pieces in zip(sent, mine, strict=True) if sent else ():
             for member, piece in enumerate(pieces):
                 if member != own:
                     staged[member].copy_(piece)
-        outgoing, incoming = sent or mine, received or places
-        ranks = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
-        others = [(rank, int(op.group.position(rank))) for rank in ranks]
-        receives = [(rank, [pieces[member] for pieces in incoming]) for rank, member in others]
-        sends = [(rank, [pieces[member] for pieces in outgoing]) for rank, member in others]
-        self._transport.exchange(self._ids[op.lane], receives, sends, self._counted_as(op))
+        receives, sends = self._with_others(op, incoming), self._with_others(op, sent or mine)
+        self._transport.exchange(self._turn(index, op), receives, sends, self._counted_as(op))
         for field, tensor, ours, theirs, there in zip(by_heads(op), into, mine, incoming, places, strict=True):
             several = adds_up(op, self._problem, field)
             if several:
@@ -179,6 +221,15 @@ class Lanes:
                 piece = theirs[member] if member != own else ours[own]
                 if piece is not place:
                     place.add_(piece) if several else place.copy_(piece)
+
+    def _with_others(self, op: AllToAll, pieces: Sequence[Sequence[Tensor] | Tensor]) -> list[Message]:
+        """Each other member's rank, and its pieces out of those of all members by field."""
+        ranks = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
+        return [(rank, [field[int(op.group.position(rank))] for field in pieces]) for rank in ranks]
+
+    def _received_in(self, op: AllToAll) -> Tensors | None:
+        """By field, where each member's piece arrives if that isn't where it stays."""
+        return self._staging.get(Stage(op.lane, op.send.tensor, "recv"))
 
     def _pieces(self, op: AllToAll, tensors: Tensors, *, of_tokens: bool) -> list[list[Tensor]]:
         """By field, each member's tokens of a chunk by heads, or each member's heads of a chunk by tokens."""
@@ -227,6 +278,9 @@ class Lanes:
             dtype = problem.field_dtype(field, wire=False, whole=chunk in self._whole)
             found.append(torch.empty(problem.field_shape(field), dtype=getattr(torch, dtype), device=self._device))
         return tuple(found)
+
+    def _turn(self, index: int, op: Transfer) -> Turn:
+        return Turn(self._ids[op.lane], index)
 
     def _counted_as(self, op: Transfer) -> list[tuple[str, str, str]]:
         return [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.plan import Plan
-from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport
+from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport, Turn
 
 _groups: dict[tuple[int, int], list[Any]] = {}
 """The communicators of all ranks made so far, by the device's index and the default group, in the order of lanes."""
@@ -36,9 +36,9 @@ class NcclTransport(Transport):
     """A process group of NCCL for each lane, of the ranks of `group` in their order."""
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        group, batch = self.lanes[lane], []
+        group, batch = self.lanes[turn.lane], []
         for source, tensors in receives:
             batch += [dist.P2POp(dist.irecv, _flat(x), group=group, group_peer=source) for x in tensors]
         for target, tensors in sends:

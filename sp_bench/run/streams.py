@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -23,8 +23,11 @@ from sp_bench.run.devices import Clock, Device, HostClock
 
 Perform = Callable[[int, Op], None]
 """Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
-Prepare = Callable[[int, Op], None]
-"""Does what a lane can do of operation `index` once there is room for what it receives."""
+Prepare = Callable[[int, Op, bool], bool]
+"""Does what a lane can do of operation `index` once there is room for what it receives, if need be beside the lane's
+operation before; returns whether it could."""
+Waits = tuple[tuple[tuple[str, int], ...], ...]
+"""By operation, (stream, index) of what has to have ended (Dataflow)."""
 
 
 class Aborted(RuntimeError):
@@ -43,7 +46,7 @@ class Streams(ABC):
     def run(self, perform: Perform, prepare: Prepare) -> None:
         """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised.
 
-        Lanes with threads of their own prepare an operation where there is room for it before all else is there.
+        Where work isn't behind, lanes prepare an operation, and the one after it, as soon as there is room.
         """
 
     @abstractmethod
@@ -96,17 +99,16 @@ class ThreadStreams(Streams):
         self._threads = None if self._by_caller else lane_threads(len(plan.lanes))
 
     def run(self, perform: Perform, prepare: Prepare) -> None:
-        if self._by_caller:
-            with torch.no_grad():
-                for index, op in self._plan:
-                    perform(index, op)
-            return
         progress = self._progress = Progress(self._streams)
+        ahead = {lane: _Ahead(self._by_stream[lane], self._room, prepare, progress) for lane in self._streams[1:]}
+        if self._by_caller:
+            self._follow_all(perform, ahead, progress)
+            return
         lanes = []
         try:
             for lane in self._streams[1:]:
                 assert self._threads
-                lanes.append(self._threads.submit(self._lane, lane, perform, prepare, progress))
+                lanes.append(self._threads.submit(self._lane, lane, perform, ahead[lane], progress))
             self._follow(BLOCKS, perform, progress)
             for lane in lanes:
                 lane.result()
@@ -115,19 +117,33 @@ class ThreadStreams(Streams):
             assert progress.cause is not None
             raise progress.cause from None
 
-    def _lane(self, name: str, perform: Perform, prepare: Prepare, progress: Progress) -> None:
+    def _follow_all(self, perform: Perform, ahead: dict[str, _Ahead], progress: Progress) -> None:
+        """The whole plan, in its order."""
+        with torch.no_grad():
+            for index, op in self._plan:
+                if op.stream in ahead:
+                    ahead[op.stream].look(index)
+                perform(index, op)
+                progress.end(op.stream, index)
+
+    def _lane(self, name: str, perform: Perform, ahead: _Ahead, progress: Progress) -> None:
+        """One lane. Only its own thread, which may have priority, touches its messages."""
         try:
             with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
-                self._follow(name, perform, progress, prepare)
+                for index, op in self._by_stream[name]:
+                    if not ahead.look(index) and self._room[index] != self._waits[index]:
+                        progress.wait(self._room[index])
+                        ahead.look(index)
+                    progress.wait(self._waits[index])
+                    ahead.look(index)
+                    perform(index, op)
+                    progress.end(name, index)
         except BaseException as error:
             progress.fail(error)
             raise
 
-    def _follow(self, name: str, perform: Perform, progress: Progress, prepare: Prepare | None = None) -> None:
+    def _follow(self, name: str, perform: Perform, progress: Progress) -> None:
         for index, op in self._by_stream[name]:
-            if prepare and self._room[index] != self._waits[index]:
-                progress.wait(self._room[index])
-                prepare(index, op)
             progress.wait(self._waits[index])
             perform(index, op)
             progress.end(name, index)
@@ -150,6 +166,26 @@ class ThreadStreams(Streams):
     def close(self) -> None:
         if self._threads:
             self._threads.shutdown()
+
+
+class _Ahead:
+    """What a lane prepares ahead of its operations, in their order: each one, and the next one beside it."""
+
+    def __init__(self, ops: Sequence[tuple[int, Op]], room: Waits, prepare: Prepare, progress: Progress) -> None:
+        self._ops, self._room, self._prepare, self._progress = ops, room, prepare, progress
+        self._places = {index: place for place, (index, _) in enumerate(ops)}
+        self._prepared = 0
+        """How many of them."""
+
+    def look(self, index: int) -> bool:
+        """Prepare what there is room for while the lane comes to operation `index`; whether that one is prepared."""
+        here = self._places[index]
+        self._prepared = max(self._prepared, here)
+        for place, (other, op) in enumerate(self._ops[self._prepared : here + 2], start=self._prepared):
+            if not self._progress.has_reached(self._room[other]) or not self._prepare(other, op, place > here):
+                break
+            self._prepared = place + 1
+        return self._prepared > here
 
 
 def _is_sequence(plan: Plan, flow: Dataflow) -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,10 +18,18 @@ FIRST_TAG = 7_000
 FIELDS_PER_LANE = 8
 """A lane has this many tags, one for each tensor of a chunk."""
 
+
+class Turn(NamedTuple):
+    """A lane's number, and which of its transfers it is: a number that no other one of the execution has."""
+
+    lane: int
+    number: int
+
+
 Message = tuple[int, Sequence[Tensor]]
 """The peer's rank in the group, and the tensors of one chunk, which are contiguous."""
 Key = tuple[str, str, str]
-Onward = Callable[[], tuple[Message, Message] | None]
+Onward = Callable[[], tuple[Turn, Message, Message] | None]
 """A lane's next transfer, what it receives and what it sends; None before all that it waits for elsewhere has ended."""
 
 _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
@@ -37,7 +46,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         """All messages of one transfer, at once. Its lane uses the tensors only after that.
 
@@ -46,15 +55,15 @@ class Transport(ABC):
         """
 
     def exchange_and_go_on(
-        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
     ) -> None:
         """An exchange, after which each tensor that has come and gone may be taken up by the lane's next one."""
-        self.exchange(lane, [receive], [send], counted_as)
+        self.exchange(turn, [receive], [send], counted_as)
 
-    def expect(self, lane: int, receives: Sequence[Message]) -> None:  # noqa: B027  # not all can
-        """Ahead of the lane's next `exchange`: its messages to be received, which may come from now on.
+    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:  # noqa: B027  # not all can
+        """Ahead of its `exchange`, what a transfer will receive, which may come from now on.
 
-        Those that were begun with already are left alone.
+        A lane expects its transfers in their order. Messages that were begun with already are left alone.
         """
 
     def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
@@ -77,51 +86,54 @@ class Transport(ABC):
 class GlooTransport(Transport):
     """Between CPUs, by one message of torch.distributed for each tensor."""
 
-    _ahead: dict[tuple[bool, int, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
-    """What was posted ahead of its exchange: (whether it is sent, lane, peer, tensor's number in the chunk). Of a
+    _ahead: dict[tuple[bool, Turn, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
+    """What was posted ahead of its exchange: (whether it is sent, turn, peer, tensor's number in the chunk). Of a
     failed execution it stays: what is late may still come."""
 
-    def expect(self, lane: int, receives: Sequence[Message]) -> None:
+    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
         for source, tensors in receives:
             for i, x in enumerate(tensors):
-                if (False, lane, source, i) not in self._ahead:
-                    self._ahead[False, lane, source, i] = self._receive(lane, source, i, x)
+                self._expect(turn, source, i, x)
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        works = [work for source, tensors in receives for work in self.receive(lane, source, tensors)]
-        works += [work for target, tensors in sends for work in self.send(lane, target, tensors, counted_as)]
+        works = [work for source, tensors in receives for work in self.receive(turn, source, tensors)]
+        works += [work for target, tensors in sends for work in self.send(turn, target, tensors, counted_as)]
         for work in works:
             work.wait()
 
     def exchange_and_go_on(
-        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
     ) -> None:
         """The link isn't idle until a thread has woken that waits for the last tensor: milliseconds on busy cores.
 
         Before its predecessor has gone, a tensor would be received over it.
         """
-        received, sent = self.receive(lane, *receive), self.send(lane, *send, counted_as)
+        received, sent = self.receive(turn, *receive), self.send(turn, *send, counted_as)
         for i, (came, gone) in enumerate(zip(received, sent, strict=True)):
             came.wait()
             gone.wait()
             if then := onward():
-                (source, into), (target, outgoing) = then
+                after, (source, into), (target, outgoing) = then
                 if i < len(into):  # the next transfer may be of another tensor, of fewer fields
-                    self._ahead[False, lane, source, i] = self._receive(lane, source, i, into[i])
-                    self._ahead[True, lane, target, i] = self._send(lane, target, i, outgoing[i])
+                    self._expect(after, source, i, into[i])
+                    self._ahead[True, after, target, i] = self._send(after.lane, target, i, outgoing[i])
 
-    def receive(self, lane: int, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
+    def receive(self, turn: Turn, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
         """Post the receives of one chunk, but for what was posted ahead."""
-        ahead = [self._ahead.pop((False, lane, source, i), None) for i in range(len(tensors))]
-        return [ahead[i] or self._receive(lane, source, i, x) for i, x in enumerate(tensors)]
+        ahead = [self._ahead.pop((False, turn, source, i), None) for i in range(len(tensors))]
+        return [ahead[i] or self._receive(turn.lane, source, i, x) for i, x in enumerate(tensors)]
 
-    def send(self, lane: int, target: int, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> list[dist.Work]:
+    def send(self, turn: Turn, target: int, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> list[dist.Work]:
         """The same for its sends, and count them all."""
         self.count(tensors, counted_as)
-        ahead = [self._ahead.pop((True, lane, target, i), None) for i in range(len(tensors))]
-        return [ahead[i] or self._send(lane, target, i, x) for i, x in enumerate(tensors)]
+        ahead = [self._ahead.pop((True, turn, target, i), None) for i in range(len(tensors))]
+        return [ahead[i] or self._send(turn.lane, target, i, x) for i, x in enumerate(tensors)]
+
+    def _expect(self, turn: Turn, source: int, number: int, x: Tensor) -> None:
+        if (False, turn, source, number) not in self._ahead:
+            self._ahead[False, turn, source, number] = self._receive(turn.lane, source, number, x)
 
     def _receive(self, lane: int, source: int, number: int, x: Tensor) -> dist.Work:
         return _posted(dist.irecv(x, group=self.group, group_src=source, tag=_tag(lane, number)))
@@ -134,24 +146,24 @@ class GlooTransport(Transport):
 class HostTransport(GlooTransport):
     """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting."""
 
-    def expect(self, lane: int, receives: Sequence[Message]) -> None:
+    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
         """What came would have to be copied to the device, which is for `exchange`."""
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         outgoing = [(target, [x.cpu() for x in tensors]) for target, tensors in sends]
         incoming = [(source, [torch.empty_like(x, device="cpu") for x in tensors]) for source, tensors in receives]
-        super().exchange(lane, incoming, outgoing, counted_as)
+        super().exchange(turn, incoming, outgoing, counted_as)
         for (_, theirs), (_, ours) in zip(incoming, receives, strict=True):
             for tensor, into in zip(theirs, ours, strict=True):
                 into.copy_(tensor)
 
     def exchange_and_go_on(
-        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
     ) -> None:
         """As `expect`."""
-        self.exchange(lane, [receive], [send], counted_as)
+        self.exchange(turn, [receive], [send], counted_as)
 
 
 @dataclass
@@ -161,7 +173,7 @@ class AloneTransport(Transport):
     group: dist.ProcessGroup | None = None
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         for _, tensors in sends:
             self.count(tensors, counted_as)

@@ -21,7 +21,7 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Method, Problem, layout_named
 from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes
-from sp_bench.run.transport import GlooTransport, Message
+from sp_bench.run.transport import GlooTransport, Message, Turn
 from tests.ranks import group_of
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
@@ -268,11 +268,12 @@ def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
     transport, found = Counting(dist.group.WORLD), []
     source, target = (rank - 1) % n, (rank + 1) % n
     for value, ahead in ((100.0, True), (200.0, False)):
+        turn = Turn(1, int(value))
         sent, into = torch.full((tokens,), value + rank), torch.zeros(tokens)
         if ahead:
-            transport.expect(1, [(source, [into])])
+            transport.expect(turn, [(source, [into])])
             dist.barrier()
-        transport.exchange(1, [(source, [into])], [(target, [sent])], [("kv", "kv", "k")])
+        transport.exchange(turn, [(source, [into])], [(target, [sent])], [("kv", "kv", "k")])
         found.append(into.unique().tolist())
     return found, transport.posted
 
@@ -290,13 +291,13 @@ def go_onward(tokens: int, ready: tuple[bool, bool], all_ranks: bool) -> tuple[l
     mine, other, last = ([torch.full((tokens,), x + y + rank) for x in (100.0, 200.0)] for y in (0.0, 20.0, 40.0))
     into, found = [torch.zeros(tokens) for _ in keys], []
 
-    def onward() -> tuple[Message, Message] | None:
-        return ((source, mine), (target, into)) if next(begin) else None
+    def onward() -> tuple[Turn, Message, Message] | None:
+        return (Turn(1, 3), (source, mine), (target, into)) if next(begin) else None
 
-    transport.exchange_and_go_on(1, (source, into), (target, mine), keys, onward)
-    transport.exchange(1, [(source, mine)], [(target, other)], keys)
+    transport.exchange_and_go_on(Turn(1, 2), (source, into), (target, mine), keys, onward)
+    transport.exchange(Turn(1, 3), [(source, mine)], [(target, other)], keys)
     found += [x.unique().tolist() for x in mine]
-    transport.exchange(1, [(source, into)], [(target, last)], keys)
+    transport.exchange(Turn(1, 5), [(source, into)], [(target, last)], keys)
     found += [x.unique().tolist() for x in into]
     return found, sum(transport.sent_bytes.values())
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from sp_bench.run.transport import Message, Transport
+from sp_bench.run.transport import Message, Transport, Turn
 
 STREAMS_PER_RANK = 8
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero"}
@@ -345,13 +345,13 @@ class Wires(Transport):
         self._rank = rank
         self._numbers: dict[tuple[int, int, int], int] = {}
 
-    def exchange(self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence) -> None:
+    def exchange(self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence) -> None:
         me, access = self._rank.rank, self._rank.machine.access
         for _, tensors in sends:
             self.count(tensors, counted_as)
         batch = Batch(
-            {self._next(lane, me, peer): [access(x) for x in tensors] for peer, tensors in sends},
-            {self._next(lane, peer, me): [access(x) for x in tensors] for peer, tensors in receives},
+            {self._next(turn.lane, me, peer): [access(x) for x in tensors] for peer, tensors in sends},
+            {self._next(turn.lane, peer, me): [access(x) for x in tensors] for peer, tensors in receives},
         )
         self._rank.current().queue.append(batch)
 

@@ -16,7 +16,7 @@ from sp_bench.measure.pool import RankPool
 from sp_bench.plan import PHASES
 from sp_bench.run import nccl
 from sp_bench.run.nccl import NcclTransport, transport_for
-from sp_bench.run.transport import AloneTransport, GlooTransport
+from sp_bench.run.transport import AloneTransport, GlooTransport, Turn
 from tests.conftest import NEEDS_A_GPU
 from tests.problems import all_methods, splittable_problem
 from tests.ranks import Ranks
@@ -79,12 +79,12 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = NcclTransport(None, lanes=["lane 0", "lane 1"])
     x = torch.zeros(2, 3)
     keys = [("kv", "kv", "k"), ("kv", "kv", "v")]
-    transport.exchange(1, [(5, (x, x))], [(7, (x, x))], keys)
+    transport.exchange(Turn(1, 0), [(5, (x, x))], [(7, (x, x))], keys)
     assert batches == [[("irecv", "lane 1", 5, (2, 3))] * 2 + [("isend", "lane 1", 7, (2, 3))] * 2]
     assert waited == [1]
     assert dict(transport.sent_bytes) == dict.fromkeys(keys, 24)
     with pytest.raises(ValueError, match=r"\(3, 2\) would be sent in the order of its strides \(1, 3\)"):
-        transport.exchange(0, [], [(7, (x.T,))], keys[:1])
+        transport.exchange(Turn(0, 1), [], [(7, (x.T,))], keys[:1])
 
 
 def test_communicators_are_made_in_one_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_alone_a_rank_gets_what_it_sends() -> None:
     """As much as it is to get, and no more than that of what it sends."""
     transport = AloneTransport()
     into, sent = torch.full((2, 3), torch.nan), torch.arange(4.0)
-    transport.exchange(0, [(1, (into,))], [(1, (sent,))], [("o", "o", "out")])
+    transport.exchange(Turn(0, 0), [(1, (into,))], [(1, (sent,))], [("o", "o", "out")])
     assert into.flatten().tolist() == [0, 1, 2, 3, 0, 0]
     assert dict(transport.sent_bytes) == {("o", "o", "out"): 16}
 

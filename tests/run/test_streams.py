@@ -13,11 +13,11 @@ from torch import Tensor
 
 from methods import build
 from sp_bench.hosts import inside
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Method
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Method, Plan
 from sp_bench.run import streams
 from sp_bench.run.attention import Engine
-from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport
-from tests.problems import splittable_problem
+from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport, Turn
+from tests.problems import all_methods, splittable_problem
 from tests.ranks import WORLD, Ranks
 from tests.run import jobs
 
@@ -39,21 +39,21 @@ class Expecting(AloneTransport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.expected: dict[int, Sequence[Message]] = {}
+        self.expected: dict[Turn, Sequence[Message]] = {}
         self.ahead = threading.Event()
         self.matched: list[bool] = []
 
-    def expect(self, lane: int, receives: Sequence[Message]) -> None:
-        self.expected[lane] = receives
+    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
+        self.expected[turn] = receives
         self.ahead.set()
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        if lane in self.expected:
-            (source, ahead), (same, tensors) = self.expected.pop(lane)[0], receives[0]
-            self.matched.append(source == same and [x.data_ptr() for x in ahead] == [x.data_ptr() for x in tensors])
-        super().exchange(lane, receives, sends, counted_as)
+        if turn in self.expected:
+            ahead = self.expected.pop(turn)
+            self.matched.append(len(ahead) == len(receives) and all(map(same_memory, ahead, receives)))
+        super().exchange(turn, receives, sends, counted_as)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -103,6 +103,69 @@ def test_gloo_goes_onward_as_soon_as_it_may(ready: tuple[bool, bool], all_ranks:
         assert found == ([*second, [140.0 + one], [240.0 + one]], 3 * 2 * 4 * tokens)
 
 
+class Overwriting(Expecting):
+    """What may come from now on comes at once, and is nothing; what it should have been comes in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undone: dict[int, list[int]] = {}
+        """By lane, the numbers of the transfers that are to come."""
+        self.beside = 0
+        """How many were expected beside the transfer before."""
+
+    def begin(self, plan: Plan) -> None:
+        lanes = [[i for i, op in plan if op.stream == lane] for lane in plan.lanes]
+        self.undone = dict(enumerate(lanes))
+
+    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
+        place = self.undone[turn.lane].index(turn.number)
+        assert place <= 1, "a lane's next transfer, or the one after it"
+        self.beside += place
+        if not receives:  # from itself
+            self.undone[turn.lane].remove(turn.number)
+            return
+        for _, tensors in receives:
+            for tensor in tensors:
+                tensor.fill_(torch.nan)
+        super().expect(turn, receives)
+
+    def exchange(
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> None:
+        super().exchange(turn, receives, sends, counted_as)
+        if receives:
+            assert self.undone[turn.lane].pop(0) == turn.number
+
+
+def step(engine: Engine, inputs: list[Tensor], transport: Overwriting | None = None) -> list[Tensor]:
+    """out, dq, dk and dv."""
+    q, k, v, dout = inputs
+    if transport:
+        transport.begin(engine.plans["forward"])
+    out, saved = engine.forward(q, k, v)
+    if transport:
+        transport.begin(engine.plans["backward"])
+    gradients = engine.backward(dout, saved)
+    engine.close()
+    return [out, *gradients]
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 9])
+def test_nothing_is_expected_in_memory_that_is_in_use(n: int) -> None:
+    """Whatever comes before its turn, results are those without anything expected."""
+    beside = {}
+    for method in all_methods(splittable_problem(n)):
+        plain, inputs = one_rank(method, n, AloneTransport())
+        transport = Overwriting()
+        engine, _ = one_rank(method, n, transport)
+        pairs = zip(step(plain, inputs), step(engine, inputs, transport), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs), method
+        assert transport.expected == {}, "each was used"
+        assert all(transport.matched), "into the buffers of the transfer itself, from its source"
+        beside.setdefault(method.name, []).append(transport.beside)
+    assert all(max(beside[name]) > 0 for name in ("ulysses", "usp", "startrail", "mesh") if n in (4, 8, 9)), beside
+
+
 class Noting(GlooTransport):
     """Posts nothing, and notes in which order messages would be posted and waited for."""
 
@@ -131,10 +194,10 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
     transport, begin = Noting(), iter(ready)
     out, into, back = ([torch.tensor(x + i) for i in range(3)] for x in (10, 20, 30))
 
-    def onward() -> tuple[Message, Message] | None:
-        return ((0, back[:then]), (2, into[:then])) if next(begin) else None
+    def onward() -> tuple[Turn, Message, Message] | None:
+        return (Turn(1, 1), (0, back[:then]), (2, into[:then])) if next(begin) else None
 
-    transport.exchange_and_go_on(1, (0, into[:now]), (2, out[:now]), [("l", "t", "f")] * now, onward)
+    transport.exchange_and_go_on(Turn(1, 0), (0, into[:now]), (2, out[:now]), [("l", "t", "f")] * now, onward)
     begun = [i for i in range(min(now, then)) if ready[i]]
     notes = [f"post in {20 + i}" for i in range(now)] + [f"post out {10 + i}" for i in range(now)]
     for i in range(now):
@@ -143,8 +206,8 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
     assert transport.notes == notes
     transport.notes.clear()
     if expected:
-        transport.expect(1, [(0, back[:then])])
-    transport.exchange(1, [(0, back[:then])], [(2, into[:then])], [("l", "t", "f")] * then)
+        transport.expect(Turn(1, 1), [(0, back[:then])])
+    transport.exchange(Turn(1, 1), [(0, back[:then])], [(2, into[:then])], [("l", "t", "f")] * then)
     rest = [i for i in range(then) if i not in begun]
     notes = [f"post in {30 + i}" for i in rest] + [f"post out {20 + i}" for i in rest]
     notes += [f"end in {30 + i}" for i in range(then)] + [f"end out {20 + i}" for i in range(then)]
@@ -156,28 +219,28 @@ class Onwards(AloneTransport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transfers: list[tuple[Message, Message]] = []
+        self.transfers: list[tuple[Turn, Message, Message]] = []
         self.lonely: set[int] = set()
         """By number, transfers that couldn't begin with another."""
-        self.begun: dict[int, tuple[Message, Message]] = {}
+        self.begun: dict[int, tuple[Turn, Message, Message]] = {}
         """What the others began with, where it was time."""
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         self.lonely.add(len(self.transfers))
-        self._transfer(lane, receives[0], sends[0], counted_as)
+        self._transfer(turn, receives[0], sends[0], counted_as)
 
     def exchange_and_go_on(
-        self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
     ) -> None:
         if (messages := onward()) is not None:
             self.begun[len(self.transfers)] = messages
-        self._transfer(lane, receive, send, counted_as)
+        self._transfer(turn, receive, send, counted_as)
 
-    def _transfer(self, lane: int, receive: Message, send: Message, counted_as: Sequence[Key]) -> None:
-        self.transfers.append((receive, send))
-        super().exchange(lane, [receive], [send], counted_as)
+    def _transfer(self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key]) -> None:
+        self.transfers.append((turn, receive, send))
+        super().exchange(turn, [receive], [send], counted_as)
 
 
 def same_memory(one: Message, other: Message) -> bool:
@@ -205,8 +268,10 @@ def test_what_goes_onward(method: str, n: int, options: dict, lonely: set[int]) 
     engine.close()
     assert transport.lonely == lonely
     assert 0 in transport.begun, "there is room for two chunks, and the first one was there"
-    for number, ahead in transport.begun.items():
-        assert all(map(same_memory, ahead, transport.transfers[number + 1]))
+    for number, (turn, *ahead) in transport.begun.items():
+        same_turn, *messages = transport.transfers[number + 1]
+        assert turn == same_turn
+        assert all(map(same_memory, ahead, messages))
 
 
 class Threads(AloneTransport):
@@ -217,10 +282,10 @@ class Threads(AloneTransport):
         self.seen: set[int] = set()
 
     def exchange(
-        self, lane: int, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         self.seen.add(threading.get_ident())
-        super().exchange(lane, receives, sends, counted_as)
+        super().exchange(turn, receives, sends, counted_as)
 
 
 @pytest.mark.parametrize(
