@@ -26,6 +26,7 @@ from sp_bench.plan import (
     by_heads,
     is_partial,
     part_sent,
+    peers,
     whole_partials,
 )
 from sp_bench.run.buffers import Buffers
@@ -137,7 +138,11 @@ class Lanes:
         return {index: before for indices in by_lane.values() for before, index in pairwise(indices)}
 
     def _find_apart(self) -> set[int]:
-        """Transfers that receive into nothing that the one before them on their lane receives into or sends from."""
+        """Transfers that can be received beside the one before them on their lane, and from the same ranks.
+
+        They receive into nothing that it receives into or sends from. Of two ranks that send at once each would have
+        half of the way, and others would wait for what they send next.
+        """
         uses, found = dict[int, set[object]](), set[int]()
         held: dict[Chunk, set[object]] = {}
         """By chunk, the buffers that it stands in."""
@@ -150,10 +155,18 @@ class Lanes:
                 into: set[object] = {self._flow.slots[index]} if index in self._flow.slots else set()
                 staged = {Stage(op.lane, op.send.tensor, use) for use in ("send", "recv")} & {*self._staging}
                 uses[index] = into | staged | held.get(op.send, set())
-                if not uses.get(self._before.get(index, -1), set()) & (into | staged):
+                before = self._before.get(index)
+                shares = before is not None and uses[before] & (into | staged)
+                if before is None or (not shares and self._sources(index) == self._sources(before)):
                     found.add(index)
                 held[op.recv] = into
         return found
+
+    def _sources(self, index: int) -> set[int]:
+        """The ranks that a transfer receives from."""
+        op = self._plan.ops[index]
+        assert isinstance(op, Transfer)
+        return {int(group.member(self._rank, -shift)) for group, shift in peers(op)} - {self._rank}
 
     def _follows_as_is(self, index: int) -> bool:
         """Whether a transfer and the one before it send chunks that no block computes, as hops of a ring do.
