@@ -18,7 +18,7 @@ from sp_bench.calibrating.setting import Links, Samples, Setting
 from sp_bench.measure.pool import report
 from sp_bench.plan import Mask
 from sp_bench.run.streams import lane_threads
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.transport import GlooTransport, Turn
 
 TINY_BYTES = 4
 MESSAGES = 20
@@ -30,6 +30,7 @@ ROUNDS = 4
 """For each repetition: messages are shorter than blocks, and vary more."""
 T = TypeVar("T")
 COUNTED_AS = (("calibrate", "message", "message"),)
+TURN = Turn(lane=0, number=0)
 
 
 def measure_links(setting: Setting) -> Links:
@@ -70,17 +71,17 @@ class Message:
 
     def exchange(self, target: int, source: int) -> None:
         """Send to one rank and receive from another, both at once."""
-        works = self._transport.receive(0, source, (self._into,))
-        for work in [*works, *self._transport.send(0, target, (self._out,), COUNTED_AS)]:
+        works = self._transport.receive(TURN, source, (self._into,))
+        for work in [*works, *self._transport.send(TURN, target, (self._out,), COUNTED_AS)]:
             work.wait()
 
     def to_and_fro(self, rank: int) -> None:
         """Rank 0 sends to rank 1 and gets the message back."""
         for sender in (0, 1):
             if rank == sender:
-                works = self._transport.send(0, 1 - rank, (self._out,), COUNTED_AS)
+                works = self._transport.send(TURN, 1 - rank, (self._out,), COUNTED_AS)
             else:
-                works = self._transport.receive(0, 1 - rank, (self._into,))
+                works = self._transport.receive(TURN, 1 - rank, (self._into,))
             for work in works:
                 work.wait()
 
