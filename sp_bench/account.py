@@ -31,7 +31,7 @@ from sp_bench.plan import (
     messages,
     peers,
     stages,
-    whole_partials,
+    unsummed_partials,
 )
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -171,7 +171,7 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
     """The most that a rank can hold at once while it executes the plans one after the other, in bytes.
 
     Counted are a plan's inputs, the receive and staging buffers (which the plans share and which stay), the
-    accumulators from their first block until their transfer has surely ended, the results of the block under way,
+    partials from their first block until their transfer has surely ended, the results of the block under way,
     and the outputs in the compute dtype. Workspace inside a kernel or a fold is not.
     """
     plans = list(plans)
@@ -197,26 +197,26 @@ def _buffers(plan: Plan, problem: Problem) -> Counter[Buffer]:
 
 
 def _moving_bytes(plan: Plan, problem: Problem) -> int:
-    """The most that inputs, accumulators, block results and outputs come to at one time."""
-    flow, whole = dataflow(plan), whole_partials(plan, problem)
+    """The most that inputs, partials, block results and outputs come to at one time."""
+    flow, unsummed = dataflow(plan), unsummed_partials(plan, problem)
     elsewhere = {plan.ops[index].writes[0] for index in flow.slots} | set(plan.starts_with)
     elsewhere |= {op.into for op in plan.ops if isinstance(op, Bundle)}
-    inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False, whole=True) for chunk in plan.starts_with)
+    inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in plan.starts_with)
     if problem.head_slices > 1:
         inputs *= 2  # a slice of the heads is a copy
     change = np.zeros(len(plan.ops) + 2, np.int64)
     released = _released(plan)
     for value in flow.first_use:
         if value.chunk not in elsewhere:
-            last, is_whole = flow.last_use[value], value.chunk in whole
-            size = problem.chunk_bytes(value.chunk.tensor, wire=False, whole=is_whole)
+            last, summed = flow.last_use[value], value.chunk not in unsummed
+            size = problem.chunk_bytes(value.chunk.tensor, wire=False, summed=summed)
             change[flow.first_use[value]] += size
             change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
-    result = np.array([_block_result_bytes(op, index, flow, problem, whole) for index, op in plan])
+    result = np.array([_block_result_bytes(op, index, flow, problem, unsummed) for index, op in plan])
     results = [chunk for chunk in plan.ends_with if is_partial(chunk.tensor)]
-    cast = [chunk for chunk in results if problem.dtype != problem.accumulate_dtype and chunk not in whole]
-    sizes = {c: problem.chunk_bytes(c.tensor, wire=False, whole=True) for c in results}
+    cast = [chunk for chunk in results if problem.dtype != problem.accumulate_dtype and chunk not in unsummed]
+    sizes = {c: problem.chunk_bytes(c.tensor, wire=False, summed=False) for c in results}
     outputs = sum(sizes[chunk] for chunk in (results if problem.head_slices > 1 else cast))
     if cast and problem.head_slices > 1:
         # Slices are put together field by field, and are there until they are.
@@ -244,10 +244,10 @@ def _released(plan: Plan) -> dict[int, int]:
     return released | {index: end for lane in pending.values() for index in lane}
 
 
-def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem, whole: Container[Chunk]) -> int:
+def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem, unsummed: Container[Chunk]) -> int:
     """What a kernel returns, unless it becomes what is held itself."""
     if not isinstance(op, Attend | AttendBackward):
         return 0
     as_held = problem.dtype == problem.accumulate_dtype and not problem.narrows
-    fresh = [chunk for chunk in op.writes if chunk not in whole and not (as_held and flow.starts(index, chunk))]
-    return sum(problem.chunk_bytes(chunk.tensor, wire=False, whole=True) for chunk in fresh)
+    fresh = [chunk for chunk in op.writes if chunk not in unsummed and not (as_held and flow.starts(index, chunk))]
+    return sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in fresh)

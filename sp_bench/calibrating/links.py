@@ -31,6 +31,7 @@ ROUNDS = 4
 T = TypeVar("T")
 COUNTED_AS = (("calibrate", "message", "message"),)
 TURN = Turn(lane=0, number=0)
+"""One for all: nothing is posted ahead."""
 
 
 def measure_links(setting: Setting) -> Links:

@@ -47,7 +47,7 @@ from sp_bench.plan.transfers import (
     peers,
     piece_shape,
     stages,
-    whole_partials,
+    unsummed_partials,
 )
 
 __all__ = [
@@ -115,6 +115,6 @@ __all__ = [
     "return_home",
     "stages",
     "unknown",
-    "whole_partials",
+    "unsummed_partials",
     "window",
 ]

@@ -21,7 +21,7 @@ class Kind(Enum):
     """An input of a kernel: the compute dtype, held and on the wire."""
     PARTIAL = "partial"
     """A partial output or gradient: accumulated in fp32, sent in the wire dtype. If nothing is added to it, the compute
-    dtype holds it (transfers.whole_partials)."""
+    dtype holds it (transfers.unsummed_partials)."""
     STATISTIC = "statistic"
     """One number for each row (the lse): fp32."""
 
@@ -131,12 +131,14 @@ class Problem:
     @property
     def narrows(self) -> bool:
         """Whether the result of some block covers only a part of its chunks."""
-        regions = [region for case in self.layout.cases(self.causal) for region in case]
+        cases = self.layout.cases(self.causal)
+        alone = self.n == self.layout.shared  # with one chunk, each block is of that and itself
+        regions = [region for case in (cases[1:2] if alone else cases) for region in case]
         return any(r.mask is Mask.STRICT or r.q is not Part.WHOLE or r.kv is not Part.WHOLE for r in regions)
 
-    def field_dtype(self, field: Field, *, wire: bool, whole: bool = False) -> str:
-        """The dtype of a field, on the wire or held by a rank; there a partial may be `whole`, never added to."""
-        if field.kind is Kind.COMPUTE or (field.kind is Kind.PARTIAL and whole and not wire):
+    def field_dtype(self, field: Field, *, wire: bool, summed: bool = True) -> str:
+        """The dtype of a field, on the wire or held by a rank; a partial there as a sum, or never `summed`."""
+        if field.kind is Kind.COMPUTE or (field.kind is Kind.PARTIAL and not (wire or summed)):
             return self.dtype
         if field.kind is Kind.PARTIAL and wire:
             return self.wire_dtype
@@ -159,24 +161,24 @@ class Problem:
             return (self.batch, heads, tokens)
         return (self.batch, tokens, heads, self.head_dim)
 
-    def field_bytes(self, field: Field, *, wire: bool, whole: bool = False) -> int:
+    def field_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
         """What one field of a chunk weighs."""
         elements = 1
         for size in self.field_shape(field):
             elements *= size
-        return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, whole=whole)]
+        return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, summed=summed)]
 
-    def chunk_bytes(self, tensor: str, *, wire: bool, whole: bool = False) -> int:
+    def chunk_bytes(self, tensor: str, *, wire: bool, summed: bool = True) -> int:
         """What one chunk of `tensor` weighs, its statistics included."""
-        return sum(self.field_bytes(field, wire=wire, whole=whole) for field in FIELDS[tensor])
+        return sum(self.field_bytes(field, wire=wire, summed=summed) for field in FIELDS[tensor])
 
     def wire_statistic_bytes(self, tensor: str) -> int:
         """The part of `chunk_bytes(tensor, wire=True)` that is statistics, which the papers leave out."""
         return sum(self.field_bytes(f, wire=True) for f in FIELDS[tensor] if f.kind is Kind.STATISTIC)
 
-    def needs_cast(self, tensor: str, *, whole: bool = False) -> bool:
+    def needs_cast(self, tensor: str, *, summed: bool = True) -> bool:
         """Whether the held form of a chunk differs from its wire form, so that sending it takes a staging buffer."""
-        held, sent = ([self.field_dtype(f, wire=w, whole=whole) for f in FIELDS[tensor]] for w in (False, True))
+        held, sent = ([self.field_dtype(f, wire=w, summed=summed) for f in FIELDS[tensor]] for w in (False, True))
         return held != sent
 
     def regions(self, q_chunk: int, kv_chunk: int) -> Regions:

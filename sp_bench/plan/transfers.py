@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.groups import Exchange, Group
@@ -79,49 +80,59 @@ def piece_bytes(problem: Problem, field: Field) -> int:
 
 def adds_up(op: AllToAll, problem: Problem, field: Field) -> bool:
     """Whether what comes of a field by heads is of several ranks for one key head, and a sum at its owner."""
-    whole = problem.kv_heads if field.kv else problem.heads
-    return not op.to_heads and problem.field_heads(field) * op.group.size > whole
+    heads = problem.kv_heads if field.kv else problem.heads
+    return not op.to_heads and problem.field_heads(field) * op.group.size > heads
 
 
-def whole_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
+_UNSUMMED: WeakKeyDictionary[Plan, dict[Problem, frozenset[Chunk]]] = WeakKeyDictionary()
+
+
+def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
     """The partials that nothing is ever added to, so that no accumulator is needed and the compute dtype holds them.
 
     All there is of each comes from one block, or from one AllToAll. Those that arrive to be folded aren't among them:
-    they stand in receive buffers, as they travelled.
+    they stand in receive buffers, as they travelled. Nor are those that travel in the dtype of accumulators: to make
+    them so spares a copy on their way.
     """
-    flow, writers = dataflow(plan), dict[Value, list[Op]]()
-    for index, op in plan:
-        for value in flow.writes[index]:
-            if is_partial(value.chunk.tensor) and not value.chunk.is_arriving:
-                writers.setdefault(value, []).append(op)
-    added = {value.chunk for value, ops in writers.items() if len(ops) > 1 or not _makes_whole(ops[0], problem)}
-    return frozenset(value.chunk for value in writers) - added
+    found = _UNSUMMED.setdefault(plan, {})
+    if problem not in found:
+        flow, writers = dataflow(plan), dict[Value, list[Op]]()
+        for index, op in plan:
+            for value in flow.writes[index]:
+                if is_partial(value.chunk.tensor) and not value.chunk.is_arriving:
+                    writers.setdefault(value, []).append(op)
+        summed = {value.chunk for value, ops in writers.items() if len(ops) > 1 or not _makes_all(ops[0], problem)}
+        if problem.wire_dtype == problem.accumulate_dtype:
+            summed |= {op.send for op in plan.ops if isinstance(op, Transfer) and op.send and is_partial(op.carries)}
+        found[problem] = frozenset(value.chunk for value in writers) - summed
+    return found[problem]
 
 
-def _makes_whole(op: Op, problem: Problem) -> bool:
+def _makes_all(op: Op, problem: Problem) -> bool:
+    """Whether an operation makes all of a partial that nothing is added to."""
     if isinstance(op, AllToAll):
         return not any(adds_up(op, problem, field) for field in by_heads(op))
     return isinstance(op, Attend | AttendBackward) and not problem.narrows
 
 
-def goes_in_place(op: AllToAll, problem: Problem, whole: Container[Chunk]) -> bool:
+def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> bool:
     """Whether pieces go from or to where they lie in the chunk by heads: one after the other, and held as they travel.
 
     At the other end, where a chunk has all heads of a token together, pieces are always put together or taken apart.
     """
     chunk = op.recv if op.to_heads else op.send
-    held = (problem.field_dtype(field, wire=False, whole=chunk in whole) for field in FIELDS[chunk.tensor])
+    held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in FIELDS[chunk.tensor])
     sent = (problem.field_dtype(field, wire=True) for field in by_heads(op))
     as_held = all(here == there for here, there in zip(held, sent, strict=False))  # a partial's statistics stay
     return as_held and problem.batch == 1
 
 
-def packed_bytes(op: AllToAll, problem: Problem, whole: Container[Chunk]) -> tuple[int, int]:
+def packed_bytes(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> tuple[int, int]:
     """What a rank copies before it sends, and once all has come. Its own piece doesn't travel."""
-    every = sum(problem.field_bytes(field, wire=True) for field in by_heads(op))
+    whole = sum(problem.field_bytes(field, wire=True) for field in by_heads(op))
     own = sum(piece_bytes(problem, field) for field in by_heads(op))
-    in_place = goes_in_place(op, problem, whole)
-    return 0 if in_place and not op.to_heads else every - own, own if in_place and op.to_heads else every
+    in_place = goes_in_place(op, problem, unsummed)
+    return 0 if in_place and not op.to_heads else whole - own, own if in_place and op.to_heads else whole
 
 
 class Stage(NamedTuple):
@@ -139,7 +150,7 @@ Buffer = tuple[tuple[int, ...], str]
 
 def stages(plan: Plan, problem: Problem) -> dict[Stage, tuple[Buffer, ...]]:
     """The staging buffers of a plan, a tensor for each field."""
-    found, whole = dict[Stage, tuple[Buffer, ...]](), whole_partials(plan, problem)
+    found, unsummed = dict[Stage, tuple[Buffer, ...]](), unsummed_partials(plan, problem)
     for op in plan.ops:
         if isinstance(op, AllToAll):
             pieces = tuple(
@@ -148,10 +159,10 @@ def stages(plan: Plan, problem: Problem) -> dict[Stage, tuple[Buffer, ...]]:
             )
             by_tokens, other = ("send", "recv") if op.to_heads else ("recv", "send")
             found[Stage(op.lane, op.send.tensor, by_tokens)] = pieces
-            if not goes_in_place(op, problem, whole):
+            if not goes_in_place(op, problem, unsummed):
                 found[Stage(op.lane, op.send.tensor, other)] = pieces
         elif isinstance(op, Pass) and (sent := op.send):
-            casts = problem.needs_cast(sent.tensor, whole=sent in whole)
+            casts = problem.needs_cast(sent.tensor, summed=sent not in unsummed)
             if op.against or casts:
                 found[Stage(op.lane, sent.tensor, "pass")] = wire_form(problem, sent.tensor)
     return found

@@ -29,7 +29,7 @@ from sp_bench.plan import (
     Problem,
     Transfer,
     dataflow,
-    whole_partials,
+    unsummed_partials,
     window,
 )
 from sp_bench.run.buffers import Buffers
@@ -107,7 +107,7 @@ class Executor:
         self._lanes = Lanes(plan, flow, problem, rank, transport, buffers, self._streams, device)
         self._mark = self._streams.clock.mark
         self._buffers, self._windows = buffers, cache(self._find_windows)
-        self._whole = whole_partials(plan, problem)
+        self._unsummed = unsummed_partials(plan, problem)
         self._live: LiveBytes | None = None
         self._marks = _Marks(self._streams.clock)
 
@@ -120,7 +120,7 @@ class Executor:
         each block. Raises what a transfer raises (RuntimeError from torch.distributed when a peer is gone or late).
         """
         self._transport.check()
-        self._holdings, self._live = Holdings(inputs, self._problem, self._device, self._whole), live
+        self._holdings, self._live = Holdings(inputs, self._problem, self._device, self._unsummed), live
         self._marks = _Marks(self._streams.clock)
         started = time.perf_counter()
         try:

@@ -15,10 +15,10 @@ class Holdings:
     """Tensors by chunk. Lanes put down what they received, and blocks and lanes read it, in the order of the waits."""
 
     def __init__(
-        self, inputs: Mapping[Chunk, Tensors], problem: Problem, device: torch.device, whole: Container[Chunk] = ()
+        self, inputs: Mapping[Chunk, Tensors], problem: Problem, device: torch.device, unsummed: Container[Chunk] = ()
     ) -> None:
-        """`whole` are the partials that are never added to."""
-        self.partials = Partials(problem, device, whole)
+        """`unsummed` are the partials that nothing is added to."""
+        self.partials = Partials(problem, device, unsummed)
         self._tokens = problem.block_tokens
         self._held = dict(inputs)
         self._parts: dict[Chunk, Part] = {}

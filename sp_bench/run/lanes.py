@@ -27,7 +27,7 @@ from sp_bench.plan import (
     is_partial,
     part_sent,
     peers,
-    whole_partials,
+    unsummed_partials,
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
@@ -55,7 +55,7 @@ class Lanes:
         self._slots, self._staging = buffers.of(plan, flow)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
-        self._whole = whole_partials(plan, problem)
+        self._unsummed = unsummed_partials(plan, problem)
         self._before = self._find_before()
         self._apart = self._find_apart()
         self._followed_by = {before: index for index, before in self._before.items() if self._follows_as_is(index)}
@@ -67,12 +67,14 @@ class Lanes:
         if self._streams.behind:
             received = ((i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._flow.slots)
             self._results = {index: self._new(op.recv) for index, op in received if op.recv}
+        self._expected.clear()
 
     def prepare(self, index: int, op: Op, beside: bool) -> bool:
         """Post the receives of a transfer, where there is room for them, before there is anything to send.
 
         Their senders learn of them from messages that would else wait behind those that this rank sends them meanwhile.
-        Returns whether it could: `beside` the lane's transfer before it, not if that uses the same buffers.
+        Returns whether it could: not for a Pass that brings a result, whose buffer is yet to be made, and `beside` the
+        lane's transfer before it only if they are apart (_find_apart).
         """
         assert isinstance(op, Transfer)
         if beside and index not in self._apart:
@@ -153,11 +155,11 @@ class Lanes:
                 assert op.send is not None
                 assert op.recv is not None
                 into: set[object] = {self._flow.slots[index]} if index in self._flow.slots else set()
-                staged = {Stage(op.lane, op.send.tensor, use) for use in ("send", "recv")} & {*self._staging}
-                uses[index] = into | staged | held.get(op.send, set())
+                received_in = into | ({Stage(op.lane, op.send.tensor, "recv")} & {*self._staging})
+                uses[index] = received_in | held.get(op.send, set())
                 before = self._before.get(index)
-                shares = before is not None and uses[before] & (into | staged)
-                if before is None or (not shares and self._sources(index) == self._sources(before)):
+                alike = before is not None and self._sources(index) == self._sources(before)
+                if alike and not uses[before] & received_in:
                     found.add(index)
                 held[op.recv] = into
         return found
@@ -262,7 +264,7 @@ class Lanes:
         chunk, part = op.send, part_sent(op, self._problem, self._rank)
         held, rows = self._held(chunk, holdings), holdings.among(chunk, part.slice(self._problem.block_tokens))
         staged = self._staging.get(Stage(op.lane, chunk.tensor, "pass"))
-        casts = self._problem.needs_cast(chunk.tensor, whole=chunk in self._whole)
+        casts = self._problem.needs_cast(chunk.tensor, summed=chunk not in self._unsummed)
         if staged is None or (part is holdings.part(chunk) and not casts):
             return held
         staged = self._first_rows(staged, chunk, part)
@@ -288,7 +290,7 @@ class Lanes:
         """Tensors for a chunk that outlives the plan."""
         problem, found = self._problem, []
         for field in FIELDS[chunk.tensor]:
-            dtype = problem.field_dtype(field, wire=False, whole=chunk in self._whole)
+            dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._unsummed)
             found.append(torch.empty(problem.field_shape(field), dtype=getattr(torch, dtype), device=self._device))
         return tuple(found)
 

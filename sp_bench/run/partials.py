@@ -16,13 +16,13 @@ Tensors = tuple[Tensor, ...]
 
 
 class Partials:
-    """Accumulators by chunk, in fp32 (fp64 for fp64 problems), and in the compute dtype what is `whole` from the start.
+    """Accumulators by chunk, in fp32 (fp64 for fp64 problems), and in the compute dtype what nothing is added to.
 
     The first block of a chunk becomes its accumulator where shapes and dtypes allow, so that nothing is copied.
     """
 
-    def __init__(self, problem: Problem, device: torch.device, whole: Container[Chunk] = ()) -> None:
-        self._problem, self._device, self._whole = problem, device, whole
+    def __init__(self, problem: Problem, device: torch.device, unsummed: Container[Chunk] = ()) -> None:
+        self._problem, self._device, self._unsummed = problem, device, unsummed
         self._held: dict[Chunk, Tensors] = {}
 
     def add_output(self, chunk: Chunk, rows: slice, out: Tensor, lse: Tensor) -> None:
@@ -30,7 +30,7 @@ class Partials:
         if chunk not in self._held and out.shape[1] == self._problem.block_tokens:
             self._held[chunk] = (out.to(self._dtype(chunk)).contiguous(), lse)
             return
-        into_out, into_lse = self.get(chunk)
+        into_out, into_lse = self._sum(chunk)
         fold_(tokens_of(into_out, rows), tokens_of(into_lse, rows), out, lse)
 
     def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
@@ -38,17 +38,17 @@ class Partials:
         if chunk not in self._held and gradients[0].shape[1] == self._problem.block_tokens:
             self._held[chunk] = tuple(gradient.to(self._dtype(chunk)).contiguous() for gradient in gradients)
             return
-        for into, gradient in zip(self.get(chunk), gradients, strict=True):
+        for into, gradient in zip(self._sum(chunk), gradients, strict=True):
             tokens_of(into, rows).add_(gradient)
 
     def add(self, chunk: Chunk, rows: slice, part: Tensors) -> None:
         """Fold what a peer sent of the tokens `rows` of the same chunk into it."""
         # Never adopted as the accumulator, unlike a block's: it stands in a receive buffer.
         if _is_output(chunk):
-            out, lse = self.get(chunk)
+            out, lse = self._sum(chunk)
             fold_(tokens_of(out, rows), tokens_of(lse, rows), *part)
         else:
-            for into, gradient in zip(self.get(chunk), part, strict=True):
+            for into, gradient in zip(self._sum(chunk), part, strict=True):
                 tokens_of(into, rows).add_(gradient)
 
     def get(self, chunk: Chunk) -> Tensors:
@@ -78,8 +78,13 @@ class Partials:
         """Forget the accumulator: it was sent on. Returns it, if there was one."""
         return self._held.pop(chunk, None)
 
+    def _sum(self, chunk: Chunk) -> Tensors:
+        """The accumulator, to be added to."""
+        assert chunk not in self._unsummed, f"{chunk} is no sum: it may be held in a dtype too narrow for one"
+        return self.get(chunk)
+
     def _dtype(self, chunk: Chunk) -> torch.dtype:
-        return getattr(torch, self._problem.dtype if chunk in self._whole else self._problem.accumulate_dtype)
+        return getattr(torch, self._problem.dtype if chunk in self._unsummed else self._problem.accumulate_dtype)
 
 
 def tokens_of(x: Tensor, rows: slice) -> Tensor:

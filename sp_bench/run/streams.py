@@ -24,8 +24,8 @@ from sp_bench.run.devices import Clock, Device, HostClock
 Perform = Callable[[int, Op], None]
 """Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
 Prepare = Callable[[int, Op, bool], bool]
-"""Does what a lane can do of operation `index` once there is room for what it receives, if need be beside the lane's
-operation before; returns whether it could."""
+"""Does what a lane can do of operation `index` once there is room for what it receives; returns whether it could. With
+True, while the operation before it on its lane hasn't ended."""
 Waits = tuple[tuple[tuple[str, int], ...], ...]
 """By operation, (stream, index) of what has to have ended (Dataflow)."""
 

@@ -104,34 +104,34 @@ class DeviceCosts:
         return np.array([sum(self._region_s(problem, phase, region) for region in case) for case in cases])
 
     def fold_s(
-        self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False, whole: bool = False
+        self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False, summed: bool = True
     ) -> float:
         """Seconds of folding one chunk's partial into its accumulator, bound by memory.
 
         The partial is read in the dtype that it comes in and the accumulator read and written; the first one only
-        written. Where the dtypes are equal, as they are if it is `whole`, the first partial becomes the accumulator at
+        written. Where the dtypes are equal, as where nothing is `summed`, the first partial becomes the accumulator at
         no cost.
         """
         moved = 0
         for field in FIELDS[tensor]:
-            held = problem.field_dtype(field, wire=False, whole=whole)
+            held = problem.field_dtype(field, wire=False, summed=summed)
             part = problem.field_dtype(field, wire=True) if arriving else problem.dtype
             part = held if field.kind is Kind.STATISTIC else part
             if first and part == held:
                 continue
-            elements = problem.field_bytes(field, wire=False, whole=whole) // DTYPE_BYTES[held]
+            elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
             moved += elements * (DTYPE_BYTES[part] + (1 if first else 2) * DTYPE_BYTES[held])
         merges = not first and any(field.kind is Kind.STATISTIC for field in FIELDS[tensor])
         return self._memory_s(moved, self.fold_bytes_per_s if merges else self.memory_bytes_per_s)
 
-    def cast_s(self, problem: Problem, tensor: str, *, wire: bool, whole: bool = False) -> float:
+    def cast_s(self, problem: Problem, tensor: str, *, wire: bool, summed: bool = True) -> float:
         """Seconds of casting what is held to its wire dtype, or an accumulator to the compute dtype of a result."""
         moved = 0
         for field in FIELDS[tensor]:
-            held = problem.field_dtype(field, wire=False, whole=whole)
+            held = problem.field_dtype(field, wire=False, summed=summed)
             to = problem.field_dtype(field, wire=True) if wire else problem.dtype
             if field.kind is Kind.PARTIAL and to != held:
-                elements = problem.field_bytes(field, wire=False, whole=whole) // DTYPE_BYTES[held]
+                elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
                 moved += elements * (DTYPE_BYTES[held] + DTYPE_BYTES[to])
         return self._memory_s(moved, self.memory_bytes_per_s)
 

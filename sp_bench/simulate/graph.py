@@ -34,7 +34,7 @@ from sp_bench.plan import (
     messages,
     packed_bytes,
     peers,
-    whole_partials,
+    unsummed_partials,
 )
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph, Timing
@@ -196,7 +196,7 @@ class Path(NamedTuple):
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.device = plan, problem, cluster.device
-        self.flow, self.whole = dataflow(plan), whole_partials(plan, problem)
+        self.flow, self.unsummed = dataflow(plan), unsummed_partials(plan, problem)
         self.case_s = cluster.device.block_s(problem, plan.phase)
         # A plan has thousands of operations, of few kinds.
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
@@ -265,8 +265,10 @@ class _Builder:
         for index in segment.ops:
             seconds += self._op_s(index, self.plan.ops[index])
         if last:
-            results = [(chunk.tensor, chunk in self.whole) for chunk in self.plan.ends_with if is_partial(chunk.tensor)]
-            seconds += sum(self.device.cast_s(self.problem, tensor, wire=False, whole=w) for tensor, w in results)
+            results = [
+                (chunk.tensor, chunk not in self.unsummed) for chunk in self.plan.ends_with if is_partial(chunk.tensor)
+            ]
+            seconds += sum(self.device.cast_s(self.problem, tensor, wire=False, summed=s) for tensor, s in results)
         seconds *= self.slow * self.noise(self.ranks.size)
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
@@ -288,7 +290,7 @@ class _Builder:
             return 0.0
         block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
         folds_s = sum(
-            self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk in self.whole) for chunk in op.writes
+            self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk not in self.unsummed) for chunk in op.writes
         )
         return block_s + (block_s > 0) * folds_s
 
@@ -297,18 +299,19 @@ class _Builder:
         everyone = np.arange(self.problem.n)
         return self.case_s[self.problem.layout.order(q.owner(everyone), kv.owner(everyone))]
 
-    def _fold_s(self, tensor: str, first: bool, whole: bool) -> float:
-        return self.device.fold_s(self.problem, tensor, first=first, whole=whole)
+    def _fold_s(self, tensor: str, first: bool, summed: bool) -> float:
+        return self.device.fold_s(self.problem, tensor, first=first, summed=summed)
 
-    def _cast_s(self, tensor: str, whole: bool) -> float:
-        return self.device.cast_s(self.problem, tensor, wire=True, whole=whole)
+    def _cast_s(self, tensor: str, summed: bool) -> float:
+        return self.device.cast_s(self.problem, tensor, wire=True, summed=summed)
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
-        On CPUs some messages are posted before (run.lanes), which is not in here. For a receive it makes no difference
-        where ranks are alike, since the sender is the later one; elsewhere a flow may start too late. A lane that
-        begins with its next transfer, tensor by tensor, saves about a latency, where all it waits for is there.
+        On CPUs some are posted before, and some receives beside the transfer before (run.lanes), which is not in here.
+        For a receive it makes no difference where ranks are alike, since the sender is the later one; elsewhere a flow
+        may start too late. A lane that begins with its next transfer, tensor by tensor, saves about a latency, where
+        all it waits for is there.
         """
         before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
         staged_s = self._staged_s(op, self.ranks)
@@ -321,15 +324,15 @@ class _Builder:
             tasks.append(self.rows.add(delay_s, deps, sum(sizes.values()), path))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
-            unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.whole)[1])
+            unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
     def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
-            return self.device.copy_s(packed_bytes(op, self.problem, self.whole)[0])
-        cast_s = self.cast_s(op.carries, op.send in self.whole)
+            return self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[0])
+        cast_s = self.cast_s(op.carries, op.send not in self.unsummed)
         if not isinstance(op.group, Exchange):
             return cast_s
         whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])

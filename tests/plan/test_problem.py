@@ -43,7 +43,7 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
         "dkv": 2 * 480 * wire,
     }
     held = on_wire | {"o": 1440 * accumulator + lse, "dq": 1440 * accumulator, "dkv": 2 * 480 * accumulator}
-    whole = on_wire | {"o": 1440 * element + lse, "dq": 1440 * element, "dkv": 2 * 480 * element}
+    unsummed = on_wire | {"o": 1440 * element + lse, "dq": 1440 * element, "dkv": 2 * 480 * element}
     statistics = dict.fromkeys(on_wire, 0) | {"o": lse, "odoq": lse}
     casts = dict.fromkeys(on_wire, False) | dict.fromkeys(("o", "dq", "dkv"), wire != accumulator)
     assert {*on_wire, *(f"{tensor}_h" for tensor in on_wire)} == {*FIELDS}
@@ -53,9 +53,9 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
         assert p.chunk_bytes(tensor, wire=False) == held[plain]
         assert p.wire_statistic_bytes(tensor) == statistics[plain]
         assert p.needs_cast(tensor) == casts[plain]
-        assert p.chunk_bytes(tensor, wire=False, whole=True) == whole[plain]
-        assert p.chunk_bytes(tensor, wire=True, whole=True) == on_wire[plain]
-        assert p.needs_cast(tensor, whole=True) == (whole[plain] != on_wire[plain])
+        assert p.chunk_bytes(tensor, wire=False, summed=False) == unsummed[plain]
+        assert p.chunk_bytes(tensor, wire=True, summed=False) == on_wire[plain]
+        assert p.needs_cast(tensor, summed=False) == (unsummed[plain] != on_wire[plain])
 
 
 @pytest.mark.parametrize(("shared", "kv_heads_each"), [(1, 2), (2, 1), (6, 1)])

@@ -22,15 +22,15 @@ from sp_bench.plan import (
     Problem,
     Transfer,
     is_partial,
-    whole_partials,
+    unsummed_partials,
 )
 from tests.problems import Planned, plans, small_problem, splittable_problem
 
 
 def names(method: str, phase: str, problem: Problem, **options: object) -> set[str]:
-    """The partials of a method's plan that are whole from the start."""
+    """The partials of a method's plan that nothing is added to."""
     built = build(method, options)
-    return {str(chunk) for chunk in whole_partials(built.plan(problem, phase, COMPUTE_BOUND), built.dealt(problem))}
+    return {str(chunk) for chunk in unsummed_partials(built.plan(problem, phase, COMPUTE_BOUND), built.dealt(problem))}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -38,6 +38,22 @@ def test_of_ulysses_all_are(causal: bool) -> None:
     problem = splittable_problem(4, "contiguous", causal=causal)
     assert names("ulysses", "forward", problem) == {"o_h#0"}
     assert names("ulysses", "backward", problem) == {"dq_h#0", "dkv_h#0", "dq#0", "dkv#0"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_all_ranks_share_one_chunk_no_layout_narrows(layout: str) -> None:
+    """So that usp among all of them is ulysses on each."""
+    problem = splittable_problem(4, layout)
+    assert names("usp", "forward", problem, ulysses=4, layout=layout) == {"o_h#0"}
+    assert names("usp", "backward", problem, ulysses=4, layout=layout) == {"dq_h#0", "dkv_h#0", "dq#0", "dkv#0"}
+
+
+def test_what_travels_as_accumulators_are_is_made_so() -> None:
+    """Of one block too. O leaves complete, in the compute dtype, and what arrives so is cast as it arrives."""
+    problem = replace(splittable_problem(4, "contiguous"), wire_dtype="float32")
+    assert names("ulysses", "forward", problem) == {"o_h#0"}
+    assert names("ulysses", "backward", problem) == {"dq#0", "dkv#0"}
+    assert names("ring", "backward", problem) == set()
 
 
 def test_key_heads_of_several_ranks_add_up_at_their_owner() -> None:
@@ -79,23 +95,26 @@ def contributions(plan: Plan) -> dict[Chunk, list[list[object]]]:
 
 
 @given(plans())
-def test_whole_is_what_one_operation_makes_all_of(planned: Planned) -> None:
+def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
     """There are as many key heads as ranks, so that nothing adds up in an AllToAll."""
     plan, problem = planned
-    regions = [region for case in problem.layout.cases(problem.causal) for region in case]
+    ranks = range(problem.n)
+    regions = [region for i in ranks for j in ranks for region in problem.regions(i, j)]
     covers = all(r.mask is not Mask.STRICT and (r.q, r.kv) == (Part.WHOLE, Part.WHOLE) for r in regions)
     found = contributions(plan)
-    whole = whole_partials(plan, problem)
-    assert whole <= {chunk for chunk in found if not chunk.is_arriving}
+    unsummed = unsummed_partials(plan, problem)
+    assert unsummed <= {chunk for chunk in found if not chunk.is_arriving}
     for chunk, times in found.items():
         if chunk.is_arriving:
             continue
         once = all(len(ops) == 1 for ops in times)
         kinds = {type(op) for ops in times for op in ops}
         blocks_cover = kinds <= {Attend, AttendBackward} and covers
-        assert (chunk in whole) == (once and (blocks_cover or kinds == {AllToAll})), chunk
+        assert (chunk in unsummed) == (once and (blocks_cover or kinds == {AllToAll})), chunk
 
 
 def test_layouts_that_narrow() -> None:
+    """But for one rank, which has but one chunk."""
+    assert not any(small_problem(1, name).narrows for name in LAYOUTS)
     narrows = {(name, causal): small_problem(2, name, causal=causal).narrows for name in LAYOUTS for causal in (0, 1)}
     assert {case for case, narrowed in narrows.items() if narrowed} == {("striped", 1), ("zigzag", 1)}

@@ -263,18 +263,21 @@ class Counting(GlooTransport):
 
 
 def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
-    """What comes from the rank before, first where all receives were posted ahead, then as usual; receives posted."""
+    """What comes from the rank before, twice where its receives were posted ahead, then as usual; receives posted.
+
+    Each time another number of tokens.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     transport, found = Counting(dist.group.WORLD), []
     source, target = (rank - 1) % n, (rank + 1) % n
-    for value, ahead in ((100.0, True), (200.0, False)):
-        turn = Turn(1, int(value))
-        sent, into = torch.full((tokens,), value + rank), torch.zeros(tokens)
-        if ahead:
-            transport.expect(turn, [(source, [into])])
-            dist.barrier()
-        transport.exchange(turn, [(source, [into])], [(target, [sent])], [("kv", "kv", "k")])
-        found.append(into.unique().tolist())
+    into = [torch.zeros(tokens + turn) for turn in range(3)]
+    for turn in range(2):
+        transport.expect(Turn(1, turn), [(source, [into[turn]])])
+    dist.barrier()
+    for turn, value in enumerate((100.0, 200.0, 300.0)):
+        sent = torch.full((tokens + turn,), value + rank)
+        transport.exchange(Turn(1, turn), [(source, [into[turn]])], [(target, [sent])], [("kv", "kv", "k")])
+        found.append(into[turn].unique().tolist())
     return found, transport.posted
 
 

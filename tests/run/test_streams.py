@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from methods import build
 from sp_bench.hosts import inside
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Method, Plan
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Method, Plan, Problem
 from sp_bench.run import streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport, Turn
@@ -24,9 +25,9 @@ from tests.run import jobs
 PATIENCE_S = 20.0
 
 
-def one_rank(method: Method, n: int, transport: Transport) -> tuple[Engine, list[Tensor]]:
-    """Rank 1 of n, and its q, k, v and dout."""
-    problem = method.dealt(splittable_problem(n))
+def one_rank(method: Method, problem: Problem, transport: Transport) -> tuple[Engine, list[Tensor]]:
+    """Rank 1, and its q, k, v and dout."""
+    problem = method.dealt(problem)
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     engine = Engine(plans, problem, "auto", torch.device("cpu"), rank=1, transport=transport)
     dtype, heads = getattr(torch, problem.dtype), (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
@@ -62,7 +63,7 @@ def test_a_partial_is_received_before_the_one_to_be_sent_is_computed(
 ) -> None:
     """TokenRing: the block whose result is sent first doesn't end before the receive beside that is posted."""
     transport = Expecting()
-    engine, (q, k, v, dout) = one_rank(build("tokenring", {}), 4, transport)
+    engine, (q, k, v, dout) = one_rank(build("tokenring", {}), splittable_problem(4), transport)
     kernel, posted = type(engine.kernel), []
     block = getattr(kernel, phase)
 
@@ -88,7 +89,7 @@ def test_gloo_receives_what_was_expected(ranks: Ranks) -> None:
     """Once, in the buffer that was posted; and the next message of the lane is the next one."""
     for rank, found in enumerate(ranks.run(jobs.receive_ahead, 1000)):
         source = (rank - 1) % WORLD
-        assert found == ([[100.0 + source], [200.0 + source]], 2)
+        assert found == ([[100.0 + source], [200.0 + source], [300.0 + source]], 3)
 
 
 @pytest.mark.parametrize("all_ranks", [True, False])
@@ -150,14 +151,24 @@ def step(engine: Engine, inputs: list[Tensor], transport: Overwriting | None = N
     return [out, *gradients]
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 9])
-def test_nothing_is_expected_in_memory_that_is_in_use(n: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "layout", "changes"),
+    [
+        (2, "striped", {}),
+        (4, "zigzag", {"batch": 2}),
+        (4, "contiguous", {"kv_heads": 1, "wire_dtype": "float32"}),
+        (8, "striped", {}),
+        (9, "zigzag", {}),
+    ],
+)
+def test_nothing_is_expected_in_memory_that_is_in_use(n: int, layout: str, changes: dict[str, Any]) -> None:
     """Whatever comes before its turn, results are those without anything expected."""
-    beside = {}
-    for method in all_methods(splittable_problem(n)):
-        plain, inputs = one_rank(method, n, AloneTransport())
+    beside, problem = {}, replace(splittable_problem(n, layout), **changes)
+    for method in all_methods(problem):
+        method = replace(method, layout=layout if layout in method.layouts else method.layouts[0])
+        plain, inputs = one_rank(method, problem, AloneTransport())
         transport = Overwriting()
-        engine, _ = one_rank(method, n, transport)
+        engine, _ = one_rank(method, problem, transport)
         pairs = zip(step(plain, inputs), step(engine, inputs, transport), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs), method
         assert transport.expected == {}, "each was used"
@@ -184,11 +195,11 @@ class Noting(GlooTransport):
         return SimpleNamespace(wait=lambda: self.notes.append(f"end {message}"))
 
 
-@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("expected", ["", "before", "after"])
 @pytest.mark.parametrize("ready", [(True, True, True), (False, True, True), (False, False, False)])
 @pytest.mark.parametrize(("now", "then"), [(2, 2), (3, 1), (1, 3)])
 def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
-    now: int, then: int, ready: tuple[bool, ...], expected: bool
+    now: int, then: int, ready: tuple[bool, ...], expected: str
 ) -> None:
     """What it is received into may be what is sent before. Whatever wasn't begun with is posted in its turn, once."""
     transport, begin = Noting(), iter(ready)
@@ -197,19 +208,24 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
     def onward() -> tuple[Turn, Message, Message] | None:
         return (Turn(1, 1), (0, back[:then]), (2, into[:then])) if next(begin) else None
 
+    if expected == "before":
+        transport.expect(Turn(1, 1), [(0, back[:then])])
+        assert transport.notes == [f"post in {30 + i}" for i in range(then)]
+        transport.notes.clear()
     transport.exchange_and_go_on(Turn(1, 0), (0, into[:now]), (2, out[:now]), [("l", "t", "f")] * now, onward)
     begun = [i for i in range(min(now, then)) if ready[i]]
     notes = [f"post in {20 + i}" for i in range(now)] + [f"post out {10 + i}" for i in range(now)]
     for i in range(now):
         notes += [f"end in {20 + i}", f"end out {10 + i}"]
-        notes += [f"post in {30 + i}", f"post out {20 + i}"] if i in begun else []
+        notes += [f"post in {30 + i}"] if i in begun and expected != "before" else []
+        notes += [f"post out {20 + i}"] if i in begun else []
     assert transport.notes == notes
     transport.notes.clear()
-    if expected:
+    if expected == "after":
         transport.expect(Turn(1, 1), [(0, back[:then])])
     transport.exchange(Turn(1, 1), [(0, back[:then])], [(2, into[:then])], [("l", "t", "f")] * then)
     rest = [i for i in range(then) if i not in begun]
-    notes = [f"post in {30 + i}" for i in rest] + [f"post out {20 + i}" for i in rest]
+    notes = [f"post in {30 + i}" for i in rest if expected != "before"] + [f"post out {20 + i}" for i in rest]
     notes += [f"end in {30 + i}" for i in range(then)] + [f"end out {20 + i}" for i in range(then)]
     assert transport.notes == notes
 
@@ -263,7 +279,7 @@ def same_memory(one: Message, other: Message) -> bool:
 def test_what_goes_onward(method: str, n: int, options: dict, lonely: set[int]) -> None:
     """Each transfer but the lonely ones is given the next one, with the very tensors that this uses then."""
     transport = Onwards()
-    engine, (q, k, v, _) = one_rank(build(method, options), n, transport)
+    engine, (q, k, v, _) = one_rank(build(method, options), splittable_problem(n), transport)
     engine.forward(q, k, v)
     engine.close()
     assert transport.lonely == lonely
@@ -298,7 +314,7 @@ def test_a_plan_that_is_a_sequence_needs_one_thread(
     """Forward and backward, but where the caller may not transfer."""
     monkeypatch.setattr(inside, "_home", inside.Home("nowhere", transfers_first))
     transport = Threads()
-    engine, (q, k, v, dout) = one_rank(build(method, {}), 4, transport)
+    engine, (q, k, v, dout) = one_rank(build(method, {}), splittable_problem(4), transport)
     monkeypatch.setattr(streams, "transfers_go_first", lambda: False)
     _, saved = engine.forward(q, k, v)
     engine.backward(dout, saved)

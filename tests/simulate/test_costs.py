@@ -229,9 +229,9 @@ def test_merging_outputs_has_a_rate_of_its_own() -> None:
     assert costs.fold_s(p, "o", first=False, arriving=False) == pytest.approx(rows * (128 * 10 + 12) / 1e11)
     assert costs.fold_s(p, "dq", first=False, arriving=False) == pytest.approx(rows * 128 * 10 / 1e12)
     assert costs.fold_s(p, "o", first=True, arriving=False) == pytest.approx(rows * 128 * 6 / 1e12)
-    assert costs.fold_s(p, "o", first=True, whole=True) == 0
+    assert costs.fold_s(p, "o", first=True, summed=False) == 0
     assert costs.cast_s(p, "o", wire=True) == pytest.approx(rows * 128 * 6 / 1e12)
-    assert costs.cast_s(p, "o", wire=True, whole=True) == costs.cast_s(p, "o", wire=False, whole=True) == 0
+    assert costs.cast_s(p, "o", wire=True, summed=False) == costs.cast_s(p, "o", wire=False, summed=False) == 0
     assert device().fold_bytes_per_s == device().memory_bytes_per_s
 
 
