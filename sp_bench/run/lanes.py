@@ -157,8 +157,8 @@ class Lanes:
                 into: set[object] = {self._flow.slots[index]} if index in self._flow.slots else set()
                 received_in = into | ({Stage(op.lane, op.send.tensor, "recv")} & {*self._staging})
                 uses[index] = received_in | held.get(op.send, set())
-                before = self._before.get(index)
-                alike = before is not None and self._sources(index) == self._sources(before)
+                before = self._before.get(index, -1)
+                alike = before in uses and self._sources(index) == self._sources(before)
                 if alike and not uses[before] & received_in:
                     found.add(index)
                 held[op.recv] = into
