@@ -55,19 +55,17 @@ class Lanes:
         self._slots, self._staging = buffers.of(plan, flow)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
+        """Made before their transfer comes."""
         self._unsummed = unsummed_partials(plan, problem)
         self._before = self._find_before()
         self._apart = self._find_apart()
         self._followed_by = {before: index for index, before in self._before.items() if self._follows_as_is(index)}
-        self._expected: dict[int, Tensors] = {}
-        """Where transfers that were prepared will receive, until they do."""
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
         if self._streams.behind:
             received = ((i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._flow.slots)
             self._results = {index: self._new(op.recv) for index, op in received if op.recv}
-        self._expected.clear()
 
     def prepare(self, index: int, op: Op, beside: bool) -> bool:
         """Post the receives of a transfer, where there is room for them, before there is anything to send.
@@ -84,7 +82,9 @@ class Lanes:
         if isinstance(op, AllToAll) and (staged := self._received_in(op)):
             receives = self._with_others(op, staged)
         else:
-            self._expected[index] = into = self._into(index, op)[0]
+            into, _ = self._into(index, op)
+            if index not in self._flow.slots:
+                self._results[index] = into
             receives = self._receives(op, into)
         self._transport.expect(self._turn(index, op), receives)
         return True
@@ -110,11 +110,11 @@ class Lanes:
     def _into(self, index: int, op: Transfer) -> tuple[Tensors, Part]:
         """Where a transfer receives, and which part of the chunk that will be."""
         assert op.recv is not None
-        part = Part.WHOLE if isinstance(op, AllToAll) else part_sent(op, self._problem, int(op.source(self._rank)))
-        if (expected := self._expected.pop(index, None)) is not None:
-            return expected, part
         slot = self._flow.slots.get(index)
         buffers = self._slots[slot] if slot else self._results.pop(index, None) or self._new(op.recv)
+        if isinstance(op, AllToAll):
+            return buffers, Part.WHOLE
+        part = part_sent(op, self._problem, int(op.source(self._rank)))
         return self._first_rows(buffers, op.recv, part), part
 
     def _receives(self, op: Transfer, into: Tensors) -> list[Message]:
@@ -208,9 +208,8 @@ class Lanes:
                 return None
             assert then.send is not None
             outgoing = into if then.send == op.recv else holdings.received(then.send)
-            self._expected[after] = receive = self._into(after, then)[0]
-            there = int(then.source(self._rank)), int(then.target(self._rank))
-            return self._turn(after, then), (there[0], receive), (there[1], outgoing)
+            receive = int(then.source(self._rank)), self._into(after, then)[0]
+            return self._turn(after, then), receive, (int(then.target(self._rank)), outgoing)
 
         return messages
 
@@ -264,8 +263,10 @@ class Lanes:
         chunk, part = op.send, part_sent(op, self._problem, self._rank)
         held, rows = self._held(chunk, holdings), holdings.among(chunk, part.slice(self._problem.block_tokens))
         staged = self._staging.get(Stage(op.lane, chunk.tensor, "pass"))
+        if staged is None:
+            return held
         casts = self._problem.needs_cast(chunk.tensor, summed=chunk not in self._unsummed)
-        if staged is None or (part is holdings.part(chunk) and not casts):
+        if part is holdings.part(chunk) and not casts:
             return held
         staged = self._first_rows(staged, chunk, part)
         for wire, tensor in zip(staged, held, strict=True):

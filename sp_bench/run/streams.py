@@ -131,11 +131,10 @@ class ThreadStreams(Streams):
         try:
             with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
                 for index, op in self._by_stream[name]:
-                    if not ahead.look(index) and self._room[index] != self._waits[index]:
-                        progress.wait(self._room[index])
-                        ahead.look(index)
-                    progress.wait(self._waits[index])
+                    progress.wait(self._room[index])
                     ahead.look(index)
+                    progress.wait(self._waits[index])
+                    ahead.look(index)  # there may be room for the next one by now
                     perform(index, op)
                     progress.end(name, index)
         except BaseException as error:
@@ -177,15 +176,14 @@ class _Ahead:
         self._prepared = 0
         """How many of them."""
 
-    def look(self, index: int) -> bool:
-        """Prepare what there is room for while the lane comes to operation `index`; whether that one is prepared."""
+    def look(self, index: int) -> None:
+        """Prepare what there is room for while the lane comes to operation `index`."""
         here = self._places[index]
         self._prepared = max(self._prepared, here)
         for place, (other, op) in enumerate(self._ops[self._prepared : here + 2], start=self._prepared):
             if not self._progress.has_reached(self._room[other]) or not self._prepare(other, op, place > here):
                 break
             self._prepared = place + 1
-        return self._prepared > here
 
 
 def _is_sequence(plan: Plan, flow: Dataflow) -> bool:
