@@ -3,10 +3,12 @@
 Over shaped links (docs/shaped.md), at rates at which blocks and transfers take about as long. Beside the step the same
 plans are timed without their transfers, and without their blocks. Behind the correctness gate; needs root.
 
-Here transfers take cores from blocks. What a message costs them stays about the same, so that long sequences and few
-key heads, whose bytes are few for their FLOPs, show more of the methods and less of this machine. Ranks that share a
-core also wait for one another's blocks, and so do those that wait for them: the more so, the more there are, and the
-shorter their hops. Where all hops of a ring of n ranks take as long as all its blocks, its forward can come no closer
+Here transfers take cores from blocks, which network cards and GPUs don't: no step can be shorter than what the cores
+have to do in its blocks and in its transfers, as each of the two needs it alone, and one in which they are busy all the
+time has nothing left to overlap. What a message costs them stays about the same, so that long sequences and few key
+heads, whose bytes are few for their FLOPs, show more of the methods and less of this machine. Ranks that share a core
+also wait for one another's blocks, and so do those that wait for them: the more so, the more there are, and the shorter
+their hops. Where all hops of a ring of n ranks take as long as all its blocks, its forward can come no closer
 than 1 + 1/n: the last block waits for the last hop.
 """
 
@@ -60,6 +62,8 @@ def overlap(folder: Path) -> str:
     rows = []
     for (gpus, rate, _), record in zip(BALANCED_POINTS, run_ok(points, folder), strict=True):
         blocks, transfers = known(record.compute_only_ms_median), known(record.communication_only_ms_median)
+        step, cores = known(record.step_ms_median), cores_here()
+        on_cores = known(record.compute_only_core_ms_mean) + known(record.communication_only_core_ms_mean)
         rows.append({
             "ranks": gpus,
             "tokens": f"{record.seqlen // 1024}k",
@@ -69,8 +73,11 @@ def overlap(folder: Path) -> str:
             "step, ms [95%]": interval(record),
             "blocks alone": f"{blocks:.0f}",
             "transfers alone": f"{transfers:.0f}",
+            "cores' work in both": f"{on_cores / cores:.0f}",
             "shorter over longer": f"{min(blocks, transfers) / max(blocks, transfers):.2f}",
-            "step over the longer": f"{known(record.step_ms_median) / max(blocks, transfers):.2f}",
+            "step over the longer": f"{step / max(blocks, transfers):.2f}",
+            "over the longest of the three": f"{step / max(blocks, transfers, on_cores / cores):.2f}",
+            f"cores busy, of {cores}": f"{known(record.core_ms_mean) / step:.2f}",
         })  # fmt: skip
     return table(rows)
 

@@ -39,6 +39,19 @@ def free_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def busy_s() -> float | None:
+    """Seconds that this machine's cores have been busy since it started, with whatever; None where no kernel says.
+
+    All processes, and the kernel's own work, that for messages among it. What a hypervisor takes is not in it.
+    """
+    try:
+        times = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, times[:7])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 def oom_kills() -> int:
     """How many processes the kernel has killed so far because memory was out; 0 where it doesn't say."""
     try:

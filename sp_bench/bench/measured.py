@@ -147,6 +147,7 @@ def _point(
         _sent_by_peer(record, ranks)
     _memory_for(record, ranks)
     _interfaces_for(record, ranks, hosts)
+    _cores_for(record, ranks, [on_host[0] for on_host in hosts.values()] if request.launch else [0])
     record.kernel = ranks[0].kernel
     rates_for(record, request)
     return record, choice, _samples(ranks, inside=choice is not None)
@@ -193,6 +194,7 @@ def _memory_for(record: Record, ranks: list[Measured]) -> None:
 def _samples(ranks: list[Measured], *, inside: bool) -> Samples:
     """`inside`: with what a step spent its time on, which is not known of a peer."""
     names = ("forward_s", "backward_s", "compute_only_s", "communication_only_s")
+    names += ("core_s", "compute_only_core_s", "communication_only_core_s")
     names += ("blocks_s", "waits_s", "kernels_s", "folds_s", "caller_s") * inside
     given = [name for name in names if getattr(ranks[0], name)]
     return {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in given}
@@ -233,3 +235,11 @@ def _interfaces_for(record: Record, ranks: list[Measured], hosts: Mapping[str, S
     first = [ranks[on_host[0]].interface_sent_bytes for on_host in hosts.values()]
     if all(first):
         record.interface_bytes_per_gpu = float(np.median(np.sum(first, axis=0)) / len(ranks))
+
+
+def _cores_for(record: Record, ranks: list[Measured], on_machines: Sequence[int]) -> None:
+    """How long cores were busy; one rank of each machine tells."""
+    for part in ("core", "compute_only_core", "communication_only_core"):
+        told = [getattr(ranks[rank], f"{part}_s") for rank in on_machines]
+        if all(told):
+            setattr(record, f"{part}_ms_mean", 1e3 * float(np.sum(told)) / len(told[0]))

@@ -17,6 +17,8 @@ BAR = 88
 """Columns of a timeline."""
 FEWEST_ITERATIONS = 5
 """With fewer, an interval says nothing."""
+FEWEST_CORE_MS = 1000.0
+"""Of busy cores in all iterations: with less, the kernel's ticks say nothing."""
 WIDTH = 190
 """Columns where the output is not a terminal."""
 
@@ -135,6 +137,18 @@ def _share(part_ms: float | None, record: Record) -> str:
     return f"{number(part_ms, 4)} ms  ({part_ms / record.step_ms_median:.0%})"
 
 
+def _cores(record: Record) -> str:
+    """How many were busy on average, where the kernel's ticks can tell."""
+    step_ms, cores_ms = record.step_ms_median, record.core_ms_mean
+    if not step_ms or not cores_ms or cores_ms * (record.iters or 0) < FEWEST_CORE_MS:
+        return "-"
+    blocks_ms, transfers_ms = record.compute_only_core_ms_mean, record.communication_only_core_ms_mean
+    alone = ""
+    if blocks_ms is not None and transfers_ms is not None:
+        alone = f"  (for blocks alone {blocks_ms / step_ms:.2f}, for transfers alone {transfers_ms / step_ms:.2f})"
+    return f"{cores_ms / step_ms:.2f}{alone}"
+
+
 ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("mode", lambda r: "measured" if r.mode == "measure" else "SIMULATED"),
     ("status", lambda r: r.status if r.status == "ok" else f"{r.status}: {r.error}"),
@@ -152,6 +166,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("  interpreter", lambda r: _milliseconds(r.interpreter_ms) if r.alone_ranks else "-"),
     ("  blocks alone", lambda r: _share(r.compute_only_ms_median, r)),
     ("  transfers alone", lambda r: _share(r.communication_only_ms_median, r)),
+    ("cores busy", _cores),
     ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
     ("bound", _bound),
     ("sent by each GPU, counted", lambda r: amount(r.comm_bytes_per_gpu)),

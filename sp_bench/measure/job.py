@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sp_bench.hosts.inside import interface_bytes
 from sp_bench.kernels import KERNELS
+from sp_bench.machine import busy_s
 from sp_bench.measure.devices import described, device_here, transport_here
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
@@ -68,6 +69,7 @@ class _Bench:
     def __init__(self, spec: Spec) -> None:
         problem, device = spec.problem, device_here()
         self.clock, self.memory = clock_of(device), MemoryWatch(device)
+        self.busy_s = busy_s if device.type == "cpu" else lambda: None
         generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + (spec.alone or _rank()))
         self.q, self.dout = (_random(problem, problem.heads, generator).to(device) for _ in range(2))
         self.k, self.v = (_random(problem, problem.kv_heads, generator).to(device) for _ in range(2))
@@ -90,15 +92,17 @@ class _Bench:
         """One iteration, recorded in `result` if given. All ranks start each of its phases together."""
         for does in self.does:
             self.engine.transport.sent_bytes.clear()
-            if does is Does.EVERYTHING:
-                _barrier()
-                before = interface_bytes()
+            _barrier()
+            before, busy_before_s = interface_bytes(), self.busy_s()
             times_s, by_phase = self._execute(does)
+            _barrier()  # all have received, so that nothing is on its way any more
+            after, busy_after_s = interface_bytes(), self.busy_s()
             if result is None:
                 continue
+            if busy_before_s is not None and busy_after_s is not None:
+                _core_s(result, does).append(busy_after_s - busy_before_s)
             if does is Does.EVERYTHING:
-                _barrier()  # all have received, so that nothing is on its way any more
-                if before and (after := interface_bytes()):
+                if before and after:
                     result.interface_sent_bytes.append(after[0] - before[0])
                 spent = [self.engine.spent(phase) for phase in times_s]
                 result.forward_s.append(times_s["forward"])
@@ -147,6 +151,14 @@ class _Bench:
     def finite(self) -> bool:
         """Whether the results of the last step are."""
         return all(bool(x.isfinite().all()) for x in self.last)
+
+
+def _core_s(result: Measured, does: Does) -> list[float]:
+    return {
+        Does.EVERYTHING: result.core_s,
+        Does.COMPUTE: result.compute_only_core_s,
+        Does.COMMUNICATION: result.communication_only_core_s,
+    }[does]
 
 
 def _engine(spec: Spec, problem: Problem) -> Engine | PeerEngine:

@@ -59,6 +59,12 @@ class Measured:
     """In folds, of the step with everything."""
     caller_s: list[float] = field(default_factory=list)
     """Of the thread that executes, in the step with everything: on a GPU, what it takes to queue it."""
+    core_s: list[float] = field(default_factory=list)
+    """That the cores of the rank's machine were busy, with whatever, in the step with everything; empty on a GPU."""
+    compute_only_core_s: list[float] = field(default_factory=list)
+    """The same in the blocks alone."""
+    communication_only_core_s: list[float] = field(default_factory=list)
+    """The same in the transfers alone."""
     live_bytes: int = 0
     """The most that the executor's tensors took together in one step: inputs, buffers, accumulators, results."""
     grown_bytes: int = 0

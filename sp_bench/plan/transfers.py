@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -60,6 +61,33 @@ def part_sent(op: Pass, problem: Problem, rank: int) -> Part:
     if op.against is None:
         return Part.WHOLE
     return problem.rows_seen()[problem.layout.order(*op.seen_by(rank))]
+
+
+def previous_on_lane(plan: Plan) -> dict[int, int]:
+    """By their indices, transfers and the one before each on its lane, if there is one."""
+    by_lane: dict[str, list[int]] = {}
+    for index, op in plan:
+        if isinstance(op, Transfer):
+            by_lane.setdefault(op.lane, []).append(index)
+    return {index: before for indices in by_lane.values() for before, index in pairwise(indices)}
+
+
+def begun_early(plan: Plan) -> dict[int, int]:
+    """Transfers that can begin, tensor by tensor, while the one before on their lane is under way, and that one.
+
+    Both send whole chunks that no block computes, as they came or were there from the start: hops of a ring do. One
+    that receives a result has no buffer before its turn.
+    """
+    slots = dataflow(plan).slots
+    return {
+        index: before
+        for index, before in previous_on_lane(plan).items()
+        if index in slots and all(_sends_as_is(plan.ops[i]) for i in (index, before))
+    }
+
+
+def _sends_as_is(op: Op) -> bool:
+    return isinstance(op, Pass) and not op.against and not is_partial(op.carries)
 
 
 def by_heads(op: AllToAll) -> tuple[Field, ...]:

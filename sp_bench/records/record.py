@@ -89,6 +89,13 @@ class Record:
     """Measured: the same plans without their transfers, in turn with the step."""
     communication_only_ms_median: float | None = None
     """Measured: the same plans without their blocks, in turn with the step."""
+    core_ms_mean: float | None = None
+    """Measured on CPUs: how long cores of all the ranks' machines were busy in one step, added up, with whatever. The
+    kernel counts in ticks of 10 ms, so that it takes seconds in all to mean something."""
+    compute_only_core_ms_mean: float | None = None
+    """The same in the plans without their transfers."""
+    communication_only_core_ms_mean: float | None = None
+    """The same in the plans without their blocks."""
     exposed_comm_ms: float | None = None
     """The step less compute_only_ms_median or, where that was not measured, less compute_ms."""
     kernels_ms: float | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,10 +22,11 @@ from sp_bench.plan import (
     Stage,
     Transfer,
     adds_up,
+    begun_early,
     by_heads,
-    is_partial,
     part_sent,
     peers,
+    previous_on_lane,
     unsummed_partials,
 )
 from sp_bench.run.buffers import Buffers
@@ -57,9 +57,13 @@ class Lanes:
         self._results: dict[int, Tensors] = {}
         """Made before their transfer comes."""
         self._unsummed = unsummed_partials(plan, problem)
-        self._before = self._find_before()
+        self._before = previous_on_lane(plan)
         self._apart = self._find_apart()
-        self._followed_by = {before: index for index, before in self._before.items() if self._follows_as_is(index)}
+        self._followed_by = {
+            before: index
+            for index, before in begun_early(plan).items()
+            if self._leave(plan.ops[index], plan.ops[before])
+        }
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
@@ -131,14 +135,6 @@ class Lanes:
         holdings.put(op.recv, tensors, part)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
-    def _find_before(self) -> dict[int, int]:
-        """Transfers, each with the one before it on its lane."""
-        by_lane: dict[str, list[int]] = {}
-        for index, op in self._plan:
-            if isinstance(op, Transfer):
-                by_lane.setdefault(op.lane, []).append(index)
-        return {index: before for indices in by_lane.values() for before, index in pairwise(indices)}
-
     def _find_apart(self) -> set[int]:
         """Transfers that can be received beside the one before them on their lane, and from the same ranks.
 
@@ -170,19 +166,9 @@ class Lanes:
         assert isinstance(op, Transfer)
         return {int(group.member(self._rank, -shift)) for group, shift in peers(op)} - {self._rank}
 
-    def _follows_as_is(self, index: int) -> bool:
-        """Whether a transfer and the one before it send chunks that no block computes, as hops of a ring do.
-
-        One that receives a result has no buffer before its turn.
-        """
-        both = (self._plan.ops[i] for i in (index, self._before[index]))
-        return index in self._flow.slots and all(isinstance(op, Transfer) and self._sends_as_is(op) for op in both)
-
-    def _sends_as_is(self, op: Transfer) -> bool:
-        """Whether it sends a whole chunk to another rank, as it came or was there from the start."""
-        if not isinstance(op, Pass) or op.against or int(op.target(self._rank)) == self._rank:
-            return False
-        return not is_partial(op.carries)
+    def _leave(self, *ops: Op) -> bool:
+        """Whether what passes send goes to another rank."""
+        return all(isinstance(op, Pass) and int(op.target(self._rank)) != self._rank for op in ops)
 
     def _pass(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> None:
         source, target = int(op.source(self._rank)), int(op.target(self._rank))

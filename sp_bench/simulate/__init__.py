@@ -73,8 +73,9 @@ class Run:
         """The timeline of one rank."""
         q, kind = self.graph.quotient.ranks.size, int(self.graph.quotient.orbit[rank])
         starts, ends = (x.reshape(-1, q)[:, kind] for x in (self.start_s, self.finish_s))
-        first = [item.rows.start for item in self.graph.items]
-        begun, ended = np.minimum.reduceat(starts, first).tolist(), np.maximum.reduceat(ends, first).tolist()
+        # Between one item's rows and the next's may be one that neither shows.
+        edges = [edge for item in self.graph.items for edge in (item.rows.start, item.rows.stop)][:-1]
+        begun, ended = (of.reduceat(x, edges)[::2].tolist() for of, x in ((np.minimum, starts), (np.maximum, ends)))
         return [Span(*names, *times) for names, *times in zip(self._names, begun, ended, strict=True)]
 
     @cached_property

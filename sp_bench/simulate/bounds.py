@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sp_bench.plan import Plan, Transfer, peers
+from sp_bench.plan import Plan, Transfer, begun_early, peers
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.topology import Network
 
@@ -18,13 +18,14 @@ def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: 
     """Seconds that one phase takes at least, by what sets the bound; `crossing` are the bytes on each link: (L,).
 
     compute     blocks and folds of the busiest rank, `compute_s`
-    latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them
+    latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them,
+                or where one begins while the one before comes
     port, nic   and other classes of links: the bytes on the busiest one of them at its full rate
     """
     network = cluster.network(plan.n)
     needed_s = crossing / network.link_bytes_per_s
     by_class = {name: float(needed_s[links].max(initial=0.0)) for name, links in link_classes(network).items()}
-    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network)
+    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, cluster.begins_early)
     return {"compute": compute_s, "latency": latency_s, **by_class}
 
 
@@ -51,11 +52,12 @@ def link_classes(network: Network) -> dict[str, np.ndarray]:
     return {name: names == name for name in dict.fromkeys(names.tolist())}
 
 
-def _latency_s(plan: Plan, network: Network) -> float:
-    """The most latency that a rank's lane adds up."""
+def _latency_s(plan: Plan, network: Network, begins_early: bool) -> float:
+    """The most latency that a rank's lane adds up, but for that which passes while other messages come."""
     ranks, known, lanes = np.arange(plan.n), {}, {}
-    for op in plan.ops:
-        if isinstance(op, Transfer) and (pairs := peers(op)):
+    early = begun_early(plan) if begins_early else {}
+    for index, op in plan:
+        if isinstance(op, Transfer) and index not in early and (pairs := peers(op)):
             for group, shift in pairs:
                 if (group, shift) not in known:
                     known[group, shift] = network.routes(ranks, group.member(ranks, shift)).latency_s

@@ -109,6 +109,11 @@ class Cluster:
         return self.hosts.turn_s if self.hosts and crowded else 0.0
 
     @property
+    def begins_early(self) -> bool:
+        """Whether lanes begin with a transfer while the one before comes (plan.begun_early), as they do over gloo."""
+        return self.cores is not None
+
+    @property
     def even(self) -> Cluster:
         """The same with cores that ranks share evenly."""
         return replace(self, hosts=replace(self.hosts, turn_s=0.0)) if self.hosts else self

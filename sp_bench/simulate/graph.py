@@ -29,6 +29,7 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Transfer,
+    begun_early,
     dataflow,
     is_partial,
     messages,
@@ -193,6 +194,15 @@ class Path(NamedTuple):
     loads: np.ndarray
 
 
+class Early(NamedTuple):
+    """How a transfer begins while the one before on its lane is under way (plan.begun_early)."""
+
+    hidden_s: np.ndarray
+    """(n,) Of its latency, what passes meanwhile."""
+    begun: list[np.ndarray]
+    """Tasks that end so long after all that it waits for on other streams: [(n,), ...]."""
+
+
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.device = plan, problem, cluster.device
@@ -211,6 +221,7 @@ class _Builder:
         self.turns = Turns(turn_s, cluster.stragglers.seed, plan.phase)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
+        self.early = begun_early(plan) if cluster.begins_early else {}
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.cores = cluster.shared_cores(problem.n)
@@ -226,6 +237,7 @@ class _Builder:
         last = next(item for item in reversed(wanted) if isinstance(item, Segment))
         items, previous = [], {}
         for item in wanted:
+            early = self._begin_early(item) if isinstance(item, int) and item in self.early else None
             first = len(self.rows.delays)
             if isinstance(item, Segment):
                 stream, ended = BLOCKS, self._segment(item, previous.get(BLOCKS, []), last=item is last)
@@ -233,7 +245,7 @@ class _Builder:
             else:
                 op = self.plan.ops[item]
                 assert isinstance(op, Transfer)
-                stream, ended = op.lane, self._transfer(item, op, previous.get(op.lane, []))
+                stream, ended = op.lane, self._transfer(item, op, previous.get(op.lane, []), early)
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
@@ -243,6 +255,7 @@ class _Builder:
     def _refuse(self, items: Sequence[Segment | int]) -> None:
         n, ops = self.ranks.size, self.plan.ops
         rows = sum(op.group.size if isinstance(i, int) and isinstance(op := ops[i], AllToAll) else 1 for i in items)
+        rows += len(self.early)
         if n * rows > MAX_TASKS:
             raise RequestError(
                 f"gpus={self.problem.n}",
@@ -305,23 +318,45 @@ class _Builder:
     def _cast_s(self, tensor: str, summed: bool) -> float:
         return self.device.cast_s(self.problem, tensor, wire=True, summed=summed)
 
-    def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray]) -> list[np.ndarray]:
+    def _begin_early(self, index: int) -> Early:
+        """How a transfer begins after the first tensor of the one before has come, and before the last one has."""
+        op, previous = (self.plan.ops[i] for i in (index, self.early[index]))
+        assert isinstance(op, Transfer)
+        assert isinstance(previous, Transfer)
+        ((group, shift),), (sizes,) = peers(op), messages(previous, self.problem, self.ranks)
+        path, elsewhere = self._path(group, shift), self._elsewhere(index)
+        rest = sum(sizes.values()) - next(iter(sizes.values()))
+        hidden_s = np.minimum(path.latency_s, rest / self._fastest_bytes_per_s(path))
+        begun = [self.rows.add(hidden_s, _at_both_ends(elsewhere, path))] if elsewhere else []
+        return Early(hidden_s, begun)
+
+    def _fastest_bytes_per_s(self, path: Path) -> np.ndarray:
+        """What a flow gets where it has its links for itself: (n,)."""
+        rates = np.append(self.quotient.link_bytes_per_s, np.inf)  # the last one is of cores, and where no link is
+        links = np.where(path.loads > 0, path.links, -1)
+        return np.minimum(path.rate_cap, rates[links].min(axis=1, initial=np.inf))
+
+    def _elsewhere(self, index: int) -> list[np.ndarray]:
+        """What an operation waits for on other streams."""
+        return [tasks for _, other in self.flow.waits[index] for tasks in self.ended[other]]
+
+    def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray], early: Early | None) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
-        On CPUs some are posted before, and some receives beside the transfer before (run.lanes), which is not in here.
-        For a receive it makes no difference where ranks are alike, since the sender is the later one; elsewhere a flow
-        may start too late. A lane that begins with its next transfer, tensor by tensor, saves about a latency, where
-        all it waits for is there.
+        Some may begin `early`. Receives that are posted beside the transfer before (run.lanes) are not in here. They
+        make no difference where ranks are alike, since the sender is the later one; elsewhere a flow may start too
+        late.
         """
-        before = [*previous, *(tasks for _, other in self.flow.waits[index] for tasks in self.ended[other])]
+        hidden_s, begun = early or (0.0, [])
+        before = [*previous, *([] if early else self._elsewhere(index))]
         staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
         for (group, shift), sizes in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
             path = self._path(group, shift)
             # The lane casts or packs what it sends before it posts it.
-            deps = [*before, *(ended[path.target] for ended in before)]
-            delay_s = path.latency_s * self.noise(self.ranks.size) + staged_s
-            tasks.append(self.rows.add(delay_s, deps, sum(sizes.values()), path))
+            latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
+            deps = [*_at_both_ends(before, path), *begun]
+            tasks.append(self.rows.add(latency_s + staged_s, deps, sum(sizes.values()), path))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
@@ -351,6 +386,11 @@ class _Builder:
             path = Path(kinds[target], kinds[source], routes.latency_s, routes.rate_cap, links, loads)
             self.paths[group, shift] = path
         return self.paths[group, shift]
+
+
+def _at_both_ends(before: Sequence[np.ndarray], path: Path) -> list[np.ndarray]:
+    """What must have ended, at the rank that sends and at the one that receives."""
+    return [*before, *(ended[path.target] for ended in before)]
 
 
 def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> TaskGraph:

@@ -219,11 +219,14 @@ def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         samples = json.loads((tmp_path / f"{record.run_id}.samples.json").read_text())
         alone = {"compute_only_ms", "communication_only_ms"}
         inside = {"blocks_ms", "waits_ms", "kernels_ms", "folds_ms", "caller_ms"}
-        assert set(samples) == {"forward_ms", "backward_ms"} | inside | alone
+        cores = {"core_ms", "compute_only_core_ms", "communication_only_core_ms"}
+        assert set(samples) == {"forward_ms", "backward_ms"} | inside | alone | cores
         slowest = {name: np.max(by_rank, axis=0) for name, by_rank in samples.items()}
         assert record.step_ms_median == np.median(slowest["forward_ms"] + slowest["backward_ms"])
         for name in alone:
             assert getattr(record, f"{name}_median") == np.median(slowest[name]) > 0
+        for name in cores:
+            assert getattr(record, f"{name}_mean") == pytest.approx(np.mean(samples[name][0])), "of one machine, once"
         assert record.exposed_comm_ms == record.step_ms_median - record.compute_only_ms_median
         assert 0 < record.rank_step_ms_min <= record.rank_step_ms_max
         assert 0 < record.peak_mem_bytes_min <= record.peak_mem_bytes_max <= record.peak_mem_bytes_expected

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from methods import build
 from methods.mesh import tiles
 from sp_bench.errors import RequestError
-from sp_bench.plan import BLOCKS, PHASES, Fold, Group, Pass, Plan, Problem, dataflow, layout_named
+from sp_bench.plan import (
+    BLOCKS,
+    FIELDS,
+    PHASES,
+    Fold,
+    Group,
+    Pass,
+    Plan,
+    Problem,
+    begun_early,
+    dataflow,
+    layout_named,
+)
 from sp_bench.simulate import Cluster, simulate
 from sp_bench.simulate.graph import Segment, segments
 
@@ -74,6 +86,33 @@ def test_ring_bound_by_transfers() -> None:
     assert run.busy_s == pytest.approx(np.full(16, 16 * block_s(p)))
 
 
+def test_lanes_on_cores_begin_early() -> None:
+    """The latency of a hop passes while V of the one before comes, or as much of it as that takes."""
+    p = problem(16)
+    kv = p.chunk_bytes("kv", wire=True)
+    for bytes_per_s in (1e8, 1e9, 1e11):
+        where = replace(cluster(bytes_per_s=bytes_per_s, launch_s=0.0), cores=16)
+        run = simulate(build("ring", {}).plan(p, "forward", where.profile(p)), p, where)
+        left_s = max(1e-5 - kv / 2 / bytes_per_s, 0)
+        hops_s = 1e-5 + 14 * left_s + 15 * kv / bytes_per_s
+        if bytes_per_s < 1e11:
+            assert run.makespan_s == pytest.approx(hops_s + block_s(p), rel=1e-9)
+        starts, ends = zip(*((s.start_s, s.end_s) for s in run.spans(3) if s.stream != BLOCKS), strict=True)
+        assert all(start >= end for start, end in zip(starts[1:], ends[:-1], strict=True))
+        assert len(starts) == 15
+
+
+def test_what_a_lane_begins_early_waits_for_elsewhere_comes_before_its_latency() -> None:
+    """Two hops fit in a block: each begins when a block has left its buffer, and that long after is under way."""
+    p = problem(4, tokens=8192)
+    where = replace(cluster(bytes_per_s=1e12), cores=4)
+    run = simulate(build("ring", {}).plan(p, "forward", where.profile(p)), p, where)
+    hop_s = 1e-5 + p.chunk_bytes("kv", wire=True) / 1e12
+    assert hop_s < block_s(p)
+    last = [span.end_s for span in run.spans(0) if span.stream != BLOCKS][-1]
+    assert last == pytest.approx(2 * block_s(p) + hop_s, rel=1e-9)
+
+
 def test_ring_bound_by_blocks() -> None:
     """n blocks and nothing else, forward and (2.5 times as long) backward, where the last dKV hop is left over."""
     p, fast = problem(16, tokens=8192), cluster(bytes_per_s=1e12)
@@ -110,25 +149,35 @@ def test_contiguous_causal_is_as_slow_as_its_last_rank() -> None:
 def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
     """The makespan by the rules in DESIGN, operation by operation and rank by rank, for plans with one lane.
 
-    With one lane no two flows ever share a port, so that a transfer takes latency + bytes / bandwidth.
+    With one lane no two flows ever share a port, so that a transfer takes latency + bytes / bandwidth. On cores, of the
+    latency of one that may begin early no more is left than the one before takes for all but its first tensor.
     """
     flow, cost = dataflow(plan), on.device.block_s(p, plan.phase)
+    early = begun_early(plan) if on.cores else {}
     end = np.zeros((len(plan.ops), p.n))
     free = {stream: np.zeros(p.n) for stream in (BLOCKS, *plan.lanes)}
     for index, op in plan:
-        ready = free[op.stream].copy()
+        mine, elsewhere = free[op.stream], np.zeros(p.n)
         for _, other in flow.waits[index]:
-            ready = np.maximum(ready, end[other])
+            elsewhere = np.maximum(elsewhere, end[other])
+        ready = np.maximum(mine, elsewhere)
         if isinstance(op, Pass):
             assert op.send
+            rest = 0
+            if index in early:
+                before = plan.ops[early[index]]
+                assert isinstance(before, Pass)
+                rest = sum(p.field_bytes(field, wire=True) for field in FIELDS[before.carries][1:])
             taken = np.empty(p.n)
             for rank in range(p.n):
                 target = op.target(rank)
                 nodes = on.network(plan.n).node_of(np.array([rank, target]))
                 link = on.topology.intra if nodes[0] == nodes[1] else on.topology.inter
                 assert link
+                beside_s = min(link.latency_s, rest / link.bytes_per_s)
+                begun = max(mine[rank], mine[target], max(elsewhere[rank], elsewhere[target]) + beside_s) - beside_s
                 hop_s = link.latency_s + p.chunk_bytes(op.send.tensor, wire=True) / link.bytes_per_s
-                taken[rank] = max(ready[rank], ready[target]) + hop_s
+                taken[rank] = begun + hop_s
             end[index] = np.maximum(taken, [taken[op.source(rank)] for rank in range(p.n)])
         else:
             for rank in range(p.n):
@@ -145,6 +194,7 @@ def test_graphs_follow_the_rules_of_time(data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from(["contiguous", "striped", "zigzag"]))
     p = problem(n, causal=data.draw(st.booleans()), layout=layout, dtype="float32")
     on = cluster(gpus_per_node=data.draw(st.sampled_from([None, 2, 4])), bytes_per_s=data.draw(st.floats(1e8, 1e12)))
+    on = replace(on, cores=data.draw(st.sampled_from([None, n])))
     phase = data.draw(st.sampled_from(PHASES))
     plan = build("mesh", {"tile": tile, "layout": layout}).plan(p, phase, on.profile(p))
     assert simulate(plan, p, on).makespan_s == pytest.approx(rules_of_time(plan, p, on), rel=1e-9)
