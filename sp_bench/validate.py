@@ -20,7 +20,7 @@ from sp_bench import markdown, records
 from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import at_speed, speed_of
-from sp_bench.cli.arguments import config_dir, run_command
+from sp_bench.cli.arguments import config_dir, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _validate(arguments: list[str]) -> int:
     out, own, keys = _arguments(arguments)
+    writable_folder("out", str(out))
     sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
     with Composer(own) as composer:
         configs = [config for sweep in sweeps or _shaped(keys) for config in _configs(composer, sweep)]

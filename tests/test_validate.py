@@ -142,6 +142,8 @@ def test_what_can_not_be_measured_is_said(tmp_path: Path, capsys: pytest.Capture
     assert "mode=measure on cluster=h100_ndr400" in capsys.readouterr().err
     assert main([f"out={tmp_path}", *SMALL, "gpus=3,2", "seqlen=768", "method=ulysses"]) == 0
     assert "left out: gpus=3: ulysses" in capsys.readouterr().err
+    assert main(["out=/proc/nowhere", *SMALL, "gpus=2", "method=ring"]) == 2
+    assert "out=/proc/nowhere: can't be made" in capsys.readouterr().err
 
 
 def point(method: str, measured: float, simulated: float, spread: float = 0.0, **setting: Any) -> dict[str, Any]:

@@ -61,13 +61,16 @@ def with_hosts(
     all_cores_per_s = min(cores_here(), len(at)) * np.array(at[0].alone_blocks_per_s)
     crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
     crowd_latency_s, turn_s, crowd_sources = _crowd(shaped, beside.latency_s - idle.latency_s, crowding)
-    taken = [_taken(ranks, hosts) for ranks in shaped.values()]
-    link_cores, byte_core_s = cores_of_links(taken)
+    short, long = min(at[0].beside_blocks_per_s), max(at[0].beside_blocks_per_s)
+    message_core_s = _message_core_s({size: _taken(at, hosts, size) for size in (short, long)})
+    taken = [_taken(ranks, hosts, long) for ranks in shaped.values()]
+    link_cores, byte_core_s = cores_of_links([(rate, cores - message_core_s * rate / long) for rate, cores in taken])
     measured = replace(
         hosts,
         turn_s=rounded(turn_s),
         byte_core_s=rounded(byte_core_s),
         link_cores=rounded(link_cores),
+        message_core_s=rounded(message_core_s),
         payload_share=rounded(idle.payload_share),
         latency_s=rounded(idle.latency_s),
         crowd_latency_s=rounded(crowd_latency_s),
@@ -83,6 +86,7 @@ def with_hosts(
         "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all of them send, "
         f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
         + (", too few where cores were idle" if len(at) < cores_here() else ""),
+        "hosts.message_core_s": f"how much more of them each byte takes in messages of {short} bytes than of {long}",
         **crowd_sources,
     }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
@@ -136,12 +140,20 @@ def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return max(cores - byte_core_s * bytes_per_s, 0.0), byte_core_s
 
 
-def _taken(ranks: Sequence[Exchanges], hosts: Hosts) -> tuple[float, float]:
-    """(bytes/s that a link carried beside blocks each way, cores that blocks lost to it)."""
-    longest, links = max(ranks[0].beside_s), len(ranks) / hosts.ranks_per_host
-    bytes_per_s = hosts.ranks_per_host * longest / float(np.median([rank.beside_s[longest] for rank in ranks]))
-    kept = float(np.median(_together(ranks, "beside_blocks_per_s") / _together(ranks, "crowded_blocks_per_s")))
+def _taken(ranks: Sequence[Exchanges], hosts: Hosts, size: int) -> tuple[float, float]:
+    """(bytes/s that a link carried beside blocks each way, cores that blocks lost to it), in messages of that size."""
+    links = len(ranks) / hosts.ranks_per_host
+    bytes_per_s = hosts.ranks_per_host * size / float(np.median([rank.beside_s[size] for rank in ranks]))
+    beside_per_s = np.sum([rank.beside_blocks_per_s[size] for rank in ranks], axis=0)
+    kept = float(np.median(beside_per_s / _together(ranks, "crowded_blocks_per_s")))
     return bytes_per_s, min(cores_here(), len(ranks)) * max(1 - kept, 0.0) / links
+
+
+def _message_core_s(taken: Mapping[int, tuple[float, float]]) -> float:
+    """What a message takes whatever its bytes, from (bytes/s, cores taken) of short and of long ones over one link."""
+    short, long = min(taken), max(taken)
+    more = {size: cores / bytes_per_s for size, (bytes_per_s, cores) in taken.items()}
+    return max(more[short] - more[long], 0.0) / (1 / short - 1 / long) if short < long else 0.0
 
 
 def _medians_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, name: str) -> MediansS:

@@ -91,7 +91,7 @@ class Exchanges:
     """Small blocks on rank 0 while the others are idle; empty on other ranks."""
     crowded_blocks_per_s: Samples = field(default_factory=list)
     """The same on every rank, without transfers."""
-    beside_blocks_per_s: Samples = field(default_factory=list)
-    """The same beside the longest messages."""
+    beside_blocks_per_s: dict[int, Samples] = field(default_factory=dict)
+    """The same beside the shortest messages and the longest ones, by their bytes."""
     beside_spread: Samples = field(default_factory=list)
-    """The variance of the time of SPREAD_BLOCKS of them in a row, over its mean's square; none where they are few."""
+    """Beside the longest, the variance of the time of SPREAD_BLOCKS in a row over its mean's square; none of few."""

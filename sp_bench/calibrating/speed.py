@@ -32,5 +32,6 @@ def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:
             device[rate] *= speed
     device["launch_s"] /= speed
     if hosts:
-        hosts = {**hosts} | {key: hosts[key] / speed for key in ("byte_core_s", "link_cores") if hosts.get(key)}
+        of_cores = ("byte_core_s", "link_cores", "message_core_s")
+        hosts = {**hosts} | {key: hosts[key] / speed for key in of_cores if hosts.get(key)}
     return {**cluster, "device": device} | ({"hosts": hosts} if hosts else {})

@@ -143,27 +143,21 @@ class GlooTransport(Transport):
 
 
 @dataclass
-class HostTransport(GlooTransport):
+class HostTransport(Transport):
     """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting."""
 
-    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
-        """What came would have to be copied to the device, which is for `exchange`."""
+    def __post_init__(self) -> None:
+        self._between_hosts = GlooTransport(self.group, self.sent_bytes)
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
         outgoing = [(target, [x.cpu() for x in tensors]) for target, tensors in sends]
         incoming = [(source, [torch.empty_like(x, device="cpu") for x in tensors]) for source, tensors in receives]
-        super().exchange(turn, incoming, outgoing, counted_as)
+        self._between_hosts.exchange(turn, incoming, outgoing, counted_as)
         for (_, theirs), (_, ours) in zip(incoming, receives, strict=True):
             for tensor, into in zip(theirs, ours, strict=True):
                 into.copy_(tensor)
-
-    def exchange_and_go_on(
-        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
-    ) -> None:
-        """As `expect`."""
-        self.exchange(turn, [receive], [send], counted_as)
 
 
 @dataclass

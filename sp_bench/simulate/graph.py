@@ -6,10 +6,10 @@ don't become n * n tasks. A message of a transfer is one flow from each rank. Ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -192,6 +192,8 @@ class Path(NamedTuple):
     rate_cap: np.ndarray
     links: np.ndarray
     loads: np.ndarray
+    inter: np.ndarray
+    """(n,) Whether they leave their node."""
 
 
 class Early(NamedTuple):
@@ -225,7 +227,7 @@ class _Builder:
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.cores = cluster.shared_cores(problem.n)
-        self.transfer_core_s = cluster.hosts.core_s_per_byte if cluster.hosts else 0.0
+        self.hosts = cluster.hosts
         self.rows = _Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
@@ -293,7 +295,8 @@ class _Builder:
         """Cores that ranks share are one link, on which work flows at most at a second per second, and fairly."""
         q, kinds = self.ranks.size, np.arange(self.ranks.size)
         caps, loads = np.full(q, CORE_WORK_PER_S), self.quotient.sizes[:, None].astype(float)
-        return Path(kinds, kinds, np.zeros(q), caps, np.full((q, 1), self.quotient.link_bytes_per_s.size), loads)
+        cores = np.full((q, 1), self.quotient.link_bytes_per_s.size)
+        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool))
 
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
@@ -332,7 +335,7 @@ class _Builder:
 
     def _fastest_bytes_per_s(self, path: Path) -> np.ndarray:
         """What a flow gets where it has its links for itself: (n,)."""
-        rates = np.append(self.quotient.link_bytes_per_s, np.inf)  # the last one is of cores, and where no link is
+        rates = np.append(self.quotient.link_bytes_per_s, np.inf)  # the last one is where no link is
         links = np.where(path.loads > 0, path.links, -1)
         return np.minimum(path.rate_cap, rates[links].min(axis=1, initial=np.inf))
 
@@ -356,7 +359,8 @@ class _Builder:
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
             deps = [*_at_both_ends(before, path), *begun]
-            tasks.append(self.rows.add(latency_s + staged_s, deps, sum(sizes.values()), path))
+            flow = sum(sizes.values()), self._over_cores(path, sizes)
+            tasks.append(self.rows.add(latency_s + staged_s, deps, *flow))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
@@ -379,13 +383,19 @@ class _Builder:
             target, source = group.member(self.ranks, shift), group.member(self.ranks, -shift)
             routes, kinds = self.network.routes(self.ranks, target), self.quotient.orbit
             links, loads = self.quotient.paths(routes.links)
-            if self.cores and self.transfer_core_s:
-                taken = CORE_WORK_PER_S * self.transfer_core_s * routes.inter[:, None]
-                links = np.hstack([links, self._on_cores.links])
-                loads = np.hstack([loads, taken * self._on_cores.loads])
-            path = Path(kinds[target], kinds[source], routes.latency_s, routes.rate_cap, links, loads)
+            path = Path(kinds[target], kinds[source], routes.latency_s, routes.rate_cap, links, loads, routes.inter)
             self.paths[group, shift] = path
         return self.paths[group, shift]
+
+    def _over_cores(self, path: Path, sizes: Mapping[str, Any]) -> Path:
+        """The path of a message between hosts with what it takes of the cores that they share, by bytes of a field."""
+        if not self.cores or not self.hosts:
+            return path
+        whole = np.maximum(sum(sizes.values()), 1)
+        core_s_per_byte = self.hosts.core_s_per_byte + len(sizes) * self.hosts.message_core_s / whole
+        taken = CORE_WORK_PER_S * (core_s_per_byte * path.inter)[:, None]
+        links = np.hstack([path.links, self._on_cores.links])
+        return path._replace(links=links, loads=np.hstack([path.loads, taken * self._on_cores.loads]))
 
 
 def _at_both_ends(before: Sequence[np.ndarray], path: Path) -> list[np.ndarray]:

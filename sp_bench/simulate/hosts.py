@@ -19,9 +19,11 @@ OPTIONAL = (
     "flow_bytes_per_s",
     "byte_core_s",
     "link_cores",
+    "message_core_s",
     "turn_s",
     "transfers_first",
 )
+MAY_BE_NOTHING = ("byte_core_s", "link_cores", "message_core_s", "turn_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Hosts:
     """Seconds of a core that a byte to another host takes from blocks, sending and receiving it."""
     link_cores: float = 0.0
     """Cores that a link takes from them in addition while its host sends at the link's rate, whatever that is."""
+    message_core_s: float = 0.0
+    """Seconds of a core that each message, one tensor, takes in addition: its threads are woken, and caches used."""
     turn_s: float = 0.0
     """Where ranks share cores, these are handed over in turns of about so long, so that blocks don't get the same
     (noise.Turns)."""
@@ -106,4 +110,4 @@ def _value(path: str, key: str, value: Any) -> Any:
         return value
     if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
         return count(path, value)
-    return number(path, value, zero=key.endswith("latency_s") or key in ("byte_core_s", "link_cores", "turn_s"))
+    return number(path, value, zero=key.endswith("latency_s") or key in MAY_BE_NOTHING)

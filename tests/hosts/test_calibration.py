@@ -24,8 +24,8 @@ from tests.test_calibrate import SETTING, samples
 
 CORES = min(2, cores_here())
 """That two ranks can have."""
-LINK_CORES, BYTE_CORE_S = 0.01, 2e-9
-"""What a link takes of them."""
+LINK_CORES, BYTE_CORE_S, MESSAGE_CORE_S = 0.01, 2e-9, 1e-5
+"""What a busy link takes of them, and each byte and message."""
 CROWDING = 2.5
 """How many times as long a block takes on its share of the cores where two ranks compute."""
 
@@ -36,16 +36,20 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
     for rate in link_rates(hosts):
         each = min(share * rate / hosts.ranks_per_host, most_bytes_per_s)
         times = {size: latency_s + size / each for size in SETTING.exchange_bytes}
-        longest, per_host = max(times), hosts.ranks_per_host
-        link_bytes_per_s = per_host * longest / (0.95 * times[longest])  # median of what both ranks saw, below
-        kept = 1 - (LINK_CORES + BYTE_CORE_S * link_bytes_per_s) * (2 / per_host) / CORES
+        per_host, kept = hosts.ranks_per_host, {}
+        carried = {size: per_host * size / (0.95 * x) for size, x in times.items()}  # median of both ranks', below
+        for size in (min(times), max(times)):
+            busy_s = LINK_CORES / carried[max(times)] + BYTE_CORE_S + MESSAGE_CORE_S / size
+            kept[size] = 1 - busy_s * carried[size] * (2 / per_host) / CORES
         found[rate] = [
             Exchanges(
                 idle_s={size: [x * factor] * 3 for size, x in times.items()},
                 beside_s={size: [0.9 * factor * x, factor * x, 3 * factor * x] for size, x in times.items()},
                 alone_blocks_per_s=[10.0 * CROWDING / CORES] * 3,
                 crowded_blocks_per_s=[factor * x / 1.5 for x in (20.0, 10.0, 1.0)],
-                beside_blocks_per_s=[factor * x / 1.5 * kept for x in (20.0, 10.0, 1.0)],
+                beside_blocks_per_s={
+                    size: [factor * x / 1.5 * rest for x in (20.0, 10.0, 1.0)] for size, rest in kept.items()
+                },
                 beside_spread=[factor * x for x in (0.01, 0.02, 0.5)],
             )
             for factor in (0.5, 1.0)
@@ -68,6 +72,7 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.device.transfer_slowdown == 0
     assert found.hosts.link_cores == pytest.approx(LINK_CORES, rel=1e-3)
     assert found.hosts.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
+    assert found.hosts.message_core_s == pytest.approx(MESSAGE_CORE_S, rel=1e-3)
     alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
     p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
     p = replace(p, heads=SETTING.heads, kv_heads=SETTING.heads, head_dim=SETTING.head_dim)
@@ -156,6 +161,7 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
         "flow_bytes_per_s",
         "byte_core_s",
         "link_cores",
+        "message_core_s",
         "turn_s",
         "crowd_latency_s",
     }

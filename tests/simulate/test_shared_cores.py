@@ -57,7 +57,14 @@ def test_no_step_is_shorter_than_all_work_over_all_cores() -> None:
         assert one.makespan_s >= where.least_compute_s(one.work_s)
 
 
-def on_hosts(cores: int, bytes_per_s: float, byte_core_s: float, link_cores: float = 0.0, per_host: int = 1) -> Cluster:
+def on_hosts(
+    cores: int,
+    bytes_per_s: float,
+    byte_core_s: float,
+    link_cores: float = 0.0,
+    message_core_s: float = 0.0,
+    per_host: int = 1,
+) -> Cluster:
     """Hosts whose links have that rate, and messages no latency."""
     hosts = Hosts(
         link_bytes_per_s=2 * bytes_per_s,
@@ -67,6 +74,7 @@ def on_hosts(cores: int, bytes_per_s: float, byte_core_s: float, link_cores: flo
         ranks_per_host=per_host,
         byte_core_s=byte_core_s,
         link_cores=link_cores,
+        message_core_s=message_core_s,
     )
     where = cluster(gpus_per_node=per_host, bytes_per_s=4 * bytes_per_s)
     inter = replace(where.topology.inter, latency_s=0.0, nics_per_node=1)
@@ -84,9 +92,10 @@ def test_what_transfers_take_of_the_cores_blocks_lose(n: int, cores: int) -> Non
     """Bound by blocks, all of the cores' time goes to either; where there are cores to spare, blocks lose nothing."""
     block = block_s(problem(n, tokens=TOKENS))
     hop_bytes = problem(n, tokens=TOKENS).chunk_bytes("kv", wire=True)
-    byte_core_s = 0.25 * block / hop_bytes
-    run, _ = ring(n, on_hosts(cores, 20 * hop_bytes / block, byte_core_s))
-    taken_s = n * (n * block + (n - 1) * byte_core_s * hop_bytes)
+    byte_core_s, message_core_s = 0.2 * block / hop_bytes, 0.025 * block
+    run, _ = ring(n, on_hosts(cores, 20 * hop_bytes / block, byte_core_s, message_core_s=message_core_s))
+    hop_core_s = byte_core_s * hop_bytes + 2 * message_core_s  # K and V
+    taken_s = n * (n * block + (n - 1) * hop_core_s)
     assert run.makespan_s == pytest.approx(max(taken_s / cores, n * block), rel=1e-6)
     assert run.work_s == pytest.approx(np.full(n, n * block))
 
@@ -175,11 +184,14 @@ def test_nobody_waits_for_a_turn_on_cores_of_their_own_nor_where_ranks_are_too_m
 def test_alike_ranks_that_send_stand_for_one_another_on_shared_cores_too(name: str, per_host: int) -> None:
     p = problem(4, tokens=TOKENS)
     hop_bytes, block = p.chunk_bytes("kv", wire=True), block_s(p)
-    where = on_hosts(2, 2 * hop_bytes / block, 0.1 * block / hop_bytes, link_cores=0.05, per_host=per_host)
+    core_s = {"byte_core_s": 0.1 * block / hop_bytes, "message_core_s": 0.01 * block}
+    where = on_hosts(2, 2 * hop_bytes / block, **core_s, link_cores=0.05, per_host=per_host)
     method = build(name, {}).candidates(p)[0]
     plan, dealt = method.plan(p, "forward", where.profile(p)), method.dealt(p)
     one, all_of_them = (simulate(plan, dealt, where, use_symmetry=x) for x in (True, False))
     assert one.makespan_s == pytest.approx(all_of_them.makespan_s, rel=1e-9)
     assert one.ended_s == pytest.approx(all_of_them.ended_s, rel=1e-9)
-    free = simulate(plan, dealt, replace(where, hosts=replace(where.hosts, byte_core_s=0.0, link_cores=0.0)))
+    free = simulate(
+        plan, dealt, replace(where, hosts=replace(where.hosts, link_cores=0.0, **dict.fromkeys(core_s, 0.0)))
+    )
     assert (free.makespan_s < one.makespan_s) == (name != "ulysses")  # whose blocks are never beside transfers
