@@ -39,6 +39,14 @@ def free_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def boot_id() -> str:
+    """What this machine's kernel calls itself since it started, whatever hosts it poses as; empty if it doesn't."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def busy_s() -> float | None:
     """Seconds that this machine's cores have been busy since it started, with whatever; None where no kernel says.
 
@@ -46,9 +54,9 @@ def busy_s() -> float | None:
     """
     try:
         times = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-    except OSError:
+        user, nice, system, _idle, _iowait, irq, softirq = map(int, times[:7])
+    except (OSError, IndexError, ValueError):
         return None
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, times[:7])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 

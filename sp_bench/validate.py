@@ -68,11 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _validate(arguments: list[str]) -> int:
     out, own, keys = _arguments(arguments)
-    writable_folder("out", str(out))
     sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
     with Composer(own) as composer:
         configs = [config for sweep in sweeps or _shaped(keys) for config in _configs(composer, sweep)]
-    table = validate(configs, out)
+    table = validate(configs, writable_folder("out", str(out)))
     write(table, out)
     print((out / "validation.md").read_text())
     return 0

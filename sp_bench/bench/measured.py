@@ -147,7 +147,7 @@ def _point(
         _sent_by_peer(record, ranks)
     _memory_for(record, ranks)
     _interfaces_for(record, ranks, hosts)
-    _cores_for(record, ranks, [on_host[0] for on_host in hosts.values()] if request.launch else [0])
+    _cores_for(record, ranks)
     record.kernel = ranks[0].kernel
     rates_for(record, request)
     return record, choice, _samples(ranks, inside=choice is not None)
@@ -237,9 +237,10 @@ def _interfaces_for(record: Record, ranks: list[Measured], hosts: Mapping[str, S
         record.interface_bytes_per_gpu = float(np.median(np.sum(first, axis=0)) / len(ranks))
 
 
-def _cores_for(record: Record, ranks: list[Measured], on_machines: Sequence[int]) -> None:
-    """How long cores were busy; one rank of each machine tells."""
+def _cores_for(record: Record, ranks: list[Measured]) -> None:
+    """How long cores were busy; one rank of each machine tells, of which several hosts may be on one."""
+    tell = {rank.machine: rank for rank in ranks}.values()
     for part in ("core", "compute_only_core", "communication_only_core"):
-        told = [getattr(ranks[rank], f"{part}_s") for rank in on_machines]
+        told = [getattr(rank, f"{part}_s") for rank in tell]
         if all(told):
             setattr(record, f"{part}_ms_mean", 1e3 * float(np.sum(told)) / len(told[0]))

@@ -16,7 +16,7 @@ from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 4
-"""Messages for each repetition; at least, of those beside which blocks are counted."""
+"""Messages for each repetition; at least so many where blocks are counted beside them."""
 
 
 def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
@@ -38,13 +38,13 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
                 idle_s = lane.submit(exchange_s, times=IN_A_ROW).result()
             dist.barrier()
-            tell = size in (min(messages), max(messages))
-            times = messages_lasting(setting.crowd_s, idle_s, least=IN_A_ROW) if tell else IN_A_ROW
+            counted = size in (min(messages), max(messages))
+            times = messages_lasting(setting.crowd_s, idle_s, least=IN_A_ROW) if counted else IN_A_ROW
             beside_s, blocks_s = beside_blocks(block_s, partial(exchange_s, times=times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
-            if tell:
+            if counted:
                 per_s = len(blocks_s) / sum(blocks_s) if blocks_s else 0.0
                 kept.beside_blocks_per_s.setdefault(size, []).append(per_s)
             if size == max(messages):

@@ -64,7 +64,8 @@ def with_hosts(
     short, long = min(at[0].beside_blocks_per_s), max(at[0].beside_blocks_per_s)
     message_core_s = _message_core_s({size: _taken(at, hosts, size) for size in (short, long)})
     taken = [_taken(ranks, hosts, long) for ranks in shaped.values()]
-    link_cores, byte_core_s = cores_of_links([(rate, cores - message_core_s * rate / long) for rate, cores in taken])
+    by_byte = [(rate, max(cores - message_core_s * rate / long, 0.0)) for rate, cores in taken]
+    link_cores, byte_core_s = cores_of_links(by_byte)
     measured = replace(
         hosts,
         turn_s=rounded(turn_s),
@@ -86,7 +87,8 @@ def with_hosts(
         "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all of them send, "
         f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
         + (", too few where cores were idle" if len(at) < cores_here() else ""),
-        "hosts.message_core_s": f"how much more of them each byte takes in messages of {short} bytes than of {long}",
+        "hosts.message_core_s": f"how much more of the cores each byte takes so in messages of {short} bytes than in "
+        f"those of {long}, which the others are from",
         **crowd_sources,
     }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
@@ -150,10 +152,16 @@ def _taken(ranks: Sequence[Exchanges], hosts: Hosts, size: int) -> tuple[float, 
 
 
 def _message_core_s(taken: Mapping[int, tuple[float, float]]) -> float:
-    """What a message takes whatever its bytes, from (bytes/s, cores taken) of short and of long ones over one link."""
+    """Seconds of a core for each message, from (bytes/s, cores taken) of short and of long ones over one link.
+
+    Never below 0, nor more than a long one takes in all.
+    """
     short, long = min(taken), max(taken)
-    more = {size: cores / bytes_per_s for size, (bytes_per_s, cores) in taken.items()}
-    return max(more[short] - more[long], 0.0) / (1 / short - 1 / long) if short < long else 0.0
+    byte_core_s = {size: cores / bytes_per_s for size, (bytes_per_s, cores) in taken.items()}
+    if short == long or byte_core_s[short] <= byte_core_s[long]:
+        return 0.0
+    more = (byte_core_s[short] - byte_core_s[long]) / (1 / short - 1 / long)
+    return min(more, byte_core_s[long] * long)
 
 
 def _medians_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, name: str) -> MediansS:

@@ -94,4 +94,5 @@ class Exchanges:
     beside_blocks_per_s: dict[int, Samples] = field(default_factory=dict)
     """The same beside the shortest messages and the longest ones, by their bytes."""
     beside_spread: Samples = field(default_factory=list)
-    """Beside the longest, the variance of the time of SPREAD_BLOCKS in a row over its mean's square; none of few."""
+    """Beside the longest, the variance of the time of SPREAD_BLOCKS in a row over its mean's square; empty where blocks
+    are few."""

@@ -17,8 +17,8 @@ BAR = 88
 """Columns of a timeline."""
 FEWEST_ITERATIONS = 5
 """With fewer, an interval says nothing."""
-FEWEST_CORE_MS = 1000.0
-"""Of busy cores in all iterations: with less, the kernel's ticks say nothing."""
+FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
+"""Of busy cores in all iterations, and of a step: with less, the kernel's ticks say nothing, or barriers too much."""
 WIDTH = 190
 """Columns where the output is not a terminal."""
 
@@ -138,11 +138,12 @@ def _share(part_ms: float | None, record: Record) -> str:
 
 
 def _cores(record: Record) -> str:
-    """How many were busy on average, where the kernel's ticks can tell."""
-    step_ms, cores_ms = record.step_ms_median, record.core_ms_mean
-    if not step_ms or not cores_ms or cores_ms * (record.iters or 0) < FEWEST_CORE_MS:
+    """How many were busy on average, where the kernel's ticks can tell, and barriers are nothing."""
+    step_ms, iters = record.step_ms_median, record.iters or 0
+    parts_ms = record.core_ms_mean, record.compute_only_core_ms_mean, record.communication_only_core_ms_mean
+    cores_ms, blocks_ms, transfers_ms = (x if x and x * iters >= FEWEST_CORE_MS else None for x in parts_ms)
+    if cores_ms is None or step_ms is None or step_ms < SHORTEST_MS:
         return "-"
-    blocks_ms, transfers_ms = record.compute_only_core_ms_mean, record.communication_only_core_ms_mean
     alone = ""
     if blocks_ms is not None and transfers_ms is not None:
         alone = f"  (for blocks alone {blocks_ms / step_ms:.2f}, for transfers alone {transfers_ms / step_ms:.2f})"

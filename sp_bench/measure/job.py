@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_bench.hosts.inside import interface_bytes
 from sp_bench.kernels import KERNELS
-from sp_bench.machine import busy_s
+from sp_bench.machine import boot_id, busy_s
 from sp_bench.measure.devices import described, device_here, transport_here
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
@@ -58,7 +58,7 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
             bench.step(None if iteration < warmup else result)
     for _, bench, result in timed:
         result.finite = bench.finite()
-        result.kernel, result.device = bench.engine.kernel_name, described()
+        result.kernel, result.device, result.machine = bench.engine.kernel_name, described(), boot_id()
         bench.engine.close()
     return results
 

@@ -60,7 +60,8 @@ class Measured:
     caller_s: list[float] = field(default_factory=list)
     """Of the thread that executes, in the step with everything: on a GPU, what it takes to queue it."""
     core_s: list[float] = field(default_factory=list)
-    """That the cores of the rank's machine were busy, with whatever, in the step with everything; empty on a GPU."""
+    """That the cores of the rank's machine were busy, with whatever, in the step with everything and the barriers
+    around it; empty on a GPU."""
     compute_only_core_s: list[float] = field(default_factory=list)
     """The same in the blocks alone."""
     communication_only_core_s: list[float] = field(default_factory=list)
@@ -80,6 +81,8 @@ class Measured:
     kernel: str = ""
     device: dict[str, str] = field(default_factory=dict)
     """The rank's device by name, and the versions of what drives it."""
+    machine: str = ""
+    """Which machine it is on: its kernel's boot id."""
 
     def wrong(self, dtype: str) -> str:
         """What the gate has against it; empty if it passes. NaN does not."""

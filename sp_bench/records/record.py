@@ -90,8 +90,8 @@ class Record:
     communication_only_ms_median: float | None = None
     """Measured: the same plans without their blocks, in turn with the step."""
     core_ms_mean: float | None = None
-    """Measured on CPUs: how long cores of all the ranks' machines were busy in one step, added up, with whatever. The
-    kernel counts in ticks of 10 ms, so that it takes seconds in all to mean something."""
+    """Measured on CPUs: how long cores of all the ranks' machines were busy in one step, added up, with whatever, and
+    with the barriers around it. Kernels count in ticks of 10 ms, so that short steps mean nothing."""
     compute_only_core_ms_mean: float | None = None
     """The same in the plans without their transfers."""
     communication_only_core_ms_mean: float | None = None

@@ -62,7 +62,7 @@ class Lanes:
         self._followed_by = {
             before: index
             for index, before in begun_early(plan).items()
-            if self._leave(plan.ops[index], plan.ops[before])
+            if self._all_leave(plan.ops[index], plan.ops[before])
         }
 
     def begin(self) -> None:
@@ -166,8 +166,8 @@ class Lanes:
         assert isinstance(op, Transfer)
         return {int(group.member(self._rank, -shift)) for group, shift in peers(op)} - {self._rank}
 
-    def _leave(self, *ops: Op) -> bool:
-        """Whether what passes send goes to another rank."""
+    def _all_leave(self, *ops: Op) -> bool:
+        """Whether what these passes send goes to another rank."""
         return all(isinstance(op, Pass) and int(op.target(self._rank)) != self._rank for op in ops)
 
     def _pass(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> None:

@@ -144,7 +144,10 @@ class GlooTransport(Transport):
 
 @dataclass
 class HostTransport(Transport):
-    """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting."""
+    """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting.
+
+    Nothing is received ahead: what came would have to be copied to the device, which is for `exchange`.
+    """
 
     def __post_init__(self) -> None:
         self._between_hosts = GlooTransport(self.group, self.sent_bytes)

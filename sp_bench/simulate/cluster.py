@@ -100,8 +100,8 @@ class Cluster:
 
     def shared_cores(self, ranks: int) -> int | None:
         """The cores that the ranks share, with transfers too; None where each has a device or a core of its own."""
-        shared = self.cores and (ranks > self.cores or (self.hosts and self.hosts.core_s_per_byte))
-        return self.cores if shared else None
+        take = self.hosts and (self.hosts.core_s_per_byte or self.hosts.message_core_s)
+        return self.cores if self.cores and (ranks > self.cores or take) else None
 
     def turn_s(self, ranks: int) -> float:
         """The turns in which ranks get the cores; 0 where each has its own, or they are more than MOST_IN_TURNS."""

@@ -194,10 +194,15 @@ class Path(NamedTuple):
     loads: np.ndarray
     inter: np.ndarray
     """(n,) Whether they leave their node."""
+    alone_bytes_per_s: np.ndarray
+    """(n,) What each gets where there is no other."""
 
 
 class Early(NamedTuple):
-    """How a transfer begins while the one before on its lane is under way (plan.begun_early)."""
+    """How a transfer begins while the one before on its lane is under way (plan.begun_early).
+
+    The moment that all it waits for is there; lanes look only when a tensor has come.
+    """
 
     hidden_s: np.ndarray
     """(n,) Of its latency, what passes meanwhile."""
@@ -296,7 +301,7 @@ class _Builder:
         q, kinds = self.ranks.size, np.arange(self.ranks.size)
         caps, loads = np.full(q, CORE_WORK_PER_S), self.quotient.sizes[:, None].astype(float)
         cores = np.full((q, 1), self.quotient.link_bytes_per_s.size)
-        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool))
+        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps)
 
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
@@ -326,18 +331,12 @@ class _Builder:
         op, previous = (self.plan.ops[i] for i in (index, self.early[index]))
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
-        ((group, shift),), (sizes,) = peers(op), messages(previous, self.problem, self.ranks)
-        path, elsewhere = self._path(group, shift), self._elsewhere(index)
-        rest = sum(sizes.values()) - next(iter(sizes.values()))
-        hidden_s = np.minimum(path.latency_s, rest / self._fastest_bytes_per_s(path))
+        path, before = (self._path(*peers(op)[0]), self._path(*peers(previous)[0]))
+        (sizes,) = messages(previous, self.problem, self.ranks)
+        rest_s = (sum(sizes.values()) - next(iter(sizes.values()))) / before.alone_bytes_per_s
+        hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, _at_both_ends(elsewhere, path))] if elsewhere else []
         return Early(hidden_s, begun)
-
-    def _fastest_bytes_per_s(self, path: Path) -> np.ndarray:
-        """What a flow gets where it has its links for itself: (n,)."""
-        rates = np.append(self.quotient.link_bytes_per_s, np.inf)  # the last one is where no link is
-        links = np.where(path.loads > 0, path.links, -1)
-        return np.minimum(path.rate_cap, rates[links].min(axis=1, initial=np.inf))
 
     def _elsewhere(self, index: int) -> list[np.ndarray]:
         """What an operation waits for on other streams."""
@@ -383,7 +382,8 @@ class _Builder:
             target, source = group.member(self.ranks, shift), group.member(self.ranks, -shift)
             routes, kinds = self.network.routes(self.ranks, target), self.quotient.orbit
             links, loads = self.quotient.paths(routes.links)
-            path = Path(kinds[target], kinds[source], routes.latency_s, routes.rate_cap, links, loads, routes.inter)
+            ends, alone = (kinds[target], kinds[source]), self.network.alone_bytes_per_s(routes)
+            path = Path(*ends, routes.latency_s, routes.rate_cap, links, loads, routes.inter, alone)
             self.paths[group, shift] = path
         return self.paths[group, shift]
 

@@ -12,10 +12,12 @@ import pytest
 from sp_bench import records
 from sp_bench.bench import Request, resolve, run_points
 from sp_bench.bench.choose import DeviceMemoryError, choose
+from sp_bench.bench.measured import _cores_for
 from sp_bench.cli.compose import Composer
-from sp_bench.cli.report import _overlap
+from sp_bench.cli.report import _cores, _overlap
 from sp_bench.errors import RequestError
 from sp_bench.measure.spec import Measured
+from tests.made_records import made
 
 
 def point(*overrides: str) -> Request:
@@ -145,6 +147,35 @@ def test_overlapping_intervals_are_not_ranked() -> None:
 )
 def test_the_gate(fields: dict[str, Any], wrong: str) -> None:
     assert Measured(**fields).wrong("float32") == wrong
+
+
+def test_cores_are_counted_once_for_each_machine() -> None:
+    """Three ranks on two of them; no transfers were timed alone, and of a GPU nothing is known."""
+    ranks = [Measured(machine="a", core_s=[1.0, 3.0], compute_only_core_s=[0.5, 0.5]) for _ in range(2)]
+    ranks.append(Measured(machine="b", core_s=[10.0, 20.0], compute_only_core_s=[7.0, 7.0]))
+    record = made()
+    _cores_for(record, ranks)
+    assert record.core_ms_mean == pytest.approx(17e3)
+    assert record.compute_only_core_ms_mean == pytest.approx(7.5e3)
+    assert record.communication_only_core_ms_mean is None
+    _cores_for(on_gpu := made(), [Measured(machine="a")])
+    assert on_gpu.core_ms_mean is None
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "core_ms", "transfers_ms", "cell"),
+    [
+        (2000.0, 3720.0, 740.0, "1.86  (for blocks alone 1.20, for transfers alone 0.37)"),
+        (2000.0, 3720.0, 40.0, "1.86"),
+        (2000.0, 90.0, 40.0, "-"),
+        (20.0, 3720.0, 740.0, "-"),
+    ],
+)
+def test_busy_cores_are_shown_where_ticks_can_tell(
+    step_ms: float, core_ms: float, transfers_ms: float, cell: str
+) -> None:
+    alone = {"compute_only_core_ms_mean": 2400.0, "communication_only_core_ms_mean": transfers_ms}
+    assert _cores(made(step_ms_median=step_ms, iters=5, core_ms_mean=core_ms, **alone)) == cell
 
 
 def test_a_kernel_that_refuses() -> None:

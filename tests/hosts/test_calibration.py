@@ -39,8 +39,8 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
         per_host, kept = hosts.ranks_per_host, {}
         carried = {size: per_host * size / (0.95 * x) for size, x in times.items()}  # median of both ranks', below
         for size in (min(times), max(times)):
-            busy_s = LINK_CORES / carried[max(times)] + BYTE_CORE_S + MESSAGE_CORE_S / size
-            kept[size] = 1 - busy_s * carried[size] * (2 / per_host) / CORES
+            byte_core_s = LINK_CORES / carried[max(times)] + BYTE_CORE_S + MESSAGE_CORE_S / size
+            kept[size] = 1 - byte_core_s * carried[size] * (2 / per_host) / CORES
         found[rate] = [
             Exchanges(
                 idle_s={size: [x * factor] * 3 for size, x in times.items()},
@@ -80,6 +80,20 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
     assert "met within 0%, and within 0% while" in config["sources"]["hosts.payload_share, hosts.latency_s"]
+
+
+@pytest.mark.parametrize(("short", "long"), [(0.5, 0.0), (0.0, 0.5), (0.0, 0.0), (0.9, 0.001)])
+def test_whatever_blocks_lost_the_figures_can_be_used(short: float, long: float) -> None:
+    """By chance they lose nothing beside long messages and much beside short ones, or the other way round."""
+    seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
+    for rank in (rank for ranks in seen.values() for rank in ranks):
+        for size, lost in zip(SETTING.exchange_bytes, (short, long), strict=True):
+            rank.beside_blocks_per_s[size] = [x * (1 - lost) for x in rank.crowded_blocks_per_s]
+    costs, links = samples()
+    found = Cluster.build(with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)).hosts
+    assert found
+    assert min(found.byte_core_s, found.link_cores, found.message_core_s) >= 0
+    assert (found.message_core_s > 0) == (short > long > 0)
 
 
 @pytest.mark.parametrize("cores", [1, 2])

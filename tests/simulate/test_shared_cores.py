@@ -124,9 +124,19 @@ def test_cores_limit_what_links_carry() -> None:
     assert run.makespan_s == pytest.approx(fast.makespan_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("cores", [2, 24])
+def test_messages_take_of_the_cores_whatever_their_bytes(cores: int) -> None:
+    """And nothing else does: 4 ranks on 2 cores, or each with one and the messages with the others."""
+    block = block_s(problem(4, tokens=TOKENS))
+    hop_bytes = problem(4, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    run, _ = ring(4, on_hosts(cores, 20 * hop_bytes / block, 0.0, message_core_s=0.1 * block))
+    taken_s = 4 * (4 * block + 3 * 2 * 0.1 * block)
+    assert run.makespan_s == pytest.approx(max(taken_s / cores, 4 * block), rel=1e-6)
+
+
 def test_messages_inside_a_host_take_nothing() -> None:
     free, _ = ring(2, on_hosts(1, 1e9, 0.0, per_host=2))
-    costly, _ = ring(2, on_hosts(1, 1e9, 1e-6, per_host=2))
+    costly, _ = ring(2, on_hosts(1, 1e9, 1e-6, message_core_s=1.0, per_host=2))
     assert costly.makespan_s == free.makespan_s
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,6 +147,11 @@ def test_contiguous_causal_is_as_slow_as_its_last_rank() -> None:
     assert run.busy_s == pytest.approx(np.arange(8) * block_s(p) + half)
 
 
+def link_between(rank: int, other: int, on: Cluster) -> Any:
+    nodes = np.array([rank, other]) // (on.topology.gpus_per_node or 10**9)
+    return on.topology.intra if nodes[0] == nodes[1] else on.topology.inter
+
+
 def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
     """The makespan by the rules in DESIGN, operation by operation and rank by rank, for plans with one lane.
 
@@ -163,18 +169,15 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
         ready = np.maximum(mine, elsewhere)
         if isinstance(op, Pass):
             assert op.send
-            rest = 0
-            if index in early:
-                before = plan.ops[early[index]]
-                assert isinstance(before, Pass)
-                rest = sum(p.field_bytes(field, wire=True) for field in FIELDS[before.carries][1:])
-            taken = np.empty(p.n)
+            taken, before = np.empty(p.n), plan.ops[early[index]] if index in early else None
             for rank in range(p.n):
-                target = op.target(rank)
-                nodes = on.network(plan.n).node_of(np.array([rank, target]))
-                link = on.topology.intra if nodes[0] == nodes[1] else on.topology.inter
-                assert link
-                beside_s = min(link.latency_s, rest / link.bytes_per_s)
+                target, rest_s = op.target(rank), 0.0
+                link = link_between(rank, target, on)
+                if before is not None:
+                    assert isinstance(before, Pass)
+                    rest = sum(p.field_bytes(field, wire=True) for field in FIELDS[before.carries][1:])
+                    rest_s = rest / link_between(rank, before.target(rank), on).bytes_per_s
+                beside_s = min(link.latency_s, rest_s)
                 begun = max(mine[rank], mine[target], max(elsewhere[rank], elsewhere[target]) + beside_s) - beside_s
                 hop_s = link.latency_s + p.chunk_bytes(op.send.tensor, wire=True) / link.bytes_per_s
                 taken[rank] = begun + hop_s
