@@ -238,8 +238,8 @@ def _interfaces_for(record: Record, ranks: list[Measured], hosts: Mapping[str, S
 
 
 def _cores_for(record: Record, ranks: list[Measured]) -> None:
-    """How long cores were busy; one rank of each machine tells, of which several hosts may be on one."""
-    tell = {rank.machine: rank for rank in ranks}.values()
+    """How long cores were busy; the first rank of each machine tells, of which several hosts may be on one."""
+    tell = {rank.machine: rank for rank in reversed(ranks)}.values()
     for part in ("core", "compute_only_core", "communication_only_core"):
         told = [getattr(rank, f"{part}_s") for rank in tell]
         if all(told):

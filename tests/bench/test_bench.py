@@ -151,8 +151,11 @@ def test_the_gate(fields: dict[str, Any], wrong: str) -> None:
 
 def test_cores_are_counted_once_for_each_machine() -> None:
     """Three ranks on two of them; no transfers were timed alone, and of a GPU nothing is known."""
-    ranks = [Measured(machine="a", core_s=[1.0, 3.0], compute_only_core_s=[0.5, 0.5]) for _ in range(2)]
-    ranks.append(Measured(machine="b", core_s=[10.0, 20.0], compute_only_core_s=[7.0, 7.0]))
+    ranks = [
+        Measured(machine="a", core_s=[1.0, 3.0], compute_only_core_s=[0.5, 0.5]),
+        Measured(machine="a", core_s=[1.1, 3.1], compute_only_core_s=[0.6, 0.4]),  # a tick later
+        Measured(machine="b", core_s=[10.0, 20.0], compute_only_core_s=[7.0, 7.0]),
+    ]
     record = made()
     _cores_for(record, ranks)
     assert record.core_ms_mean == pytest.approx(17e3)
