@@ -9,6 +9,7 @@ from sp_bench.bench.choose import choose
 from sp_bench.bench.request import Request
 from sp_bench.calibrating.cluster_file import scaled
 from sp_bench.records import Record
+from sp_bench.simulate.hosts import OF_CORES
 
 
 def speed_of(request: Request, record: Record) -> float:
@@ -32,6 +33,5 @@ def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:
             device[rate] *= speed
     device["launch_s"] /= speed
     if hosts:
-        of_cores = ("byte_core_s", "link_cores", "message_core_s")
-        hosts = {**hosts} | {key: hosts[key] / speed for key in of_cores if hosts.get(key)}
+        hosts = {**hosts} | {key: hosts[key] / speed for key in OF_CORES if hosts.get(key)}
     return {**cluster, "device": device} | ({"hosts": hosts} if hosts else {})

@@ -14,7 +14,8 @@ import numpy as np
 from sp_bench.plan import BLOCKS, Plan, Problem, Transfer
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import Engine, TaskGraph, Timing, solve
-from sp_bench.simulate.graph import PlanGraph, Segment, build_graph, slowed_by_transfers
+from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
+from sp_bench.simulate.slowdown import slowed_by_transfers
 
 __all__ = ["Cluster", "Run", "Span", "simulate"]
 

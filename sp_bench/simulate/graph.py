@@ -7,7 +7,7 @@ don't become n * n tasks. A message of a transfer is one flow from each rank. Ta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -331,7 +331,7 @@ class _Builder:
         op, previous = (self.plan.ops[i] for i in (index, self.early[index]))
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
-        path, before = (self._path(*peers(op)[0]), self._path(*peers(previous)[0]))
+        path, before = self._path(*peers(op)[0]), self._path(*peers(previous)[0])
         (sizes,) = messages(previous, self.problem, self.ranks)
         rest_s = (sum(sizes.values()) - next(iter(sizes.values()))) / before.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
@@ -401,39 +401,3 @@ class _Builder:
 def _at_both_ends(before: Sequence[np.ndarray], path: Path) -> list[np.ndarray]:
     """What must have ended, at the rank that sends and at the one that receives."""
     return [*before, *(ended[path.target] for ended in before)]
-
-
-def slowed_by_transfers(graph: PlanGraph, timing: Timing, slowdown: float) -> TaskGraph:
-    """The graph with the delays that its blocks have if transfers run when `timing` says.
-
-    A rank's blocks take 1 + `slowdown` times as long while it sends: the network's kernels use the same device.
-    """
-    q, work = graph.quotient.ranks.size, getattr(graph.tasks, graph.work).copy()
-    starts, ends = (x.reshape(-1, q) for x in (timing.start_s, timing.finish_s))
-    blocks, flows = graph.rows_of(blocks=True), graph.rows_of(blocks=False)
-    moving = graph.tasks.flow_bytes.reshape(-1, q) > 0
-    by_row = work.reshape(-1, q)
-    by_row /= graph.work_per_s
-    for rank in range(q):
-        sends = flows[moving[flows, rank]]
-        times, progress = _progress(starts[sends, rank], ends[sends, rank], 1 / (1 + slowdown))
-        begun = starts[blocks, rank]
-        done = np.interp(begun, times, progress) + by_row[blocks, rank]
-        # Beyond the last transfer blocks run at full speed.
-        finished = np.where(done > progress[-1], times[-1] + done - progress[-1], np.interp(done, progress, times))
-        alone = by_row[blocks, rank]
-        # Never shorter than alone, which rounding could make it.
-        by_row[blocks, rank] = np.where(begun >= times[-1], alone, np.maximum(finished - begun, alone))
-    by_row *= graph.work_per_s
-    return replace(graph.tasks, **{graph.work: work})
-
-
-def _progress(starts: np.ndarray, ends: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:
-    """What a rank gets done by when, at that speed while any of its transfers is under way: (times, work done)."""
-    edges = np.concatenate(([0.0], starts, ends))
-    order = np.argsort(edges, kind="stable")
-    times = edges[order]
-    change = np.concatenate(([0], np.ones_like(starts), -np.ones_like(ends)))[order]
-    under_way = np.cumsum(change)[:-1] > 0
-    steps = np.diff(times) * np.where(under_way, speed, 1.0)
-    return times, np.concatenate(([0.0], np.cumsum(steps)))

@@ -23,7 +23,8 @@ OPTIONAL = (
     "turn_s",
     "transfers_first",
 )
-MAY_BE_NOTHING = ("byte_core_s", "link_cores", "message_core_s", "turn_s")
+OF_CORES = ("byte_core_s", "link_cores", "message_core_s")
+"""What messages take of the cores that ranks share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,4 +111,4 @@ def _value(path: str, key: str, value: Any) -> Any:
         return value
     if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
         return count(path, value)
-    return number(path, value, zero=key.endswith("latency_s") or key in MAY_BE_NOTHING)
+    return number(path, value, zero=key.endswith("latency_s") or key in (*OF_CORES, "turn_s"))
