@@ -84,7 +84,7 @@ def with_hosts(
         "hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks",
         "rates": f"{config['sources']['rates']}; then all divided by {crowding:.3f}, by which a block takes longer "
         f"than its share of the cores explains where {len(at)} ranks compute at once",
-        "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all of them send, "
+        "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all pass KV on, "
         f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
         + (", too few where cores were idle" if len(at) < cores_here() else ""),
         "hosts.message_core_s": f"how much more of the cores each byte takes so in messages of {short} bytes than in "
@@ -145,7 +145,7 @@ def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _taken(ranks: Sequence[Exchanges], hosts: Hosts, size: int) -> tuple[float, float]:
     """(bytes/s that a link carried beside blocks each way, cores that blocks lost to it), in messages of that size."""
     links = len(ranks) / hosts.ranks_per_host
-    bytes_per_s = hosts.ranks_per_host * size / float(np.median([rank.beside_s[size] for rank in ranks]))
+    bytes_per_s = hosts.ranks_per_host * float(np.median([rank.rounds_bytes_per_s[size] for rank in ranks]))
     beside_per_s = np.sum([rank.beside_blocks_per_s[size] for rank in ranks], axis=0)
     kept = float(np.median(beside_per_s / _together(ranks, "crowded_blocks_per_s")))
     return bytes_per_s, min(cores_here(), len(ranks)) * max(1 - kept, 0.0) / links

@@ -91,8 +91,10 @@ class Exchanges:
     """Small blocks on rank 0 while the others are idle; empty on other ranks."""
     crowded_blocks_per_s: Samples = field(default_factory=list)
     """The same on every rank, without transfers."""
+    rounds_bytes_per_s: dict[int, Samples] = field(default_factory=dict)
+    """What this rank sent in executions without blocks, by the bytes of a message: the shortest and the longest."""
     beside_blocks_per_s: dict[int, Samples] = field(default_factory=dict)
-    """The same beside the shortest messages and the longest ones, by their bytes."""
+    """Small blocks beside these."""
     beside_spread: Samples = field(default_factory=list)
     """Beside the longest, the variance of the time of SPREAD_BLOCKS in a row over its mean's square; empty where blocks
     are few."""

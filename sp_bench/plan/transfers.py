@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.layout import Part
-from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Chunk, Op, Pass, Plan, Transfer
+from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Bundle, Chunk, Op, Pass, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Field, Problem, is_partial
 
 
@@ -88,6 +88,41 @@ def begun_early(plan: Plan) -> dict[int, int]:
 
 def _sends_as_is(op: Op) -> bool:
     return isinstance(op, Pass) and not op.against and not is_partial(op.carries)
+
+
+def _sources(op: Op) -> set[tuple[object, ...]]:
+    """From whom every rank receives, as digits and how far they move: alike for two transfers from the same ranks."""
+    assert isinstance(op, Transfer)
+    return {
+        (group.stride, group.size, group.way * shift % group.size) if isinstance(group, Group) else (group, shift % 2)
+        for group, shift in peers(op)
+    }
+
+
+def posted_ahead(plan: Plan, problem: Problem) -> dict[int, bool]:
+    """Transfers whose receives can be posted before their rank has anything to send, once there is room for what comes.
+
+    True by those that can be posted while the one before on their lane is under way: they receive from the same ranks,
+    and into nothing that it receives into or sends from. Of two ranks that send at once each would have half of the
+    way, and others would wait for what they send next. A Pass that brings a result has no buffer before its turn.
+    """
+    slots, staging, previous = dataflow(plan).slots, stages(plan, problem), previous_on_lane(plan)
+    used, found = dict[int, set[object]](), dict[int, bool]()
+    held: dict[Chunk, set[object]] = {}
+    """By chunk, the buffers that it stands in."""
+    for index, op in plan:
+        if isinstance(op, Bundle):
+            held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
+        elif isinstance(op, Transfer) and op.send and op.recv:
+            into: set[object] = {slots[index]} if index in slots else set()
+            received_in = into | ({Stage(op.lane, op.send.tensor, "recv")} & {*staging})
+            used[index] = received_in | held.get(op.send, set())
+            if index in slots or isinstance(op, AllToAll):
+                before = previous.get(index, -1)
+                apart = before in used and not used[before] & received_in
+                found[index] = apart and _sources(op) == _sources(plan.ops[before])
+            held[op.recv] = into
+    return found
 
 
 def by_heads(op: AllToAll) -> tuple[Field, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +13,6 @@ from torch import Tensor
 from sp_bench.plan import (
     FIELDS,
     AllToAll,
-    Bundle,
     Chunk,
     Dataflow,
     Op,
@@ -25,15 +26,28 @@ from sp_bench.plan import (
     begun_early,
     by_heads,
     part_sent,
-    peers,
-    previous_on_lane,
+    posted_ahead,
     unsummed_partials,
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Message, Onward, Transport, Turn
+from sp_bench.run.transport import Key, Message, Onward, Transport, Turn
+
+
+class _Standing(NamedTuple):
+    """What is the same in every execution of a transfer, which may be one of thousands in each."""
+
+    turn: Turn
+    counted_as: list[Key]
+    source: int
+    target: int
+    """Of a Pass; this rank of an AllToAll."""
+    part: Part
+    """Of the chunk, what it brings."""
+    into: Tensors | None
+    """Its receive buffers; None where its result outlives the plan."""
 
 
 class Lanes:
@@ -57,12 +71,12 @@ class Lanes:
         self._results: dict[int, Tensors] = {}
         """Made before their transfer comes."""
         self._unsummed = unsummed_partials(plan, problem)
-        self._before = previous_on_lane(plan)
-        self._apart = self._find_apart()
+        self._ahead = posted_ahead(plan, problem)
+        self._standing = cache(self._find_standing)
         self._followed_by = {
             before: index
             for index, before in begun_early(plan).items()
-            if self._all_leave(plan.ops[index], plan.ops[before])
+            if rank not in (self._standing(before).target, self._standing(index).target)
         }
 
     def begin(self) -> None:
@@ -75,118 +89,89 @@ class Lanes:
         """Post the receives of a transfer, where there is room for them, before there is anything to send.
 
         Their senders learn of them from messages that would else wait behind those that this rank sends them meanwhile.
-        Returns whether it could: not for a Pass that brings a result, whose buffer is yet to be made, and `beside` the
-        lane's transfer before it only if they are apart (_find_apart).
+        Returns whether it could, `beside` the lane's transfer before it (plan.posted_ahead).
         """
         assert isinstance(op, Transfer)
-        if beside and index not in self._apart:
-            return False
-        if isinstance(op, Pass) and index not in self._flow.slots:
+        if index not in self._ahead or (beside and not self._ahead[index]):
             return False
         if isinstance(op, AllToAll) and (staged := self._received_in(op)):
             receives = self._with_others(op, staged)
         else:
-            into, _ = self._into(index, op)
+            into = self._into(index, op)
             if index not in self._flow.slots:
                 self._results[index] = into
-            receives = self._receives(op, into)
-        self._transport.expect(self._turn(index, op), receives)
+            receives = self._receives(index, op, into)
+        self._transport.expect(self._standing(index).turn, receives)
         return True
 
     def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Send and receive, and hold what came."""
-        assert op.recv is not None
-        into, part = self._into(index, op)
+        into = self._into(index, op)
         if isinstance(op, AllToAll):
             self._all_to_all(index, op, into, holdings)
         else:
             self._pass(index, op, into, holdings)
-        self._streams.keep(self._arrived(op, into, part, holdings))
+        self._streams.keep(self._arrived(index, op, into, holdings))
 
     def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Hold what was received last time, or nothing but zeros, as if it had come now. Nothing is sent."""
-        into, part = self._into(index, op)
+        into = self._into(index, op)
         if index not in self._flow.slots:
             for tensor in into:
                 tensor.zero_()
-        self._arrived(op, into, part, holdings)
+        self._arrived(index, op, into, holdings)
 
-    def _into(self, index: int, op: Transfer) -> tuple[Tensors, Part]:
-        """Where a transfer receives, and which part of the chunk that will be."""
+    def _find_standing(self, index: int) -> _Standing:
+        op, slot = self._plan.ops[index], self._flow.slots.get(index)
+        assert isinstance(op, Transfer)
         assert op.recv is not None
-        slot = self._flow.slots.get(index)
-        buffers = self._slots[slot] if slot else self._results.pop(index, None) or self._new(op.recv)
-        if isinstance(op, AllToAll):
-            return buffers, Part.WHOLE
-        part = part_sent(op, self._problem, int(op.source(self._rank)))
-        return self._first_rows(buffers, op.recv, part), part
+        source, target, part = self._rank, self._rank, Part.WHOLE
+        if isinstance(op, Pass):
+            source, target = int(op.source(self._rank)), int(op.target(self._rank))
+            part = part_sent(op, self._problem, source)
+        into = self._first_rows(self._slots[slot], op.recv, part) if slot else None
+        counted_as = [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]
+        return _Standing(Turn(self._ids[op.lane], index), counted_as, source, target, part, into)
 
-    def _receives(self, op: Transfer, into: Tensors) -> list[Message]:
+    def _into(self, index: int, op: Transfer) -> Tensors:
+        """Where a transfer receives: the rows that it brings."""
+        standing = self._standing(index)
+        if standing.into is not None:
+            return standing.into
+        assert op.recv is not None
+        return self._first_rows(self._results.pop(index, None) or self._new(op.recv), op.recv, standing.part)
+
+    def _receives(self, index: int, op: Transfer, into: Tensors) -> list[Message]:
         """From whom a transfer receives what into a chunk. What a rank has from itself isn't received."""
         if isinstance(op, AllToAll):
             return self._with_others(op, self._pieces(op, into, of_tokens=op.to_heads))
-        source = int(op.source(self._rank))
+        source = self._standing(index).source
         return [(source, into)] if source != self._rank else []
 
-    def _arrived(self, op: Transfer, tensors: Tensors, part: Part, holdings: Holdings) -> Tensors | None:
+    def _arrived(self, index: int, op: Transfer, tensors: Tensors, holdings: Holdings) -> Tensors | None:
         """Returns what was sent on, and is held no more."""
         assert op.send is not None
         assert op.recv is not None
-        holdings.put(op.recv, tensors, part)
+        holdings.put(op.recv, tensors, self._standing(index).part)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
-    def _find_apart(self) -> set[int]:
-        """Transfers that can be received beside the one before them on their lane, and from the same ranks.
-
-        They receive into nothing that it receives into or sends from. Of two ranks that send at once each would have
-        half of the way, and others would wait for what they send next.
-        """
-        uses, found = dict[int, set[object]](), set[int]()
-        held: dict[Chunk, set[object]] = {}
-        """By chunk, the buffers that it stands in."""
-        for index, op in self._plan:
-            if isinstance(op, Bundle):
-                held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
-            elif isinstance(op, Transfer):
-                assert op.send is not None
-                assert op.recv is not None
-                into: set[object] = {self._flow.slots[index]} if index in self._flow.slots else set()
-                received_in = into | ({Stage(op.lane, op.send.tensor, "recv")} & {*self._staging})
-                uses[index] = received_in | held.get(op.send, set())
-                before = self._before.get(index, -1)
-                alike = before in uses and self._sources(index) == self._sources(before)
-                if alike and not uses[before] & received_in:
-                    found.add(index)
-                held[op.recv] = into
-        return found
-
-    def _sources(self, index: int) -> set[int]:
-        """The ranks that a transfer receives from."""
-        op = self._plan.ops[index]
-        assert isinstance(op, Transfer)
-        return {int(group.member(self._rank, -shift)) for group, shift in peers(op)} - {self._rank}
-
-    def _all_leave(self, *ops: Op) -> bool:
-        """Whether what these passes send goes to another rank."""
-        return all(isinstance(op, Pass) and int(op.target(self._rank)) != self._rank for op in ops)
-
     def _pass(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> None:
-        source, target = int(op.source(self._rank)), int(op.target(self._rank))
+        here = self._standing(index)
         outgoing = self._outgoing(op, holdings)
-        if target == self._rank:
+        if here.target == self._rank:
             for buffer, tensor in zip(into, outgoing, strict=True):
                 buffer.copy_(tensor)
             return
-        turn, receive, send, keys = self._turn(index, op), (source, into), (target, outgoing), self._counted_as(op)
+        receive, send = (here.source, into), (here.target, outgoing)
         if (after := self._followed_by.get(index)) is None:
-            self._transport.exchange(turn, [receive], [send], keys)
+            self._transport.exchange(here.turn, [receive], [send], here.counted_as)
         else:
             onward = self._onward(after, op, into, holdings)
-            self._transport.exchange_and_go_on(turn, receive, send, keys, onward)
+            self._transport.exchange_and_go_on(here.turn, receive, send, here.counted_as, onward)
 
     def _onward(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> Onward:
         """What operation `after` receives and sends, to be begun with while `op` receives `into`."""
-        then = self._plan.ops[after]
+        then, there = self._plan.ops[after], self._standing(after)
         assert isinstance(then, Pass)
 
         def messages() -> tuple[Turn, Message, Message] | None:
@@ -194,8 +179,7 @@ class Lanes:
                 return None
             assert then.send is not None
             outgoing = into if then.send == op.recv else holdings.received(then.send)
-            receive = int(then.source(self._rank)), self._into(after, then)[0]
-            return self._turn(after, then), receive, (int(then.target(self._rank)), outgoing)
+            return there.turn, (there.source, self._into(after, then)), (there.target, outgoing)
 
         return messages
 
@@ -211,7 +195,8 @@ class Lanes:
                 if member != own:
                     staged[member].copy_(piece)
         receives, sends = self._with_others(op, incoming), self._with_others(op, sent or mine)
-        self._transport.exchange(self._turn(index, op), receives, sends, self._counted_as(op))
+        here = self._standing(index)
+        self._transport.exchange(here.turn, receives, sends, here.counted_as)
         for field, tensor, ours, theirs, there in zip(by_heads(op), into, mine, incoming, places, strict=True):
             several = adds_up(op, self._problem, field)
             if several:
@@ -280,9 +265,3 @@ class Lanes:
             dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._unsummed)
             found.append(torch.empty(problem.field_shape(field), dtype=getattr(torch, dtype), device=self._device))
         return tuple(found)
-
-    def _turn(self, index: int, op: Transfer) -> Turn:
-        return Turn(self._ids[op.lane], index)
-
-    def _counted_as(self, op: Transfer) -> list[tuple[str, str, str]]:
-        return [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]

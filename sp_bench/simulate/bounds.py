@@ -25,7 +25,7 @@ def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: 
     network = cluster.network(plan.n)
     needed_s = crossing / network.link_bytes_per_s
     by_class = {name: float(needed_s[links].max(initial=0.0)) for name, links in link_classes(network).items()}
-    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, cluster.begins_early)
+    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, cluster.posts_ahead)
     return {"compute": compute_s, "latency": latency_s, **by_class}
 
 
@@ -52,10 +52,10 @@ def link_classes(network: Network) -> dict[str, np.ndarray]:
     return {name: names == name for name in dict.fromkeys(names.tolist())}
 
 
-def _latency_s(plan: Plan, network: Network, begins_early: bool) -> float:
+def _latency_s(plan: Plan, network: Network, posts_ahead: bool) -> float:
     """The most latency that a rank's lane adds up, but for that which passes while other messages come."""
     ranks, known, lanes = np.arange(plan.n), {}, {}
-    early = begun_early(plan) if begins_early else {}
+    early = begun_early(plan) if posts_ahead else {}
     for index, op in plan:
         if isinstance(op, Transfer) and index not in early and (pairs := peers(op)):
             for group, shift in pairs:

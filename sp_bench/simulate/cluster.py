@@ -109,8 +109,10 @@ class Cluster:
         return self.hosts.turn_s if self.hosts and crowded else 0.0
 
     @property
-    def begins_early(self) -> bool:
-        """Whether lanes begin with a transfer while the one before comes (plan.begun_early), as they do over gloo."""
+    def posts_ahead(self) -> bool:
+        """Whether lanes post what they can of transfers ahead of their turn, as they do over gloo: their receives
+        (plan.posted_ahead), and all of a hop while the one before comes (plan.begun_early).
+        """
         return self.cores is not None
 
     @property

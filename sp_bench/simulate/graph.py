@@ -6,7 +6,7 @@ don't become n * n tasks. A message of a transfer is one flow from each rank. Ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ from sp_bench.plan import (
     messages,
     packed_bytes,
     peers,
+    posted_ahead,
+    previous_on_lane,
     unsummed_partials,
 )
 from sp_bench.simulate.cluster import Cluster
@@ -228,7 +230,9 @@ class _Builder:
         self.turns = Turns(turn_s, cluster.stragglers.seed, plan.phase)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
-        self.early = begun_early(plan) if cluster.begins_early else {}
+        ahead = cluster.posts_ahead
+        self.early, self.ahead = (begun_early(plan), posted_ahead(plan, problem)) if ahead else ({}, {})
+        self.previous = previous_on_lane(plan)
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.cores = cluster.shared_cores(problem.n)
@@ -340,24 +344,26 @@ class _Builder:
 
     def _elsewhere(self, index: int) -> list[np.ndarray]:
         """What an operation waits for on other streams."""
-        return [tasks for _, other in self.flow.waits[index] for tasks in self.ended[other]]
+        return self._tasks(self.flow.waits[index])
+
+    def _tasks(self, waits: Iterable[tuple[str, int]]) -> list[np.ndarray]:
+        return [tasks for _, other in waits for tasks in self.ended[other]]
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray], early: Early | None) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
-        Some may begin `early`. Receives that are posted beside the transfer before (run.lanes) are not in here. They
-        make no difference where ranks are alike, since the sender is the later one; elsewhere a flow may start too
-        late.
+        Some may begin `early`, and the receives of some are posted ahead.
         """
         hidden_s, begun = early or (0.0, [])
         before = [*previous, *([] if early else self._elsewhere(index))]
+        posted = self._posted(index) if index in self.ahead else before
         staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
         for (group, shift), sizes in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
             path = self._path(group, shift)
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
-            deps = [*_at_both_ends(before, path), *begun]
+            deps = [*before, *(ended[path.target] for ended in posted), *begun]
             flow = sum(sizes.values()), self._over_cores(path, sizes)
             tasks.append(self.rows.add(latency_s + staged_s, deps, *flow))
             arrived.append(tasks[-1][path.source])
@@ -365,6 +371,21 @@ class _Builder:
             unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
+
+    def _posted(self, index: int) -> list[np.ndarray]:
+        """What must have ended before a rank posts the receives of a transfer ahead of its turn (plan.posted_ahead).
+
+        Lanes look whether there is room for what it brings as they come to the transfer before, and again before they
+        begin with that. Where it depends on how fast blocks are, the receives count as posted after it.
+        """
+        room, before = self.flow.room[index], self.previous.get(index)
+        if before is not None and self.ahead[index]:
+            earlier = self.previous.get(before)
+            came = self.ended[earlier] if earlier is not None else []
+            for known in (self.flow.room[before], self.flow.waits[before]):
+                if all(last <= dict(known).get(stream, -1) for stream, last in room):
+                    return [*came, *self._tasks(known)]
+        return [*(self.ended[before] if before is not None else []), *self._tasks(room)]
 
     def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""

@@ -37,7 +37,7 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
         each = min(share * rate / hosts.ranks_per_host, most_bytes_per_s)
         times = {size: latency_s + size / each for size in SETTING.exchange_bytes}
         per_host, kept = hosts.ranks_per_host, {}
-        carried = {size: per_host * size / (0.95 * x) for size, x in times.items()}  # median of both ranks', below
+        carried = {size: per_host * size / x for size, x in times.items()}
         for size in (min(times), max(times)):
             byte_core_s = LINK_CORES / carried[max(times)] + BYTE_CORE_S + MESSAGE_CORE_S / size
             kept[size] = 1 - byte_core_s * carried[size] * (2 / per_host) / CORES
@@ -47,6 +47,7 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
                 beside_s={size: [0.9 * factor * x, factor * x, 3 * factor * x] for size, x in times.items()},
                 alone_blocks_per_s=[10.0 * CROWDING / CORES] * 3,
                 crowded_blocks_per_s=[factor * x / 1.5 for x in (20.0, 10.0, 1.0)],
+                rounds_bytes_per_s={size: [carried[size] / per_host] * 3 for size in kept},
                 beside_blocks_per_s={
                     size: [factor * x / 1.5 * rest for x in (20.0, 10.0, 1.0)] for size, rest in kept.items()
                 },

@@ -1,9 +1,10 @@
-"""Which partials need no accumulator, by hand and against a walk through the plan."""
+"""Which partials need no accumulator, and which transfers are posted ahead, by hand and against walks through plans."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -21,7 +22,11 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Transfer,
+    dataflow,
     is_partial,
+    peers,
+    posted_ahead,
+    previous_on_lane,
     unsummed_partials,
 )
 from tests.problems import Planned, plans, small_problem, splittable_problem
@@ -118,3 +123,40 @@ def test_layouts_that_narrow() -> None:
     assert not any(small_problem(1, name).narrows for name in LAYOUTS)
     narrows = {(name, causal): small_problem(2, name, causal=causal).narrows for name in LAYOUTS for causal in (0, 1)}
     assert {case for case, narrowed in narrows.items() if narrowed} == {("striped", 1), ("zigzag", 1)}
+
+
+def ahead(method: str, phase: str, problem: Problem, **options: object) -> dict[str, str]:
+    """By what a transfer brings, whether its receive is posted ahead of its turn."""
+    built = build(method, options)
+    plan = built.plan(problem, phase, COMPUTE_BOUND)
+    found = posted_ahead(plan, built.dealt(problem))
+    words = {None: "in its turn", False: "after", True: "beside"}
+    return {str(op.recv): words[found.get(index)] for index, op in plan if isinstance(op, Transfer)}
+
+
+def test_receives_are_posted_beside_the_transfer_before_from_the_same_ranks_into_other_buffers() -> None:
+    problem = splittable_problem(4, "contiguous")
+    assert ahead("ulysses", "forward", problem) == {"q_h#0": "after", "kv_h#0": "beside", "out#0": "beside"}
+    assert ahead("ring", "forward", problem) == {"kv#1": "after", "kv#2": "beside", "kv#3": "after"}
+    teams = {"q#1": "after", "kv#0": "after", "kv#1": "beside", "o#0 arriving": "beside"}  # both KV of the swap
+    assert teams.items() <= ahead("startrail", "forward", splittable_problem(8, "contiguous"), team=2).items()
+
+
+@given(plans())
+def test_nothing_is_received_ahead_into_what_the_transfer_before_uses(planned: Planned) -> None:
+    """Nor from others than it receives from, nor what has no buffer yet."""
+    plan, problem = planned.plan, planned.problem
+    slots, before, found = dataflow(plan).slots, previous_on_lane(plan), posted_ahead(plan, problem)
+    everyone = np.arange(problem.n)
+    for index, op in plan:
+        if not isinstance(op, Transfer):
+            continue
+        assert (index in found) == (index in slots or isinstance(op, AllToAll))
+        if found.get(index):
+            other = plan.ops[before[index]]
+            assert isinstance(other, Transfer)
+            mine, its = (
+                {tuple(group.member(everyone, -shift).tolist()) for group, shift in peers(x)} for x in (op, other)
+            )
+            assert mine == its
+            assert slots.get(index) is None or slots.get(index) != slots.get(before[index])

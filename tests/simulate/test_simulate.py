@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from sp_bench.plan import (
     begun_early,
     dataflow,
     layout_named,
+    posted_ahead,
 )
 from sp_bench.simulate import Cluster, simulate
 from sp_bench.simulate.graph import Segment, segments
@@ -114,6 +116,19 @@ def test_what_a_lane_begins_early_waits_for_elsewhere_comes_before_its_latency()
     assert last == pytest.approx(2 * block_s(p) + hop_s, rel=1e-9)
 
 
+def test_what_is_sent_to_a_rank_that_has_posted_its_receive_goes_before_that_rank_is_ready() -> None:
+    """StarTrail: some have no KV to swap, and send their O as soon as it is computed; on GPUs both ends wait."""
+    p = problem(8, tokens=512)
+    for cores in (None, 8):
+        where = replace(cluster(bytes_per_s=1e7), cores=cores)
+        run = simulate(build("startrail", {"team": 2}).plan(p, "forward", where.profile(p)), p, where)
+        spans = [run.spans(rank) for rank in (0, 1)]
+        sent = [max(span.start_s for span in mine if span.label.startswith("o#1")) for mine in spans]
+        computed = [[span.end_s for span in mine if span.stream == BLOCKS][-2] for mine in spans]
+        assert computed[0] < computed[1] == pytest.approx(sent[1])
+        assert sent[0] == pytest.approx(computed[1] if cores is None else computed[0])
+
+
 def test_ring_bound_by_blocks() -> None:
     """n blocks and nothing else, forward and (2.5 times as long) backward, where the last dKV hop is left over."""
     p, fast = problem(16, tokens=8192), cluster(bytes_per_s=1e12)
@@ -156,11 +171,29 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
     """The makespan by the rules in DESIGN, operation by operation and rank by rank, for plans with one lane.
 
     With one lane no two flows ever share a port, so that a transfer takes latency + bytes / bandwidth. On cores, of the
-    latency of one that may begin early no more is left than the one before takes for all but its first tensor.
+    latency of one that may begin early no more is left than the one before takes for all but its first tensor, and who
+    receives waits for no more than room, and for the one before the one before.
     """
     flow, cost = dataflow(plan), on.device.block_s(p, plan.phase)
-    early = begun_early(plan) if on.cores else {}
+    early, ahead = (begun_early(plan), posted_ahead(plan, p)) if on.cores else ({}, {})
     end = np.zeros((len(plan.ops), p.n))
+    lane = [index for index, op in plan if isinstance(op, Pass)]
+
+    def latest(waits: Iterable[tuple[str, int]]) -> np.ndarray:
+        return np.max([np.zeros(p.n), *(end[other] for _, other in waits)], axis=0)
+
+    def posted(index: int, otherwise: np.ndarray) -> np.ndarray:
+        """When each rank has posted its receive."""
+        place, room = lane.index(index), dict(flow.room[index])
+        if index not in ahead:
+            return otherwise
+        if ahead[index]:
+            came = end[lane[place - 2]] if place > 1 else np.zeros(p.n)
+            for known in (flow.room[lane[place - 1]], flow.waits[lane[place - 1]]):
+                if room.items() <= {(stream, min(last, room.get(stream, last))) for stream, last in known}:
+                    return np.maximum(came, latest(known))
+        return np.maximum(end[lane[place - 1]] if place else np.zeros(p.n), latest(flow.room[index]))
+
     free = {stream: np.zeros(p.n) for stream in (BLOCKS, *plan.lanes)}
     for index, op in plan:
         mine, elsewhere = free[op.stream], np.zeros(p.n)
@@ -170,6 +203,7 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
         if isinstance(op, Pass):
             assert op.send
             taken, before = np.empty(p.n), plan.ops[early[index]] if index in early else None
+            there = posted(index, mine if before else ready)
             for rank in range(p.n):
                 target, rest_s = op.target(rank), 0.0
                 link = link_between(rank, target, on)
@@ -178,9 +212,12 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
                     rest = sum(p.field_bytes(field, wire=True) for field in FIELDS[before.carries][1:])
                     rest_s = rest / link_between(rank, before.target(rank), on).bytes_per_s
                 beside_s = min(link.latency_s, rest_s)
-                begun = max(mine[rank], mine[target], max(elsewhere[rank], elsewhere[target]) + beside_s) - beside_s
+                if before is not None:
+                    begun = max(mine[rank], there[target], max(elsewhere[rank], elsewhere[target]) + beside_s)
+                else:
+                    begun = max(ready[rank], there[target])
                 hop_s = link.latency_s + p.chunk_bytes(op.send.tensor, wire=True) / link.bytes_per_s
-                taken[rank] = begun + hop_s
+                taken[rank] = begun - beside_s + hop_s
             end[index] = np.maximum(taken, [taken[op.source(rank)] for rank in range(p.n)])
         else:
             for rank in range(p.n):
