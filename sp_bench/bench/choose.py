@@ -33,8 +33,8 @@ def choose(request: Request) -> Choice:
     """The variant with the least simulated time over the request's phases.
 
     Variants are simulated in order of a lower bound on their time (simulate.bounds), and those whose bound is above the
-    best time so far are not simulated, nor those that don't fit the memory. Ranks share cores evenly for that: none is
-    to be chosen for the luck of its draw.
+    best time so far are not simulated, nor those that don't fit the memory. Cores and links are shared evenly for that:
+    none is to be chosen for the luck of its draw.
     Raises DeviceMemoryError if none fits, RequestError if those that do are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
@@ -69,7 +69,7 @@ def choose(request: Request) -> Choice:
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     ordered = [rows[i] for i in sorted(rows)]
-    if request.cluster.turn_s(best.problem.n):
+    if request.cluster.turn_s(best.problem.n) or request.cluster.ahead_bytes(best.problem.n):
         best = _simulated(best, request.cluster)
     return replace(best, candidates=ordered) if len(variants) > 1 else best
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sp_bench.calibrating.kernels import kernel_for
 from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s, messages_lasting
-from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges, Samples, Setting
+from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges, Samples, Setting, middle
 from sp_bench.measure.pool import report
 from sp_bench.plan import DOWN, FIELDS, Chunk, Group, Plan, Problem, Steps, layout_named, receive_next
 from sp_bench.run.buffers import Buffers
@@ -21,7 +21,7 @@ from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 8
-"""Messages for each repetition."""
+"""Messages, or pairs of them, for each repetition."""
 MOST_HOPS = 4
 """Of an execution."""
 
@@ -32,6 +32,7 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
     transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting, min(setting.sizes))
     ring = (rank + ranks_per_host) % n, (rank - ranks_per_host) % n
     messages = {size: Message(transport, size) for size in setting.exchange_bytes}
+    pairs = Pairs(transport, middle(list(messages)), ranks_per_host)
     rounds = {size: Rounds(setting, transport, size, ranks_per_host) for size in sorted({min(messages), max(messages)})}
     for repetition in range(1 + setting.repetitions):
         kept = found if repetition else Exchanges()
@@ -50,6 +51,11 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
+        report((repetition, "pairs"))
+        if n >= 3 * ranks_per_host:
+            firsts, _ = beside_blocks(block_s, pairs)
+            kept.first_of_two += firsts
+            dist.barrier()
         for size, hops in rounds.items():
             report((repetition, "rounds", size))
             times = messages_lasting(setting.crowd_s, hops.messages * kept.idle_s[size][-1], least=1)
@@ -61,6 +67,33 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
             if size == max(rounds):
                 kept.beside_spread += spread(blocks_s)
     return found
+
+
+class Pairs:
+    """Messages to the next host and to the one after it, both at once, each by a lane of its own."""
+
+    def __init__(self, transport: GlooTransport, size: int, ranks_per_host: int) -> None:
+        rank, n = dist.get_rank(), dist.get_world_size()
+        self._exchanges = [
+            partial(Message(transport, size, lane).exchange, (rank + far) % n, (rank - far) % n)
+            for lane, far in enumerate((ranks_per_host, 2 * ranks_per_host))
+        ]
+
+    def __call__(self) -> Samples:
+        """When the first has come and gone over when both have, by pair; each begins with the last one's end."""
+        found = []
+        with lane_threads(2) as lanes:
+            for _ in range(IN_A_ROW):
+                started = time.perf_counter()
+                ends = lanes.map(_ended, self._exchanges)
+                first, last = sorted(end - started for end in ends)
+                found.append(first / last)
+        return found
+
+
+def _ended(call: Callable[[], object]) -> float:
+    call()
+    return time.perf_counter()
 
 
 class Rounds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sp_bench.calibrating.cluster_file import rounded, scaled
-from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges
+from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges, middle
 from sp_bench.machine import cores_here
 from sp_bench.simulate.hosts import Hosts
 
@@ -17,6 +18,9 @@ UNSHAPED_BYTES_PER_S = 1e11
 """More than any machine's cores can carry."""
 SLOWER = 4
 """The links are measured at their rate and at this fraction of it."""
+
+NORMAL_MEDIAN = 0.6745
+"""Of the sizes of normal numbers, in standard deviations."""
 
 MediansS = Mapping[tuple[float, int], float]
 """Seconds of the slowest rank, by what of its link's rate each rank had, bytes/s, and the bytes of the message."""
@@ -66,9 +70,12 @@ def with_hosts(
     taken = [_taken(ranks, hosts, long) for ranks in shaped.values()]
     by_byte = [(rate, max(cores - message_core_s * rate / long, 0.0)) for rate, cores in taken]
     link_cores, byte_core_s = cores_of_links(by_byte)
+    firsts = [first for ranks in shaped.values() for rank in ranks for first in rank.first_of_two]
+    pair_bytes = middle(list(at[0].beside_s))
     measured = replace(
         hosts,
         turn_s=rounded(turn_s),
+        ahead_bytes=rounded(ahead_bytes(firsts, pair_bytes)),
         byte_core_s=rounded(byte_core_s),
         link_cores=rounded(link_cores),
         message_core_s=rounded(message_core_s),
@@ -89,6 +96,8 @@ def with_hosts(
         + (", too few where cores were idle" if len(at) < cores_here() else ""),
         "hosts.message_core_s": f"how much more of the cores each byte takes so in messages of {short} bytes than in "
         f"those of {long}, which the others are from",
+        "hosts.ahead_bytes": f"how unevenly two messages of {pair_bytes} bytes at once, to the next host and the one "
+        f"after it, shared these links beside blocks: by when the first had come of {len(firsts)} pairs",
         **crowd_sources,
     }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
@@ -140,6 +149,18 @@ def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if bytes_per_s > low_bytes_per_s:
         byte_core_s = min(max((cores - low) / (bytes_per_s - low_bytes_per_s), 0.0), byte_core_s)
     return max(cores - byte_core_s * bytes_per_s, 0.0), byte_core_s
+
+
+def ahead_bytes(first_of_two: Sequence[float], size: int) -> float:
+    """The bytes of messages times the standard deviation of the logarithm of the shares that they get of a link.
+
+    From pairs of messages of that size that shared one: when the first had come, over when both had. It then had
+    1 / (2 x that) of the link, and of two such numbers' ratio the logarithm deviates sqrt(2) times as much. 0 of none.
+    """
+    if not first_of_two:
+        return 0.0
+    share = 1 / (2 * np.clip(first_of_two, 0.51, 1.0))
+    return size * float(np.median(np.log(share / (1 - share)))) / NORMAL_MEDIAN / math.sqrt(2)
 
 
 def _taken(ranks: Sequence[Exchanges], hosts: Hosts, size: int) -> tuple[float, float]:

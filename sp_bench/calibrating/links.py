@@ -30,8 +30,6 @@ ROUNDS = 4
 """For each repetition: messages are shorter than blocks, and vary more."""
 T = TypeVar("T")
 COUNTED_AS = (("calibrate", "message", "message"),)
-TURN = Turn(lane=0, number=0)
-"""One for all: nothing is posted ahead."""
 
 
 def measure_links(setting: Setting) -> Links:
@@ -66,23 +64,23 @@ def mean_s(call: Callable[..., object], *arguments: int, times: int = MESSAGES) 
 class Message:
     """A message of so many bytes, out and in."""
 
-    def __init__(self, transport: GlooTransport, size: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: GlooTransport, size: int, lane: int = 0) -> None:
+        self._transport, self._turn = transport, Turn(lane, 0)  # nothing is posted ahead
         self._out, self._into = (torch.zeros(size // 4, dtype=torch.float32) for _ in range(2))
 
     def exchange(self, target: int, source: int) -> None:
         """Send to one rank and receive from another, both at once."""
-        works = self._transport.receive(TURN, source, (self._into,))
-        for work in [*works, *self._transport.send(TURN, target, (self._out,), COUNTED_AS)]:
+        works = self._transport.receive(self._turn, source, (self._into,))
+        for work in [*works, *self._transport.send(self._turn, target, (self._out,), COUNTED_AS)]:
             work.wait()
 
     def to_and_fro(self, rank: int) -> None:
         """Rank 0 sends to rank 1 and gets the message back."""
         for sender in (0, 1):
             if rank == sender:
-                works = self._transport.send(TURN, 1 - rank, (self._out,), COUNTED_AS)
+                works = self._transport.send(self._turn, 1 - rank, (self._out,), COUNTED_AS)
             else:
-                works = self._transport.receive(TURN, 1 - rank, (self._into,))
+                works = self._transport.receive(self._turn, 1 - rank, (self._into,))
             for work in works:
                 work.wait()
 

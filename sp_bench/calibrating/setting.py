@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SPREAD_BLOCKS = 4
@@ -9,6 +10,11 @@ SPREAD_BLOCKS = 4
 
 Samples = list[float]
 """Seconds, or what is done a second, one for each repetition."""
+
+
+def middle(sizes: Sequence[int]) -> int:
+    """The size of messages that are sent in pairs."""
+    return sorted(sizes)[len(sizes) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +101,9 @@ class Exchanges:
     """What this rank sent in executions without blocks, by the bytes of a message: the shortest and the longest."""
     beside_blocks_per_s: dict[int, Samples] = field(default_factory=dict)
     """Small blocks beside these."""
+    first_of_two: Samples = field(default_factory=list)
+    """Of two messages from two hosts at once, beside blocks: when the first had come, over when both had; empty where
+    there are no three hosts."""
     beside_spread: Samples = field(default_factory=list)
     """Beside the longest, the variance of the time of SPREAD_BLOCKS in a row over its mean's square; empty where blocks
     are few."""

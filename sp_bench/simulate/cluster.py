@@ -108,6 +108,10 @@ class Cluster:
         crowded = self.hosts and self.cores and self.cores < ranks <= MOST_IN_TURNS
         return self.hosts.turn_s if self.hosts and crowded else 0.0
 
+    def ahead_bytes(self, ranks: int) -> float:
+        """How unevenly messages between hosts share links; 0 for more than MOST_IN_TURNS ranks."""
+        return self.hosts.ahead_bytes if self.hosts and ranks <= MOST_IN_TURNS else 0.0
+
     @property
     def posts_ahead(self) -> bool:
         """Whether lanes post what they can of transfers ahead of their turn, as they do over gloo: their receives
@@ -117,8 +121,8 @@ class Cluster:
 
     @property
     def even(self) -> Cluster:
-        """The same with cores that ranks share evenly."""
-        return replace(self, hosts=replace(self.hosts, turn_s=0.0)) if self.hosts else self
+        """The same with cores and links that are shared evenly."""
+        return replace(self, hosts=replace(self.hosts, turn_s=0.0, ahead_bytes=0.0)) if self.hosts else self
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
         """What ranks need at least for the work that each has, alone on a core or device: (n,)."""

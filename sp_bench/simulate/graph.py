@@ -41,7 +41,7 @@ from sp_bench.plan import (
 )
 from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph, Timing
-from sp_bench.simulate.noise import Noise, Turns
+from sp_bench.simulate.noise import Noise, Shares, Turns
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
@@ -221,13 +221,14 @@ class _Builder:
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
-        turn_s = cluster.turn_s(problem.n)
-        noisy = cluster.stragglers.jitter > 0 or turn_s > 0
+        turn_s, ahead_bytes = cluster.turn_s(problem.n), cluster.ahead_bytes(problem.n)
+        noisy = max(cluster.stragglers.jitter, turn_s, ahead_bytes) > 0
         moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
         for op in plan.ops if moves else ():
             moves = that_leave(moves, self._costs(op))
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
         self.turns = Turns(turn_s, cluster.stragglers.seed, plan.phase)
+        self.shares = Shares(ahead_bytes, cluster.stragglers.seed, plan.phase)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
         ahead = cluster.posts_ahead
@@ -364,7 +365,8 @@ class _Builder:
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
             deps = [*before, *(ended[path.target] for ended in posted), *begun]
-            flow = sum(sizes.values()), self._over_cores(path, sizes)
+            sent = np.broadcast_to(sum(sizes.values()), self.ranks.size)
+            flow = sent, self._over_cores(path, sizes), self.shares(sent)
             tasks.append(self.rows.add(latency_s + staged_s, deps, *flow))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for

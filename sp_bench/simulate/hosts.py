@@ -21,6 +21,7 @@ OPTIONAL = (
     "link_cores",
     "message_core_s",
     "turn_s",
+    "ahead_bytes",
     "transfers_first",
 )
 OF_CORES = ("byte_core_s", "link_cores", "message_core_s")
@@ -62,6 +63,8 @@ class Hosts:
     turn_s: float = 0.0
     """Where ranks share cores, these are handed over in turns of about so long, so that blocks don't get the same
     (noise.Turns)."""
+    ahead_bytes: float = 0.0
+    """By so many bytes one of several messages that share a link is ahead of another (noise.Shares)."""
     transfers_first: bool = True
     """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none. Simulated
     ones always do."""
@@ -111,4 +114,4 @@ def _value(path: str, key: str, value: Any) -> Any:
         return value
     if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
         return count(path, value)
-    return number(path, value, zero=key.endswith("latency_s") or key in (*OF_CORES, "turn_s"))
+    return number(path, value, zero=key.endswith("latency_s") or key in (*OF_CORES, "turn_s", "ahead_bytes"))

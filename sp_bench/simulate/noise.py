@@ -39,6 +39,25 @@ class Turns:
         return _log_normal(self.generator, variance, work_s.size)
 
 
+class Shares:
+    """What messages get of a link that they share: queues let some go ahead of others, by about so many bytes.
+
+    A message of b bytes gets shares whose logarithms have a standard deviation of ahead_bytes / b, and of 1 where it is
+    shorter than that. One that has a link for itself gets all of it.
+    """
+
+    def __init__(self, ahead_bytes: float, seed: int, phase: str) -> None:
+        self.ahead_bytes = ahead_bytes
+        self.generator = np.random.default_rng([seed, 1 + len(PHASES) + PHASES.index(phase)])
+
+    def __call__(self, sent: np.ndarray) -> np.ndarray | float:
+        """Weights around 1 of messages of so many bytes."""
+        if not self.ahead_bytes:
+            return 1.0
+        variance = (self.ahead_bytes / np.maximum(sent, self.ahead_bytes)) ** 2
+        return _log_normal(self.generator, variance, sent.size)
+
+
 def _log_normal(generator: np.random.Generator, variance: np.ndarray | float, size: int) -> np.ndarray:
     """Numbers with a mean of 1 whose logarithms have that variance."""
     return np.exp(generator.normal(-variance / 2, np.sqrt(variance), size))

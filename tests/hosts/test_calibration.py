@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,14 @@ from sp_bench.calibrate import CLUSTERS, main
 from sp_bench.calibrating import hosts_file
 from sp_bench.calibrating.cluster_file import cluster_config
 from sp_bench.calibrating.exchanges import spread
-from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, cores_of_links, fit, link_rates, with_hosts
+from sp_bench.calibrating.hosts_file import (
+    UNSHAPED_BYTES_PER_S,
+    ahead_bytes,
+    cores_of_links,
+    fit,
+    link_rates,
+    with_hosts,
+)
 from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
 from sp_bench.simulate import Cluster
@@ -51,6 +59,7 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
                 beside_blocks_per_s={
                     size: [factor * x / 1.5 * rest for x in (20.0, 10.0, 1.0)] for size, rest in kept.items()
                 },
+                first_of_two=[1 / (2 * 0.6)] * 3,
                 beside_spread=[factor * x for x in (0.01, 0.02, 0.5)],
             )
             for factor in (0.5, 1.0)
@@ -74,6 +83,8 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.hosts.link_cores == pytest.approx(LINK_CORES, rel=1e-3)
     assert found.hosts.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
     assert found.hosts.message_core_s == pytest.approx(MESSAGE_CORE_S, rel=1e-3)
+    size = max(SETTING.exchange_bytes)  # the middle one of two
+    assert found.hosts.ahead_bytes == pytest.approx(size * math.log(1.5) / 0.6745 / math.sqrt(2), rel=1e-3)
     alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
     p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
     p = replace(p, heads=SETTING.heads, kv_heads=SETTING.heads, head_dim=SETTING.head_dim)
@@ -134,6 +145,16 @@ def test_the_spread_of_blocks_is_that_of_several_in_a_row() -> None:
     assert spread([1.0] * 11) == []
 
 
+def test_by_how_much_one_message_is_ahead_of_another() -> None:
+    """Shares of normal logarithms come back from when the first of two had come, as far as a median tells."""
+    shares = np.exp(0.25 * np.random.default_rng(0).standard_normal((20_000, 2)))
+    first = 0.5 / (shares.max(axis=1) / shares.sum(axis=1))
+    assert ahead_bytes(first.tolist(), 1000) == pytest.approx(250, rel=0.02)
+    assert ahead_bytes([1.0, 1.0, 0.6], 1000) == 0.0
+    assert ahead_bytes([], 1000) == 0.0
+    assert ahead_bytes([0.1], 1000) < 5000, "one that had come before it could by its link"
+
+
 def test_what_links_take_of_cores_is_by_byte_and_by_link() -> None:
     assert cores_of_links([(25e6, 0.085), (6.25e6, 0.0475)]) == pytest.approx((0.035, 2e-9))
     assert cores_of_links([(1e6, 0.01), (4e6, 0.04)]) == pytest.approx((0, 1e-8))
@@ -167,7 +188,7 @@ def test_cores_that_nothing_keeps_busy_still_have_a_rate() -> None:
 def test_hosts_are_calibrated(tmp_path: Path) -> None:
     """By the same command, into a file for the same hosts."""
     path = tmp_path / "cluster" / "box.yaml"
-    assert main(["cluster=shaped", "quick=true", "ranks=2", "head_dim=16", "heads=2", f"out={path}"]) == 0
+    assert main(["cluster=shaped", "quick=true", "ranks=3", "head_dim=16", "heads=2", f"out={path}"]) == 0
     config = yaml.safe_load(path.read_text())
     cluster, shaped = Cluster.build(config), yaml.safe_load((CLUSTERS / "shaped.yaml").read_text())["hosts"]
     measured = {
@@ -178,6 +199,7 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
         "link_cores",
         "message_core_s",
         "turn_s",
+        "ahead_bytes",
         "crowd_latency_s",
     }
     assert cluster.hosts and cluster.topology.gpus_per_node == shaped["ranks_per_host"]

@@ -12,6 +12,7 @@ from sp_bench.plan import COMPUTE_BOUND
 from sp_bench.simulate import Cluster, Run, simulate
 from sp_bench.simulate.cluster import MOST_IN_TURNS
 from sp_bench.simulate.hosts import Hosts
+from sp_bench.simulate.noise import Shares
 from sp_bench.simulate.stragglers import Stragglers
 from tests.simulate.test_simulate import block_s, cluster, problem
 
@@ -187,6 +188,37 @@ def test_nobody_waits_for_a_turn_on_cores_of_their_own_nor_where_ranks_are_too_m
     uneven, _ = ring(n, in_turns(cores, block))
     assert uneven.makespan_s == even.makespan_s
     assert uneven.graph.quotient.ranks.size < n
+
+
+def queued(name: str, n: int, ahead_bytes: float, seed: int = 0) -> Run:
+    """A method on hosts whose links let some messages go ahead of others by so many bytes."""
+    p, where = problem(n, tokens=1024), on_hosts(n, 1e6, 0.0)
+    assert where.hosts
+    where = replace(where, hosts=replace(where.hosts, ahead_bytes=ahead_bytes), stragglers=Stragglers(seed=seed))
+    return simulate(build(name, {}).plan(p, "forward", where.profile(p)), p, where)
+
+
+def test_messages_that_share_a_link_go_ahead_of_one_another() -> None:
+    """TokenRing sends Q and O at once: both are there when the slower one is. A ring has each link for itself."""
+    o_bytes = problem(8, tokens=1024).chunk_bytes("o", wire=True)
+    even = queued("tokenring", 8, 0.0)
+    late_s = [queued("tokenring", 8, 0.3 * o_bytes, seed).makespan_s / even.makespan_s - 1 for seed in range(4)]
+    later_s = [queued("tokenring", 8, 0.6 * o_bytes, seed).makespan_s / even.makespan_s - 1 for seed in range(4)]
+    assert 0 < np.mean(late_s) < np.mean(later_s) < 0.5
+    assert len(set(late_s)) == 4
+    assert queued("tokenring", 8, 0.3 * o_bytes, 3).makespan_s == (1 + late_s[3]) * even.makespan_s
+    assert queued("ring", 8, 0.6 * o_bytes).makespan_s == pytest.approx(queued("ring", 8, 0.0).makespan_s, rel=1e-9)
+    many = 2 * MOST_IN_TURNS
+    assert queued("tokenring", many, o_bytes).makespan_s == queued("tokenring", many, 0.0).makespan_s
+
+
+def test_shares_of_longer_messages_differ_less() -> None:
+    shares = Shares(1000.0, 0, "forward")
+    for size, deviation in ((500.0, 1.0), (1000.0, 1.0), (10_000.0, 0.1)):
+        drawn = shares(np.full(20_000, size))
+        assert np.std(np.log(drawn)) == pytest.approx(deviation, rel=0.03)
+        assert np.mean(drawn) == pytest.approx(1.0, abs=0.03)
+    assert Shares(0.0, 0, "forward")(np.ones(3)) == 1.0
 
 
 @pytest.mark.parametrize("name", ["ring", "mesh", "ulysses", "tokenring", "startrail"])
