@@ -16,7 +16,7 @@ from sp_bench import records
 from sp_bench.bench.values import choice, truth, whole
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
 from sp_bench.calibrating.gpu_file import MARK, base_cluster, gpu_cluster_config
-from sp_bench.calibrating.hosts_file import link_rates, with_hosts
+from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, link_rates, with_hosts
 from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.errors import RequestError, unknown
@@ -236,7 +236,7 @@ def _measure_hosts(setting: Setting, ranks: int, described: Hosts) -> dict[float
         host_of = [rank // hosts.ranks_per_host for rank in range(ranks)]
         with RankPool(ranks, hosts=ShapedHosts(hosts, host_of)) as pool:
             job = "sp_bench.calibrating.exchanges:measure_exchanges"
-            found[rate] = pool.run(job, setting, hosts.ranks_per_host)
+            found[rate] = pool.run(job, setting, hosts.ranks_per_host, rate != UNSHAPED_BYTES_PER_S)
     return found
 
 

@@ -195,8 +195,9 @@ def test_cores_are_simulated_as_fast_as_they_are() -> None:
 def test_a_point_is_simulated_as_it_was_measured() -> None:
     """In the variant that its cluster's own figures choose, though slower cores may have a better one."""
     keys = ["cluster=shaped", "gpus=8", "seqlen=4k", "heads=8", "head_dim=64", "dtype=float32", "causal=false"]
+    even = ["cluster.hosts.turn_s=0", "cluster.hosts.ahead_bytes=0"]
     with Composer() as composer:
-        config = composer.compose([*keys, "mode=simulate", "method=startrail", "cluster.hosts.turn_s=0"])
+        config = composer.compose([*keys, "mode=simulate", "method=startrail", *even])
         in_turns = composer.compose([*keys, "mode=simulate", "method=startrail", "seed=1"])
     request = resolve(config)
     as_it_is = {phase: 1e3 * run.makespan_s for phase, run in choose(request).runs.items()}

@@ -21,19 +21,23 @@ from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 IN_A_ROW = 8
-"""Messages, or pairs of them, for each repetition."""
+"""Messages, or pairs of them, for each repetition; of messages beside blocks at least so many."""
 MOST_HOPS = 4
-"""Of an execution."""
+"""Of an execution with the longest messages, which take long."""
 
 
-def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
-    """What this rank sees while every rank sends to the next host. The first repetition is a warm-up and dropped."""
+def measure_exchanges(setting: Setting, ranks_per_host: int, limited: bool) -> Exchanges:
+    """What this rank sees while every rank sends to the next host. The first repetition is a warm-up and dropped.
+
+    Where links are not `limited`, only how long messages take.
+    """
     rank, n, found = dist.get_rank(), dist.get_world_size(), Exchanges()
     transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting, min(setting.sizes))
     ring = (rank + ranks_per_host) % n, (rank - ranks_per_host) % n
     messages = {size: Message(transport, size) for size in setting.exchange_bytes}
-    pairs = Pairs(transport, middle(list(messages)), ranks_per_host)
-    rounds = {size: Rounds(setting, transport, size, ranks_per_host) for size in sorted({min(messages), max(messages)})}
+    short, long = min(messages), max(messages)
+    pairs = Pairs(transport, middle(setting.exchange_bytes), ranks_per_host)
+    rounds = {size: Rounds(setting, transport, size, ranks_per_host, size == long) for size in sorted({short, long})}
     for repetition in range(1 + setting.repetitions):
         kept = found if repetition else Exchanges()
         if rank == 0:
@@ -43,69 +47,67 @@ def measure_exchanges(setting: Setting, ranks_per_host: int) -> Exchanges:
         dist.barrier()
         for size, message in messages.items():
             report((repetition, size))
-            exchange_s = partial(mean_s, message.exchange, *ring, times=IN_A_ROW)
+            exchange_s = partial(mean_s, message.exchange, *ring)
             with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
-                idle_s = lane.submit(exchange_s).result()
+                idle_s = lane.submit(exchange_s, times=IN_A_ROW).result()
             dist.barrier()
-            beside_s, _ = beside_blocks(block_s, exchange_s)
+            times = messages_lasting(setting.crowd_s / len(messages), idle_s, least=IN_A_ROW)
+            beside_s, _ = beside_blocks(block_s, partial(exchange_s, times=times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
-        report((repetition, "pairs"))
-        if n >= 3 * ranks_per_host:
+        if limited and n >= 3 * ranks_per_host:
+            report((repetition, "pairs"))
             firsts, _ = beside_blocks(block_s, pairs)
             kept.first_of_two += firsts
             dist.barrier()
-        for size, hops in rounds.items():
+        for size, hops in rounds.items() if limited else ():
             report((repetition, "rounds", size))
-            times = messages_lasting(setting.crowd_s, hops.messages * kept.idle_s[size][-1], least=1)
+            times = messages_lasting(setting.crowd_s, hops.bytes / size * kept.idle_s[size][-1], least=1)
             round_s, blocks_s = beside_blocks(block_s, partial(mean_s, hops, times=times))
             dist.barrier()
-            kept.rounds_bytes_per_s.setdefault(size, []).append(hops.messages * size / round_s)
+            kept.rounds_bytes_per_s.setdefault(size, []).append(hops.bytes / round_s)
             per_s = len(blocks_s) / sum(blocks_s) if blocks_s else 0.0
             kept.beside_blocks_per_s.setdefault(size, []).append(per_s)
-            if size == max(rounds):
+            if size == long:
                 kept.beside_spread += spread(blocks_s)
+    for hops in rounds.values():
+        hops.close()
     return found
 
 
 class Pairs:
-    """Messages to the next host and to the one after it, both at once, each by a lane of its own."""
+    """A message from the host before and one from the host before that, both at once, each by a lane of its own."""
 
     def __init__(self, transport: GlooTransport, size: int, ranks_per_host: int) -> None:
         rank, n = dist.get_rank(), dist.get_world_size()
         self._exchanges = [
-            partial(Message(transport, size, lane).exchange, (rank + far) % n, (rank - far) % n)
+            partial(Message(transport, size, lane).came, (rank + far) % n, (rank - far) % n)
             for lane, far in enumerate((ranks_per_host, 2 * ranks_per_host))
         ]
 
     def __call__(self) -> Samples:
-        """When the first has come and gone over when both have, by pair; each begins with the last one's end."""
+        """When the first has come over when both have, by pair. All ranks begin each of them together."""
         found = []
         with lane_threads(2) as lanes:
             for _ in range(IN_A_ROW):
+                dist.barrier()
                 started = time.perf_counter()
-                ends = lanes.map(_ended, self._exchanges)
-                first, last = sorted(end - started for end in ends)
+                ends = [lanes.submit(exchange) for exchange in self._exchanges]
+                first, last = sorted(end.result() - started for end in ends)
                 found.append(first / last)
         return found
-
-
-def _ended(call: Callable[[], object]) -> float:
-    call()
-    return time.perf_counter()
 
 
 class Rounds:
     """Executions in which KV goes on from host to host: each hop is of two messages, by a lane as in any plan."""
 
-    def __init__(self, setting: Setting, transport: GlooTransport, size: int, ranks_per_host: int) -> None:
-        """`size` is the bytes of a message."""
+    def __init__(self, setting: Setting, transport: GlooTransport, size: int, ranks_per_host: int, few: bool) -> None:
+        """`size` is about the bytes of a message."""
         n, dtype = dist.get_world_size(), "float32"
-        tokens = size // (4 * setting.kv_heads * setting.head_dim)
         problem = Problem(
             n=n,
-            seqlen=n * tokens,
+            seqlen=n * max(size // (4 * setting.kv_heads * setting.head_dim), 1),
             heads=setting.heads,
             kv_heads=setting.kv_heads,
             head_dim=setting.head_dim,
@@ -113,22 +115,29 @@ class Rounds:
             dtype=dtype,
             layout=layout_named("contiguous", causal=False),
         )
-        plan, device = round_of(n, ranks_per_host), torch.device("cpu")
+        hops = n // ranks_per_host - 1
+        plan, device = round_of(n, ranks_per_host, min(hops, MOST_HOPS) if few else hops), torch.device("cpu")
         kernel, buffers = kernel_for(setting, dtype), Buffers(problem, device)
         self._execute = Executor(plan, problem, dist.get_rank(), transport, kernel, buffers, device)
         own = tuple(torch.zeros(problem.field_shape(field)) for field in FIELDS["kv"])
         self._inputs = dict.fromkeys(plan.starts_with, own)
-        self.messages = len(plan.ops) * len(own)
+        self.bytes = len(plan.ops) * sum(x.nbytes for x in own)
         """That a rank sends in each."""
 
     def __call__(self) -> None:
         self._execute(self._inputs, Does.COMMUNICATION)
 
+    def close(self) -> None:
+        """End its lane's thread."""
+        self._execute.close()
 
-def round_of(n: int, ranks_per_host: int) -> Plan:
+
+def round_of(n: int, ranks_per_host: int, hops: int) -> Plan:
     """KV of every rank goes to the rank of the same place on the next hosts, one after the other."""
     kv, steps = Chunk("kv", 0, Group(ranks_per_host, n // ranks_per_host, DOWN)), Steps()
-    steps.do(*(receive_next(kv, hop, lane="kv") for hop in range(min(kv.home.size - 1, MOST_HOPS))))
+    for hop in range(hops):
+        steps.next()
+        steps.do(receive_next(kv, hop, lane="kv"))
     return steps.plan("forward", n, inputs=(kv,), outputs=())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,8 @@ UNSHAPED_BYTES_PER_S = 1e11
 SLOWER = 4
 """The links are measured at their rate and at this fraction of it."""
 
-NORMAL_MEDIAN = 0.6745
-"""Of the sizes of normal numbers, in standard deviations."""
-
+NORMAL_90 = 1.645
+"""Standard deviations from the mean that nine of ten normal numbers keep within."""
 MediansS = Mapping[tuple[float, int], float]
 """Seconds of the slowest rank, by what of its link's rate each rank had, bytes/s, and the bytes of the message."""
 
@@ -51,6 +50,13 @@ def fit(medians_s: MediansS, payload_share: float | None = None) -> Messages:
     return Messages(latency_s=latency_s, payload_share=1 / slope, off=float(off))
 
 
+class Figures(NamedTuple):
+    """Some keys of a cluster file's hosts, and where they come from."""
+
+    values: dict[str, float]
+    sources: dict[str, str]
+
+
 def with_hosts(
     config: Mapping[str, Any], hosts: Hosts, exchanges: Mapping[float, Sequence[Exchanges]]
 ) -> dict[str, Any]:
@@ -64,69 +70,59 @@ def with_hosts(
     beside = fit(_medians_s(shaped, hosts, "beside_s"), idle.payload_share)
     all_cores_per_s = min(cores_here(), len(at)) * np.array(at[0].alone_blocks_per_s)
     crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
-    crowd_latency_s, turn_s, crowd_sources = _crowd(shaped, beside.latency_s - idle.latency_s, crowding)
-    short, long = min(at[0].beside_blocks_per_s), max(at[0].beside_blocks_per_s)
-    message_core_s = _message_core_s({size: _taken(at, hosts, size) for size in (short, long)})
-    taken = [_taken(ranks, hosts, long) for ranks in shaped.values()]
-    by_byte = [(rate, max(cores - message_core_s * rate / long, 0.0)) for rate, cores in taken]
-    link_cores, byte_core_s = cores_of_links(by_byte)
-    firsts = [first for ranks in shaped.values() for rank in ranks for first in rank.first_of_two]
-    pair_bytes = middle(list(at[0].beside_s))
-    measured = replace(
-        hosts,
-        turn_s=rounded(turn_s),
-        ahead_bytes=rounded(ahead_bytes(firsts, pair_bytes)),
-        byte_core_s=rounded(byte_core_s),
-        link_cores=rounded(link_cores),
-        message_core_s=rounded(message_core_s),
-        payload_share=rounded(idle.payload_share),
-        latency_s=rounded(idle.latency_s),
-        crowd_latency_s=rounded(crowd_latency_s),
-        flow_bytes_per_s=rounded(_most_bytes_per_s(_medians_s({1.0: unshaped}, hosts, "beside_s"))),
+    found = (
+        _of_links(shaped, idle, beside),
+        Figures(
+            {"flow_bytes_per_s": _most_bytes_per_s(_medians_s({1.0: unshaped}, hosts, "beside_s"))},
+            {"hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks"},
+        ),
+        _of_crowds(shaped, beside.latency_s - idle.latency_s, crowding),
+        _of_cores(shaped, hosts),
+        _of_queues(shaped),
     )
-    sources = {
-        "hosts.payload_share, hosts.latency_s": f"{len(at)} ranks, each to the next host at once, {_sizes(at)} bytes "
-        f"over links of {' and '.join(f'{rate:g}' for rate in shaped)} bytes/s: medians of the slowest rank, met "
-        f"within {idle.off:.0%}, and within {beside.off:.0%} while all ranks compute blocks",
-        "hosts.flow_bytes_per_s": "that between links which limit nothing: what the cores carry beside blocks",
-        "rates": f"{config['sources']['rates']}; then all divided by {crowding:.3f}, by which a block takes longer "
-        f"than its share of the cores explains where {len(at)} ranks compute at once",
-        "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all pass KV on, "
-        f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
-        + (", too few where cores were idle" if len(at) < cores_here() else ""),
-        "hosts.message_core_s": f"how much more of the cores each byte takes so in messages of {short} bytes than in "
-        f"those of {long}, which the others are from",
-        "hosts.ahead_bytes": f"how unevenly two messages of {pair_bytes} bytes at once, to the next host and the one "
-        f"after it, shared these links beside blocks: by when the first had come of {len(firsts)} pairs",
-        **crowd_sources,
-    }
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
-    kept_sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}
+    sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}
+    sources["rates"] += (
+        f"; then all divided by {crowding:.3f}, by which a block takes longer than its share of the cores explains "
+        f"where {len(at)} ranks compute at once"
+    )
+    values = {key: rounded(value) for figures in found for key, value in figures.values.items()}
     return {
         **kept,
-        "hosts": asdict(measured),
+        "hosts": asdict(replace(hosts, **values)),
         "intra": config["intra"],
         "device": {
             **config["device"],
             "rates": {name: scaled(table, 1 / crowding) for name, table in config["device"]["rates"].items()},
             "transfer_slowdown": 0.0,  # but for what they take of the cores
         },
-        "sources": {**kept_sources, **sources},
+        "sources": {**sources, **{key: source for figures in found for key, source in figures.sources.items()}},
     }
 
 
-def _crowd(
-    shaped: Mapping[float, Sequence[Exchanges]], longer_s: float, crowding: float
-) -> tuple[float, float, dict[str, str]]:
-    """What comes of more ranks than cores: hosts.crowd_latency_s, hosts.turn_s, and the sources of both.
+def _of_links(shaped: Mapping[float, Sequence[Exchanges]], idle: Messages, beside: Messages) -> Figures:
+    """What messages get of their links, and wait."""
+    ranks = next(iter(shaped.values()))
+    source = (
+        f"{len(ranks)} ranks, each to the next host at once, {_sizes(ranks)} bytes over links of "
+        f"{' and '.join(f'{rate:g}' for rate in shaped)} bytes/s: medians of the slowest rank, met within "
+        f"{idle.off:.0%}, and within {beside.off:.0%} while all ranks compute blocks"
+    )
+    values = {"payload_share": idle.payload_share, "latency_s": idle.latency_s}
+    return Figures(values, {"hosts.payload_share, hosts.latency_s": source})
+
+
+def _of_crowds(shaped: Mapping[float, Sequence[Exchanges]], longer_s: float, crowding: float) -> Figures:
+    """What comes of more ranks than cores.
 
     Messages take `longer_s` more while all ranks compute, and blocks `crowding` times the work that they are alone.
     """
     at = next(iter(shaped.values()))
     more = len(at) / cores_here() - 1  # to a core, beyond the first
+    keys = ("crowd_latency_s", "turn_s")
     if more <= 0:
         none = "none: each rank had a core of its own"
-        return 0.0, 0.0, {"hosts.crowd_latency_s": none, "hosts.turn_s": none}
+        return Figures(dict.fromkeys(keys, 0.0), {f"hosts.{key}": none for key in keys})
     spreads = [spread for ranks in shaped.values() for rank in ranks for spread in rank.beside_spread]
     row_s = SPREAD_BLOCKS * crowding / float(np.median(at[0].alone_blocks_per_s))
     turn_s = float(np.median(spreads)) * row_s if spreads else 0.0
@@ -136,7 +132,39 @@ def _crowd(
         "hosts.turn_s": f"how much the time of {SPREAD_BLOCKS} such blocks in a row spreads beside these messages: "
         f"median of {len(spreads)} variances over the mean time's square, times the {row_s:.2g} s of a core in them",
     }
-    return max(longer_s, 0.0) / more, turn_s, sources
+    return Figures({"crowd_latency_s": max(longer_s, 0.0) / more, "turn_s": turn_s}, sources)
+
+
+def _of_cores(shaped: Mapping[float, Sequence[Exchanges]], hosts: Hosts) -> Figures:
+    """What messages take of the cores."""
+    at = shaped[hosts.link_bytes_per_s]
+    short, long = min(at[0].beside_blocks_per_s), max(at[0].beside_blocks_per_s)
+    message_core_s = _message_core_s({size: _taken(at, hosts, size) for size in (short, long)})
+    taken = [_taken(ranks, hosts, long) for ranks in shaped.values()]
+    by_byte = [(rate, max(cores - message_core_s * rate / long, 0.0)) for rate, cores in taken]
+    link_cores, byte_core_s = cores_of_links(by_byte)
+    sources = {
+        "hosts.byte_core_s, hosts.link_cores": "what blocks on all ranks lose of the cores while all pass KV on, "
+        f"over these links: {' and '.join(f'{cores:.3f} for a link with {rate:.3g} bytes/s' for rate, cores in taken)}"
+        + (", too few where cores were idle" if len(at) < cores_here() else ""),
+        "hosts.message_core_s": f"how much more of the cores each byte takes so in messages of {short} bytes than in "
+        f"those of {long}, which the others are from",
+    }
+    values = {"byte_core_s": byte_core_s, "link_cores": link_cores, "message_core_s": message_core_s}
+    return Figures(values, sources)
+
+
+def _of_queues(shaped: Mapping[float, Sequence[Exchanges]]) -> Figures:
+    """How unevenly messages share links."""
+    firsts = [first for ranks in shaped.values() for rank in ranks for first in rank.first_of_two]
+    if not firsts:
+        return Figures({}, {"hosts.ahead_bytes": "not measured: it takes three hosts"})
+    size = middle(next(iter(shaped.values()))[0].beside_s)
+    source = (
+        f"how unevenly two messages of {size} bytes at once, to the next host and the one after it, shared these links "
+        f"beside blocks: by when the first had come of {len(firsts)} pairs"
+    )
+    return Figures({"ahead_bytes": ahead_bytes(firsts, size)}, {"hosts.ahead_bytes": source})
 
 
 def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -155,12 +183,11 @@ def ahead_bytes(first_of_two: Sequence[float], size: int) -> float:
     """The bytes of messages times the standard deviation of the logarithm of the shares that they get of a link.
 
     From pairs of messages of that size that shared one: when the first had come, over when both had. It then had
-    1 / (2 x that) of the link, and of two such numbers' ratio the logarithm deviates sqrt(2) times as much. 0 of none.
+    1 / (2 x that) of the link, and of two such numbers' ratio the logarithm deviates sqrt(2) times as much. By what
+    nine of ten pairs keep within, since steps wait for the slower message, and a few pairs meet something else.
     """
-    if not first_of_two:
-        return 0.0
     share = 1 / (2 * np.clip(first_of_two, 0.51, 1.0))
-    return size * float(np.median(np.log(share / (1 - share)))) / NORMAL_MEDIAN / math.sqrt(2)
+    return size * float(np.percentile(np.log(share / (1 - share)), 90)) / NORMAL_90 / math.sqrt(2)
 
 
 def _taken(ranks: Sequence[Exchanges], hosts: Hosts, size: int) -> tuple[float, float]:

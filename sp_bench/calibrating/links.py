@@ -74,6 +74,19 @@ class Message:
         for work in [*works, *self._transport.send(self._turn, target, (self._out,), COUNTED_AS)]:
             work.wait()
 
+    def came(self, target: int, source: int) -> float:
+        """The same; the time by the clock when it had come."""
+        receive, send = (
+            self._transport.receive(self._turn, source, (self._into,)),
+            self._transport.send(self._turn, target, (self._out,), COUNTED_AS),
+        )
+        for work in receive:
+            work.wait()
+        ended = time.perf_counter()
+        for work in send:
+            work.wait()
+        return ended
+
     def to_and_fro(self, rank: int) -> None:
         """Rank 0 sends to rank 1 and gets the message back."""
         for sender in (0, 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SPREAD_BLOCKS = 4
@@ -12,8 +12,9 @@ Samples = list[float]
 """Seconds, or what is done a second, one for each repetition."""
 
 
-def middle(sizes: Sequence[int]) -> int:
+def middle(sizes: Iterable[int]) -> int:
     """The size of messages that are sent in pairs."""
+    sizes = list(sizes)
     return sorted(sizes)[len(sizes) // 2]
 
 
@@ -98,12 +99,13 @@ class Exchanges:
     crowded_blocks_per_s: Samples = field(default_factory=list)
     """The same on every rank, without transfers."""
     rounds_bytes_per_s: dict[int, Samples] = field(default_factory=dict)
-    """What this rank sent in executions without blocks, by the bytes of a message: the shortest and the longest."""
+    """What this rank sent in executions of hops alone, beside blocks, by the bytes of a message: the shortest and the
+    longest."""
     beside_blocks_per_s: dict[int, Samples] = field(default_factory=dict)
-    """Small blocks beside these."""
+    """The same as crowded, beside these."""
     first_of_two: Samples = field(default_factory=list)
     """Of two messages from two hosts at once, beside blocks: when the first had come, over when both had; empty where
-    there are no three hosts."""
+    there are fewer than three hosts."""
     beside_spread: Samples = field(default_factory=list)
     """Beside the longest, the variance of the time of SPREAD_BLOCKS in a row over its mean's square; empty where blocks
     are few."""

@@ -2,7 +2,7 @@
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
-from sp_bench.plan.dataflow import Dataflow, Slot, Value, dataflow
+from sp_bench.plan.dataflow import Dataflow, Slot, Value, Waits, dataflow
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
 from sp_bench.plan.method import PHASES, Method, Sized
@@ -38,6 +38,7 @@ from sp_bench.plan.patterns import (
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_partial
 from sp_bench.plan.transfers import (
     Buffer,
+    Posted,
     Stage,
     adds_up,
     begun_early,
@@ -87,6 +88,7 @@ __all__ = [
     "Place",
     "Plan",
     "PlanError",
+    "Posted",
     "Problem",
     "Region",
     "Regions",
@@ -97,6 +99,7 @@ __all__ = [
     "Steps",
     "Transfer",
     "Value",
+    "Waits",
     "adds_up",
     "all_gather",
     "begun_early",

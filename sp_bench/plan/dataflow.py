@@ -15,6 +15,9 @@ from weakref import WeakKeyDictionary
 from sp_bench.plan.ops import BLOCKS, Bundle, Chunk, Fold, Join, Op, Plan, PlanError, Transfer
 from sp_bench.plan.problem import is_partial
 
+Waits = tuple[tuple[str, int], ...]
+"""(stream, index): the last operation of a stream that must have ended."""
+
 
 class Value(NamedTuple):
     """One content of a chunk. A chunk that is received again, or accumulated again after it was sent on, is another."""
@@ -35,12 +38,12 @@ class Slot(NamedTuple):
 class Dataflow:
     """What follows from a plan, for every rank alike."""
 
-    waits: tuple[tuple[tuple[str, int], ...], ...]
-    """For each operation, (stream, index): the last operation of each other stream that must have ended before it.
+    waits: tuple[Waits, ...]
+    """For each operation, what must have ended on each other stream before it.
 
     Operations of one stream end in plan order, so one index a stream is enough, and none is needed for its own.
     """
-    room: tuple[tuple[tuple[str, int], ...], ...]
+    room: tuple[Waits, ...]
     """The part of the waits after which there is room for what an operation writes, whatever it reads: a transfer can
     receive from then on, if those before it on its lane have ended or use other buffers, or, tensor by tensor, have
     come and gone. Buffers are few, so that after the first ones it is often all of the waits."""
@@ -182,7 +185,7 @@ def _waits(plan: Plan, reads: Values, writes: Values, before: dict[int, Value]) 
     return tuple(waits), tuple(room)
 
 
-def _latest(op: Op, hazards: Iterable[int], streams: list[str]) -> tuple[tuple[str, int], ...]:
+def _latest(op: Op, hazards: Iterable[int], streams: list[str]) -> Waits:
     latest: dict[str, int] = {}
     for other in hazards:
         latest[streams[other]] = max(other, latest.get(streams[other], -1))

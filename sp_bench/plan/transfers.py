@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from sp_bench.plan.dataflow import Value, dataflow
+from sp_bench.plan.dataflow import Value, Waits, dataflow
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.layout import Part
 from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Bundle, Chunk, Op, Pass, Plan, Transfer
@@ -99,30 +99,56 @@ def _sources(op: Op) -> set[tuple[object, ...]]:
     }
 
 
-def posted_ahead(plan: Plan, problem: Problem) -> dict[int, bool]:
+class Posted(NamedTuple):
+    """When a rank has posted the receives of a transfer ahead of its turn."""
+
+    beside: bool
+    """Whether that may be while the one before on its lane is under way."""
+    after: int | None
+    """The transfer of its lane that has ended then: the one before, or beside that the one before it; None if none."""
+    waits: Waits
+    """What has ended on other streams."""
+
+
+def posted_ahead(plan: Plan, problem: Problem) -> dict[int, Posted]:
     """Transfers whose receives can be posted before their rank has anything to send, once there is room for what comes.
 
-    True by those that can be posted while the one before on their lane is under way: they receive from the same ranks,
-    and into nothing that it receives into or sends from. Of two ranks that send at once each would have half of the
-    way, and others would wait for what they send next. A Pass that brings a result has no buffer before its turn.
+    Beside the one before on their lane if they receive from the same ranks, since of two that send at once each would
+    have half of the way, and others would wait for what they send next; and if they receive into nothing that it
+    receives into or sends from. A Pass that brings a result has no buffer before its turn.
+
+    Lanes look whether there is room as they come to the one before, and before they begin with that. If it depends on
+    how fast blocks are, what comes counts as posted after it.
     """
-    slots, staging, previous = dataflow(plan).slots, stages(plan, problem), previous_on_lane(plan)
-    used, found = dict[int, set[object]](), dict[int, bool]()
+    flow, staging, previous = dataflow(plan), stages(plan, problem), previous_on_lane(plan)
+    used, found = dict[int, set[object]](), dict[int, Posted]()
     held: dict[Chunk, set[object]] = {}
     """By chunk, the buffers that it stands in."""
     for index, op in plan:
         if isinstance(op, Bundle):
             held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
         elif isinstance(op, Transfer) and op.send and op.recv:
-            into: set[object] = {slots[index]} if index in slots else set()
+            into: set[object] = {flow.slots[index]} if index in flow.slots else set()
             received_in = into | ({Stage(op.lane, op.send.tensor, "recv")} & {*staging})
             used[index] = received_in | held.get(op.send, set())
-            if index in slots or isinstance(op, AllToAll):
+            if index in flow.slots or isinstance(op, AllToAll):
                 before = previous.get(index, -1)
-                apart = before in used and not used[before] & received_in
-                found[index] = apart and _sources(op) == _sources(plan.ops[before])
+                beside = (
+                    before in found and not used[before] & received_in and _sources(op) == _sources(plan.ops[before])
+                )
+                room = flow.room[index]
+                looks = (flow.room[before], flow.waits[before]) if beside else ()
+                known = next((waits for waits in looks if _covers(waits, room)), None)
+                after = previous.get(index) if known is None else previous.get(before)
+                found[index] = Posted(beside, after, room if known is None else known)
             held[op.recv] = into
     return found
+
+
+def _covers(waits: Waits, others: Waits) -> bool:
+    """Whether all of the others are over when these are."""
+    ended = dict(waits)
+    return all(last <= ended.get(stream, -1) for stream, last in others)
 
 
 def by_heads(op: AllToAll) -> tuple[Field, ...]:

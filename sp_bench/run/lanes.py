@@ -92,7 +92,7 @@ class Lanes:
         Returns whether it could, `beside` the lane's transfer before it (plan.posted_ahead).
         """
         assert isinstance(op, Transfer)
-        if index not in self._ahead or (beside and not self._ahead[index]):
+        if index not in self._ahead or (beside and not self._ahead[index].beside):
             return False
         if isinstance(op, AllToAll) and (staged := self._received_in(op)):
             receives = self._with_others(op, staged)

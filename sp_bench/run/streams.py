@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sp_bench.hosts.inside import transfers_go_first, transfers_have_priority
-from sp_bench.plan import BLOCKS, Dataflow, Op, Plan
+from sp_bench.plan import BLOCKS, Dataflow, Op, Plan, Waits
 from sp_bench.run.devices import Clock, Device, HostClock
 
 Perform = Callable[[int, Op], None]
@@ -26,8 +26,6 @@ Perform = Callable[[int, Op], None]
 Prepare = Callable[[int, Op, bool], bool]
 """Does what a lane can do of operation `index` once there is room for what it receives; returns whether it could. With
 True, while the operation before it on its lane hasn't ended."""
-Waits = tuple[tuple[tuple[str, int], ...], ...]
-"""By operation, (stream, index) of what has to have ended (Dataflow)."""
 
 
 class Aborted(RuntimeError):
@@ -170,7 +168,9 @@ class ThreadStreams(Streams):
 class _Ahead:
     """What a lane prepares ahead of its operations, in their order: each one, and the next one beside it."""
 
-    def __init__(self, ops: Sequence[tuple[int, Op]], room: Waits, prepare: Prepare, progress: Progress) -> None:
+    def __init__(
+        self, ops: Sequence[tuple[int, Op]], room: Sequence[Waits], prepare: Prepare, progress: Progress
+    ) -> None:
         self._ops, self._room, self._prepare, self._progress = ops, room, prepare, progress
         self._places = {index: place for place, (index, _) in enumerate(ops)}
         self._prepared = 0
@@ -202,14 +202,14 @@ class Progress:
         self.cause: BaseException | None = None
         """What the first stream to fail raised."""
 
-    def wait(self, waits: tuple[tuple[str, int], ...]) -> None:
+    def wait(self, waits: Waits) -> None:
         """Return when every (stream, index) has ended. Raises Aborted if another stream failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.cause or self._reached(waits))
             if self.cause:
                 raise Aborted("another stream of this rank failed") from self.cause
 
-    def has_reached(self, waits: tuple[tuple[str, int], ...]) -> bool:
+    def has_reached(self, waits: Waits) -> bool:
         """Whether every (stream, index) has ended."""
         with self._changed:
             return self._reached(waits)
@@ -226,7 +226,7 @@ class Progress:
             self.cause = self.cause or cause
             self._changed.notify_all()
 
-    def _reached(self, waits: tuple[tuple[str, int], ...]) -> bool:
+    def _reached(self, waits: Waits) -> bool:
         return all(self._ended[stream] >= index for stream, index in waits)
 
 

@@ -21,8 +21,8 @@ from sp_bench.simulate.values import count, section
 NETWORK_KEYS = ("gpus_per_node", "intra", "inter", "fabric", "placement")
 """The keys of a conf/cluster file that describe its network (topology.py)."""
 MOST_IN_TURNS = 64
-"""Turns on shared cores are simulated of so many ranks at most: no two are alike then, and every block that begins or
-ends changes what all others get. More share the cores evenly."""
+"""Turns on shared cores, and unequal shares of links, are simulated of so many ranks at most: no two are alike then,
+and every block or message that begins or ends changes what all others get. More ranks share evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)

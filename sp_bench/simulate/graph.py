@@ -6,7 +6,7 @@ don't become n * n tasks. A message of a transfer is one flow from each rank. Ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Transfer,
+    Waits,
     begun_early,
     dataflow,
     is_partial,
@@ -36,7 +37,6 @@ from sp_bench.plan import (
     packed_bytes,
     peers,
     posted_ahead,
-    previous_on_lane,
     unsummed_partials,
 )
 from sp_bench.simulate.cluster import Cluster
@@ -209,7 +209,7 @@ class Early(NamedTuple):
     hidden_s: np.ndarray
     """(n,) Of its latency, what passes meanwhile."""
     begun: list[np.ndarray]
-    """Tasks that end so long after all that it waits for on other streams: [(n,), ...]."""
+    """Tasks that end so long after all that its sender waits for on other streams: [(n,), ...]."""
 
 
 class _Builder:
@@ -231,9 +231,8 @@ class _Builder:
         self.shares = Shares(ahead_bytes, cluster.stragglers.seed, plan.phase)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
-        ahead = cluster.posts_ahead
-        self.early, self.ahead = (begun_early(plan), posted_ahead(plan, problem)) if ahead else ({}, {})
-        self.previous = previous_on_lane(plan)
+        self.early = begun_early(plan) if cluster.posts_ahead else {}
+        self.posted = posted_ahead(plan, problem) if cluster.posts_ahead else {}
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.cores = cluster.shared_cores(problem.n)
@@ -332,7 +331,7 @@ class _Builder:
         return self.device.cast_s(self.problem, tensor, wire=True, summed=summed)
 
     def _begin_early(self, index: int) -> Early:
-        """How a transfer begins after the first tensor of the one before has come, and before the last one has."""
+        """How a rank begins with a transfer when the first tensor of the one before has come, and not yet the last."""
         op, previous = (self.plan.ops[i] for i in (index, self.early[index]))
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
@@ -340,14 +339,14 @@ class _Builder:
         (sizes,) = messages(previous, self.problem, self.ranks)
         rest_s = (sum(sizes.values()) - next(iter(sizes.values()))) / before.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
-        begun = [self.rows.add(hidden_s, _at_both_ends(elsewhere, path))] if elsewhere else []
+        begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return Early(hidden_s, begun)
 
     def _elsewhere(self, index: int) -> list[np.ndarray]:
         """What an operation waits for on other streams."""
         return self._tasks(self.flow.waits[index])
 
-    def _tasks(self, waits: Iterable[tuple[str, int]]) -> list[np.ndarray]:
+    def _tasks(self, waits: Waits) -> list[np.ndarray]:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray], early: Early | None) -> list[np.ndarray]:
@@ -357,37 +356,25 @@ class _Builder:
         """
         hidden_s, begun = early or (0.0, [])
         before = [*previous, *([] if early else self._elsewhere(index))]
-        posted = self._posted(index) if index in self.ahead else before
+        expecting = before
+        if ahead := self.posted.get(index):
+            expecting = [*(self.ended[ahead.after] if ahead.after is not None else []), *self._tasks(ahead.waits)]
         staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
         for (group, shift), sizes in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
             path = self._path(group, shift)
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
-            deps = [*before, *(ended[path.target] for ended in posted), *begun]
+            deps = [*before, *(ended[path.target] for ended in expecting), *begun]
             sent = np.broadcast_to(sum(sizes.values()), self.ranks.size)
-            flow = sent, self._over_cores(path, sizes), self.shares(sent)
+            weight = np.where(path.inter, self.shares(sent), 1.0)
+            flow = sent, self._over_cores(path, sizes), weight
             tasks.append(self.rows.add(latency_s + staged_s, deps, *flow))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
-
-    def _posted(self, index: int) -> list[np.ndarray]:
-        """What must have ended before a rank posts the receives of a transfer ahead of its turn (plan.posted_ahead).
-
-        Lanes look whether there is room for what it brings as they come to the transfer before, and again before they
-        begin with that. Where it depends on how fast blocks are, the receives count as posted after it.
-        """
-        room, before = self.flow.room[index], self.previous.get(index)
-        if before is not None and self.ahead[index]:
-            earlier = self.previous.get(before)
-            came = self.ended[earlier] if earlier is not None else []
-            for known in (self.flow.room[before], self.flow.waits[before]):
-                if all(last <= dict(known).get(stream, -1) for stream, last in room):
-                    return [*came, *self._tasks(known)]
-        return [*(self.ended[before] if before is not None else []), *self._tasks(room)]
 
     def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
@@ -419,8 +406,3 @@ class _Builder:
         taken = CORE_WORK_PER_S * (core_s_per_byte * path.inter)[:, None]
         links = np.hstack([path.links, self._on_cores.links])
         return path._replace(links=links, loads=np.hstack([path.loads, taken * self._on_cores.loads]))
-
-
-def _at_both_ends(before: Sequence[np.ndarray], path: Path) -> list[np.ndarray]:
-    """What must have ended, at the rank that sends and at the one that receives."""
-    return [*before, *(ended[path.target] for ended in before)]

@@ -59,7 +59,8 @@ class Hosts:
     link_cores: float = 0.0
     """Cores that a link takes from them in addition while its host sends at the link's rate, whatever that is."""
     message_core_s: float = 0.0
-    """Seconds of a core that each message, one tensor, takes in addition: its threads are woken, and caches used."""
+    """Seconds of a core that each message, one tensor, takes in addition: lanes look up what to do, threads are woken,
+    and caches used."""
     turn_s: float = 0.0
     """Where ranks share cores, these are handed over in turns of about so long, so that blocks don't get the same
     (noise.Turns)."""

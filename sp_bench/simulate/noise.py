@@ -43,7 +43,8 @@ class Shares:
     """What messages get of a link that they share: queues let some go ahead of others, by about so many bytes.
 
     A message of b bytes gets shares whose logarithms have a standard deviation of ahead_bytes / b, and of 1 where it is
-    shorter than that. One that has a link for itself gets all of it.
+    shorter than that. One that has a link for itself gets all of it. Cores that messages have to themselves, since
+    blocks leave them, are shared so too.
     """
 
     def __init__(self, ahead_bytes: float, seed: int, phase: str) -> None:

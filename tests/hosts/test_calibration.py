@@ -13,7 +13,7 @@ import yaml
 from sp_bench.calibrate import CLUSTERS, main
 from sp_bench.calibrating import hosts_file
 from sp_bench.calibrating.cluster_file import cluster_config
-from sp_bench.calibrating.exchanges import spread
+from sp_bench.calibrating.exchanges import round_of, spread
 from sp_bench.calibrating.hosts_file import (
     UNSHAPED_BYTES_PER_S,
     ahead_bytes,
@@ -24,9 +24,11 @@ from sp_bench.calibrating.hosts_file import (
 )
 from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
-from sp_bench.simulate import Cluster
+from sp_bench.plan import BLOCKS, DOWN, Attend, Chunk, Group, Pass, Steps
+from sp_bench.simulate import Cluster, simulate
 from sp_bench.simulate.hosts import Hosts
 from tests.hosts.conftest import described
+from tests.simulate.test_shared_cores import on_hosts
 from tests.simulate.test_simulate import problem
 from tests.test_calibrate import SETTING, samples
 
@@ -84,7 +86,7 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.hosts.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
     assert found.hosts.message_core_s == pytest.approx(MESSAGE_CORE_S, rel=1e-3)
     size = max(SETTING.exchange_bytes)  # the middle one of two
-    assert found.hosts.ahead_bytes == pytest.approx(size * math.log(1.5) / 0.6745 / math.sqrt(2), rel=1e-3)
+    assert found.hosts.ahead_bytes == pytest.approx(size * math.log(1.5) / 1.645 / math.sqrt(2), rel=1e-3)
     alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
     p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
     p = replace(p, heads=SETTING.heads, kv_heads=SETTING.heads, head_dim=SETTING.head_dim)
@@ -146,13 +148,47 @@ def test_the_spread_of_blocks_is_that_of_several_in_a_row() -> None:
 
 
 def test_by_how_much_one_message_is_ahead_of_another() -> None:
-    """Shares of normal logarithms come back from when the first of two had come, as far as a median tells."""
+    """Shares of normal logarithms come back from when the first of two had come."""
     shares = np.exp(0.25 * np.random.default_rng(0).standard_normal((20_000, 2)))
     first = 0.5 / (shares.max(axis=1) / shares.sum(axis=1))
     assert ahead_bytes(first.tolist(), 1000) == pytest.approx(250, rel=0.02)
-    assert ahead_bytes([1.0, 1.0, 0.6], 1000) == 0.0
-    assert ahead_bytes([], 1000) == 0.0
-    assert ahead_bytes([0.1], 1000) < 5000, "one that had come before it could by its link"
+    assert ahead_bytes([1.0, 1.0], 1000) == 0.0
+    assert ahead_bytes([0.1], 1000) < 3000, "one that had come before it could by its link"
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3])
+def test_simulated_pairs_are_as_uneven_as_those_they_were_calibrated_by(spread: float) -> None:
+    """Ranks of 24 hosts send to the next one and the one after it at once, each by a lane."""
+    n = 24
+    p = problem(n, tokens=1024)
+    q, own, o = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in ("q", "kv", "o"))
+    steps = Steps()
+    steps.do(*(Pass(f"lane {far}", own, own.at(far), own.home, shift=-far) for far in (1, 2)))
+    steps.do(*(Attend(q, own.at(far), o) for far in (1, 2)))
+    plan = steps.plan("forward", n, inputs=(q, own), outputs=(o,))
+    size = p.chunk_bytes("kv", wire=True)
+    where = on_hosts(n, 1e6, 0.0)
+    assert where.hosts
+    where = replace(where, hosts=replace(where.hosts, ahead_bytes=spread * size))
+    run = simulate(plan, p, where)
+    ends = [sorted(span.end_s for span in run.spans(rank) if span.stream != BLOCKS) for rank in range(n)]
+    assert ahead_bytes([first / last for first, last in ends], size) == pytest.approx(spread * size, rel=0.35)
+
+
+def test_two_hosts_have_no_pairs() -> None:
+    """Nor more than one hop."""
+    costs, links = samples()
+    hosts = described(ahead_bytes=5e4)
+    seen = exchanges(hosts, latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
+    for rank in (rank for ranks in seen.values() for rank in ranks):
+        rank.first_of_two = []
+    config = with_hosts(cluster_config("box", SETTING, costs, links, {}), hosts, seen)
+    assert config["hosts"]["ahead_bytes"] == 5e4
+    assert "not measured" in config["sources"]["hosts.ahead_bytes"]
+    assert len(round_of(2, 1, 1).ops) == 1
+    assert [str(op) for op in round_of(8, 2, 3).ops] == [
+        f"Pass[kv] kv#{hop} -> +1, kv#{hop + 1} <- -1" for hop in range(3)
+    ]
 
 
 def test_what_links_take_of_cores_is_by_byte_and_by_link() -> None:

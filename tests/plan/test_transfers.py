@@ -130,8 +130,8 @@ def ahead(method: str, phase: str, problem: Problem, **options: object) -> dict[
     built = build(method, options)
     plan = built.plan(problem, phase, COMPUTE_BOUND)
     found = posted_ahead(plan, built.dealt(problem))
-    words = {None: "in its turn", False: "after", True: "beside"}
-    return {str(op.recv): words[found.get(index)] for index, op in plan if isinstance(op, Transfer)}
+    words = {index: "beside" if posted.beside else "after" for index, posted in found.items()}
+    return {str(op.recv): words.get(index, "in its turn") for index, op in plan if isinstance(op, Transfer)}
 
 
 def test_receives_are_posted_beside_the_transfer_before_from_the_same_ranks_into_other_buffers() -> None:
@@ -146,13 +146,20 @@ def test_receives_are_posted_beside_the_transfer_before_from_the_same_ranks_into
 def test_nothing_is_received_ahead_into_what_the_transfer_before_uses(planned: Planned) -> None:
     """Nor from others than it receives from, nor what has no buffer yet."""
     plan, problem = planned.plan, planned.problem
-    slots, before, found = dataflow(plan).slots, previous_on_lane(plan), posted_ahead(plan, problem)
+    flow, before, found = dataflow(plan), previous_on_lane(plan), posted_ahead(plan, problem)
+    slots = flow.slots
     everyone = np.arange(problem.n)
     for index, op in plan:
         if not isinstance(op, Transfer):
             continue
         assert (index in found) == (index in slots or isinstance(op, AllToAll))
-        if found.get(index):
+        if index not in found:
+            continue
+        beside, after, waits = found[index]
+        assert after in (before.get(index), before.get(before.get(index, -1)))
+        assert all(last <= dict(waits).get(stream, -1) for stream, last in flow.room[index])
+        if beside:
+            assert before[index] in found, "lanes post in their order"
             other = plan.ops[before[index]]
             assert isinstance(other, Transfer)
             mine, its = (

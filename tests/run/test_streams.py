@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,19 @@ from torch import Tensor
 
 from methods import build
 from sp_bench.hosts import inside
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Method, Plan, Problem
+from sp_bench.plan import (
+    COMPUTE_BOUND,
+    PHASES,
+    Mask,
+    Method,
+    Op,
+    Plan,
+    Posted,
+    Problem,
+    Waits,
+    dataflow,
+    posted_ahead,
+)
 from sp_bench.run import streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport, Turn
@@ -175,6 +188,51 @@ def test_nothing_is_expected_in_memory_that_is_in_use(n: int, layout: str, chang
         assert all(transport.matched), "into the buffers of the transfer itself, from its source"
         beside.setdefault(method.name, []).append(transport.beside)
     assert all(max(beside[name]) > 0 for name in ("ulysses", "usp", "startrail", "mesh") if n in (4, 8, 9)), beside
+
+
+class Known(streams.Progress):
+    """Nothing has ended but what some rule names."""
+
+    def __init__(self, ended: dict[str, int]) -> None:
+        self.ended = ended
+
+    def has_reached(self, waits: Waits) -> bool:
+        return all(last <= self.ended.get(stream, -1) for stream, last in waits)
+
+
+def preparing(ahead: dict[int, Posted], posts: list[int]) -> streams.Prepare:
+    """Posts what lanes may, into a list."""
+
+    def prepare(index: int, op: Op, beside: bool) -> bool:
+        if index not in ahead or (beside and not ahead[index].beside):
+            return False
+        posts.append(index)
+        return True
+
+    return prepare
+
+
+@pytest.mark.parametrize(("n", "layout"), [(4, "striped"), (8, "contiguous"), (9, "zigzag")])
+@pytest.mark.parametrize("phase", PHASES)
+def test_lanes_post_when_the_plan_says(n: int, layout: str, phase: str) -> None:
+    """As soon as what posted_ahead names has ended, even if nothing else has."""
+    problem, beside = splittable_problem(n, layout), Counter[str]()
+    for method in all_methods(problem):
+        method = replace(method, layout=layout if layout in method.layouts else method.layouts[0])
+        dealt = method.dealt(problem)
+        plan = method.plan(dealt, phase, COMPUTE_BOUND)
+        flow, ahead = dataflow(plan), posted_ahead(plan, dealt)
+        for lane in plan.lanes:
+            ops = [(index, op) for index, op in plan if op.stream == lane]
+            order = [index for index, _ in ops]
+            for index in ahead.keys() & {*order}:
+                _, after, waits = ahead[index]
+                here = order.index(after) + 1 if after is not None else 0
+                known, posts = Known(dict(waits)), list[int]()
+                streams._Ahead(ops, flow.room, preparing(ahead, posts), known).look(order[here])
+                assert index in posts, (method, str(plan.ops[index]))
+                beside[method.name] += order[here] != index
+    assert all(beside[name] > 0 for name in ("ulysses", "usp", "startrail", "mesh") if name in beside), beside
 
 
 class Noting(GlooTransport):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -172,27 +171,20 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
 
     With one lane no two flows ever share a port, so that a transfer takes latency + bytes / bandwidth. On cores, of the
     latency of one that may begin early no more is left than the one before takes for all but its first tensor, and who
-    receives waits for no more than room, and for the one before the one before.
+    receives may have posted that before (posted_ahead, which tests/run holds lanes to).
     """
     flow, cost = dataflow(plan), on.device.block_s(p, plan.phase)
     early, ahead = (begun_early(plan), posted_ahead(plan, p)) if on.cores else ({}, {})
     end = np.zeros((len(plan.ops), p.n))
-    lane = [index for index, op in plan if isinstance(op, Pass)]
-
-    def latest(waits: Iterable[tuple[str, int]]) -> np.ndarray:
-        return np.max([np.zeros(p.n), *(end[other] for _, other in waits)], axis=0)
 
     def posted(index: int, otherwise: np.ndarray) -> np.ndarray:
         """When each rank has posted its receive."""
-        place, room = lane.index(index), dict(flow.room[index])
         if index not in ahead:
             return otherwise
-        if ahead[index]:
-            came = end[lane[place - 2]] if place > 1 else np.zeros(p.n)
-            for known in (flow.room[lane[place - 1]], flow.waits[lane[place - 1]]):
-                if room.items() <= {(stream, min(last, room.get(stream, last))) for stream, last in known}:
-                    return np.maximum(came, latest(known))
-        return np.maximum(end[lane[place - 1]] if place else np.zeros(p.n), latest(flow.room[index]))
+        _, after, waits = ahead[index]
+        return np.max(
+            [np.zeros(p.n), *(end[other] for other in (after, *dict(waits).values()) if other is not None)], 0
+        )
 
     free = {stream: np.zeros(p.n) for stream in (BLOCKS, *plan.lanes)}
     for index, op in plan:
@@ -213,7 +205,7 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
                     rest_s = rest / link_between(rank, before.target(rank), on).bytes_per_s
                 beside_s = min(link.latency_s, rest_s)
                 if before is not None:
-                    begun = max(mine[rank], there[target], max(elsewhere[rank], elsewhere[target]) + beside_s)
+                    begun = max(mine[rank], there[target], elsewhere[rank] + beside_s)
                 else:
                     begun = max(ready[rank], there[target])
                 hop_s = link.latency_s + p.chunk_bytes(op.send.tensor, wire=True) / link.bytes_per_s
