@@ -37,7 +37,8 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, limited: bool) -> E
     messages = {size: Message(transport, size) for size in setting.exchange_bytes}
     short, long = min(messages), max(messages)
     pairs = Pairs(transport, middle(setting.exchange_bytes), ranks_per_host)
-    rounds = {size: Rounds(setting, transport, size, ranks_per_host, size == long) for size in sorted({short, long})}
+    sizes = sorted({short, long}) if limited else []
+    rounds = {size: Rounds(setting, transport, size, ranks_per_host, size == long) for size in sizes}
     for repetition in range(1 + setting.repetitions):
         kept = found if repetition else Exchanges()
         if rank == 0:
@@ -61,7 +62,7 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, limited: bool) -> E
             firsts, _ = beside_blocks(block_s, pairs)
             kept.first_of_two += firsts
             dist.barrier()
-        for size, hops in rounds.items() if limited else ():
+        for size, hops in rounds.items():
             report((repetition, "rounds", size))
             times = messages_lasting(setting.crowd_s, hops.bytes / size * kept.idle_s[size][-1], least=1)
             round_s, blocks_s = beside_blocks(block_s, partial(mean_s, hops, times=times))
@@ -82,7 +83,7 @@ class Pairs:
     def __init__(self, transport: GlooTransport, size: int, ranks_per_host: int) -> None:
         rank, n = dist.get_rank(), dist.get_world_size()
         self._exchanges = [
-            partial(Message(transport, size, lane).came, (rank + far) % n, (rank - far) % n)
+            partial(Message(transport, size, lane).exchange, (rank + far) % n, (rank - far) % n)
             for lane, far in enumerate((ranks_per_host, 2 * ranks_per_host))
         ]
 

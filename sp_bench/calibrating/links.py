@@ -68,22 +68,14 @@ class Message:
         self._transport, self._turn = transport, Turn(lane, 0)  # nothing is posted ahead
         self._out, self._into = (torch.zeros(size // 4, dtype=torch.float32) for _ in range(2))
 
-    def exchange(self, target: int, source: int) -> None:
-        """Send to one rank and receive from another, both at once."""
-        works = self._transport.receive(self._turn, source, (self._into,))
-        for work in [*works, *self._transport.send(self._turn, target, (self._out,), COUNTED_AS)]:
-            work.wait()
-
-    def came(self, target: int, source: int) -> float:
-        """The same; the time by the clock when it had come."""
-        receive, send = (
-            self._transport.receive(self._turn, source, (self._into,)),
-            self._transport.send(self._turn, target, (self._out,), COUNTED_AS),
-        )
-        for work in receive:
+    def exchange(self, target: int, source: int) -> float:
+        """Send to one rank and receive from another, both at once. Returns when it had come, by the clock."""
+        came = self._transport.receive(self._turn, source, (self._into,))
+        gone = self._transport.send(self._turn, target, (self._out,), COUNTED_AS)
+        for work in came:
             work.wait()
         ended = time.perf_counter()
-        for work in send:
+        for work in gone:
             work.wait()
         return ended
 

@@ -129,7 +129,8 @@ def posted_ahead(plan: Plan, problem: Problem) -> dict[int, Posted]:
             held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
         elif isinstance(op, Transfer) and op.send and op.recv:
             into: set[object] = {flow.slots[index]} if index in flow.slots else set()
-            received_in = into | ({Stage(op.lane, op.send.tensor, "recv")} & {*staging})
+            stage = Stage(op.lane, op.send.tensor, "recv")
+            received_in = into | ({stage} if stage in staging else set())
             used[index] = received_in | held.get(op.send, set())
             if index in flow.slots or isinstance(op, AllToAll):
                 before = previous.get(index, -1)
