@@ -36,7 +36,7 @@ of the first one on all ranks without transfers, and simulated cores are as fast
 these can tell them apart.
 
   out=results/validate    the folder; records and speeds are in it too, and what has both is not measured again
-  key=value,value         axes as in python -m sp_bench -m; without any, SHAPED below
+  key=value,value         axes as in python -m sp_bench -m; without any, the points below
 
 Without keys, on cluster=shaped (its hosts need root):
 """
@@ -44,25 +44,34 @@ COMMON = (
     "heads=8", "head_dim=64", "dtype=float32", "causal=false", "seqlen=4k", "iters=5", "warmup=1", "parts=false",
     "logger=none",
 )  # fmt: skip
-EVERY_METHOD = "method=ring,mesh,startrail,ulysses,usp,tokenring,pass_q,all_gather,double_ring"
+METHODS = (
+    "method=ring,mesh,ulysses,tokenring,pass_q,all_gather", "method=startrail method.team=2",
+    "method=usp method.ulysses=2", "method=double_ring method.inner=2",
+)  # fmt: skip
+"""Each as it is itself: what auto takes can be another's plan, as USP is Ulysses where all ranks have heads."""
 LINK, LEAVES = "cluster.hosts.link_bytes_per_s", "cluster.hosts.hosts_per_leaf=4 cluster.hosts.uplink_bytes_per_s=25e6"
-SHAPED = (
-    (EVERY_METHOD, "gpus=4", f"{LINK}=12.5e6"),
-    (EVERY_METHOD, "gpus=8", f"{LINK}=25e6"),
-    (EVERY_METHOD, "gpus=8", f"{LINK}=25e6", *LEAVES.split()),
-    (EVERY_METHOD, "gpus=8", f"{LINK}=12.5e6", "seqlen=2k"),
-    (f"{EVERY_METHOD},striped,zigzag", "gpus=8", f"{LINK}=25e6", "causal=true"),
-    (EVERY_METHOD, "gpus=16", f"{LINK}=25e6", "heads=16"),
-    ("method=mesh", "method.tile=[1,16],[2,8],[4,4],[8,2],[16,1]", "gpus=16", f"{LINK}=12.5e6"),
+SETTINGS = (
+    f"gpus=4 {LINK}=12.5e6",
+    f"gpus=8 {LINK}=25e6",
+    f"gpus=8 {LINK}=25e6 {LEAVES}",
+    f"gpus=8 {LINK}=12.5e6 seqlen=2k",
+    f"gpus=8 {LINK}=25e6 causal=true",
+    f"gpus=16 {LINK}=25e6 heads=16",
 )
-"""Sweeps, each with its own keys beside COMMON."""
+"""With keys beside COMMON."""
+MORE = (
+    (f"gpus=8 {LINK}=25e6 causal=true", "method=striped,zigzag"),
+    (f"gpus=16 {LINK}=12.5e6", "method=mesh method.tile=[1,16],[2,8],[4,4],[8,2],[16,1]"),
+)
+"""Settings with the methods that are measured in these alone."""
 SETTING = ["cluster", "link_mbit_per_s", "uplink_mbit_per_s", "gpus", "seqlen", "causal", "heads"]
 """What points must share to be compared."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    usage = USAGE + "\n".join("  " + " ".join(sweep) for sweep in SHAPED) + f"\n  each with {' '.join(COMMON)}"
+    lines = [*METHODS, "in each of", *SETTINGS, "and", *map(" ".join, MORE), "all with", " ".join(COMMON)]
+    usage = USAGE + "".join(f"  {line}\n" for line in lines)
     return run_command("sp_bench.validate", usage, _validate, argv, flags=("--config-dir",))
 
 
@@ -91,9 +100,10 @@ def _shaped(keys: Sequence[str]) -> list[list[str]]:
     """The default sweeps, on the cluster that the command line names."""
     cluster = keys or ["cluster=shaped"]
     found = []
-    for sweep in SHAPED:
-        given = {key.partition("=")[0] for key in sweep}
-        found.append([*cluster, *(key for key in COMMON if key.partition("=")[0] not in given), *sweep])
+    for setting, methods in [*itertools.product(SETTINGS, METHODS), *MORE]:
+        given = {key.partition("=")[0] for key in setting.split()}
+        common = [key for key in COMMON if key.partition("=")[0] not in given]
+        found.append([*cluster, *common, *setting.split(), *methods.split()])
     return found
 
 
