@@ -21,7 +21,7 @@ from sp_bench.machine import cores_here
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "overlap.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")
-BALANCED = ("warmup=0", "iters=3", "timeout_s=600", "cluster.hosts.burst_bytes=75000")
+BALANCED = ("warmup=0", "iters=3", "timeout_s=600")
 LONGEST, LONG, SHORT = ("seqlen=32k", "kv_heads=2"), ("seqlen=16k", "kv_heads=2"), ("seqlen=8k", "kv_heads=8")
 SEARCHED = ("method=mesh", "method.schedule=searched")
 SLICED = (*SEARCHED, "method.slices=2")

@@ -185,7 +185,7 @@ def _refuse(hosts: Hosts) -> None:
             raise RequestError("cluster.hosts", f"hosts are made with {tool}, which is not in PATH", would)
     if hosts.burst_bytes < FRAME_BYTES:
         rule = f"must be at least {FRAME_BYTES}, a frame, to be made"
-        raise RequestError(f"cluster.hosts.burst_bytes={hosts.burst_bytes}", rule, "32768 would work")
+        raise RequestError(f"cluster.hosts.burst_bytes={hosts.burst_bytes}", rule, "75000 would work")
     low, high = SHAPED_BYTES_PER_S
     for key in ("link_bytes_per_s", "uplink_bytes_per_s"):
         rate = getattr(hosts, key)

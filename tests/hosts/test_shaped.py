@@ -233,7 +233,7 @@ def test_a_killed_owner_leaves_nothing_and_others_keep_theirs(pair: ShapedHosts)
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ({"burst_bytes": 9000}, "cluster.hosts.burst_bytes=9000: must be at least 9014, a frame, to be made; 32768"),
+        ({"burst_bytes": 9000}, "cluster.hosts.burst_bytes=9000: must be at least 9014, a frame, to be made; 75000"),
         ({"link_bytes_per_s": 1e12}, r"cluster.hosts.link_bytes_per_s=1e\+12: must be from 10000 to 1e\+11 to be made"),
         ({"hosts_per_leaf": 2, "uplink_bytes_per_s": 1.0}, "cluster.hosts.uplink_bytes_per_s=1: must be from 10000"),
     ],
