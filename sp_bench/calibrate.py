@@ -58,7 +58,7 @@ GPU_SIZES, QUICK_GPU_SIZES = tuple(2**power for power in range(9, 17)), (512, 10
 MEMORY_TOKENS, GPU_MEMORY_TOKENS = 4096, 65536
 LAUNCH_TOKENS, GPU_LAUNCH_TOKENS = 1, 16
 MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
-EXCHANGE_BYTES, QUICK_EXCHANGE_BYTES = (2**17, 2**19, 2**21), (2**15, 2**17)
+EXCHANGE_BYTES, QUICK_EXCHANGE_BYTES = (2**17, 2**19, 2**21), (2**17, 2**18)
 CROWD_S, QUICK_CROWD_S = 3.0, 0.3
 HOSTED_RANKS = 16
 BUSY = 0.1
@@ -236,7 +236,8 @@ def _measure_hosts(setting: Setting, ranks: int, described: Hosts) -> dict[float
         host_of = [rank // hosts.ranks_per_host for rank in range(ranks)]
         with RankPool(ranks, hosts=ShapedHosts(hosts, host_of)) as pool:
             job = "sp_bench.calibrating.exchanges:measure_exchanges"
-            found[rate] = pool.run(job, setting, hosts.ranks_per_host, rate != UNSHAPED_BYTES_PER_S)
+            pause_s = hosts.burst_bytes / rate  # until a link has saved all that it lets through at once
+            found[rate] = pool.run(job, setting, hosts.ranks_per_host, pause_s, rate != UNSHAPED_BYTES_PER_S)
     return found
 
 

@@ -26,10 +26,11 @@ MOST_HOPS = 4
 """Of an execution with the longest messages, which take long."""
 
 
-def measure_exchanges(setting: Setting, ranks_per_host: int, limited: bool) -> Exchanges:
+def measure_exchanges(setting: Setting, ranks_per_host: int, pause_s: float, limited: bool) -> Exchanges:
     """What this rank sees while every rank sends to the next host. The first repetition is a warm-up and dropped.
 
-    Where links are not `limited`, only how long messages take.
+    Messages that are timed meet links that were idle for `pause_s`. Where links are not `limited`, only how long
+    messages take.
     """
     rank, n, found = dist.get_rank(), dist.get_world_size(), Exchanges()
     transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting, min(setting.sizes))
@@ -48,12 +49,12 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, limited: bool) -> E
         dist.barrier()
         for size, message in messages.items():
             report((repetition, size))
-            exchange_s = partial(mean_s, message.exchange, *ring)
+            exchange_s = partial(_spaced_s, partial(message.exchange, *ring), pause_s)
             with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
-                idle_s = lane.submit(exchange_s, times=IN_A_ROW).result()
+                idle_s = lane.submit(exchange_s, IN_A_ROW).result()
             dist.barrier()
-            times = messages_lasting(setting.crowd_s / len(messages), idle_s, least=IN_A_ROW)
-            beside_s, _ = beside_blocks(block_s, partial(exchange_s, times=times))
+            times = messages_lasting(setting.crowd_s / len(messages), pause_s + idle_s, least=IN_A_ROW)
+            beside_s, _ = beside_blocks(block_s, partial(exchange_s, times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
             kept.beside_s.setdefault(size, []).append(beside_s)
@@ -64,7 +65,8 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, limited: bool) -> E
             dist.barrier()
         for size, hops in rounds.items():
             report((repetition, "rounds", size))
-            times = messages_lasting(setting.crowd_s, hops.bytes / size * kept.idle_s[size][-1], least=1)
+            in_a_row_s = pause_s + kept.idle_s[size][-1]  # with no burst at once
+            times = messages_lasting(setting.crowd_s, hops.bytes / size * in_a_row_s, least=1)
             round_s, blocks_s = beside_blocks(block_s, partial(mean_s, hops, times=times))
             dist.barrier()
             kept.rounds_bytes_per_s.setdefault(size, []).append(hops.bytes / round_s)
@@ -75,6 +77,18 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, limited: bool) -> E
     for hops in rounds.values():
         hops.close()
     return found
+
+
+def _spaced_s(exchange: Callable[[], float], pause_s: float, times: int) -> float:
+    """The mean time of so many messages, which all ranks begin together after each pause."""
+    taken_s = []
+    for _ in range(times):
+        time.sleep(pause_s)
+        dist.barrier()
+        started = time.perf_counter()
+        exchange()
+        taken_s.append(time.perf_counter() - started)
+    return mean(taken_s)
 
 
 class Pairs:

@@ -21,13 +21,13 @@ SLOWER = 4
 
 NORMAL_90 = 1.645
 """Standard deviations from the mean that nine of ten normal numbers keep within."""
-MediansS = Mapping[tuple[float, int], float]
+MediansS = Mapping[tuple[float, float], float]
 """Seconds of the slowest rank, by what of its link's rate each rank had, bytes/s, and the bytes of the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """What a message takes: latency_s + bytes / (payload_share * the rate of its link)."""
+    """What a message takes: latency_s + what doesn't go at once / (payload_share * the rate of its link)."""
 
     latency_s: float
     payload_share: float
@@ -66,8 +66,8 @@ def with_hosts(
     """
     at, unshaped = exchanges[hosts.link_bytes_per_s], exchanges[UNSHAPED_BYTES_PER_S]
     shaped = {rate: ranks for rate, ranks in exchanges.items() if rate != UNSHAPED_BYTES_PER_S}
-    idle = fit(_medians_s(shaped, hosts, "idle_s"))
-    beside = fit(_medians_s(shaped, hosts, "beside_s"), idle.payload_share)
+    idle = fit(_later_s(shaped, hosts, "idle_s"))
+    beside = fit(_later_s(shaped, hosts, "beside_s"), idle.payload_share)
     all_cores_per_s = min(cores_here(), len(at)) * np.array(at[0].alone_blocks_per_s)
     crowding = float(np.median(all_cores_per_s / _together(at, "crowded_blocks_per_s")))
     found = (
@@ -104,7 +104,7 @@ def _of_links(shaped: Mapping[float, Sequence[Exchanges]], idle: Messages, besid
     """What messages get of their links, and wait."""
     ranks = next(iter(shaped.values()))
     source = (
-        f"{len(ranks)} ranks, each to the next host at once, {_sizes(ranks)} bytes over links of "
+        f"{len(ranks)} ranks, each to the next host at once, {_sizes(ranks)} bytes over idle links of "
         f"{' and '.join(f'{rate:g}' for rate in shaped)} bytes/s: medians of the slowest rank, met within "
         f"{idle.off:.0%}, and within {beside.off:.0%} while all ranks compute blocks"
     )
@@ -217,6 +217,14 @@ def _medians_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, nam
         (rate / hosts.ranks_per_host, size): float(np.median(np.max([getattr(rank, name)[size] for rank in ranks], 0)))
         for rate, ranks in exchanges.items()
         for size in getattr(ranks[0], name)
+    }
+
+
+def _later_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, name: str) -> MediansS:
+    """The same by the bytes of messages that don't go at once through links that were idle."""
+    return {
+        (rate, size - hosts.at_once_bytes(size, hosts.ranks_per_host)): seconds
+        for (rate, size), seconds in _medians_s(exchanges, hosts, name).items()
     }
 
 

@@ -48,18 +48,17 @@ class Run:
     @property
     def makespan_s(self) -> float:
         """Until the last rank has ended."""
-        return float(self.finish_s.max(initial=0.0))
+        return float(self.ended_s.max(initial=0.0))
 
     busy_s: np.ndarray
     """Seconds that each rank computes, waiting for a core among it where cores are shared: (n,)."""
     work_s: np.ndarray
     """Seconds that it would compute alone on its core or device: (n,)."""
 
-    @property
+    @cached_property
     def ended_s(self) -> np.ndarray:
         """When each rank has ended: (n,)."""
-        last = self.finish_s.reshape(-1, self.graph.quotient.ranks.size).max(axis=0)
-        return last[self.graph.quotient.orbit]
+        return self.graph.by_rank(self.finish_s).max(axis=0)[self.graph.quotient.orbit]
 
     @property
     def exposed_s(self) -> np.ndarray:
@@ -73,8 +72,8 @@ class Run:
 
     def spans(self, rank: int) -> list[Span]:
         """The timeline of one rank."""
-        q, kind = self.graph.quotient.ranks.size, int(self.graph.quotient.orbit[rank])
-        starts, ends = (x.reshape(-1, q)[:, kind] for x in (self.start_s, self.finish_s))
+        kind = int(self.graph.quotient.orbit[rank])
+        starts, ends = (self.graph.by_rank(x)[:, kind] for x in (self.start_s, self.finish_s))
         # Between one item's rows and the next's may be one that neither shows.
         edges = [edge for item in self.graph.items for edge in (item.rows.start, item.rows.stop)][:-1]
         begun, ended = (of.reduceat(x, edges)[::2].tolist() for of, x in ((np.minimum, starts), (np.maximum, ends)))

@@ -20,11 +20,17 @@ def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: 
     compute     blocks and folds of the busiest rank, `compute_s`
     latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them,
                 or where one begins while the one before comes
-    port, nic   and other classes of links: the bytes on the busiest one of them at its full rate
+    port, nic   and other classes of links: the bytes on the busiest one of them at its full rate, but for what those
+                between shaped hosts let through at once
     """
-    network = cluster.network(plan.n)
-    needed_s = crossing / network.link_bytes_per_s
-    by_class = {name: float(needed_s[links].max(initial=0.0)) for name, links in link_classes(network).items()}
+    network, hosts = cluster.network(plan.n), cluster.hosts
+    between = {level.name for level in network.topology.between(network.gpus_per_node)}
+    by_class = {}
+    for name, links in link_classes(network).items():
+        carried = crossing[links]
+        if hosts and name in between:
+            carried = carried - hosts.at_once_bytes(carried)
+        by_class[name] = float((carried / network.link_bytes_per_s[links]).max(initial=0.0))
     latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, cluster.posts_ahead)
     return {"compute": compute_s, "latency": latency_s, **by_class}
 

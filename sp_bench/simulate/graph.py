@@ -49,6 +49,8 @@ MAX_TASKS = 12_000_000
 CORE_WORK_PER_S = 1e12
 """Work on shared cores flows in picoseconds. In fair shares, which rise by weight, transfers' bytes per second are far
 below such numbers, so that transfers take their part of the cores before any block does."""
+OWED_FIRST = 1e3
+"""The weight of what links owe to their rate, beside messages of about 1."""
 
 
 @dataclass(eq=False)
@@ -83,6 +85,10 @@ class PlanGraph:
     def work_per_s(self) -> float:
         """What a second is in that field."""
         return CORE_WORK_PER_S if self.work == "flow_bytes" else 1.0
+
+    def by_rank(self, times_s: np.ndarray) -> np.ndarray:
+        """Times of tasks by row and simulated rank, without the rows that only pay what links owe: (rows, ranks)."""
+        return times_s.reshape(-1, self.quotient.ranks.size)[: self.items[-1].rows.stop]
 
     def rows_of(self, *, blocks: bool) -> np.ndarray:
         """The rows of segments, or of the transfers that move something."""
@@ -198,6 +204,8 @@ class Path(NamedTuple):
     """(n,) Whether they leave their node."""
     alone_bytes_per_s: np.ndarray
     """(n,) What each gets where there is no other."""
+    sharers: np.ndarray
+    """(n,) How many ranks' messages begin together on the link that it shares with most."""
 
 
 class Early(NamedTuple):
@@ -240,6 +248,8 @@ class _Builder:
         self.rows = _Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
+        self.owed: list[tuple[list[np.ndarray], np.ndarray, Path]] = []
+        """After which messages, how many bytes, and over what: what came at once and links owe to their rate."""
 
     def build(self) -> PlanGraph:
         starts = segments(self.plan, self.flow)
@@ -260,6 +270,8 @@ class _Builder:
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
+        for owed in self.owed:
+            self.rows.add(0.0, *owed, OWED_FIRST)
         work = "flow_bytes" if self.cores else "delay_s"
         return PlanGraph(self.rows.task_graph(self.cores), tuple(items), self.quotient, work)
 
@@ -305,7 +317,7 @@ class _Builder:
         q, kinds = self.ranks.size, np.arange(self.ranks.size)
         caps, loads = np.full(q, CORE_WORK_PER_S), self.quotient.sizes[:, None].astype(float)
         cores = np.full((q, 1), self.quotient.link_bytes_per_s.size)
-        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps)
+        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps, np.ones(q))
 
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
@@ -368,8 +380,10 @@ class _Builder:
             deps = [*before, *(ended[path.target] for ended in expecting), *begun]
             sent = np.broadcast_to(sum(sizes.values()), self.ranks.size)
             weight = np.where(path.inter, self.shares(sent), 1.0)
-            flow = sent, self._over_cores(path, sizes), weight
-            tasks.append(self.rows.add(latency_s + staged_s, deps, *flow))
+            at_once, over = self._at_once_bytes(path, sent, len(peers(op))), self._over_cores(path, sizes)
+            tasks.append(self.rows.add(latency_s + staged_s, deps, sent - at_once, over, weight))
+            if at_once.any():
+                self.owed.append(([tasks[-1]], at_once, over))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
@@ -393,9 +407,19 @@ class _Builder:
             routes, kinds = self.network.routes(self.ranks, target), self.quotient.orbit
             links, loads = self.quotient.paths(routes.links)
             ends, alone = (kinds[target], kinds[source]), self.network.alone_bytes_per_s(routes)
-            path = Path(*ends, routes.latency_s, routes.rate_cap, links, loads, routes.inter, alone)
+            sharers = np.full(self.ranks.size, self.network.gpus_per_node)
+            if self.hosts and (hosts := self.hosts.hosts_per_leaf):
+                leaf, other = (self.network.node_of(x) // hosts for x in (self.ranks, target))
+                sharers = np.where(leaf != other, hosts, 1) * sharers
+            path = Path(*ends, routes.latency_s, routes.rate_cap, links, loads, routes.inter, alone, sharers)
             self.paths[group, shift] = path
         return self.paths[group, shift]
+
+    def _at_once_bytes(self, path: Path, sent: np.ndarray, together: int) -> np.ndarray:
+        """(n,) Of each of so many messages that begin together, what goes through at once (Hosts.at_once_bytes)."""
+        if not self.hosts:
+            return np.zeros(self.ranks.size)
+        return np.where(path.inter, self.hosts.at_once_bytes(sent, path.sharers * together), 0.0)
 
     def _over_cores(self, path: Path, sizes: Mapping[str, Any]) -> Path:
         """The path of a message between hosts with what it takes of the cores that they share, by bytes of a field."""

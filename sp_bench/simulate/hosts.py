@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+
 from sp_bench.errors import RequestError
 from sp_bench.simulate.values import count, number, section
 
@@ -26,6 +28,8 @@ OPTIONAL = (
 )
 OF_CORES = ("byte_core_s", "link_cores", "message_core_s")
 """What messages take of the cores that ranks share."""
+MOST_AT_ONCE = 0.75
+"""Of a message, where it is smaller than a burst: the rest comes only after what is owed for the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +42,9 @@ class Hosts:
     link_bytes_per_s: float
     """Of a host's link in each direction, headers included."""
     burst_bytes: int
-    """What a shaped link that was idle lets through at once."""
+    """What a shaped link that was idle lets through at once, headers included."""
     payload_share: float
-    """Of a link's rate, what messages get that are larger than a burst."""
+    """Of a link's rate, what messages get."""
     latency_s: float
     """Before a message's first byte, where ranks have a core each."""
     crowd_latency_s: float = 0.0
@@ -76,6 +80,14 @@ class Hosts:
         something else holds below that takes less here than it should.
         """
         return self.byte_core_s + self.link_cores / (self.payload_share * self.link_bytes_per_s)
+
+    def at_once_bytes(self, sent: Any, sharers: Any = 1) -> Any:
+        """Of messages of so many bytes, what goes through at once where their links were idle.
+
+        A link owes it to its rate and carries nothing else meanwhile: messages in a row get the rate and no more. Where
+        several messages begin together on a link, each of the `sharers` gets its part.
+        """
+        return np.minimum(self.payload_share * self.burst_bytes / sharers, MOST_AT_ONCE * sent)
 
     @classmethod
     def build(cls, config: Any, path: str = "cluster.hosts") -> Self:

@@ -45,8 +45,12 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
     found = {}
     for rate in link_rates(hosts):
         each = min(share * rate / hosts.ranks_per_host, most_bytes_per_s)
-        times = {size: latency_s + size / each for size in SETTING.exchange_bytes}
         per_host, kept = hosts.ranks_per_host, {}
+        at_once = {
+            size: 0 if rate == UNSHAPED_BYTES_PER_S else hosts.at_once_bytes(size, per_host)
+            for size in SETTING.exchange_bytes
+        }
+        times = {size: latency_s + (size - saved) / each for size, saved in at_once.items()}
         carried = {size: per_host * size / x for size, x in times.items()}
         for size in (min(times), max(times)):
             byte_core_s = LINK_CORES / carried[max(times)] + BYTE_CORE_S + MESSAGE_CORE_S / size

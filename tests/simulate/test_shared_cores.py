@@ -243,4 +243,5 @@ def test_alike_ranks_that_send_stand_for_one_another_on_shared_cores_too(name: s
     free = simulate(
         plan, dealt, replace(where, hosts=replace(where.hosts, link_cores=0.0, **dict.fromkeys(core_s, 0.0)))
     )
-    assert (free.makespan_s < one.makespan_s) == (name != "ulysses")  # whose blocks are never beside transfers
+    # Blocks of ulysses are beside no transfer, but for the byte that links owe.
+    assert (free.makespan_s < one.makespan_s * (1 - 1e-6)) == (name != "ulysses")

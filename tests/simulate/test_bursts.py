@@ -1,0 +1,83 @@
+"""Links between shaped hosts that were idle let a burst through at once, and owe it to their rate then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from methods import build
+from sp_bench import account
+from sp_bench.plan import COMPUTE_BOUND, Attend, Chunk, Group, Pass, Problem, Steps
+from sp_bench.simulate import Cluster, Run, simulate
+from sp_bench.simulate.bounds import link_bytes, lower_bounds
+from tests.simulate.test_simulate import TABLE, block_s, problem
+
+BYTES_PER_S, PAYLOAD_SHARE = 1e6, 0.8
+"""What messages get of a link, of which the rest are headers."""
+
+
+def on_hosts(burst_bytes: float, latency_s: float = 0.0, bytes_per_s: float = BYTES_PER_S, **hosts: Any) -> Cluster:
+    """A host for each rank; `burst_bytes` is what messages get of a burst."""
+    own = {"link_bytes_per_s": bytes_per_s / PAYLOAD_SHARE, "burst_bytes": round(burst_bytes / PAYLOAD_SHARE)}
+    own |= {"payload_share": PAYLOAD_SHARE, "latency_s": latency_s}
+    return Cluster.build(
+        {
+            "name": "test",
+            "cores": 8,
+            "hosts": own | hosts,
+            "intra": {"bytes_per_s": 1e9, "latency_s": 1e-5},
+            "device": {
+                "name": "test", "rates": {"kernel": TABLE}, "peak_tflops": {}, "memory_bytes_per_s": 1e30,
+                "launch_s": 0.0,
+            },
+        }
+    )  # fmt: skip
+
+
+def run_of(name: str, p: Problem, where: Cluster) -> Run:
+    method = build(name, {}).candidates(p)[0]
+    dealt = method.dealt(p)
+    run = simulate(method.plan(p, "forward", COMPUTE_BOUND), dealt, where)
+    assert run.ended_s.max() == run.makespan_s
+    assert max(span.end_s for rank in range(p.n) for span in run.spans(rank)) == pytest.approx(run.makespan_s)
+    crossing = link_bytes(where.network(p.n), account.traffic(run.plan, dealt))
+    bounds = lower_bounds(run.plan, where, crossing, float(run.busy_s.max()))
+    assert max(bounds.values()) <= run.makespan_s * (1 + 1e-9)
+    return run
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.02])
+@pytest.mark.parametrize(("burst", "at_once"), [(1 / 4, 1 / 4), (1 / 2, 1 / 2), (10, 3 / 4)])
+def test_messages_in_a_row_gain_one_burst_together(burst: float, at_once: float, latency_s: float) -> None:
+    """In hops. A burst that is larger than a message is its greater part."""
+    p = problem(4)
+    hop_bytes = p.chunk_bytes("kv", wire=True)
+    run = run_of("ring", p, on_hosts(burst * hop_bytes, latency_s))
+    took = (3 - at_once) * hop_bytes / BYTES_PER_S
+    assert run.makespan_s == pytest.approx(latency_s + took + block_s(p), rel=2e-3)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_links_that_rested_meanwhile_let_another_through(n: int) -> None:
+    """Ulysses: Q and KV come in a row, and its output after a block. Messages that begin together share a burst."""
+    p = problem(n, tokens=2**15)
+    burst_bytes, bytes_per_s = 0.02 * p.chunk_bytes("q", wire=True), 1e9
+    run = run_of("ulysses", p, on_hosts(burst_bytes, bytes_per_s=bytes_per_s))
+    sent = link_bytes(on_hosts(1).network(n), account.traffic(run.plan, build("ulysses", {}).dealt(p))).max()
+    compute_s = run.busy_s[0]
+    assert compute_s > burst_bytes / bytes_per_s
+    assert run.makespan_s == pytest.approx((sent - 2 * burst_bytes) / bytes_per_s + compute_s, rel=2e-3)
+
+
+def test_an_uplink_lets_one_burst_through_for_all_hosts_below_it() -> None:
+    p = problem(8)
+    hop_bytes = p.chunk_bytes("kv", wire=True)
+    q, kv, o = (Chunk(tensor, 0, Group(1, 8)) for tensor in ("q", "kv", "o"))
+    steps = Steps()
+    steps.do(Pass("kv", kv, kv.at(4), kv.home, shift=4))
+    steps.do(Attend(q, kv.at(4), o))
+    plan = steps.plan("forward", 8, inputs=(q, kv), outputs=(o,))
+    where = on_hosts(0.5 * hop_bytes, hosts_per_leaf=4, uplink_bytes_per_s=BYTES_PER_S / PAYLOAD_SHARE)
+    run = simulate(plan, p, where)
+    assert run.makespan_s == pytest.approx((4 - 0.5) * hop_bytes / BYTES_PER_S + block_s(p), rel=2e-3)
