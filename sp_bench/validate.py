@@ -6,7 +6,6 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from rich.progress import Progress
 from sp_bench import markdown, records
 from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
 from sp_bench.bench.choose import choose
-from sp_bench.calibrating.speed import at_speed, speed_of
+from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.cli.arguments import config_dir, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
-from sp_bench.simulate import Cluster, simulate
+from sp_bench.simulate import simulate
 
 USAGE = """\
 python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
@@ -194,8 +193,7 @@ def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
 
     Raises RequestError where no plan fits the memory, or it is too large to simulate.
     """
-    choice, stragglers = choose(request), request.cluster.stragglers
-    cluster = replace(Cluster.build(at_speed(request.config["cluster"], speed)), stragglers=stragglers)
+    choice, cluster = choose(request), cluster_at(request, speed)
     return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
 
 

@@ -20,7 +20,7 @@ from sp_bench.run.executor import Does, Executor
 from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
-IN_A_ROW = 8
+TIMED = 8
 """Messages, or pairs of them, for each repetition; of messages beside blocks at least so many."""
 MOST_HOPS = 4
 """Of an execution with the longest messages, which take long."""
@@ -51,9 +51,9 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, pause_s: float, lim
             report((repetition, size))
             exchange_s = partial(_spaced_s, partial(message.exchange, *ring), pause_s)
             with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
-                idle_s = lane.submit(exchange_s, IN_A_ROW).result()
+                idle_s = lane.submit(exchange_s, TIMED).result()
             dist.barrier()
-            times = messages_lasting(setting.crowd_s / len(messages), pause_s + idle_s, least=IN_A_ROW)
+            times = messages_lasting(setting.crowd_s / len(messages), pause_s + idle_s, least=TIMED)
             beside_s, _ = beside_blocks(block_s, partial(exchange_s, times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
@@ -105,7 +105,7 @@ class Pairs:
         """When the first has come over when both have, by pair. All ranks begin each of them together."""
         found = []
         with lane_threads(2) as lanes:
-            for _ in range(IN_A_ROW):
+            for _ in range(TIMED):
                 dist.barrier()
                 started = time.perf_counter()
                 ends = [lanes.submit(exchange) for exchange in self._exchanges]

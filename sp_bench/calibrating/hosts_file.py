@@ -22,7 +22,8 @@ SLOWER = 4
 NORMAL_90 = 1.645
 """Standard deviations from the mean that nine of ten normal numbers keep within."""
 MediansS = Mapping[tuple[float, float], float]
-"""Seconds of the slowest rank, by what of its link's rate each rank had, bytes/s, and the bytes of the message."""
+"""Seconds of the slowest rank, by what of its link's rate each rank had, bytes/s, and the bytes of the message, or of
+what of it doesn't go at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,7 @@ def _medians_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, nam
 
 
 def _later_s(exchanges: Mapping[float, Sequence[Exchanges]], hosts: Hosts, name: str) -> MediansS:
-    """The same by the bytes of messages that don't go at once through links that were idle."""
+    """What messages took, by what of them doesn't go at once through links that were idle."""
     return {
         (rate, size - hosts.at_once_bytes(size, hosts.ranks_per_host)): seconds
         for (rate, size), seconds in _medians_s(exchanges, hosts, name).items()

@@ -91,7 +91,7 @@ class Exchanges:
     """What one rank saw of messages to the next host and from the one before, over links of one rate."""
 
     idle_s: dict[int, Samples] = field(default_factory=dict)
-    """By bytes of a message, with no rank computing."""
+    """By bytes of a message over links that were idle, with no rank computing."""
     beside_s: dict[int, Samples] = field(default_factory=dict)
     """The same while all ranks compute blocks."""
     alone_blocks_per_s: Samples = field(default_factory=list)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sp_bench.bench.choose import choose
 from sp_bench.bench.request import Request
 from sp_bench.calibrating.cluster_file import scaled
 from sp_bench.records import Record
+from sp_bench.simulate import Cluster
 from sp_bench.simulate.hosts import OF_CORES
 
 
@@ -22,6 +24,14 @@ def speed_of(request: Request, record: Record) -> float:
     cluster = request.cluster
     least_s = sum(cluster.least_compute_s(run.work_s) for run in choose(request).runs.values())
     return 1e3 * least_s / record.compute_only_ms_median
+
+
+def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:
+    """The cluster of a request with cores so many times as fast and these figures of its hosts, drawn by its seed."""
+    config = at_speed(request.config["cluster"], speed)
+    if hosts:
+        config["hosts"] = {**config["hosts"], **hosts}
+    return replace(Cluster.build(config), stragglers=request.cluster.stragglers)
 
 
 def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:

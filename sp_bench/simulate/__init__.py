@@ -1,8 +1,8 @@
 """Execute a plan on a model of a cluster: a flow-level network and a table of kernel costs.
 
 What the model has: latency and max-min fair bandwidth on every GPU's switch port and NIC, the plan's waits, block and
-fold times, blocks slowed down while transfers run, cores and links that are shared unevenly, slow ranks and links,
-noise.
+fold times, blocks slowed down while transfers run, cores and links that are shared unevenly, bursts that idle links let
+through, slow ranks and links, noise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """From a plan to the task graph of all its ranks.
 
 Blocks and folds between two waits or two sends are one task (a segment) on each rank, so that n blocks on n ranks
-don't become n * n tasks. A message of a transfer is one flow from each rank. Tasks come in rows of n, by rank.
+don't become n * n tasks. A message of a transfer is one flow from each rank, and between shaped hosts a second one that
+nobody waits for: what its links let through at once, and owe to their rate. Tasks come in rows of n, by rank.
 """
 
 from __future__ import annotations
@@ -86,16 +87,16 @@ class PlanGraph:
         """What a second is in that field."""
         return CORE_WORK_PER_S if self.work == "flow_bytes" else 1.0
 
-    def by_rank(self, times_s: np.ndarray) -> np.ndarray:
-        """Times of tasks by row and simulated rank, without the rows that only pay what links owe: (rows, ranks)."""
-        return times_s.reshape(-1, self.quotient.ranks.size)[: self.items[-1].rows.stop]
+    def by_rank(self, of_tasks: np.ndarray) -> np.ndarray:
+        """Something of each task by row and simulated rank, without the rows that pay what links owe: (rows, ranks)."""
+        return of_tasks.reshape(-1, self.quotient.ranks.size)[: self.items[-1].rows.stop]
 
     def rows_of(self, *, blocks: bool) -> np.ndarray:
         """The rows of segments, or of the transfers that move something."""
         segments = [row for item in self.items if isinstance(item.what, Segment) for row in item.rows]
         if blocks:
             return np.array(segments, int)
-        moving = self.tasks.flow_bytes.reshape(-1, self.quotient.ranks.size).any(axis=1)
+        moving = self.by_rank(self.tasks.flow_bytes).any(axis=1)
         return np.setdiff1d(np.flatnonzero(moving), segments)
 
     def work_s(self, tasks: TaskGraph) -> np.ndarray:
@@ -204,8 +205,6 @@ class Path(NamedTuple):
     """(n,) Whether they leave their node."""
     alone_bytes_per_s: np.ndarray
     """(n,) What each gets where there is no other."""
-    sharers: np.ndarray
-    """(n,) How many ranks' messages begin together on the link that it shares with most."""
 
 
 class Early(NamedTuple):
@@ -243,6 +242,7 @@ class _Builder:
         self.posted = posted_ahead(plan, problem) if cluster.posts_ahead else {}
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
+        self.sharers: dict[tuple[tuple[Group | Exchange, int], ...], list[np.ndarray]] = {}
         self.cores = cluster.shared_cores(problem.n)
         self.hosts = cluster.hosts
         self.rows = _Rows(self.quotient)
@@ -279,6 +279,7 @@ class _Builder:
         n, ops = self.ranks.size, self.plan.ops
         rows = sum(op.group.size if isinstance(i, int) and isinstance(op := ops[i], AllToAll) else 1 for i in items)
         rows += len(self.early)
+        rows *= 2 if self.hosts else 1  # what links owe after a message is a row too
         if n * rows > MAX_TASKS:
             raise RequestError(
                 f"gpus={self.problem.n}",
@@ -317,7 +318,7 @@ class _Builder:
         q, kinds = self.ranks.size, np.arange(self.ranks.size)
         caps, loads = np.full(q, CORE_WORK_PER_S), self.quotient.sizes[:, None].astype(float)
         cores = np.full((q, 1), self.quotient.link_bytes_per_s.size)
-        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps, np.ones(q))
+        return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps)
 
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
@@ -348,8 +349,9 @@ class _Builder:
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
         path, before = self._path(*peers(op)[0]), self._path(*peers(previous)[0])
-        (sizes,) = messages(previous, self.problem, self.ranks)
-        rest_s = (sum(sizes.values()) - next(iter(sizes.values()))) / before.alone_bytes_per_s
+        (sizes,), (at_once,) = messages(previous, self.problem, self.ranks), self._at_once_bytes(previous)
+        whole = sum(sizes.values())
+        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - at_once) / before.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return Early(hidden_s, begun)
@@ -364,7 +366,7 @@ class _Builder:
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray], early: Early | None) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
-        Some may begin `early`, and the receives of some are posted ahead.
+        Some may begin `early`, and the receives of some are posted ahead. What goes at once is owed after it.
         """
         hidden_s, begun = early or (0.0, [])
         before = [*previous, *([] if early else self._elsewhere(index))]
@@ -373,14 +375,15 @@ class _Builder:
             expecting = [*(self.ended[ahead.after] if ahead.after is not None else []), *self._tasks(ahead.waits)]
         staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
-        for (group, shift), sizes in zip(peers(op), messages(op, self.problem, self.ranks), strict=True):
-            path = self._path(group, shift)
+        each = zip(peers(op), messages(op, self.problem, self.ranks), self._at_once_bytes(op), strict=True)
+        for pair, sizes, at_once in each:
+            path = self._path(*pair)
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
             deps = [*before, *(ended[path.target] for ended in expecting), *begun]
             sent = np.broadcast_to(sum(sizes.values()), self.ranks.size)
             weight = np.where(path.inter, self.shares(sent), 1.0)
-            at_once, over = self._at_once_bytes(path, sent, len(peers(op))), self._over_cores(path, sizes)
+            over = self._over_cores(path, sizes)
             tasks.append(self.rows.add(latency_s + staged_s, deps, sent - at_once, over, weight))
             if at_once.any():
                 self.owed.append(([tasks[-1]], at_once, over))
@@ -407,19 +410,33 @@ class _Builder:
             routes, kinds = self.network.routes(self.ranks, target), self.quotient.orbit
             links, loads = self.quotient.paths(routes.links)
             ends, alone = (kinds[target], kinds[source]), self.network.alone_bytes_per_s(routes)
-            sharers = np.full(self.ranks.size, self.network.gpus_per_node)
-            if self.hosts and (hosts := self.hosts.hosts_per_leaf):
-                leaf, other = (self.network.node_of(x) // hosts for x in (self.ranks, target))
-                sharers = np.where(leaf != other, hosts, 1) * sharers
-            path = Path(*ends, routes.latency_s, routes.rate_cap, links, loads, routes.inter, alone, sharers)
+            path = Path(*ends, routes.latency_s, routes.rate_cap, links, loads, routes.inter, alone)
             self.paths[group, shift] = path
         return self.paths[group, shift]
 
-    def _at_once_bytes(self, path: Path, sent: np.ndarray, together: int) -> np.ndarray:
-        """(n,) Of each of so many messages that begin together, what goes through at once (Hosts.at_once_bytes)."""
-        if not self.hosts:
-            return np.zeros(self.ranks.size)
-        return np.where(path.inter, self.hosts.at_once_bytes(sent, path.sharers * together), 0.0)
+    def _at_once_bytes(self, op: Transfer) -> list[np.ndarray]:
+        """Of each message, what goes through at once where its links were idle (Hosts.at_once_bytes): [(n,), ...].
+
+        A link's burst is shared by all messages of the transfer that cross it. Each lane has one: those of several
+        lanes that begin together on idle links gain more than they should.
+        """
+        pairs = tuple(peers(op))
+        found = [np.zeros(self.ranks.size)] * len(pairs)
+        if self.hosts:
+            sent = [sum(sizes.values()) for sizes in messages(op, self.problem, self.ranks)]
+            for i, (pair, size, sharers) in enumerate(zip(pairs, sent, self._sharers(pairs), strict=True)):
+                found[i] = np.where(self._path(*pair).inter, self.hosts.at_once_bytes(size, sharers), 0.0)
+        return found
+
+    def _sharers(self, pairs: tuple[tuple[Group | Exchange, int], ...]) -> list[np.ndarray]:
+        """Of messages that begin together, how many cross the link that each shares with most: [(n,), ...]."""
+        if pairs not in self.sharers:
+            everyone = np.arange(self.problem.n)
+            links = [self.network.routes(everyone, group.member(everyone, shift)).links for group, shift in pairs]
+            crossing = np.bincount(1 + np.concatenate([crossed.ravel() for crossed in links]))
+            crossing[0] = 1  # no link
+            self.sharers[pairs] = [crossing[1 + crossed[self.ranks]].max(axis=1) for crossed in links]
+        return self.sharers[pairs]
 
     def _over_cores(self, path: Path, sizes: Mapping[str, Any]) -> Path:
         """The path of a message between hosts with what it takes of the cores that they share, by bytes of a field."""

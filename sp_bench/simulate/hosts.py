@@ -84,8 +84,8 @@ class Hosts:
     def at_once_bytes(self, sent: Any, sharers: Any = 1) -> Any:
         """Of messages of so many bytes, what goes through at once where their links were idle.
 
-        A link owes it to its rate and carries nothing else meanwhile: messages in a row get the rate and no more. Where
-        several messages begin together on a link, each of the `sharers` gets its part.
+        A link owes it to its rate and carries nothing else meanwhile: a lane's messages in a row get the rate and no
+        more. Of a burst each of the `sharers` gets its part, messages that begin together on a link.
         """
         return np.minimum(self.payload_share * self.burst_bytes / sharers, MOST_AT_ONCE * sent)
 

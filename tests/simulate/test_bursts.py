@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from methods import build
 from sp_bench import account
-from sp_bench.plan import COMPUTE_BOUND, Attend, Chunk, Group, Pass, Problem, Steps
+from sp_bench.plan import COMPUTE_BOUND, DOWN, Attend, Chunk, Group, Pass, Plan, Problem, Steps
 from sp_bench.simulate import Cluster, Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from tests.simulate.test_simulate import TABLE, block_s, problem
@@ -37,12 +38,17 @@ def on_hosts(burst_bytes: float, latency_s: float = 0.0, bytes_per_s: float = BY
 
 def run_of(name: str, p: Problem, where: Cluster) -> Run:
     method = build(name, {}).candidates(p)[0]
-    dealt = method.dealt(p)
-    run = simulate(method.plan(p, "forward", COMPUTE_BOUND), dealt, where)
-    assert run.ended_s.max() == run.makespan_s
-    assert max(span.end_s for rank in range(p.n) for span in run.spans(rank)) == pytest.approx(run.makespan_s)
-    crossing = link_bytes(where.network(p.n), account.traffic(run.plan, dealt))
-    bounds = lower_bounds(run.plan, where, crossing, float(run.busy_s.max()))
+    return checked(method.plan(p, "forward", COMPUTE_BOUND), method.dealt(p), where)
+
+
+def checked(plan: Plan, dealt: Problem, where: Cluster) -> Run:
+    """A run that no bound forbids, the same where ranks stand for one another, and over before links owe nothing."""
+    run = simulate(plan, dealt, where)
+    assert run.makespan_s < run.finish_s.max(), "links still owe something"
+    assert run.ended_s == pytest.approx(simulate(plan, dealt, where, use_symmetry=False).ended_s, rel=1e-9)
+    assert max(span.end_s for rank in range(plan.n) for span in run.spans(rank)) == pytest.approx(run.makespan_s)
+    crossing = link_bytes(where.network(plan.n), account.traffic(plan, dealt))
+    bounds = lower_bounds(plan, where, crossing, float(run.busy_s.max()))
     assert max(bounds.values()) <= run.makespan_s * (1 + 1e-9)
     return run
 
@@ -79,5 +85,31 @@ def test_an_uplink_lets_one_burst_through_for_all_hosts_below_it() -> None:
     steps.do(Attend(q, kv.at(4), o))
     plan = steps.plan("forward", 8, inputs=(q, kv), outputs=(o,))
     where = on_hosts(0.5 * hop_bytes, hosts_per_leaf=4, uplink_bytes_per_s=BYTES_PER_S / PAYLOAD_SHARE)
-    run = simulate(plan, p, where)
+    run = checked(plan, p, where)
     assert run.makespan_s == pytest.approx((4 - 0.5) * hop_bytes / BYTES_PER_S + block_s(p), rel=2e-3)
+
+
+def test_the_one_of_two_ranks_that_sends_out_of_its_host_has_the_burst_alone() -> None:
+    """In a ring, whose other hops stay inside hosts."""
+    p = problem(4)
+    hop_bytes = p.chunk_bytes("kv", wire=True)
+    run = run_of("ring", p, on_hosts(0.25 * hop_bytes, ranks_per_host=2))
+    assert run.makespan_s == pytest.approx((3 - 0.25) * hop_bytes / BYTES_PER_S + block_s(p), rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["ulysses", "tokenring", "startrail", "mesh"])
+@pytest.mark.parametrize("hosts", [{}, {"ranks_per_host": 2}, {"hosts_per_leaf": 4, "uplink_bytes_per_s": 1e6}])
+def test_no_method_goes_below_its_bounds(name: str, hosts: dict[str, Any]) -> None:
+    p = replace(problem(8), heads=8)
+    run_of(name, p, on_hosts(0.2 * p.chunk_bytes("kv", wire=True), 1e-3, **hosts))
+
+
+def test_each_lane_has_a_burst() -> None:
+    p = problem(8)
+    hop_bytes = p.chunk_bytes("kv", wire=True)
+    q, kv, o = (Chunk(tensor, 0, Group(1, 8, DOWN)) for tensor in ("q", "kv", "o"))
+    steps = Steps()
+    steps.do(*(Pass(f"lane {far}", kv, kv.at(far), kv.home, shift=-far) for far in (1, 2)))
+    steps.do(*(Attend(q, kv.at(far), o) for far in (1, 2)))
+    run = checked(steps.plan("forward", 8, inputs=(q, kv), outputs=(o,)), p, on_hosts(0.2 * hop_bytes))
+    assert run.makespan_s == pytest.approx((2 - 2 * 0.2) * hop_bytes / BYTES_PER_S, rel=2e-3)
