@@ -44,7 +44,7 @@ POLICY = """\
 | --- | --- | --- | --- |
 | a rank is killed or dies | failed or oom, the rank, its signal or exit code | 1 | others are measured with new ranks |
 | a rank raises | failed or, without memory, oom; the rank, the error, the line | 1 | the same |
-| no rank answers for timeout_s | timeout, the rank that hangs, and where | 1 | the same |
+| no rank answers for timeout_s | timeout, the rank that hangs, where; all in `<run_id>.hang.json` | 1 | the same |
 | a point can't be served | unsupported, why | 2; 0 in a sweep | the other points are run |
 | SIGTERM: a time limit, scancel | nothing | 143 | ranks end; the same command runs what is missing |
 | Ctrl-C | nothing | 1 | the same |

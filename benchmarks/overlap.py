@@ -1,7 +1,8 @@
 """How much of the shorter part hides behind the longer one: `python -m benchmarks.overlap` writes docs/overlap.md.
 
-Over shaped links (docs/shaped.md), at rates at which blocks and transfers take about as long. Beside the step the same
-plans are timed without their transfers, and without their blocks. Behind the correctness gate; needs root.
+Over shaped links (docs/shaped.md), at rates at which transfers take about as long as blocks, by how fast the cores are
+just before. Beside the step the same plans are timed without their transfers, and without their blocks. Behind the
+correctness gate; needs root.
 
 Here transfers take cores from blocks, which network cards and GPUs don't: no step can be shorter than what the cores
 have to do in its blocks and in its transfers, as each of the two needs it alone, and one in which they are busy all the
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reports import about, interval, known, records_folder, run_ok, table
-from sp_bench.bench import resolve
+from sp_bench.bench import Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.machine import cores_here
@@ -37,19 +38,19 @@ LONGEST, LONG, SHORT = ("seqlen=32k", "kv_heads=2"), ("seqlen=16k", "kv_heads=2"
 SEARCHED = ("method=mesh", "method.schedule=searched")
 SLICED = (*SEARCHED, "method.slices=2")
 LONG_POINTS = (
-    ("8", "2.4e6", (*LONG, "method=ring")),
-    ("8", "2.5e6", (*LONG, *SLICED, "method.tile=[2,4]")),
-    ("16", "1.5e6", (*LONGEST, "method=ring")),
-    ("16", "1.4e6", (*LONGEST, *SLICED, "method.tile=[4,4]")),
+    ("8", 3.25e6, (*LONG, "method=ring")),
+    ("8", 3.25e6, (*LONG, *SLICED, "method.tile=[2,4]")),
+    ("16", 1.74e6, (*LONGEST, "method=ring")),
+    ("16", 1.74e6, (*LONGEST, *SLICED, "method.tile=[4,4]")),
 )
-"""Ranks, bytes a second of a link, and the rest."""
+"""Ranks, bytes a second of a link that balance on cores as fast as conf/cluster/shaped.yaml says, and the rest."""
 OTHER_POINTS = (
-    ("8", "2.5e6", (*LONG, *SEARCHED, "method.tile=[2,4]")),
-    ("8", "25e6", (*SHORT, "method=ring")),
-    ("8", "12.5e6", (*SHORT, *SEARCHED, "method.tile=[4,2]")),
-    ("8", "12.5e6", (*SHORT, *SLICED, "method.tile=[4,2]")),
-    ("16", "9.4e6", (*SHORT, *SEARCHED, "method.tile=[4,4]")),
-    ("16", "9.4e6", (*SHORT, *SLICED, "method.tile=[4,4]")),
+    ("8", 3.25e6, (*LONG, *SEARCHED, "method.tile=[2,4]")),
+    ("8", 25.9e6, (*SHORT, "method=ring")),
+    ("8", 14.9e6, (*SHORT, *SEARCHED, "method.tile=[4,2]")),
+    ("8", 14.9e6, (*SHORT, *SLICED, "method.tile=[4,2]")),
+    ("16", 9.9e6, (*SHORT, *SEARCHED, "method.tile=[4,4]")),
+    ("16", 9.9e6, (*SHORT, *SLICED, "method.tile=[4,4]")),
 )
 """Where hops are short, or blocks wait for them whatever the machine."""
 FREE: dict[str, float] = dict.fromkeys((*OF_CORES, "crowd_latency_s", "turn_s", "ahead_bytes"), 0.0)
@@ -69,14 +70,21 @@ SCHEDULES = {
 }
 
 
-def overlap(points: Sequence[tuple[str, str, tuple[str, ...]]], folder: Path) -> str:
-    """How close the step comes to the longer of its two parts, of each point."""
+def speed_now(folder: Path) -> float:
+    """How fast the cores are, over what the cluster's figures say, by the blocks of a short step."""
+    (record,) = run_ok([[*COMMON, *SHORT, "warmup=1", "iters=2", "gpus=8", "method=ring"]], folder)
+    return speed_of(_simulated_request(record), record)
+
+
+def overlap(points: Sequence[tuple[str, float, tuple[str, ...]]], speed: float, folder: Path) -> str:
+    """How close the step comes to the longer of its two parts, of each point, on cores of a `speed` (`speed_now`)."""
+    rates = [float(f"{speed * rate:.3g}") for _, rate, _ in points]
     overrides = [
         [*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys]
-        for gpus, rate, keys in points
+        for (gpus, _, keys), rate in zip(points, rates, strict=True)
     ]
     rows = []
-    for (gpus, rate, _), record in zip(points, run_ok(overrides, folder), strict=True):
+    for (gpus, *_), rate, record in zip(points, rates, run_ok(overrides, folder), strict=True):
         blocks, transfers = known(record.compute_only_ms_median), known(record.communication_only_ms_median)
         step, longer, cores = known(record.step_ms_median), max(blocks, transfers), cores_here()
         on_cores = known(record.compute_only_core_ms_mean) + known(record.communication_only_core_ms_mean)
@@ -84,7 +92,7 @@ def overlap(points: Sequence[tuple[str, str, tuple[str, ...]]], folder: Path) ->
             "ranks": gpus,
             "tokens": f"{record.seqlen // 1024}k",
             "key heads": str(record.kv_heads),
-            "link": f"{float(rate) * 8e-6:.3g} Mbit/s",
+            "link": f"{rate * 8e-6:.3g} Mbit/s",
             "method": f"{record.method} {record.variant or ''}",
             "step, ms [95%]": interval(record),
             "blocks alone": f"{blocks:.0f}",
@@ -102,9 +110,13 @@ def overlap(points: Sequence[tuple[str, str, tuple[str, ...]]], folder: Path) ->
 
 def simulated_ms(record: Record, **hosts: float) -> float:
     """A measured step, simulated with cores as fast as they were and these figures of hosts."""
-    request = resolve({**(record.config or {}), "mode": "simulate"})
+    request = _simulated_request(record)
     choice, cluster = choose(request), cluster_at(request, speed_of(request, record), **hosts)
     return 1e3 * sum(simulate(plan, choice.problem, cluster).makespan_s for plan in choice.plans.values())
+
+
+def _simulated_request(record: Record) -> Request:
+    return resolve({**(record.config or {}), "mode": "simulate"})
 
 
 def simulated(folder: Path) -> str:
@@ -123,18 +135,20 @@ def simulated(folder: Path) -> str:
 
 def main() -> None:
     folder = records_folder(__doc__, "overlap")
+    speed = speed_now(folder)
     text = f"""# Overlap
 
 Made by `python -m benchmarks.overlap` on {cores_here()} cores: 8 heads of 64, fp32, full attention, forward + backward.
+The cores were {speed:.2f} times as fast as conf/cluster/shaped.yaml says.
 
 {about(__doc__)}
 
-{overlap(LONG_POINTS, folder)}
+{overlap(LONG_POINTS, speed, folder)}
 
 Not so close are steps whose blocks have to wait for hops in any order (Mesh in one slice), and those of short
 sequences. There the cores' work for transfers comes on top of blocks, and waiting for a core on top of every hop:
 
-{overlap(OTHER_POINTS, folder)}
+{overlap(OTHER_POINTS, speed, folder)}
 
 ## Simulated, on clusters of GPUs
 

@@ -271,6 +271,8 @@ def test_what_an_earlier_record_left_beside_it_goes(tmp_path: Path):
     assert set(records.beside(path)) == {"samples", "trace"}
     records.write(tmp_path, made("a", status="failed"), ranks={"forward_busy_ms": [1.0]})
     assert {name: other.name for name, other in records.beside(path).items()} == {"ranks": "a.ranks.json"}
+    records.write(tmp_path, made("a", status="timeout"), hang={"0": {"stack": []}})
+    assert set(records.beside(path)) == {"hang"}
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path):

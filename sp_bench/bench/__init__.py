@@ -27,6 +27,8 @@ class Outcome:
     record: Record
     choice: Choice | None = None
     samples: Samples | None = None
+    hang: dict[str, Any] | None = None
+    """Where each rank was when none answered any more, by rank."""
     trace: dict[str, Any] | None = None
     """The simulated timeline, for Perfetto."""
     ranks: dict[str, list[float]] | None = None
@@ -87,7 +89,8 @@ def run_points(
             outcomes[record.run_id] = Outcome(record, reused=outcome.reused)
             try:
                 if not outcome.reused:
-                    records.write(folder, record, samples=outcome.samples, trace=outcome.trace, ranks=outcome.ranks)
+                    beside = {name: getattr(outcome, name) for name in records.BESIDE}
+                    records.write(folder, record, **beside)
                 finished(outcome)
             except OSError as error:
                 errors.append((record, error))

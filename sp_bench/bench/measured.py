@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import by_host, open_ranks
 from sp_bench.measure.spec import Measured, Spec
 from sp_bench.measure.stats import summarise
+from sp_bench.measure.where import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.records import Record
 
@@ -28,7 +30,14 @@ Samples = dict[str, list[list[float]]]
 """Milliseconds by name, then rank, then iteration."""
 
 
-Point = tuple[Record, Choice | None, Samples | None]
+class Point(NamedTuple):
+    """What became of a point."""
+
+    record: Record
+    choice: Choice | None = None
+    samples: Samples | None = None
+    hang: dict[str, Any] | None = None
+    """Where each rank was when none answered any more (measure.where), by rank."""
 
 
 def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Point]:
@@ -68,7 +77,8 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
         if under_way is None and len(requests) > 1:
             return [point for request in requests for point in measure_points([request], progress)]
         under_way = (under_way or 0) // each
-        failed: Point = (requests[under_way].record(_status(failure), str(failure)), None, None)
+        hang = as_json(failure.where) if isinstance(failure, RankHang) else None
+        failed = Point(requests[under_way].record(_status(failure), str(failure)), hang=hang)
         others = [request for i, request in enumerate(requests) if i != under_way]
         points = measure_points(others, progress) if others else []
         return [*points[:under_way], failed, *points[under_way:]]
@@ -132,13 +142,13 @@ def _point(
     wrong = next(filter(None, (rank.wrong(request.problem.dtype) for rank in ranks)), "")
     if wrong:
         record.status, record.error = "incorrect", f"the correctness gate: {wrong}"
-        return record, choice, None
+        return Point(record, choice)
     describe_devices(record, request, ranks[0])
     if choice and request.cluster.alone:
         _count_sent(record, choice, ranks, request.cluster.alone)
         describe_alone(record, request, ranks)
         _memory_for(record, ranks)
-        return record, choice, _samples(ranks, inside=True)
+        return Point(record, choice, _samples(ranks, inside=True))
     _times_for(record, request, ranks)
     if choice:
         _count_sent(record, choice, ranks, range(len(ranks)))
@@ -150,7 +160,7 @@ def _point(
     _cores_for(record, ranks)
     record.kernel = ranks[0].kernel
     rates_for(record, request)
-    return record, choice, _samples(ranks, inside=choice is not None)
+    return Point(record, choice, _samples(ranks, inside=choice is not None))
 
 
 def _times_for(record: Record, request: Request, ranks: list[Measured]) -> None:

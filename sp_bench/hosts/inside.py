@@ -53,7 +53,9 @@ def transfers_go_first() -> bool:
     main thread asks for long slices of time (Linux 6.12), so that after a message the same rank's block goes on:
     otherwise each hands a core on to another rank's, which finds cold caches, and blocks take up to a tenth longer.
 
-    Transfers must then be posted from lanes: gloo's thread starves a main thread that would post what it waits for.
+    Transfers must then be posted from lanes: gloo's thread asks again and again for a lock that another holds, and so
+    keeps a main thread from the core that it would need to let it go. Threads with priority take turns (SCHED_RR) so
+    that none can keep another of them from it.
     """
     if not transfers_have_priority():
         return False
@@ -64,7 +66,7 @@ def transfers_go_first() -> bool:
     try:
         for thread in mine if here == os.getpid() else [here]:
             if thread != os.getpid():
-                os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(1))
+                os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
     except PermissionError:
         return False
     return True

@@ -8,7 +8,6 @@ the keepers why a rank is silent. The other processes do nothing else than keep 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing
 import os
 import signal
@@ -33,9 +32,9 @@ from sp_bench.measure.pool import (
     end_with_the_pool,
     exit_reason,
     forkserver,
-    stack_in,
 )
 from sp_bench.measure.ranks import Launch, host_here, launched
+from sp_bench.measure.where import NOWHERE, Where, answering, ask
 
 JOIN_S = 120.0
 """How long processes of a launch wait for each other, and a pool for its ranks to start."""
@@ -199,8 +198,8 @@ class JoinedRanks(RankPool):
             reason = self._company.ask([rank], "why")[rank]
             raise RankFailure(rank, f"died: {reason or 'with its process, or its host'}") from None
 
-    def _stacks(self, pending: list[int]) -> dict[int, list[str]]:
-        return {rank: stack or [] for rank, stack in self._company.ask(pending, "where").items()}
+    def _where(self, pending: list[int]) -> dict[int, Where]:
+        return {rank: found or NOWHERE for rank, found in self._company.ask(pending, "where").items()}
 
 
 def keep_a_rank(launch: Launch) -> int:
@@ -221,7 +220,7 @@ def _keep(driver: Connection) -> int:
     Not before it: srun may take whoever leaves early for a failure, and end the others.
     """
     with tempfile.TemporaryDirectory(prefix="sp_bench-rank-") as folder, contextlib.ExitStack() as at_the_end:
-        kept, code = _Kept(Path(folder, "stack")), 1
+        kept, code = _Kept(Path(folder, "rank")), 1
         at_the_end.callback(kept.stop)
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -243,9 +242,9 @@ def _keep(driver: Connection) -> int:
 class _Kept:
     """The rank of a process: none yet, running, or ended."""
 
-    def __init__(self, stack: Path) -> None:
-        """`stack` is the file into which it writes where it is."""
-        self._stack = stack
+    def __init__(self, path: Path) -> None:
+        """Beside `path` it writes where it is."""
+        self._path = path
         self._process: Any = None
         self._lifeline: Connection | None = None
         self._oom_kills = 0
@@ -256,18 +255,14 @@ class _Kept:
         self._oom_kills = oom_kills()
         context = forkserver()
         theirs, self._lifeline = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(order, theirs, str(self._stack)), daemon=True)
+        process = context.Process(target=_serve, args=(order, theirs, str(self._path)), daemon=True)
         process.start()
         theirs.close()
         self._process = process
 
-    def where(self) -> list[str]:
-        """Its stack, innermost frame first; empty where it does not react."""
-        if self._process:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGUSR1)
-            time.sleep(GRACE_S / 2)
-        return stack_in(self._stack)
+    def where(self) -> Where:
+        """Where it is."""
+        return ask([(self._process.pid, self._path)])[0] if self._process else NOWHERE
 
     def why(self) -> str:
         """Why it has ended, or is about to."""
@@ -287,12 +282,11 @@ class _Kept:
         return exit_reason(self._process.exitcode, self._oom_kills if by_itself else oom_kills())
 
 
-def _serve(order: Order, lifeline: Connection, stack: str) -> None:
+def _serve(order: Order, lifeline: Connection, path: str) -> None:
     """A rank's process: join the group, then run what the pool sends until its pipe closes."""
     threading.Thread(target=end_with_the_pool, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(stack, "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    with answering(Path(path)):
         driver, address = connect(order.address, order.name, time.monotonic() + JOIN_S)
         driver.send((order.opened, order.rank))
         if interface := interface_of(order.own_address or address):

@@ -7,13 +7,10 @@ the error says which rank it was and why.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import importlib
-import linecache
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import tempfile
 import threading
@@ -29,14 +26,13 @@ from sp_bench.hosts.inside import Home, move_in, transfers_go_first
 from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, settle
 from sp_bench.measure.leaving import not_now
+from sp_bench.measure.where import Where, answering, ask
 
 if TYPE_CHECKING:
     from sp_bench.hosts.shaped import ShapedHosts
 
-WAITING_IN = ("torch/distributed", "torch/cuda")
-"""Where in torch a rank waits for others, itself or by what it has queued on its GPU."""
 GRACE_S = 2.0
-"""How long the other ranks have to answer once one has failed, or to say where they hang."""
+"""How long the other ranks have to answer once one has failed."""
 
 
 class RankFailure(RuntimeError):
@@ -58,7 +54,11 @@ class RankError(RankFailure):
 
 
 class RankHang(RankFailure):
-    """Ranks that said nothing for longer than their pool waits."""
+    """Ranks that said nothing for longer than their pool waits; `where` they are, all that had not answered."""
+
+    def __init__(self, rank: int | None, why: str, where: dict[int, Where]) -> None:
+        super().__init__(rank, why)
+        self.where = where
 
 
 class RankPool:
@@ -106,7 +106,7 @@ class RankPool:
     @property
     def pids(self) -> list[int]:
         """The process of each rank."""
-        return [process.pid or -1 for process in self._processes]
+        return [int(process.pid) for process in self._processes]
 
     @property
     def alive(self) -> bool:
@@ -193,23 +193,20 @@ class RankPool:
 
     def _blame_hang(self, pending: list[int]) -> RankHang:
         """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
-        where = self._stacks(pending)
-        frozen = [rank for rank, stack in where.items() if not stack]
-        busy = [rank for rank, stack in where.items() if stack and not _is_waiting(stack)]
+        where = self._where(pending)
+        frozen = [rank for rank, found in where.items() if not found.stack]
+        busy = [rank for rank, found in where.items() if found.stack and not found.waits_for_others]
         silent = f"no rank has answered for {self.timeout_s:g} s"
         if frozen:
-            return RankHang(frozen[0], f"hangs: its process is stopped or does not react ({silent})")
+            return RankHang(frozen[0], f"hangs: its process is stopped or does not react ({silent})", where)
         if busy:
-            return RankHang(busy[0], f"hangs ({silent}) in {where[busy[0]][0]}")
-        return RankHang(None, f"{silent}; all of ranks {pending} wait for each other")
+            return RankHang(busy[0], f"hangs ({silent}) in {where[busy[0]].stack[0]}", where)
+        return RankHang(None, f"{silent}; all of ranks {pending} wait for each other", where)
 
-    def _stacks(self, pending: list[int]) -> dict[int, list[str]]:
-        """Where each of some ranks is, innermost frame first; empty where it does not react."""
-        for rank in pending:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(GRACE_S / 2)
-        return {rank: stack_in(Path(self._folder.name, f"{rank}.stack")) for rank in pending}
+    def _where(self, pending: list[int]) -> dict[int, Where]:
+        """Where each of some ranks is."""
+        found = ask([(self.pids[rank], Path(self._folder.name, str(rank))) for rank in pending])
+        return dict(zip(pending, found, strict=True))
 
 
 _report: Callable[[Any], None] = lambda value: None  # noqa: E731
@@ -242,8 +239,7 @@ def _serve(
 
     threading.Thread(target=end_with_the_pool, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(Path(folder, f"{rank}.stack"), "w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
+    with answering(Path(folder, str(rank))):
         if home:
             move_in(home)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -315,20 +311,3 @@ def exit_reason(code: int | None, oom_kills_before: int) -> str:
     killed = f"killed by {signal.Signals(-code).name}"
     out_of_memory = code == -signal.SIGKILL and oom_kills() > oom_kills_before
     return f"{killed}: out of memory, by the kernel's count of such kills" if out_of_memory else killed
-
-
-def stack_in(path: Path) -> list[str]:
-    """The stack that a rank wrote, innermost frame first."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line.strip() for line in lines if line.strip().startswith("File ")]
-
-
-def _is_waiting(stack: list[str]) -> bool:
-    """Whether a stack, innermost frame first, waits for other ranks."""
-    for frame in stack[:4]:
-        match = re.match(r'File "(.*)", line (\d+) in (.*)', frame)
-        if match and (
-            any(part in match[1] for part in WAITING_IN) or ".wait(" in linecache.getline(match[1], int(match[2]))
-        ):
-            return True
-    return False

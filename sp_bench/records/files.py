@@ -16,7 +16,7 @@ from sp_bench.records.schema import complaints
 if TYPE_CHECKING:
     import pandas as pd
 
-BESIDE = ("samples", "trace", "ranks")
+BESIDE = ("samples", "trace", "ranks", "hang")
 """What may stand beside a record, in <run_id>.<name>.json."""
 
 
@@ -31,6 +31,7 @@ def write(
     samples: Mapping[str, Any] | None = None,
     trace: Mapping[str, Any] | None = None,
     ranks: Mapping[str, Any] | None = None,
+    hang: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a record, and first what stands beside it; what an earlier one of that point left there goes.
 
@@ -38,7 +39,7 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.run_id}.json"
-    for name, content in zip(BESIDE, (samples, trace, ranks), strict=True):
+    for name, content in zip(BESIDE, (samples, trace, ranks, hang), strict=True):
         other = path.with_suffix(f".{name}.json")
         if content is None:
             other.unlink(missing_ok=True)

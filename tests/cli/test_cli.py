@@ -270,6 +270,10 @@ def test_a_rank_that_dies_or_hangs(sent: signal.Signals, status: str, why: str, 
     by_status = {record.status: record for record in records.read_all(tmp_path)}
     assert set(by_status) == {status, "ok"}
     assert re.match(why, by_status[status].error or ""), by_status[status].error
+    hang = tmp_path / f"{by_status[status].run_id}.hang.json"
+    assert hang.exists() is (sent == signal.SIGSTOP), "of a hang it is kept what the threads of silent ranks were at"
+    if hang.exists():
+        assert set(json.loads(hang.read_text())) == set("0123")
     assert not [rank for rank in ranks if _alive(rank)]
 
 

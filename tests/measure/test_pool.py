@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -19,7 +20,8 @@ from sp_bench.bench import measured
 from sp_bench.errors import RequestError
 from sp_bench.machine import oom_kills
 from sp_bench.measure import pool as pools
-from sp_bench.measure.pool import RankError, RankFailure, RankPool
+from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
+from sp_bench.measure.where import as_json
 from tests.measure import jobs
 
 N = 3
@@ -188,6 +190,28 @@ def test_a_rank_that_hangs(how: str, others: str) -> None:
     assert how == "stop" or "jobs.py" in str(failure), "where it hangs"
 
 
+def test_what_hung_ranks_were_at() -> None:
+    """All that were silent, with the lanes and gloo's threads of those that wait."""
+    failure = failure_of("sleep", "attention", timeout_s=SHORT_S)
+    assert isinstance(failure, RankHang)
+    assert set(failure.where) == set(range(N))
+    for rank, where in failure.where.items():
+        assert where.waits_for_others is (rank != jobs.BAD), rank
+        assert all(frame.strip() in "\n".join(where.stacks) for frame in where.stack), "the main thread is one of all"
+        assert {thread.policy for thread in where.threads} == {"other"}, "there are no hosts"
+        assert where.threads[0].core_s > 0
+        assert ("in _lane" in "\n".join(where.stacks)) is (rank != jobs.BAD), rank
+    assert json.loads(json.dumps(as_json(failure.where)))[str(jobs.BAD)]["threads"][0]["state"] == "S"
+
+
+def test_a_stopped_rank_is_nowhere() -> None:
+    failure = failure_of("stop", "barrier", timeout_s=SHORT_S)
+    assert isinstance(failure, RankHang)
+    stopped = failure.where[jobs.BAD]
+    assert (stopped.stack, stopped.stacks) == ([], [])
+    assert {thread.state for thread in stopped.threads} == {"T"}
+
+
 def test_a_rank_that_hangs_after_it_reported() -> None:
     failure = failure_of("sleep", "barrier", timeout_s=SHORT_S, reports=3)
     assert (failure.rank, "hangs" in str(failure)) == (jobs.BAD, True)
@@ -233,6 +257,7 @@ def test_a_closed_pool_says_so() -> None:
 PARENT = """
 import sys
 from sp_bench.measure.pool import RankPool
+from sp_bench.measure.where import as_json
 from tests.measure import jobs
 
 pool = RankPool(3)
