@@ -94,8 +94,9 @@ def ask(ranks: Sequence[tuple[int, Path]]) -> list[Where]:
 
 
 def threads_of(pid: int) -> list[Thread]:
-    """What Linux says of the threads of a process; none on another system, or of one that has ended."""
-    return [found for task in sorted(Path(f"/proc/{pid}/task").glob("*")) if (found := _thread(task))]
+    """What Linux says of the threads of a process, the main one first; none on another system, or once it has ended."""
+    tasks = sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name))
+    return [found for task in tasks if (found := _thread(task))]
 
 
 def as_json(where: Mapping[int, Where]) -> dict[str, Any]:
