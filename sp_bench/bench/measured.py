@@ -20,7 +20,7 @@ from sp_bench.hosts.shaped import hosts_for
 from sp_bench.measure.leaving import leave_if_told
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import by_host, open_ranks
-from sp_bench.measure.spec import Measured, Spec
+from sp_bench.measure.spec import TIMES, Measured, Spec, from_first_start
 from sp_bench.measure.stats import summarise
 from sp_bench.measure.where import as_json
 from sp_bench.peers.peer import Peer
@@ -149,6 +149,7 @@ def _point(
         describe_alone(record, request, ranks)
         _memory_for(record, ranks)
         return Point(record, choice, _samples(ranks, inside=True))
+    from_first_start(ranks)
     _times_for(record, request, ranks)
     if choice:
         _count_sent(record, choice, ranks, range(len(ranks)))
@@ -203,8 +204,7 @@ def _memory_for(record: Record, ranks: list[Measured]) -> None:
 
 def _samples(ranks: list[Measured], *, inside: bool) -> Samples:
     """`inside`: with what a step spent its time on, which is not known of a peer."""
-    names = ("forward_s", "backward_s", "compute_only_s", "communication_only_s")
-    names += ("core_s", "compute_only_core_s", "communication_only_core_s")
+    names = (*TIMES, "core_s", "compute_only_core_s", "communication_only_core_s")
     names += ("blocks_s", "waits_s", "kernels_s", "folds_s", "caller_s") * inside
     given = [name for name in names if getattr(ranks[0], name)]
     return {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in given}

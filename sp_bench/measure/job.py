@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,14 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
     return results
 
 
+class _Timed(NamedTuple):
+    """A phase of an iteration."""
+
+    seconds: float
+    began_s: float | None
+    """By the clock of the machine; None where the device has one of its own."""
+
+
 class _Bench:
     """A point ready to be timed: inputs made, engine built."""
 
@@ -94,7 +102,7 @@ class _Bench:
             self.engine.transport.sent_bytes.clear()
             _barrier()
             before, busy_before_s = interface_bytes(), self.busy_s()
-            times_s, by_phase = self._execute(does)
+            phases, by_phase = self._execute(does)
             _barrier()  # all have received, so that nothing is on its way any more
             after, busy_after_s = interface_bytes(), self.busy_s()
             if result is None:
@@ -104,9 +112,11 @@ class _Bench:
             if does is Does.EVERYTHING:
                 if before and after:
                     result.interface_sent_bytes.append(after[0] - before[0])
-                spent = [self.engine.spent(phase) for phase in times_s]
-                result.forward_s.append(times_s["forward"])
-                result.backward_s.append(times_s.get("backward", 0.0))
+                spent = [self.engine.spent(phase) for phase in phases]
+                for phase, timed in phases.items():
+                    _keep(result, f"{phase}_s", timed)
+                if "backward" not in phases:
+                    result.backward_s.append(0.0)
                 result.blocks_s.append(sum(s.blocks_s for s in spent))
                 result.waits_s.append(sum(s.waits_s for s in spent))
                 result.kernels_s.append(sum(s.kernels_s for s in spent))
@@ -114,15 +124,14 @@ class _Bench:
                 result.caller_s.append(sum(s.caller_s for s in spent))
                 result.sent_bytes = by_phase
             else:
-                alone = result.compute_only_s if does is Does.COMPUTE else result.communication_only_s
-                alone.append(sum(times_s.values()))
+                _keep(result, "compute_only_s" if does is Does.COMPUTE else "communication_only_s", *phases.values())
 
-    def _execute(self, does: Does, live: LiveBytes | None = None) -> tuple[dict[str, float], dict[str, Counter]]:
-        """Seconds and bytes sent of each phase. Only an execution of everything leaves results behind."""
-        sent, times_s = self.engine.transport.sent_bytes, {}
+    def _execute(self, does: Does, live: LiveBytes | None = None) -> tuple[dict[str, _Timed], dict[str, Counter]]:
+        """Time and bytes sent of each phase. Only an execution of everything leaves results behind."""
+        sent, phases = self.engine.transport.sent_bytes, {}
         start = self._together()
         out, saved = self.engine.forward(self.q, self.k, self.v, does, live)
-        times_s["forward"] = self._since(start)
+        phases["forward"] = self._since(start)
         by_phase = {"forward": Counter(sent)}
         found = [out]
         if "backward" in self.phases:
@@ -130,11 +139,11 @@ class _Bench:
                 saved = self.saved
             start = self._together()
             found += self.engine.backward(self.dout, saved, does, live)
-            times_s["backward"] = self._since(start)
+            phases["backward"] = self._since(start)
             by_phase["backward"] = Counter(sent) - by_phase["forward"]
         if does is Does.EVERYTHING:
             self.last, self.saved = found, saved
-        return times_s, by_phase
+        return phases, by_phase
 
     def _together(self) -> Any:
         """A mark that all ranks set together, with nothing left to do on their devices."""
@@ -142,15 +151,23 @@ class _Bench:
         _barrier()
         return self.clock.mark()
 
-    def _since(self, start: Any) -> float:
-        """Seconds that the device has worked since a mark; returns when it has."""
+    def _since(self, start: Any) -> _Timed:
+        """What the device has worked since a mark; returns when it has."""
         end = self.clock.mark()
         self.clock.synchronize()
-        return self.clock.seconds(start, end)
+        return _Timed(self.clock.seconds(start, end), self.clock.machine_s(start))
 
     def finite(self) -> bool:
         """Whether the results of the last step are."""
         return all(bool(x.isfinite().all()) for x in self.last)
+
+
+def _keep(result: Measured, name: str, *phases: _Timed) -> None:
+    """Add the time of one iteration, that of its phases together, and when they began."""
+    getattr(result, name).append(sum(timed.seconds for timed in phases))
+    began = tuple(timed.began_s for timed in phases if timed.began_s is not None)
+    if began:
+        result.began_s.setdefault(name, []).append(began)
 
 
 def _core_s(result: Measured, does: Does) -> list[float]:

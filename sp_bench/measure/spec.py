@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from sp_bench.peers.peer import Peer
 from sp_bench.plan import Plan, Problem
@@ -13,6 +15,10 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-
 """Relative L2 error against fp64 that the gate lets through, by dtype."""
 HEAD_FACTOR = 4
 """A single head may be off by so many times as much."""
+
+
+TIMES = ("forward_s", "backward_s", "compute_only_s", "communication_only_s")
+"""Of a rank from the common start of all to its own end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,10 @@ class Spec:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What one rank saw of one point. Times in seconds, one for each timed iteration."""
+    """What one rank saw of one point. Times in seconds, one for each timed iteration.
+
+    Those of TIMES count from when this rank began; `from_first_start` makes them count from when the first one did.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
     """Of the gate, by tensor: relative L2 over everything; the same on all ranks."""
@@ -49,6 +58,8 @@ class Measured:
     """Forward and backward of the same plans without their transfers."""
     communication_only_s: list[float] = field(default_factory=list)
     """Forward and backward of the same plans without their blocks."""
+    began_s: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
+    """When each phase that a time of TIMES adds up began, by a clock of the rank's machine; nothing of a GPU's time."""
     blocks_s: list[float] = field(default_factory=list)
     """In blocks and folds, of the step with everything."""
     waits_s: list[float] = field(default_factory=list)
@@ -94,3 +105,18 @@ class Measured:
             if not error <= limit
         ]
         return ", ".join(found) or ("" if self.finite else "a timed result is not finite")
+
+
+def from_first_start(ranks: Sequence[Measured]) -> None:
+    """Make TIMES count from when the first rank on the same machine began.
+
+    Where ranks share cores, one that a barrier lets go may still have to wait for its first turn on a core, while those
+    that it shares it with are at their blocks: by its own clock it would be spared what it waited.
+    """
+    for machine in {rank.machine for rank in ranks}:
+        here = [rank for rank in ranks if rank.machine == machine]
+        for name in here[0].began_s:
+            began = np.array([rank.began_s[name] for rank in here])  # by rank, iteration and phase
+            later_s = (began - began.min(axis=0)).sum(axis=-1)
+            for rank, later in zip(here, later_s, strict=True):
+                setattr(rank, name, np.add(getattr(rank, name), later).tolist())

@@ -24,6 +24,10 @@ class Clock(Protocol):
         """Between two marks that have been reached: after `synchronize`."""
         ...
 
+    def machine_s(self, mark: Any) -> float | None:
+        """When a mark was, by a clock that all processes of the machine share; None where a device has its own."""
+        ...
+
     def synchronize(self) -> None:
         """Return when all that was started has ended."""
         ...
@@ -37,6 +41,9 @@ class HostClock:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
+
+    def machine_s(self, mark: float) -> float:
+        return mark
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""
@@ -100,6 +107,9 @@ class Cuda:
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) / 1e3
+
+    def machine_s(self, mark: torch.cuda.Event) -> None:
+        return None
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -51,6 +51,9 @@ class Inline:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
+    def machine_s(self, mark: float) -> None:
+        return None
+
     def synchronize(self) -> None:
         pass
 

@@ -260,6 +260,9 @@ class Rank(TorchDispatchMode):
     def seconds(self, start: None, end: None) -> float:
         return 0.0
 
+    def machine_s(self, mark: None) -> None:
+        return None
+
     def synchronize(self) -> None:
         self.machine.run()
 
