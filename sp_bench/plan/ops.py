@@ -6,8 +6,9 @@ a single one or a numpy array of them.
 
 Rules of time, for every reader: an operation may start once its operands are there; the transfers of one lane run one
 at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises. Over gloo, a
-lane's next transfer may begin earlier, tensor by tensor, once the one before has come and gone (begun_early), and what
-it receives may come as soon as there is room (posted_ahead); run and simulate both have that.
+lane's next transfer may begin earlier if it goes to the same ranks, tensor by tensor, once the one before has come and
+gone (begun_early), and what it receives may come as soon as there is room (posted_ahead); run and simulate both have
+that.
 """
 
 from __future__ import annotations

@@ -75,14 +75,17 @@ def previous_on_lane(plan: Plan) -> dict[int, int]:
 def begun_early(plan: Plan) -> dict[int, int]:
     """Transfers that can begin, tensor by tensor, while the one before on their lane is under way, and that one.
 
-    Both send whole chunks that no block computes, as they came or were there from the start: hops of a ring do. One
-    that receives a result has no buffer before its turn.
+    Both send whole chunks that no block computes, as they came or were there from the start, to the same ranks: hops of
+    a ring do. To another rank it would go beside the rest of the one before, which comes first and has half of the link
+    then. One that receives a result has no buffer before its turn.
     """
-    slots = dataflow(plan).slots
+    slots, ops = dataflow(plan).slots, plan.ops
     return {
         index: before
         for index, before in previous_on_lane(plan).items()
-        if index in slots and all(_sends_as_is(plan.ops[i]) for i in (index, before))
+        if index in slots
+        and all(_sends_as_is(ops[i]) for i in (index, before))
+        and _sources(ops[index]) == _sources(ops[before])
     }
 
 

@@ -348,10 +348,10 @@ class _Builder:
         op, previous = (self.plan.ops[i] for i in (index, self.early[index]))
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
-        path, before = self._path(*peers(op)[0]), self._path(*peers(previous)[0])
+        path = self._path(*peers(op)[0])  # which is that of the one before, too
         (sizes,), (at_once,) = messages(previous, self.problem, self.ranks), self._at_once_bytes(previous)
         whole = sum(sizes.values())
-        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - at_once) / before.alone_bytes_per_s
+        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - at_once) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return Early(hidden_s, begun)

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -326,8 +327,8 @@ def same_memory(one: Message, other: Message) -> bool:
     [
         ("ring", 5, {}, {3}),
         ("mesh", 5, {"tile": (1, 5)}, {3}),
-        # Of 2 hops of q and 2 of kv on one lane; then those of o are computed first.
-        ("mesh", 9, {"tile": (3, 3)}, {3, 4, 5}),
+        # kv, q, kv, kv on one lane, to other ranks by turns; then o is computed first.
+        ("mesh", 8, {"tile": (2, 4)}, {0, 1, 3, 4}),
         # Slices follow one another.
         ("all_gather", 5, {"stride": 1}, {19}),
         # Partials travel last, which blocks add to.
@@ -341,11 +342,23 @@ def test_what_goes_onward(method: str, n: int, options: dict, lonely: set[int]) 
     engine.forward(q, k, v)
     engine.close()
     assert transport.lonely == lonely
-    assert 0 in transport.begun, "there is room for two chunks, and the first one was there"
+    assert min(transport.begun) == min({*range(len(transport.transfers))} - lonely), "there is room for two chunks"
     for number, (turn, *ahead) in transport.begun.items():
         same_turn, *messages = transport.transfers[number + 1]
         assert turn == same_turn
         assert all(map(same_memory, ahead, messages))
+
+
+def test_nothing_goes_onward_to_another_rank() -> None:
+    """Hops of q and of kv, in turn: the second one would have half of the link while the first one needs it."""
+    transport = Onwards()
+    engine, (q, k, v, _) = one_rank(build("mesh", {"tile": (3, 3)}), splittable_problem(9), transport)
+    engine.forward(q, k, v)
+    engine.close()
+    targets = [target for _, _, (target, _) in transport.transfers[:4]]
+    assert all(one != other for one, other in pairwise(targets))
+    assert transport.lonely == {*range(6)}
+    assert not transport.begun
 
 
 class Threads(AloneTransport):
