@@ -124,7 +124,7 @@ class _Bench:
                 result.caller_s.append(sum(s.caller_s for s in spent))
                 result.sent_bytes = by_phase
             else:
-                _keep(result, "compute_only_s" if does is Does.COMPUTE else "communication_only_s", *phases.values())
+                _keep(result, f"{does.value}_s", *phases.values())
 
     def _execute(self, does: Does, live: LiveBytes | None = None) -> tuple[dict[str, _Timed], dict[str, Counter]]:
         """Time and bytes sent of each phase. Only an execution of everything leaves results behind."""

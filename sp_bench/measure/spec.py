@@ -15,8 +15,6 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-
 """Relative L2 error against fp64 that the gate lets through, by dtype."""
 HEAD_FACTOR = 4
 """A single head may be off by so many times as much."""
-
-
 TIMES = ("forward_s", "backward_s", "compute_only_s", "communication_only_s")
 """Of a rank from the common start of all to its own end."""
 
