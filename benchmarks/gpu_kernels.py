@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import wire_dtypes
 from benchmarks.reports import table
-from sp_bench.calibrating.clock import CLOCKS
+from sp_bench.calibrating.clock import CLOCKS, cpu_seconds
 from sp_bench.errors import RequestError, unknown
 from sp_bench.kernels import KERNELS, BlockKernel, auto_order, choose, fold_
 from sp_bench.kernels.contract import empty_output
@@ -67,8 +67,19 @@ class Bench:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """The median time of a call, after one that isn't counted."""
-        clock = CLOCKS[self.device]
-        return statistics.median([clock(call)[0] for _ in range(1 + self.repetitions)][1:])
+        return self._median(partial(CLOCKS[self.device], call))
+
+    def queueing_seconds(self, call: Callable[[], object]) -> float | None:
+        """The median time in which a thread has queued a call on an idle GPU; None where calls end with their work."""
+        return self._median(partial(_queued, call)) if self.device == "cuda" else None
+
+    def _median(self, timed: Callable[[], tuple[float, object]]) -> float:
+        return statistics.median([timed()[0] for _ in range(1 + self.repetitions)][1:])
+
+
+def _queued(call: Callable[[], object]) -> tuple[float, object]:
+    torch.cuda.synchronize()
+    return cpu_seconds(call)
 
 
 BENCHES = {
@@ -164,7 +175,7 @@ def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) ->
 
 
 def efficiency(bench: Bench) -> Iterator[Row]:
-    """One call on all keys, over the time of a rank's blocks and folds on as many."""
+    """One call on all keys, over the time of a rank's blocks and folds on as many, and what it takes to queue these."""
     for kernel, tokens in itertools.product(kernels(bench), bench.block_tokens):
         q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
         k, v = (bench.random(tokens * bench.blocks, seed=seed) for seed in (1, 2))
@@ -182,6 +193,8 @@ def efficiency(bench: Bench) -> Iterator[Row]:
             whole_s, blocks_s = bench.seconds(one), bench.seconds(many)
             row |= {phase: f"{1e3 * blocks_s:.3g} ms", f"{phase}, one call": f"{1e3 * whole_s:.3g} ms"}
             row[f"{phase} efficiency"] = f"{whole_s / blocks_s:.1%}"
+            queueing_s = bench.queueing_seconds(many)
+            row[f"{phase}, queueing"] = "" if queueing_s is None else f"{1e3 * queueing_s:.3g} ms"
         yield row
 
 

@@ -78,6 +78,23 @@ def test_rates_and_efficiency(text: str) -> None:
         )
 
 
+def test_what_it_takes_to_queue_is_the_host_s_time(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """With a GPU that has nothing left to do before each, and isn't waited for after it."""
+    (row,) = cells(text, "Blocks and folds of a rank")
+    assert [row[f"{phase}, queueing"] for phase in PHASES] == ["", ""], "calls on CPUs end with their work"
+    happened: list[str] = []
+    now = [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("idle"))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def call() -> None:
+        happened.append("queued")
+        now[0] += 0.25 * len(happened)
+
+    assert replace(BENCHES["cuda"], repetitions=3).queueing_seconds(call) == 0.25 * 6
+    assert happened == ["idle", "queued"] * 4
+
+
 def test_blocks_of_the_efficiency_give_the_whole() -> None:
     """What is timed against one call computes the same as it."""
     kernel = AtenCpu()
