@@ -8,6 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+_LEAST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
+"""By the dtype of an lse, the least number that it can hold."""
+
 
 def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge (part_out, part_lse) into (out, lse): the softmax over the keys of both.
@@ -29,13 +32,18 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """The same in operations of torch, on any device.
 
-    Few of them: on a CPU each costs tens of microseconds for the lse alone, since the block before it has emptied the
-    caches of both code and data. Fewest where lse and part_lse lie alike in memory.
+    Few of them: on a CPU each costs tens of microseconds for the lse alone, and a cast to the same dtype as much, since
+    the block before has emptied the caches of both code and data. Fewest where lse and part_lse lie alike in memory.
     """
     torch.logaddexp(lse, part_lse, out=lse)
     # What saw no key on either side weighs nothing; any other lse that is not finite must show in the result.
-    weight = torch.sub(part_lse, lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
-    out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    weight = torch.sub(part_lse, lse.clamp_min(_LEAST[lse.dtype])).exp_()
+    out.lerp_(in_dtype(part_out, out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x itself where it has that dtype, without asking torch to look."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def fold_bytes(out: Tensor, lse: Tensor, part_out: Tensor) -> int:

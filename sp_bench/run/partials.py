@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sp_bench.kernels import fold_
 from sp_bench.kernels.contract import empty_output
+from sp_bench.kernels.fold import in_dtype
 from sp_bench.plan import FIELDS, Chunk, Problem
 
 Tensors = tuple[Tensor, ...]
@@ -28,7 +29,7 @@ class Partials:
     def add_output(self, chunk: Chunk, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS), which cover the tokens `rows` of the chunk, into it."""
         if chunk not in self._held and out.shape[1] == self._problem.block_tokens:
-            self._held[chunk] = (out.to(self._dtype(chunk)).contiguous(), lse)
+            self._held[chunk] = (in_dtype(out, self._dtype(chunk)).contiguous(), lse)
             return
         into_out, into_lse = self._sum(chunk)
         fold_(tokens_of(into_out, rows), tokens_of(into_lse, rows), out, lse)
@@ -36,7 +37,7 @@ class Partials:
     def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
         """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
         if chunk not in self._held and gradients[0].shape[1] == self._problem.block_tokens:
-            self._held[chunk] = tuple(gradient.to(self._dtype(chunk)).contiguous() for gradient in gradients)
+            self._held[chunk] = tuple(in_dtype(x, self._dtype(chunk)).contiguous() for x in gradients)
             return
         for into, gradient in zip(self._sum(chunk), gradients, strict=True):
             tokens_of(into, rows).add_(gradient)
