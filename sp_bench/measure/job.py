@@ -44,12 +44,13 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
     for index, (spec, result) in enumerate(zip(specs, results, strict=True)):
         if spec.verify and spec.alone is None:
             report(index)
-            _gate(spec, result)
+            _gate(index, spec, result)
     timed = []
     for index, (spec, result) in enumerate(zip(specs, results, strict=True)):
         if not result.wrong(spec.problem.dtype):
             report(index)
             bench = _Bench(spec)
+            report(index)
             bench.watch_memory(result)
             timed.append((index, bench, result))
     for iteration in range(warmup + iters):
@@ -78,9 +79,9 @@ class _Bench:
         problem, device = spec.problem, device_here()
         self.clock, self.memory = clock_of(device), MemoryWatch(device)
         self.busy_s = busy_s if device.type == "cpu" else lambda: None
-        generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + (spec.alone or _rank()))
-        self.q, self.dout = (_random(problem, problem.heads, generator).to(device) for _ in range(2))
-        self.k, self.v = (_random(problem, problem.kv_heads, generator).to(device) for _ in range(2))
+        generator = torch.Generator(device).manual_seed(spec.seed * 1_000_003 + (spec.alone or _rank()))
+        self.q, self.dout = (_random(problem, problem.heads, generator) for _ in range(2))
+        self.k, self.v = (_random(problem, problem.kv_heads, generator) for _ in range(2))
         self.engine = _engine(spec, problem)
         self.phases = spec.phases
         self.does = tuple(Does) if spec.parts else (Does.EVERYTHING,)
@@ -192,7 +193,7 @@ def _engine(spec: Spec, problem: Problem) -> Engine | PeerEngine:
 
 def _random(problem: Problem, heads: int, generator: torch.Generator) -> Tensor:
     shape = (problem.batch, problem.local_seqlen, heads, problem.head_dim)
-    return torch.randn(shape, generator=generator).to(getattr(torch, problem.dtype))
+    return torch.randn(shape, generator=generator, device=generator.device).to(getattr(torch, problem.dtype))
 
 
 def _rank() -> int:
@@ -204,10 +205,11 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _gate(spec: Spec, result: Measured) -> None:
+def _gate(index: int, spec: Spec, result: Measured) -> None:
     """Errors against fp64 of the same plans on a problem scaled down in its sequence only, into every rank's result.
 
-    Everything runs twice with the same buffers, and the second run is judged.
+    Everything runs twice with the same buffers, and the second run is judged. Each rank computes the exact results of
+    some of the heads: those of all would take one rank minutes where ranks are many.
     """
     small = replace(spec.problem, seqlen=min(GATE_TOKENS, spec.problem.local_seqlen) * spec.problem.n)
     generator = torch.Generator().manual_seed(spec.seed)
@@ -220,24 +222,32 @@ def _gate(spec: Spec, result: Measured) -> None:
     engine = _engine(spec, small)
     found: list[Tensor] = []
     for _ in range(2):
+        report(index)
         out, saved = engine.forward(my_q, my_k, my_v)
         found = [out]
         if "backward" in spec.phases:
+            report(index)
             found += engine.backward(my_dout, saved)
     engine.close()
     full = [unshard(x.cpu(), small.layout, None, small.n) for x in found]
-    errors = torch.zeros(2, len(full), dtype=torch.float64)
-    if _rank() == 0:
-        wanted = _exact(q, k, v, dout, small.causal)[: len(full)]
-        errors[0] = torch.stack([_relative(x, y, dims=(0, 1, 2, 3)) for x, y in zip(full, wanted, strict=True)])
-        errors[1] = torch.stack([_relative(x, y, dims=(0, 1, 3)).max() for x, y in zip(full, wanted, strict=True)])
+    squares, sharing = torch.zeros(2, len(full), small.heads, dtype=torch.float64), small.heads // small.kv_heads
+    for head in range(_rank(), small.kv_heads, small.n):
+        report(index)
+        queries, keys = slice(head * sharing, (head + 1) * sharing), slice(head, head + 1)
+        heads = dict(zip(NAMES, (queries, queries, keys, keys), strict=True))
+        inputs = ((q, queries), (k, keys), (v, keys), (dout, queries))
+        wanted = _exact(*(x[:, :, of].to(device_here()) for x, of in inputs), causal=small.causal)
+        for i, (x, y, of) in enumerate(zip(full, wanted, heads.values(), strict=False)):
+            squares[:, i, of] = _squares(x[:, :, of], y.cpu())
     if dist.is_initialized():
-        dist.broadcast(errors, 0)
-    result.errors = dict(zip(NAMES, errors[0].tolist(), strict=False))
-    result.worst_head_errors = dict(zip(NAMES, errors[1].tolist(), strict=False))
+        dist.all_reduce(squares)
+    for i, (name, x) in enumerate(zip(NAMES, full, strict=False)):
+        of_heads = squares[:, i, : x.shape[2]]
+        result.errors[name] = float(_relative(of_heads.sum(1), x.numel()))
+        result.worst_head_errors[name] = float(_relative(of_heads, x.numel() // x.shape[2]).max())
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple[Tensor, ...]:
+def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) in fp64."""
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     kernel, mask = KERNELS["reference"](), Mask.CAUSAL if causal else Mask.FULL
@@ -245,10 +255,13 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple
     return (out, *kernel.backward(dout, q, k, v, out, lse, mask))
 
 
-def _relative(found: Tensor, wanted: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """L2 error over `dims` in relation to the norm, or to unit elements where the exact result is rounding noise."""
-    error2 = (found.double() - wanted).square().sum(dims)
-    norm2 = wanted.square().sum(dims)
-    elements = wanted.numel() / max(norm2.numel(), 1)
+def _squares(found: Tensor, wanted: Tensor) -> Tensor:
+    """(2, heads): the squared L2 norms of the error and of the exact result, each a (B, S, H, D)."""
+    return torch.stack([x.square().sum((0, 1, 3)) for x in (found.double() - wanted, wanted)])
+
+
+def _relative(squares: Tensor, elements: int) -> Tensor:
+    """L2 error in relation to the norm, or to unit elements where the exact result is rounding noise."""
+    error2, norm2 = squares
     error = (error2 / torch.where(norm2 > 1e-20 * elements, norm2, elements)).sqrt()
     return torch.where(error.isfinite(), error, math.inf)

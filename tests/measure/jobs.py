@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.calibrating.links import messages_lasting
 from sp_bench.errors import RequestError
+from sp_bench.kernels.aten_cpu import AtenCpu
+from sp_bench.measure import job
 from sp_bench.measure.pool import report
+from sp_bench.measure.spec import Measured, Spec
 
 BAD = 1
 """The rank that goes wrong."""
@@ -117,3 +123,17 @@ def report_then_fail(who: int) -> None:
     if dist.get_rank() == who:
         raise ValueError("fell")
     report("further on")
+
+
+def gated(spec: Spec, spoiled: int | None = None, with_: float = 0.0) -> Measured:
+    """What the gate says of a point, of whose output a kernel fills one head with a number."""
+    right, result = AtenCpu._forward, Measured()
+
+    def wrong(self: AtenCpu, *arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = right(self, *arguments)
+        out[:, :, spoiled] = with_
+        return out, lse
+
+    with patch.object(AtenCpu, "_forward", right if spoiled is None else wrong):
+        job._gate(0, spec, result)
+    return result

@@ -1,0 +1,66 @@
+"""The correctness gate: what it says is the same on all ranks, and no head of any tensor escapes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from methods import build
+from sp_bench.measure.job import NAMES
+from sp_bench.measure.pool import RankPool
+from sp_bench.measure.spec import Spec
+from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, layout_named
+
+RANKS, HEADS = 3, 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Three ranks."""
+    with RankPool(RANKS) as ranks:
+        yield ranks
+
+
+def spec(kv_heads: int, phases: tuple[str, ...] = PHASES) -> Spec:
+    """A causal point of Ring, longer than the gate's."""
+    problem = Problem(
+        n=RANKS, seqlen=300, heads=HEADS, kv_heads=kv_heads, head_dim=16, causal=True, dtype="float32",
+        layout=layout_named("striped", causal=True),
+    )  # fmt: skip
+    method = build("ring", {})
+    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in phases}
+    return Spec(
+        phases=phases, plans=plans, peer=None, problem=method.dealt(problem), kernel="aten_cpu", verify=True,
+        parts=False, seed=0, alone=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_right_plans_pass(pool: RankPool, kv_heads: int) -> None:
+    """With more key heads than ranks, and with fewer."""
+    first, *others = pool.run("tests.measure.jobs:gated", spec(kv_heads))
+    assert tuple(first.errors) == tuple(first.worst_head_errors) == NAMES
+    for name in NAMES:
+        assert 1e-8 < first.errors[name] <= first.worst_head_errors[name] < 1e-6
+    assert all((x.errors, x.worst_head_errors) == (first.errors, first.worst_head_errors) for x in others)
+
+
+def test_forward_alone(pool: RankPool) -> None:
+    found = pool.run("tests.measure.jobs:gated", spec(2, ("forward",)))[0]
+    assert list(found.errors) == ["out"] and 1e-8 < found.errors["out"] < 1e-6
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_no_head_escapes(pool: RankPool, head: int) -> None:
+    """Whichever rank holds it against the exact result: one of four heads is nothing but zeros."""
+    for found in pool.run("tests.measure.jobs:gated", spec(HEADS), head):
+        assert found.worst_head_errors["out"] == pytest.approx(1.0) and found.errors["out"] == pytest.approx(
+            0.5, abs=0.1
+        )
+        assert "out" in (found.wrong("float32") or "")
+
+
+def test_what_is_not_finite_is_infinitely_wrong(pool: RankPool) -> None:
+    found = pool.run("tests.measure.jobs:gated", spec(2), 1, float("nan"))[1]
+    assert found.errors["out"] == found.worst_head_errors["out"] == float("inf")
