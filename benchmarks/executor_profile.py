@@ -18,9 +18,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.verdict import Ratio, of_medians
-from benchmarks.reports import about, ratio, table
+from benchmarks.reports import about, ratio
 from methods import build
 from sp_bench.kernels import choose
+from sp_bench.markdown import of_rows
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Problem, layout_named
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Does
@@ -189,7 +190,7 @@ Made by `python -m benchmarks.executor_profile`, torch {torch.__version__}, Pyth
 
 ## The interpreter, at blocks of {OVERHEAD_TOKENS} tokens, {HEADS} heads of {HEAD_DIM}, forward + backward
 
-{table(overhead_rows())}
+{of_rows(overhead_rows())}
 
 ## Blocks against one call on the whole sequence, {RANKS} ranks
 
@@ -198,7 +199,7 @@ kernel for CPUs computes causal blocks in steps of 512 keys, so that a causal bl
 full one. It takes queries by 64 where a block has fewer than 768, else by 256, which is faster. Both is the kernel's,
 and the same for whoever calls it on such blocks.
 
-{table(efficiency_rows())}
+{of_rows(efficiency_rows())}
 """)
 
 

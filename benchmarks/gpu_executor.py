@@ -1,26 +1,33 @@
-"""The executor on this machine's GPU: `python -m benchmarks.gpu_executor` prints tables. Without CUDA it exits with 2.
+"""The executor on this machine's GPU: `python -m benchmarks.gpu_executor [kernel=auto]` prints tables.
 
-First every method on ranks that share the GPU, against fp64: their transfers go through the host by
-gloo, so that streams, events and memory are a GPU's and the network is not. Then single ranks of many, alone, with
-copies for transfers: what of a rank's time are kernels, folds and waiting, and what the calling thread takes to queue
-it. That it takes less than the device needs is what hides it. Medians; compared numbers are taken in turn.
+First every method on ranks that share the GPU, against fp64, with partials in the compute dtype and in fp32 on the
+wire: their transfers go through the host by gloo, so that streams, events and memory are a GPU's and the network is
+not. Then single ranks of many, alone, with copies for transfers: what of a rank's time are kernels, folds and waiting,
+and what the calling thread takes to queue it. That it takes less than the device needs is what hides it. Medians;
+compared numbers are taken in turn, unless one of them fails: then each is taken by itself, and the exit code is 1.
+Without CUDA it is 2.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import sys
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from benchmarks.reports import table
 from methods import build
 from sp_bench import account
 from sp_bench.bench.values import whole
+from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.kernels import choose
+from sp_bench.markdown import of_rows
 from sp_bench.measure.devices import Devices
-from sp_bench.measure.pool import RankPool
+from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.spec import Measured, Spec
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, RequestError, layout_named
 
@@ -34,13 +41,15 @@ METHODS: tuple[tuple[str, dict[str, object]], ...] = (
     ("usp", {"ulysses": lambda n: min(n, 8)}),
 )
 HEADS, HEAD_DIM, DTYPE, ITERS, WARMUP, TIMEOUT_S = 32, 128, "bfloat16", 10, 3, 300.0
-SHARED_BY = (2, 4)
+SHARED_BY = (2, 4, 16)
 """Ranks on the one GPU, where exactness is looked at."""
 ALONE_OF = ((64, "256k"), (256, "1M"))
 """GPUs and tokens of the whole sequence, where ranks are executed alone."""
 
 
-def spec(method: str, options: dict[str, object], n: int, seqlen: int, *, alone: int | None) -> Spec:
+def spec(
+    method: str, options: dict[str, object], n: int, seqlen: int, *, kernel: str, wire: str = "", alone: int | None
+) -> Spec:
     """A point for ranks. Raises RequestError where the method can't do it."""
     options = {name: value(n) if callable(value) else value for name, value in options.items()}
     built = build(method, options)
@@ -51,6 +60,7 @@ def spec(method: str, options: dict[str, object], n: int, seqlen: int, *, alone:
         kv_heads=HEADS,
         head_dim=HEAD_DIM,
         dtype=DTYPE,
+        wire_dtype=wire,
         layout=layout_named(built.layout, causal=True),
     )
     chosen = built.candidates(problem)[0]
@@ -60,7 +70,7 @@ def spec(method: str, options: dict[str, object], n: int, seqlen: int, *, alone:
         plans=plans,
         peer=None,
         problem=chosen.dealt(problem),
-        kernel="auto",
+        kernel=kernel,
         verify=alone is None,
         parts=True,
         seed=0,
@@ -68,39 +78,57 @@ def spec(method: str, options: dict[str, object], n: int, seqlen: int, *, alone:
     )
 
 
-def gate_rows(n: int) -> list[dict[str, str]]:
+def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup: int) -> list[Measured | str]:
+    """What rank 0 says of each; where something fails each is measured by itself, and what failed says why."""
+    job = "sp_bench.measure.job:measure"
+    try:
+        with RankPool(n, TIMEOUT_S, devices=devices) as pool:
+            return pool.run(job, list(specs), iters, warmup)[0]
+    except RankFailure as error:
+        if len(specs) == 1:
+            return [f"failed: {error}"]
+    return [found for one in specs for found in measured(n, devices, [one], iters, warmup)]
+
+
+def gate_rows(n: int, kernel: str) -> list[dict[str, str]]:
     """Each method in the variants that it has for n ranks, which share the GPU: its errors, and what the gate says."""
     asked = []
-    for method, options in METHODS:
+    for (method, options), wire in itertools.product(METHODS, (DTYPE, "float32")):
         with contextlib.suppress(RequestError):
-            asked.append((method, spec(method, options, n, 1024 * n, alone=None)))
-    with RankPool(n, TIMEOUT_S, devices=Devices(kind="cuda", shared=True)) as pool:
-        results = pool.run("sp_bench.measure.job:measure", [one for _, one in asked], 1, 0)[0]
+            asked.append((method, spec(method, options, n, 1024 * n, kernel=kernel, wire=wire, alone=None)))
     rows = []
-    for (method, _), result in zip(asked, results, strict=True):
-        errors = ", ".join(f"{name} {error:.1e}" for name, error in result.errors.items())
-        row = {"method": method, "ranks": str(n), "kernel": result.kernel, "errors": errors}
-        rows.append(row | {"gate": result.wrong(DTYPE) or "passes"})
+    results = measured(n, Devices(kind="cuda", shared=True), [one for _, one in asked], 1, 0)
+    for (method, one), found in zip(asked, results, strict=True):
+        row = {"method": method, "ranks": str(n), "wire": one.problem.wire_dtype}
+        if isinstance(found, str):
+            rows.append(row | {"kernel": "", "errors": "", "gate": found})
+        else:
+            errors = ", ".join(f"{name} {error:.1e}" for name, error in found.errors.items())
+            rows.append(row | {"kernel": found.kernel, "errors": errors, "gate": found.wrong(DTYPE) or "passes"})
     return rows
 
 
-def alone_rows(n: int, tokens: str) -> list[dict[str, str]]:
+def alone_rows(n: int, tokens: str, kernel: str) -> list[dict[str, str]]:
     """Each method's rank 0 of n, alone on the GPU."""
-    asked = [(method, spec(method, options, n, whole("seqlen", tokens), alone=0)) for method, options in METHODS]
-    with RankPool(1, TIMEOUT_S, devices=Devices(kind="cuda")) as pool:
-        (results,) = pool.run("sp_bench.measure.job:measure", [one for _, one in asked], ITERS, WARMUP)
+    seqlen = whole("seqlen", tokens)
+    asked = [(method, spec(method, options, n, seqlen, kernel=kernel, alone=0)) for method, options in METHODS]
+    results = measured(1, Devices(kind="cuda"), [one for _, one in asked], ITERS, WARMUP)
     pairs = zip(asked, results, strict=True)
     return [{"method": name, "GPUs": str(n), **_row(one, found)} for (name, one), found in pairs]
 
 
-def _row(one: Spec, found: Measured) -> dict[str, str]:
+def _row(one: Spec, found: Measured | str) -> dict[str, str]:
+    columns = ("device", "kernels", "folds", "waiting", "queueing", "each operation", "memory over the plans'")
+    block = {"tokens of a block": str(one.problem.block_tokens)}
+    if isinstance(found, str):
+        return block | dict.fromkeys(columns, "") | {"device": found}
     device_s = statistics.median(map(sum, zip(found.forward_s, found.backward_s, strict=True)))
     parts = {"kernels": found.kernels_s, "folds": found.folds_s, "waiting": found.waits_s}
     operations = sum(len(plan.ops) for plan in one.plans.values())
     caller_s = statistics.median(found.caller_s)
     expected = account.peak_bytes(one.plans.values(), one.problem)
     return {
-        "tokens of a block": str(one.problem.block_tokens),
+        **block,
         "device": f"{1e3 * device_s:.2f} ms",
         **{name: f"{statistics.median(seconds) / device_s:.1%}" for name, seconds in parts.items()},
         "queueing": f"{1e3 * caller_s:.2f} ms ({caller_s / device_s:.1%} of the device's time)",
@@ -109,16 +137,24 @@ def _row(one: Spec, found: Measured) -> dict[str, str]:
     }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables; returns the exit code."""
+    return run_command("benchmarks.gpu_executor", __doc__ or "", _print, arguments)
+
+
+def _print(arguments: list[str]) -> int:
+    kernel = (only_keys(arguments, {"kernel": "auto"})).get("kernel", "auto")
     if not torch.cuda.is_available():
-        print("gpu_executor: torch finds no GPU here; benchmarks.executor_profile would work", file=sys.stderr)
-        return 2
+        raise RequestError("device=cuda", "torch finds no GPU here", "benchmarks.executor_profile would work")
+    choose(kernel, "cuda", DTYPE, HEAD_DIM)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {HEAD_DIM}, {DTYPE}, causal\n")
-    for n in SHARED_BY:
-        print(table(gate_rows(n)), end="\n\n", flush=True)
-    for n, tokens in ALONE_OF:
-        print(table(alone_rows(n, tokens)), end="\n\n", flush=True)
-    return 0
+    failed = False
+    tables = [partial(gate_rows, n, kernel) for n in SHARED_BY]
+    tables += [partial(alone_rows, n, tokens, kernel) for n, tokens in ALONE_OF]
+    for rows in (find() for find in tables):
+        print(of_rows(rows), end="\n\n", flush=True)
+        failed = failed or any(cell.startswith("failed") for row in rows for cell in row.values())
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""All there is to know of this machine's block kernels: `python -m benchmarks.gpu_kernels [device=cuda]`.
+"""All there is to know of this machine's block kernels.
 
-Prints Markdown tables. Errors of every kernel that runs here against fp64; rates beside published figures
-(benchmarks/published_kernels.csv); what a rank's blocks and folds take beside one call of as much work; what of a
-copy's bandwidth a fold reaches; errors of whole methods by the dtype that partials travel in. device=cpu does the same
-with small shapes. Without a GPU, device=cuda exits 2.
+python -m benchmarks.gpu_kernels [device=cuda] [kernels=cudnn,flash_attn]
+
+Prints Markdown tables. Errors of every kernel that runs here, or of those asked for, against fp64; rates beside
+published figures (benchmarks/published_kernels.csv); what a rank's blocks and folds take beside one call of as much
+work; what of a copy's bandwidth a fold reaches. What fails is listed below its table, and the exit code is 1.
+device=cpu does the same with small shapes. Without a GPU, device=cuda exits 2.
 """
 
 from __future__ import annotations
@@ -12,21 +14,22 @@ import csv
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import wire_dtypes
-from benchmarks.reports import table
 from sp_bench.calibrating.clock import CLOCKS, cpu_seconds
+from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.errors import RequestError, unknown
-from sp_bench.kernels import KERNELS, BlockKernel, auto_order, choose, fold_
+from sp_bench.kernels import KERNELS, BlockKernel, auto_order, fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import fold_bytes, fold_unfused_
+from sp_bench.markdown import of_rows
 from sp_bench.plan import PHASES, Mask
 from sp_bench.simulate.costs import FLOPS_PER_PAIR
 
@@ -56,8 +59,8 @@ class Bench:
     """How many key blocks a rank's queries meet."""
     memory_tokens: int
     repetitions: int
-    ranks: tuple[int, ...]
-    """Of the errors of whole methods."""
+    kernels: tuple[str, ...] | None = None
+    """Those asked for; None: all that run here."""
 
     def random(self, tokens: int, heads: int | None = None, *, batch: int = 1, seed: int = 0) -> Tensor:
         """(batch, tokens, heads, head_dim) of normal numbers."""
@@ -86,20 +89,21 @@ BENCHES = {
     "cuda": Bench(
         device="cuda", dtype="bfloat16", heads=16, kv_heads=4, head_dim=128, error_tokens=(1, 2, 33, 127, 129, 500),
         rate_tokens=(512, 1024, 2048, 4096, 8192, 16384), total_tokens=16384, block_tokens=(4096, 16384, 32768),
-        blocks=4, memory_tokens=65536, repetitions=10, ranks=(4, 16),
+        blocks=4, memory_tokens=65536, repetitions=10,
     ),
     "cpu": Bench(
         device="cpu", dtype="bfloat16", heads=4, kv_heads=2, head_dim=64, error_tokens=(1, 2, 33, 64),
         rate_tokens=(256, 512), total_tokens=512, block_tokens=(256, 512),
-        blocks=4, memory_tokens=2048, repetitions=3, ranks=(2, 4),
+        blocks=4, memory_tokens=2048, repetitions=3,
     ),
 }  # fmt: skip
 
 
 def kernels(bench: Bench) -> list[BlockKernel]:
-    """All that run here, in the order of `auto`, but for the reference."""
+    """All that run here or were asked for, in the order of `auto`, but for the reference."""
     here = (bench.device, bench.dtype, bench.head_dim)
-    return [kernel() for kernel in auto_order(bench.device) if kernel.name != "reference" and not kernel.refuses(*here)]
+    found = [kernel for kernel in auto_order(bench.device) if kernel.name != "reference" and not kernel.refuses(*here)]
+    return [kernel() for kernel in found if bench.kernels is None or kernel.name in bench.kernels]
 
 
 def refusals(bench: Bench) -> list[Row]:
@@ -108,23 +112,35 @@ def refusals(bench: Bench) -> list[Row]:
     return [{"kernel": name, "why not": why} for name, why in found.items() if why]
 
 
-def errors(bench: Bench) -> Iterator[Row]:
+def attempts(case: Callable[..., Row], *choices: Iterable[Any]) -> Iterator[Row | str]:
+    """A row for each combination of the choices; where there is none, which it was and why."""
+    for chosen in itertools.product(*choices):
+        try:
+            yield case(*chosen)
+        except Exception as error:  # what others do is still to be seen
+            names = (getattr(choice, "name", choice) for choice in chosen)
+            yield f"{', '.join(map(str, names))}: {type(error).__name__}: {error}"
+
+
+def errors(bench: Bench) -> Iterator[Row | str]:
     """The largest errors over all sizes: relative L2 against fp64, of the lse the largest difference."""
-    cases = itertools.product(kernels(bench), Mask, (bench.heads, bench.kv_heads))
-    for kernel, mask, kv_heads in cases:
-        worst, finite = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0.0), True
-        for tokens in bench.error_tokens:
-            q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
-            k, v = (bench.random(tokens, kv_heads, seed=seed) for seed in (1, 2))
-            found, exact = (_all_results(x, q, k, v, dout, mask) for x in (kernel, KERNELS["reference"]()))
-            seen = exact["lse"] > float("-inf")
-            # Rows that saw no key have an lse of -inf, and nothing else may be other than finite.
-            finite = finite and all(bool(x.isfinite().all()) for name, x in found.items() if name != "lse")
-            finite = finite and torch.equal(found["lse"].isfinite(), seen)
-            for name in worst:
-                worst[name] = max(worst[name], _error(found[name], exact[name], seen if name == "lse" else None))
-        row = {"kernel": kernel.name, "mask": mask.value, "heads/kv": f"{bench.heads}/{kv_heads}"}
-        yield row | {name: f"{error:.1e}" for name, error in worst.items()} | {"finite": "yes" if finite else "NO"}
+    return attempts(partial(_errors, bench), kernels(bench), Mask, (bench.heads, bench.kv_heads))
+
+
+def _errors(bench: Bench, kernel: BlockKernel, mask: Mask, kv_heads: int) -> Row:
+    worst, finite = dict.fromkeys(("out", "lse", "dq", "dk", "dv"), 0.0), True
+    for tokens in bench.error_tokens:
+        q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
+        k, v = (bench.random(tokens, kv_heads, seed=seed) for seed in (1, 2))
+        found, exact = (_all_results(x, q, k, v, dout, mask) for x in (kernel, KERNELS["reference"]()))
+        seen = exact["lse"] > float("-inf")
+        # Rows that saw no key have an lse of -inf, and nothing else may be other than finite.
+        finite = finite and all(bool(x.isfinite().all()) for name, x in found.items() if name != "lse")
+        finite = finite and torch.equal(found["lse"].isfinite(), seen)
+        for name in worst:
+            worst[name] = max(worst[name], _error(found[name], exact[name], seen if name == "lse" else None))
+    row = {"kernel": kernel.name, "mask": mask.value, "heads/kv": f"{bench.heads}/{kv_heads}"}
+    return row | {name: f"{error:.1e}" for name, error in worst.items()} | {"finite": "yes" if finite else "NO"}
 
 
 def _all_results(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> dict[str, Tensor]:
@@ -145,21 +161,24 @@ def _error(found: Tensor, exact: Tensor, where: Tensor | None) -> float:
     return float(difference.norm()) / (norm if norm > 1e-10 * unit else unit)
 
 
-def rates(bench: Bench) -> Iterator[Row]:
-    """TFLOP/s of batches of square blocks; causal ones count half."""
-    for kernel, mask, tokens in itertools.product(kernels(bench), (Mask.FULL, Mask.CAUSAL), bench.rate_tokens):
-        batch = max(bench.total_tokens // tokens, 1)
-        q, k, v, dout = (bench.random(tokens, batch=batch, seed=seed) for seed in range(4))
-        out, lse = kernel.forward(q, k, v, mask)
-        pairs = tokens**2 / (1 if mask is Mask.FULL else 2)
-        row = {"kernel": kernel.name, "mask": mask.value, "tokens": str(tokens), "batch": str(batch)}
-        calls = partial(kernel.forward, q, k, v, mask), partial(kernel.backward, dout, q, k, v, out, lse, mask)
-        for phase, call in zip(PHASES, calls, strict=True):
-            flops = FLOPS_PER_PAIR[phase] * pairs * batch * bench.heads * bench.head_dim
-            rate = flops / bench.seconds(call) / 1e12
-            known = published(kernel.name, phase, mask.value, tokens, bench.head_dim)
-            row |= {phase: f"{rate:.3g}", "published " + phase: f"{known:g} ({rate / known:.0%})" if known else ""}
-        yield row
+def rates(bench: Bench) -> Iterator[Row | str]:
+    """TFLOP/s of batches of square blocks, by the pairs of tokens that their masks leave, or half of all if causal."""
+    return attempts(partial(_rates, bench), kernels(bench), Mask, bench.rate_tokens)
+
+
+def _rates(bench: Bench, kernel: BlockKernel, mask: Mask, tokens: int) -> Row:
+    batch = max(bench.total_tokens // tokens, 1)
+    q, k, v, dout = (bench.random(tokens, batch=batch, seed=seed) for seed in range(4))
+    out, lse = kernel.forward(q, k, v, mask)
+    pairs = {Mask.FULL: tokens**2, Mask.CAUSAL: tokens**2 / 2, Mask.STRICT: tokens * (tokens - 1) / 2}[mask]
+    row = {"kernel": kernel.name, "mask": mask.value, "tokens": str(tokens), "batch": str(batch)}
+    calls = partial(kernel.forward, q, k, v, mask), partial(kernel.backward, dout, q, k, v, out, lse, mask)
+    for phase, call in zip(PHASES, calls, strict=True):
+        flops = FLOPS_PER_PAIR[phase] * pairs * batch * bench.heads * bench.head_dim
+        rate = flops / bench.seconds(call) / 1e12
+        known = published(kernel.name, phase, mask.value, tokens, bench.head_dim)
+        row |= {phase: f"{rate:.3g}", "published " + phase: f"{known:g} ({rate / known:.0%})" if known else ""}
+    return row
 
 
 def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) -> float | None:
@@ -174,28 +193,30 @@ def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) ->
     return None
 
 
-def efficiency(bench: Bench) -> Iterator[Row]:
+def efficiency(bench: Bench) -> Iterator[Row | str]:
     """One call on all keys, over the time of a rank's blocks and folds on as many, and what it takes to queue these."""
-    for kernel, tokens in itertools.product(kernels(bench), bench.block_tokens):
-        q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
-        k, v = (bench.random(tokens * bench.blocks, seed=seed) for seed in (1, 2))
-        out, lse = kernel.forward(q, k, v, Mask.FULL)
-        whole = (
-            partial(kernel.forward, q, k, v, Mask.FULL),
-            partial(kernel.backward, dout, q, k, v, out, lse, Mask.FULL),
-        )
-        blocks = (
-            partial(_forward_blocks, kernel, q, k, v, tokens),
-            partial(_backward_blocks, kernel, dout, q, k, v, out, lse, tokens),
-        )
-        row = {"kernel": kernel.name, "tokens of a block": str(tokens), "blocks": str(bench.blocks)}
-        for phase, one, many in zip(PHASES, whole, blocks, strict=True):
-            whole_s, blocks_s = bench.seconds(one), bench.seconds(many)
-            row |= {phase: f"{1e3 * blocks_s:.3g} ms", f"{phase}, one call": f"{1e3 * whole_s:.3g} ms"}
-            row[f"{phase} efficiency"] = f"{whole_s / blocks_s:.1%}"
-            queueing_s = bench.queueing_seconds(many)
-            row[f"{phase}, queueing"] = "" if queueing_s is None else f"{1e3 * queueing_s:.3g} ms"
-        yield row
+    return attempts(partial(_efficiency, bench), kernels(bench), bench.block_tokens)
+
+
+def _efficiency(bench: Bench, kernel: BlockKernel, tokens: int) -> Row:
+    q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
+    k, v = (bench.random(tokens * bench.blocks, seed=seed) for seed in (1, 2))
+    out, lse = kernel.forward(q, k, v, Mask.FULL)
+    whole = (
+        partial(kernel.forward, q, k, v, Mask.FULL),
+        partial(kernel.backward, dout, q, k, v, out, lse, Mask.FULL),
+    )
+    blocks = (
+        partial(_forward_blocks, kernel, q, k, v, tokens),
+        partial(_backward_blocks, kernel, dout, q, k, v, out, lse, tokens),
+    )
+    row = {"kernel": kernel.name, "tokens of a block": str(tokens), "blocks": str(bench.blocks)}
+    for phase, one, many in zip(PHASES, whole, blocks, strict=True):
+        whole_s, blocks_s, queueing_s = bench.seconds(one), bench.seconds(many), bench.queueing_seconds(many)
+        row |= {phase: f"{1e3 * blocks_s:.3g} ms", f"{phase}, one call": f"{1e3 * whole_s:.3g} ms"}
+        row[f"{phase} efficiency"] = f"{whole_s / blocks_s:.1%}"
+        row[f"{phase}, queueing"] = "" if queueing_s is None else f"{1e3 * queueing_s:.3g} ms"
+    return row
 
 
 def _forward_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
@@ -235,65 +256,61 @@ def folds(bench: Bench) -> Iterator[Row]:
         yield {"": name, "GB/s": f"{rate / 1e9:.4g}", "of a copy": f"{rate / copy_rate:.1%}"}
 
 
-def wires(bench: Bench) -> Iterator[Row]:
-    """Errors of whole methods, in thousandths, with partials in bf16 and in fp32 on the wire."""
-    kernel = choose("auto", bench.device, bench.dtype, bench.head_dim).name
-    for method, n in itertools.product(("method=ring", "method=mesh", "method=tokenring"), bench.ranks):
-        points = [
-            f"{method} gpus={n} heads={n} kernel={kernel} device={bench.device} wire_dtype={wire}"
-            for wire in wire_dtypes.WIRES
-        ]
-        try:
-            found = wire_dtypes.row(wire_dtypes.measure(points))
-        except (RequestError, SystemExit) as error:
-            found = [method, f"not measured: {error}", *[""] * (len(wire_dtypes.HEADER) - 2)]
-        yield {"ranks": str(n), **dict(zip(wire_dtypes.HEADER, found, strict=True))}
-
-
-TABLES: dict[str, Callable[[Bench], Iterator[Row]]] = {
+TABLES: dict[str, Callable[[Bench], Iterator[Row | str]]] = {
     "Errors against fp64": errors,
     "Rates, TFLOP/s": rates,
     "Blocks and folds of a rank against one call of as many FLOPs": efficiency,
     "Folds": folds,
-    "Errors of methods by wire dtype, bf16 -> fp32, in thousandths": wires,
 }
 
 
-def report(bench: Bench) -> Iterator[str]:
-    """The tables, each as soon as it is there."""
+def report(bench: Bench) -> Iterator[tuple[str, bool]]:
+    """The tables, each as soon as it is there, and whether all of it could be measured."""
     on = torch.cuda.get_device_name() if bench.device == "cuda" else "CPU"
-    yield f"# Block kernels on {on}"
-    yield f"torch {torch.__version__}, {bench.dtype}, {bench.heads} heads of {bench.head_dim}"
+    yield f"# Block kernels on {on}", True
+    yield f"torch {torch.__version__}, {bench.dtype}, {bench.heads} heads of {bench.head_dim}", True
     if refused := refusals(bench):
-        yield f"## Not here\n\n{table(refused)}"
-    for title, rows in TABLES.items():
-        yield f"## {title}\n\n{(rows.__doc__ or '').strip()}\n\n{table(list(rows(bench)))}"
+        yield f"## Not here\n\n{of_rows(refused)}", True
+    for title, find in TABLES.items():
+        found = list(find(bench))
+        rows, failed = [x for x in found if isinstance(x, dict)], [f"- {x}" for x in found if isinstance(x, str)]
+        shown = [of_rows(rows)] if rows else []
+        shown += ["Failed:\n\n" + "\n".join(failed)] if failed else []
+        yield "\n\n".join([f"## {title}", (find.__doc__ or "").strip(), *shown]), not failed
 
 
 def requested(arguments: Sequence[str]) -> Bench:
-    """The bench that the arguments ask for. Raises RequestError for a device that there is not, or isn't here."""
-    device = "cuda"
-    for argument in arguments:
-        key, equals, device = argument.partition("=")
-        if key != "device" or not equals:
-            raise RequestError(argument, "is not of the form device=NAME", "device=cuda or device=cpu would work")
+    """The bench that the arguments ask for.
+
+    Raises RequestError for a device that there is not, or isn't here, and for kernels that don't run on it.
+    """
+    given = {"device": "cuda", "kernels": None} | only_keys(arguments, {"device": "cuda", "kernels": "cudnn"})
+    device, names = given["device"], given["kernels"]
     if device not in BENCHES:
         raise unknown("device", device, BENCHES)
     if device == "cuda" and not torch.cuda.is_available():
         raise RequestError("device=cuda", "torch sees no GPU here", "device=cpu would work")
-    return BENCHES[device]
+    bench = BENCHES[device]
+    if names is None:
+        return bench
+    here = [kernel.name for kernel in kernels(bench)]
+    for name in names.split(","):
+        if name not in here:
+            raise RequestError(f"kernels={names}", f"{name} doesn't run here", f"of {', '.join(here)}, any would work")
+    return replace(bench, kernels=tuple(names.split(",")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print all tables; returns the exit code."""
-    try:
-        bench = requested(sys.argv[1:] if arguments is None else arguments)
-    except RequestError as error:
-        print(f"benchmarks.gpu_kernels: {error}", file=sys.stderr)
-        return 2
-    for part in report(bench):
-        print(part, end="\n\n", flush=True)
-    return 0
+    return run_command("benchmarks.gpu_kernels", __doc__ or "", _print, arguments)
+
+
+def _print(arguments: list[str]) -> int:
+    complete = True
+    for text, whole in report(requested(arguments)):
+        print(text, end="\n\n", flush=True)
+        complete = complete and whole
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

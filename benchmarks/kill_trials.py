@@ -24,9 +24,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.reports import about, table
+from benchmarks.reports import about
 from methods import REGISTRY
 from sp_bench import records
+from sp_bench.markdown import of_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -279,7 +280,7 @@ Made by `python -m benchmarks.kill_trials`.
 
 {summary}
 
-{table(rows)}
+{of_rows(rows)}
 """)
     print(summary, *faults, sep="\n")
     return 1 if faults else 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.reports import known, table
+from benchmarks.reports import known
 from sp_bench.bench import resolve
 from sp_bench.bench.simulated import simulate_point
 from sp_bench.calibrate import CLUSTERS
@@ -24,6 +24,7 @@ from sp_bench.calibrating.gpu_file import base_cluster
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 from sp_bench.simulate import Cluster
 from sp_bench.simulate.cluster import NETWORK_KEYS
@@ -52,7 +53,7 @@ def compare(path: Path, cluster: str | None = None, *, gpus: int = GPUS, tokens:
                 found = [(name, _simulated(composer, gpus, seqlen, name, kernel)) for name, kernel in cases]
                 measured_ms = min(known(record.step_ms_median) for name, record in found if name == MEASURED)
                 rows += [_row(record, measured_ms) for _, record in found]
-    return table(rows)
+    return of_rows(rows)
 
 
 def _calibrated(path: Path) -> Mapping[str, Any]:

@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.reports import about, interval, known, records_folder, run_ok, table
+from benchmarks.reports import about, interval, known, records_folder, run_ok
 from sp_bench.bench import Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.machine import cores_here
+from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
 from sp_bench.simulate.hosts import OF_CORES
@@ -105,7 +106,7 @@ def overlap(points: Sequence[tuple[str, float, tuple[str, ...]]], speed: float, 
             "simulated": f"{simulated_ms(record) / longer:.2f}",
             "the plan's own": f"{simulated_ms(record, **FREE) / longer:.2f}",
         })  # fmt: skip
-    return table(rows)
+    return of_rows(rows)
 
 
 def simulated_ms(record: Record, **hosts: float) -> float:
@@ -130,7 +131,7 @@ def simulated(folder: Path) -> str:
             tile = (record.variant or "").split()[0]
             row[name] = f"{known(record.step_ms_median):.1f} ({tile})"
         rows.append(row)
-    return table(rows)
+    return of_rows(rows)
 
 
 def main() -> None:

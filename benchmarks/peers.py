@@ -15,8 +15,9 @@ from typing import NamedTuple
 from analysis.frames import iterations, samples
 from analysis.pairs import in_turn
 from analysis.verdict import FASTER, Ratio, of_medians
-from benchmarks.reports import about, interval, ratio, records_folder, run, table
+from benchmarks.reports import about, interval, ratio, records_folder, run
 from sp_bench.machine import cores_here
+from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "peers_speed.md"
@@ -120,7 +121,7 @@ def main() -> None:
     folder = records_folder(__doc__, "peers")
     parts = []
     for dtype, links in TABLES:
-        parts.append(f"## {dtype} over {links}\n\n{table(rows(dtype, LINKS[links], folder))}")
+        parts.append(f"## {dtype} over {links}\n\n{of_rows(rows(dtype, LINKS[links], folder))}")
         print(parts[-1], flush=True)
     text = f"""# Peers and ours
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from analysis.verdict import Ratio
-from sp_bench import markdown
 from sp_bench.bench import resolve, run_points
 from sp_bench.cli.compose import Composer
 from sp_bench.records import Record
@@ -28,11 +26,6 @@ def run_ok(points: Sequence[Sequence[str]], folder: Path) -> list[Record]:
         if record.status != "ok":
             raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
     return found
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of rows that all have the same columns; values as they are."""
-    return markdown.table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def interval(record: Record) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.reports import about, interval, known, records_folder, run_ok, table
+from benchmarks.reports import about, interval, known, records_folder, run_ok
 from sp_bench.machine import cores_here
+from sp_bench.markdown import of_rows
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "shaped_hosts.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1", "logger=none")
@@ -44,7 +45,7 @@ def communication_bound(phase: str, folder: Path) -> str:
     greedy = meshes[: len(TILES)]
     by_bytes = [str(r.variant) for r in sorted(greedy, key=lambda r: known(r.comm_bytes_per_gpu))]
     by_time = [str(r.variant) for r in sorted(greedy, key=lambda r: known(r.step_ms_median))]
-    return f"{table(rows)}\n\nTiles by counted bytes: {', '.join(by_bytes)}; by time: {', '.join(by_time)}."
+    return f"{of_rows(rows)}\n\nTiles by counted bytes: {', '.join(by_bytes)}; by time: {', '.join(by_time)}."
 
 
 def main() -> None:

@@ -21,9 +21,10 @@ import matplotlib
 import pandas as pd
 import seaborn as sns
 
-from benchmarks.reports import about, table
+from benchmarks.reports import about
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
+from sp_bench.markdown import of_rows
 from sp_bench.plan import Method
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Engine, solve
@@ -125,14 +126,14 @@ def main() -> None:
         print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
     plot(pd.DataFrame(rows), DOCS / "simulator_speed.svg")
     shown = [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in rows]
-    twins = table([ratios(method, gpus) for method, gpus in TWINS])
+    twins = of_rows([ratios(method, gpus) for method, gpus in TWINS])
     text = f"""# What simulating costs
 
 Made by `python -m benchmarks.simulator_speed --largest` on {os.cpu_count()} cores.
 
 {about(__doc__)}
 
-{table(shown)}
+{of_rows(shown)}
 
 ![wall time over GPUs](simulator_speed.svg)
 

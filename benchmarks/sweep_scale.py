@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.reports import about, table
+from benchmarks.reports import about
+from sp_bench.markdown import of_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 AXES = {
@@ -102,7 +103,7 @@ def main() -> None:
         "not in the CPU seconds."
     )
     print(summary)
-    print(table(rows))
+    print(of_rows(rows))
     (ROOT / "docs" / "sweeps.md").write_text(f"""# What a long sweep takes
 
 Made by `python -m benchmarks.sweep_scale`.
@@ -113,7 +114,7 @@ Made by `python -m benchmarks.sweep_scale`.
 
 {summary}
 
-{table(rows)}
+{of_rows(rows)}
 """)
 
 

@@ -15,7 +15,7 @@ import yaml
 from sp_bench import records
 from sp_bench.bench.values import choice, truth, whole
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
-from sp_bench.calibrating.gpu_file import MARK, base_cluster, gpu_cluster_config
+from sp_bench.calibrating.gpu_file import MARK, above_peak, base_cluster, gpu_cluster_config
 from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, link_rates, with_hosts
 from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.cli.arguments import only_keys, run_command
@@ -42,7 +42,7 @@ On a GPU it measures one, without links between them: those are another cluster 
   device=auto       cpu or cuda; auto: cuda if this machine has a GPU and cluster=null
   kernel=auto       as in conf/kernel
   head_dim=null     the one that the figures hold for; null: 64, or 128 with device=cuda
-  heads=null        null: 8, or 16 with device=cuda
+  heads=null        null: 8, or 32 with device=cuda
   kv_heads=null     fewer than heads for GQA; null: as many
   ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts
   repetitions=null  null: 5, or 3 if quick
@@ -61,6 +61,8 @@ MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
 EXCHANGE_BYTES, QUICK_EXCHANGE_BYTES = (2**17, 2**19, 2**21), (2**17, 2**18)
 CROWD_S, QUICK_CROWD_S = 3.0, 0.3
 HOSTED_RANKS = 16
+GPU_PATIENCE_S = 300.0
+"""For one call: some kernels are compiled at their first."""
 BUSY = 0.1
 """A spread of block times from which on their medians can't be trusted."""
 
@@ -112,7 +114,7 @@ def _setting(options: dict[str, Any]) -> Setting:
     """What to measure. Raises RequestError for a value that makes no sense, or a GPU that is not there."""
     device, quick = _device(options), truth("quick", options["quick"])
     gpu, repetitions = device == "cuda", options["repetitions"]
-    heads = _or_default("heads", options, 16 if gpu else 8)
+    heads = _or_default("heads", options, 32 if gpu else 8)
     kv_heads = _or_default("kv_heads", options, heads)
     if heads % kv_heads:
         raise RequestError(f"kv_heads={kv_heads}", f"must divide heads={heads}", f"kv_heads={heads} would work")
@@ -219,12 +221,15 @@ def _measure(name: str, setting: Setting, ranks: int, command: str) -> dict[str,
 
 
 def _measure_gpu(name: str, setting: Setting, cluster: Any, command: str) -> dict[str, Any]:
-    with RankPool(1) as pool:
+    with RankPool(1, GPU_PATIENCE_S) as pool:
         gpu = pool.run("sp_bench.calibrating.kernels:describe_gpu")[0]
         base = base_cluster(gpu.name, cluster, CLUSTERS)
         print(f"{gpu.name}: blocks of {setting.sizes[0]} to {setting.sizes[-1]} tokens, folds, copies", flush=True)
         costs = pool.run("sp_bench.calibrating.kernels:measure_kernels", setting)[0]
-    return gpu_cluster_config(name, setting, costs, gpu, base, _provenance(command))
+    config = gpu_cluster_config(name, setting, costs, gpu, base, _provenance(command))
+    if beyond := above_peak(config["device"]):
+        print(f"rates above the peak of {gpu.name}, where launch_s is too much of the time: {', '.join(beyond)}")
+    return config
 
 
 def _measure_hosts(setting: Setting, ranks: int, described: Hosts) -> dict[float, list[Exchanges]]:

@@ -214,8 +214,8 @@ class OneGpu:
 
     name = "NVIDIA H100 80GB HBM3"
 
-    def __init__(self, n: int) -> None:
-        assert n == 1
+    def __init__(self, n: int, timeout_s: float) -> None:
+        assert n == 1 and timeout_s >= 300, "some kernels are compiled at their first call"
         self.settings: list[Setting] = []
 
     def __enter__(self) -> OneGpu:
@@ -226,7 +226,7 @@ class OneGpu:
 
     def run(self, function: str, *arguments: Any) -> list[Any]:
         if function.endswith(":describe_gpu"):
-            return [Gpu(name=self.name, sms=132, memory_bytes=80 * 2**30)]
+            return [Gpu(name=self.name, sms=132, memory_bytes=80 * 2**30, software="CUDA 13.0, cuDNN 91900")]
         assert function.endswith(":measure_kernels")
         (setting,) = arguments
         assert setting.device == "cuda" and setting.sizes[-1] in (1024, 65536)
@@ -263,16 +263,36 @@ def test_a_gpu_is_a_cluster_with_the_links_of_another(one_gpu: None, options: st
     assert cluster.device.memory_bytes_per_s == pytest.approx(3000 / 1e-6)
     for dtype in ("bfloat16", "float16"):
         for tokens, phase in itertools.product((512, 1024), PHASES):
-            found = block_s(cluster, tokens, phase, causal=False, dtype=dtype, heads=16, head_dim=128)
+            found = block_s(cluster, tokens, phase, causal=False, dtype=dtype, heads=32, head_dim=128)
             assert found == pytest.approx(1e-3 * (tokens / 512) ** 2, rel=1e-3)
     sources = config["sources"]
     assert sources["gpus_per_node, intra, inter, fabric, placement, peak_tflops, transfer_slowdown"].endswith(
         "not measured: those of cluster=h100_ndr400"
     )
-    assert ("blocks of 16/4 heads" in sources["rates"]) == ("kv_heads=4" in options)
+    assert sources["software"] == "CUDA 13.0, cuDNN 91900"
+    assert ("blocks of 32/4 heads" in sources["rates"]) == ("kv_heads=4" in options)
     assert (
         "CUDA events" in sources["rates"] and "in bfloat16 into them" in sources["memory_bytes_per_s, fold_bytes_per_s"]
     )
+
+
+def test_rates_that_no_gpu_has_are_named(
+    one_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = OneGpu.costs
+
+    def too_fast(self: OneGpu, setting: Setting) -> Costs:
+        costs = right(self, setting)
+        costs.blocks_s["float16", "backward_full", 512, 1024] = [1e-5] * 3
+        return costs
+
+    assert main(["device=cuda", "quick=true", f"out={tmp_path}/cluster/a.yaml"]) == 0
+    assert "above the peak" not in capsys.readouterr().out
+    monkeypatch.setattr(OneGpu, "costs", too_fast)
+    assert main(["device=cuda", "quick=true", f"out={tmp_path}/cluster/b.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "rates above the peak of NVIDIA H100 80GB HBM3" in shown
+    assert "is too much of the time: cudnn_float16 backward_full 512x1024\n" in shown
 
 
 def test_links_of_a_gpu_that_no_file_knows(
@@ -318,6 +338,8 @@ def test_costs_of_gqa() -> None:
 def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events that say when they are recorded: the GPU is busy while all is launched, and is waited for."""
     happened: list[str] = []
+    awake = [False]
+    """Whether the GPU has begun when all has been launched, each time."""
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -325,8 +347,12 @@ def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pyte
             self.name = ""
 
         def record(self) -> None:
-            self.name = "end" if "start" in happened else "start"
+            self.name = "end" if happened[-1] == "launch" else "start"
             happened.append(self.name)
+
+        def query(self) -> bool:
+            assert self.name == "start" and happened[-1] == "end"
+            return awake.pop(0)
 
         def synchronize(self) -> None:
             happened.append(f"wait for {self.name}")
@@ -343,4 +369,9 @@ def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pyte
         return x + 1
 
     assert CLOCKS["cuda"](launch, 2) == (0.25, 3)
-    assert happened == ["sleep", "start", "launch", "end", "wait for end"]
+    once = ["sleep", "start", "launch", "end", "wait for end"]
+    assert happened == once
+    for awake[:], launched in (([True, False], 2), ([True] * 4, 4)):
+        happened.clear()
+        assert CLOCKS["cuda"](launch, 2) == (0.25, 3)
+        assert happened == once * launched, "again if that took longer than it slept, but not for ever"

@@ -10,8 +10,10 @@ import torch
 
 T = TypeVar("T")
 
-AHEAD_CYCLES = 2_000_000
-"""Of a GPU's clock, about a millisecond: longer than Python takes to launch a block's kernels."""
+AHEAD_CYCLES = 4_000_000
+"""Of a GPU's clock, two milliseconds: longer than Python should take to launch a block's kernels."""
+PATIENCE = 4
+"""How often a call is launched at most, each time four times as long ahead."""
 
 
 def cpu_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
@@ -23,14 +25,19 @@ def cpu_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
 
 def cuda_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
     """What the kernels of a call took on the current GPU and stream, between two events, and what it returned."""
-    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # While the GPU sleeps, all is launched, so that it waits for no launch between the events.
-    torch.cuda._sleep(AHEAD_CYCLES)
-    started.record()
-    result = call(*arguments)
-    ended.record()
-    ended.synchronize()
-    return started.elapsed_time(ended) / 1e3, result
+    attempt = 0
+    while True:
+        attempt += 1
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # While the GPU sleeps, all is launched, so that it waits for no launch between the events.
+        torch.cuda._sleep(4 ** (attempt - 1) * AHEAD_CYCLES)
+        started.record()
+        result = call(*arguments)
+        ended.record()
+        slept_long_enough = not started.query()
+        ended.synchronize()
+        if slept_long_enough or attempt == PATIENCE:
+            return started.elapsed_time(ended) / 1e3, result
 
 
 Clock = Callable[..., tuple[float, Any]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from sp_bench.calibrating.cluster_file import device_rates, device_sources
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.errors import RequestError, unknown
 from sp_bench.simulate.cluster import NETWORK_KEYS
+from sp_bench.simulate.kernel_table import RATES
 
 MARK = "calibrated"
 """The source that tells a file of sp_bench.calibrate from others, which it doesn't overwrite."""
@@ -35,12 +37,23 @@ def gpu_cluster_config(
         "device": {"name": gpu.name, "sms": gpu.sms, "memory_bytes": gpu.memory_bytes, **kept, **rates},
         "sources": {
             **provenance,
+            "software": gpu.software,
             **device_sources(setting, costs, "between two CUDA events, launched ahead"),
             "sms, memory_bytes": "of this GPU, by the CUDA driver",
             "tile_tokens": "as FlashAttention-3 (an assumption)",
             ", ".join([*not_measured, *kept]): f"not measured: those of cluster={base['name']}",
         },
     }
+
+
+def above_peak(device: Mapping[str, Any]) -> list[str]:
+    """The rates of a device that lie above its peak, which none can: its launch cost was too much for small blocks."""
+    found = []
+    for name, table in device["rates"].items():
+        peak = min(device.get("peak_tflops", {}).get(dtype, math.inf) for dtype in table["dtypes"])
+        for case in RATES:
+            found += [f"{name} {case} {size}" for size, rate in table[case].items() if rate > peak]
+    return found
 
 
 def base_cluster(gpu: str, asked: str | None, folder: Path) -> dict[str, Any]:

@@ -26,7 +26,12 @@ def describe_gpu() -> Gpu:
         why = f"torch {torch.__version__} can't use a GPU here"
         raise RequestError("device=cuda", why, "device=cpu would work, or a torch for CUDA")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Gpu(name=properties.name, sms=properties.multi_processor_count, memory_bytes=properties.total_memory)
+    return Gpu(
+        name=properties.name,
+        sms=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        software=f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+    )
 
 
 def measure_kernels(setting: Setting) -> Costs | None:
@@ -65,6 +70,7 @@ def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
             report((dtype, repetition, mask.value, rows, columns))
             block = q[:, :rows], k[:, :columns], v[:, :columns]
             forward_s, (out, lse) = clock(kernel.forward, *block, mask)
+            report((dtype, repetition, mask.value, rows, columns, "backward"))
             backward_s, _ = clock(kernel.backward, dout[:, :rows], *block, out, lse, mask)
             if repetition:
                 for phase, seconds in (("forward", forward_s), ("backward", backward_s)):

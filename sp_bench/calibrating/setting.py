@@ -51,6 +51,8 @@ class Gpu:
     name: str
     sms: int
     memory_bytes: int
+    software: str
+    """Versions of what its kernels come with."""
 
 
 @dataclass(kw_only=True)

@@ -98,4 +98,4 @@ def _square(q: Tensor, k: Tensor, mask: Mask) -> None:
 
 def _harmless(lse: Tensor) -> Tensor:
     """exp(score - lse) must be 0 in a row that saw no key, and is NaN for lse = -inf."""
-    return torch.where(lse == -math.inf, math.inf, lse)
+    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)

@@ -63,8 +63,10 @@ class CudaKernel(BlockKernel):
             return torch.ops.aten
         try:
             module = import_module(cls.package)
-        except (ImportError, OSError) as error:  # not there, or its binary is for another torch or CUDA
-            raise RequestError(f"import {cls.package}", str(error), f"{cls.install} would install it") from None
+        except Exception as error:  # not there, or not made for this torch, CUDA or what else it builds on
+            raise RequestError(
+                f"import {cls.package}", str(error) or type(error).__name__, f"{cls.install} would install it"
+            ) from None
         if _stands_in(module, cls.package):
             raise RequestError(f"import {cls.package}", "is not installed", f"{cls.install} would install it")
         return module

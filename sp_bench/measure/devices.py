@@ -56,8 +56,6 @@ def settle(devices: Devices, number: int, patience: timedelta) -> None:
     if devices.kind == "cpu":
         return
     os.environ |= {PREFIX + name: value for name, value in devices.nccl.items()}
-    # A peer that is gone must end this process too, which would wait for it on its GPU; the pool says who was first.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     import torch
 
     count = torch.cuda.device_count()

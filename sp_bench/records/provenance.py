@@ -16,7 +16,7 @@ from typing import Any
 
 from sp_bench.machine import cores_here
 
-KEPT_VARIABLES = ("NCCL_", "TORCH_", "SLURM_", "OMP_")
+KEPT_VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "SLURM_", "OMP_")
 """Prefixes of the environment variables that a record keeps; no other is."""
 
 

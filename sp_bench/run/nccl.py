@@ -20,8 +20,8 @@ import torch.distributed as dist
 from sp_bench.plan import Plan
 from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport, Turn
 
-_groups: dict[tuple[int, int], list[Any]] = {}
-"""The communicators of all ranks made so far, by the device's index and the default group, in the order of lanes."""
+_groups: dict[int, tuple[Any, list[Any]]] = {}
+"""By the device's index, the default group and all its ranks' communicators so far, in the order of lanes."""
 
 
 @dataclass
@@ -61,22 +61,29 @@ def lane_groups(group: dist.ProcessGroup, device: torch.device, count: int, time
 
     All ranks of `group` must call this, in the same order for all that they call it for. What was made before is taken
     again. The connection to each peer is opened by the first message to it. A part of the default group's ranks can't
-    make groups among themselves (torch gives those of equal ranks one name): its lanes share its own communicator,
-    one after the other in plan order, which is as right and overlaps less.
+    make groups among themselves (torch gives those of equal ranks one name), nor can ranks in another order (torch
+    sorts them): its lanes share its own communicator, one after the other in plan order, which is as right and
+    overlaps less.
     """
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < dist.get_world_size():
+    if ranks != list(range(dist.get_world_size())):
         # Connects it: the first batch would have to be one of all ranks.
         dist.barrier(group, device_ids=[device.index])
         return [group] * count
-    made = _groups.setdefault((device.index, id(_default_group())), [])
+    default, made = _groups.get(device.index, (None, []))
+    if default is not _default_group():  # another than before, or the first
+        made = []
+        _groups[device.index] = _default_group(), made
     while len(made) < count:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if timeout is not None:
+            options._timeout = timeout  # torch takes it from here, and warns where it is another than the argument
         made.append(
             dist.new_group(
                 ranks,
                 timeout=timeout,
                 backend="nccl",
-                pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True),
+                pg_options=options,
                 group_desc=f"sp_bench lane {len(made)}",
                 device_id=device,  # with it torch connects at once
             )

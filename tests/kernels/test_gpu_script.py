@@ -5,20 +5,20 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_kernels, wire_dtypes
+from benchmarks import gpu_kernels
 from benchmarks.gpu_kernels import BENCHES, PUBLISHED, SAME_CODE, main, published, report
-from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS
 from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.plan import PHASES
 
 TINY = replace(
     BENCHES["cpu"], error_tokens=(1, 5), rate_tokens=(16,), total_tokens=32, block_tokens=(16,), memory_tokens=32,
-    repetitions=1, ranks=(2,),
+    repetitions=1,
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def cells(text: str, title: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def text() -> str:
     """All tables of a tiny bench."""
-    return "\n".join(report(TINY))
+    return "\n".join(text for text, _ in report(TINY))
 
 
 def test_every_kernel_is_there_or_said_why_not(text: str) -> None:
@@ -66,8 +66,8 @@ def test_errors_and_nan_of_a_wrong_kernel_show(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rates_and_efficiency(text: str) -> None:
-    (full, causal) = cells(text, "Rates, TFLOP/s")
-    for row in (full, causal):
+    full, causal, strict = cells(text, "Rates, TFLOP/s")
+    for row in (full, causal, strict):
         assert (row["tokens"], row["batch"]) == ("16", "2")
         assert all(float(row[phase]) > 0 and row[f"published {phase}"] == "" for phase in PHASES)
     (row,) = cells(text, "Blocks and folds of a rank")
@@ -116,20 +116,25 @@ def test_folds_are_shares_of_a_copy(text: str) -> None:
         assert float(row["of a copy"].rstrip("%")) == pytest.approx(100 * share, rel=1e-2, abs=0.1)
 
 
-def test_errors_of_methods(text: str) -> None:
-    rows = cells(text, "Errors of methods")
-    assert [row["method"] for row in rows] == ["`ring`", "`mesh`", "`tokenring`"]
-    for row in rows:
-        assert all(0 < float(x) < 10 for x in row["dq"].split("→")), "in thousandths"
+def test_what_fails_is_named_and_the_rest_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = AtenCpu._backward
 
+    def sometimes(self: AtenCpu, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        if arguments[-1]:
+            raise RuntimeError("no plan for it")
+        return right(self, *arguments)
 
-def test_methods_that_can_not_be_measured_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(points: list[str]) -> None:
-        raise RequestError("gpus=2", "there is one GPU", "gpus=1 would work")
-
-    monkeypatch.setattr(wire_dtypes, "measure", refuse)
-    rows = list(gpu_kernels.wires(TINY))
-    assert len(rows) == 3 and all("not measured: gpus=2: there is one GPU" in row["variant"] for row in rows)
+    monkeypatch.setattr(AtenCpu, "_backward", sometimes)
+    monkeypatch.setitem(BENCHES, "cpu", TINY)
+    assert main(["device=cpu", "kernels=aten_cpu"]) == 1
+    text = capsys.readouterr().out
+    assert [row["mask"] for row in cells(text, "Errors against fp64")] == ["full", "full"]
+    assert [row["mask"] for row in cells(text, "Rates, TFLOP/s")] == ["full"]
+    for failed in ("aten_cpu, CAUSAL, 4: RuntimeError: no plan for it", "aten_cpu, STRICT, 16: RuntimeError: no plan"):
+        assert f"- {failed}" in text
+    assert len(cells(text, "Folds")) == 3
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,8 @@ def test_methods_that_can_not_be_measured_are_rows(monkeypatch: pytest.MonkeyPat
         ([], "device=cuda: torch sees no GPU here; device=cpu would work"),
         (["device=cuda"], "device=cuda: torch sees no GPU here; device=cpu would work"),
         (["device=tpu"], "device=tpu: there is no such device"),
-        (["quick"], "quick: is not of the form device=NAME"),
+        (["quick"], "quick: is not of the form key=value; device=cuda would work"),
+        (["device=cpu", "kernels=cudnn"], "kernels=cudnn: cudnn doesn't run here; of aten_cpu, any would work"),
     ],
 )
 def test_without_a_gpu_it_exits_2(
@@ -151,7 +157,7 @@ def test_without_a_gpu_it_exits_2(
 
 
 def test_it_prints_all_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(gpu_kernels, "report", lambda bench: iter((f"# {bench.device}", "## Folds")))
+    monkeypatch.setattr(gpu_kernels, "report", lambda bench: iter(((f"# {bench.device}", True), ("## Folds", True))))
     assert main(["device=cpu"]) == 0
     assert capsys.readouterr().out == "# cpu\n\n## Folds\n\n"
 

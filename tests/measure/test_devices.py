@@ -26,6 +26,7 @@ from sp_bench.measure import devices
 from sp_bench.measure.devices import CPUS, Devices, device_here, local_number, settle
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.ranks import Launch
+from sp_bench.measure.spec import Measured
 
 SMALL = ("seqlen=1k", "heads=2", "head_dim=16", "dtype=float32", "iters=3", "warmup=1")
 
@@ -144,7 +145,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("devices", "index", "patience", "refused"):
         monkeypatch.setattr(devices._Here, name, getattr(devices._Here, name))
     monkeypatch.delenv("NCCL_ALGO", raising=False)
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     return found
 
 
@@ -159,7 +159,7 @@ def test_a_rank_takes_its_gpu(
     settle(Devices(kind="cuda", nccl={"ALGO": "Ring"}), number, timedelta(seconds=9))
     assert cuda["taken"] == index
     assert device_here() == torch.device("cuda", index)
-    assert environment["NCCL_ALGO"] == "Ring" and environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert environment == {"NCCL_ALGO": "Ring"}
 
 
 def test_ranks_share_gpus_only_where_told_to(monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any]) -> None:
@@ -261,12 +261,22 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It refuses without a GPU; that it can do what it is for, ranks on CPUs show."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_executor.main() == 2
+    assert gpu_executor.main([]) == 2
     assert "torch finds no GPU here" in capsys.readouterr().err
     for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32", "ITERS": 1, "WARMUP": 0}.items():
         monkeypatch.setattr(gpu_executor, name, value)
     monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:4])
     monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
-    gate, rows = gpu_executor.gate_rows(2), gpu_executor.alone_rows(16, "1k")
-    assert {row["gate"] for row in gate} == {"passes"} and len(gate) == len(rows) == 4
+    gate, rows = gpu_executor.gate_rows(2, "auto"), gpu_executor.alone_rows(16, "1k", "aten_cpu")
+    assert {row["gate"] for row in gate} == {"passes"} and len(gate) == 2 * len(rows) == 8
     assert {row["tokens of a block"] for row in rows} == {"64"}
+
+
+def test_what_fails_on_the_gpu_is_a_row_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32", "ITERS": 1, "WARMUP": 0}.items():
+        monkeypatch.setattr(gpu_executor, name, value)
+    kernels = ("aten_cpu", "cudnn", "reference")
+    specs = [gpu_executor.spec("ring", {}, 2, 128, kernel=kernel, alone=None) for kernel in kernels]
+    first, failed, last = gpu_executor.measured(2, CPUS, specs, 1, 0)
+    assert isinstance(first, Measured) and isinstance(last, Measured) and not first.wrong("float32")
+    assert isinstance(failed, str) and "kernel=cudnn: it runs on cuda only, not on cpu" in failed

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.measure.devices import device_here, transport_here
+from sp_bench.measure.pool import report
 from sp_bench.plan import PHASES
 from sp_bench.run.attention import Engine
 from sp_bench.run.nccl import NcclTransport
@@ -85,6 +86,7 @@ def on_gpus(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]]:
     found = {}
     for case in cases:
         plans = {phase: case.built.plan(case.problem, phase, case.costs) for phase in PHASES}
+        report(str(case))
         transport = transport_here(plans)
         run(case, plans, transport, dist.get_rank(), device_here(), None)
         found[case] = run(case, plans, transport, dist.get_rank(), device_here(), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_communicators_are_made_in_one_order_and_once(monkeypatch: pytest.Monkey
 
     class Options:
         def __init__(self, is_high_priority_stream: bool) -> None:
-            self.is_high_priority_stream = is_high_priority_stream
+            self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
 
     def new_group(ranks: list[int], **options: Any) -> str:
         made.append({"ranks": ranks, **options})
@@ -110,13 +111,20 @@ def test_communicators_are_made_in_one_order_and_once(monkeypatch: pytest.Monkey
     assert nccl.lane_groups(world, device, 3, None)[2] == "sp_bench lane 2"  # pyright: ignore
     assert nccl.lane_groups(world, device, 1, None) == ["sp_bench lane 0"]  # pyright: ignore
     assert [m["group_desc"] for m in made] == ["sp_bench lane 0", "sp_bench lane 1", "sp_bench lane 2"]
+    monkeypatch.setattr(nccl, "_default_group", lambda: "another default group")
+    assert nccl.lane_groups(world, device, 1, timedelta(seconds=9)) == ["sp_bench lane 0"]  # pyright: ignore
+    assert len(made) == 4, "communicators of a default group that is gone are gone too"
+    assert made[3]["pg_options"]._timeout == made[3]["timeout"] == timedelta(seconds=9)
     for options in made:
         assert (options["backend"], options["ranks"], options["device_id"]) == ("nccl", [0, 1, 2], device)
         assert options["pg_options"].is_high_priority_stream
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
     monkeypatch.setattr(dist, "barrier", lambda group, device_ids: made.append({"joined": group, "on": device_ids}))
     assert nccl.lane_groups(world, device, 2, None) == [world, world], "a part of all ranks"  # pyright: ignore
-    assert made[3:] == [{"joined": world, "on": [1]}]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, 0, 1])
+    assert nccl.lane_groups(world, device, 1, None) == [world], "in another order"  # pyright: ignore
+    assert made[4:] == [{"joined": world, "on": [1]}] * 2
 
 
 def test_without_nccl_the_host_carries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +157,7 @@ def test_lanes_are_few_enough_for_all_communicators_at_once() -> None:
     assert max(len(plan.lanes) for plan in plans) <= 4
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_A_GPU)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "a narrow wire"])
 @pytest.mark.parametrize("n", [2, 4])
@@ -156,7 +165,7 @@ def test_ranks_that_share_a_gpu(n: int, kind: str) -> None:
     """Streams, events and memory of a real device, through the host's memory. `reference` computes fp32 there."""
     dtype, wire = ("float32", "bfloat16") if kind == "a narrow wire" else (kind, "")
     wanted = cases(n, dtype, wire)
-    with RankPool(n, timeout_s=120, devices=Devices(kind="cuda", shared=True)) as pool:
+    with RankPool(n, timeout_s=300, devices=Devices(kind="cuda", shared=True)) as pool:
         assert_exact(wanted, pool.run(device_jobs.on_gpus, wanted))
 
 
