@@ -196,7 +196,7 @@ Made by `python -m benchmarks.executor_profile`, torch {torch.__version__}, Pyth
 
 Time of the call over that of {RANKS} times one rank's blocks and folds (Ring), in turn, {REPETITIONS} times. torch's
 kernel for CPUs computes causal blocks in steps of 512 keys, so that a causal block of 512 tokens costs as much as a
-full one. It takes queries by 64 where a block has fewer than 768, else by 256, which is faster. Both is the kernel's,
+full one. It takes queries by 64 where a block has fewer than 768, else by 256, which is faster. Both are the kernel's,
 and the same for whoever calls it on such blocks.
 
 {of_rows(efficiency_rows())}

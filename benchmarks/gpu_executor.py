@@ -4,7 +4,8 @@ First every method on ranks that share the GPU, against fp64, with partials in t
 wire: their transfers go through the host by gloo, so that streams, events and memory are a GPU's and the network is
 not. Then single ranks of many, alone, with copies for transfers: what of a rank's time are kernels, folds and waiting,
 and what the calling thread takes to queue it. That it takes less than the device needs is what hides it. Medians;
-compared numbers are taken in turn, unless one of them fails: then each is taken by itself, and the exit code is 1.
+compared numbers are taken in turn, unless one of them fails: then each is taken by itself. Where anything fails, the
+gate too, the exit code is 1.
 Without CUDA it is 2.
 """
 
@@ -86,7 +87,7 @@ def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup
             return pool.run(job, list(specs), iters, warmup)[0]
     except RankFailure as error:
         if len(specs) == 1:
-            return [f"failed: {error}"]
+            return ["failed: " + " ".join(str(error).split()).replace("|", "/")]
     return [found for one in specs for found in measured(n, devices, [one], iters, warmup)]
 
 
@@ -122,6 +123,8 @@ def _row(one: Spec, found: Measured | str) -> dict[str, str]:
     block = {"tokens of a block": str(one.problem.block_tokens)}
     if isinstance(found, str):
         return block | dict.fromkeys(columns, "") | {"device": found}
+    if not found.finite:
+        return _row(one, "failed: its results are not finite")
     device_s = statistics.median(map(sum, zip(found.forward_s, found.backward_s, strict=True)))
     parts = {"kernels": found.kernels_s, "folds": found.folds_s, "waiting": found.waits_s}
     operations = sum(len(plan.ops) for plan in one.plans.values())
@@ -143,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(arguments: list[str]) -> int:
-    kernel = (only_keys(arguments, {"kernel": "auto"})).get("kernel", "auto")
+    kernel = only_keys(arguments, {"kernel": "auto"}).get("kernel", "auto")
     if not torch.cuda.is_available():
         raise RequestError("device=cuda", "torch finds no GPU here", "benchmarks.executor_profile would work")
     choose(kernel, "cuda", DTYPE, HEAD_DIM)
@@ -153,7 +156,9 @@ def _print(arguments: list[str]) -> int:
     tables += [partial(alone_rows, n, tokens, kernel) for n, tokens in ALONE_OF]
     for rows in (find() for find in tables):
         print(of_rows(rows), end="\n\n", flush=True)
-        failed = failed or any(cell.startswith("failed") for row in rows for cell in row.values())
+        failed = failed or any(
+            "failed" in row["device"] if "device" in row else row["gate"] != "passes" for row in rows
+        )
     return 1 if failed else 0
 
 

@@ -36,6 +36,7 @@ from sp_bench.simulate.costs import FLOPS_PER_PAIR
 PUBLISHED = Path(__file__).with_name("published_kernels.csv")
 SAME_CODE = {"aten_flash": "flash_attn"}
 """Whose published figures to show beside a kernel without its own."""
+FOLDS = {"fold": fold_, "fold in torch": fold_unfused_}
 Row = dict[str, str]
 
 
@@ -118,8 +119,8 @@ def attempts(case: Callable[..., Row], *choices: Iterable[Any]) -> Iterator[Row 
         try:
             yield case(*chosen)
         except Exception as error:  # what others do is still to be seen
-            names = (getattr(choice, "name", choice) for choice in chosen)
-            yield f"{', '.join(map(str, names))}: {type(error).__name__}: {error}"
+            names = (x.value if isinstance(x, Mask) else getattr(x, "name", x) for x in chosen)
+            yield f"{', '.join(map(str, names))}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def errors(bench: Bench) -> Iterator[Row | str]:
@@ -243,17 +244,19 @@ def _backward_blocks(
     return (dq.to(q.dtype), *(x.to(k.dtype) for x in dkv))
 
 
-def folds(bench: Bench) -> Iterator[Row]:
+def folds(bench: Bench) -> Iterator[Row | str]:
     """What is moved at least, over the time, of the fold that executions use and of the one in torch's operations."""
+    return attempts(partial(_folds, bench), FOLDS)
+
+
+def _folds(bench: Bench, name: str) -> Row:
     part = bench.random(bench.memory_tokens)
     out, lse = bench.random(bench.memory_tokens, seed=1).float(), part[..., 0].transpose(1, 2).float().contiguous()
     other, part_lse = out.clone(), lse.clone()
     copy_rate = 2 * out.nbytes / bench.seconds(partial(out.copy_, other))
-    rows = (("copy in fp32", copy_rate),)
-    for name, fold in (("fold", fold_), ("fold in torch", fold_unfused_)):
-        rows += ((name, fold_bytes(out, lse, part) / bench.seconds(partial(fold, out, lse, part, part_lse))),)
-    for name, rate in rows:
-        yield {"": name, "GB/s": f"{rate / 1e9:.4g}", "of a copy": f"{rate / copy_rate:.1%}"}
+    rate = fold_bytes(out, lse, part) / bench.seconds(partial(FOLDS[name], out, lse, part, part_lse))
+    rates = {"GB/s": f"{rate / 1e9:.4g}", "a copy's, in fp32": f"{copy_rate / 1e9:.4g}"}
+    return {"": name, **rates, "of a copy": f"{rate / copy_rate:.1%}"}
 
 
 TABLES: dict[str, Callable[[Bench], Iterator[Row | str]]] = {

@@ -2,7 +2,7 @@
 
 FILE is what `python -m sp_bench.calibrate device=cuda out=FILE` wrote of this GPU. Mesh on 256 GPUs is simulated with
 each of its kernels, and with each that has figures in the cluster file whose links it took: that of such GPUs, or NAME.
-So the steps differ by what blocks, folds and copies cost, and by nothing else.
+So the steps differ by what blocks, folds and copies cost, and by the tile that is best then.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _calibrated(path: Path) -> Mapping[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
         Cluster.build(config)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RequestError) as error:
         raise RequestError(str(path), f"can't be read as a cluster file ({error})", WOULD_WORK) from None
     figures = {name: kernel["figures"] for name, kernel in config["device"]["rates"].items()}
     if others := sorted(name for name, figure in figures.items() if figure != "measured"):

@@ -338,6 +338,7 @@ def test_costs_of_gqa() -> None:
 def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """With events that say when they are recorded: the GPU is busy while all is launched, and is waited for."""
     happened: list[str] = []
+    slept: list[int] = []
     awake = [False]
     """Whether the GPU has begun when all has been launched, each time."""
 
@@ -362,7 +363,7 @@ def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pyte
             return 250.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("sleep" if cycles > 0 else ""))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: (happened.append("sleep"), slept.append(cycles)))
 
     def launch(x: int) -> int:
         happened.append("launch")
@@ -375,3 +376,5 @@ def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pyte
         happened.clear()
         assert CLOCKS["cuda"](launch, 2) == (0.25, 3)
         assert happened == once * launched, "again if that took longer than it slept, but not for ever"
+        first = slept[-launched]
+        assert first > 0 and slept[-launched:] == [first * 4**attempt for attempt in range(launched)]

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 AHEAD_CYCLES = 4_000_000
 """Of a GPU's clock, two milliseconds: longer than Python should take to launch a block's kernels."""
-PATIENCE = 4
-"""How often a call is launched at most, each time four times as long ahead."""
+ATTEMPTS = 4
+"""How often a call is launched at most, each time four times as long ahead. The last one counts whatever it was."""
 
 
 def cpu_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
@@ -36,7 +36,7 @@ def cuda_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
         ended.record()
         slept_long_enough = not started.query()
         ended.synchronize()
-        if slept_long_enough or attempt == PATIENCE:
+        if slept_long_enough or attempt == ATTEMPTS:
             return started.elapsed_time(ended) / 1e3, result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from sp_bench.kernels.contract import heads_first
 from sp_bench.kernels.cuda import CudaKernel, deterministic
@@ -15,7 +14,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 _ONE_KEY = Reference()
 """cuDNN refuses a single key: these blocks, which only tests have, are the reference's."""
 LEAST_VERSION = 90000
-LEAST_TORCH = "2.9"
+LEAST_TORCH = (2, 9)
 """Before it torch has the lse as (B, H, S)."""
 WIDE_VERSION = 91000
 """From which on heads of up to 256 go on Hopper (torch, sdp_utils.cpp)."""
@@ -35,8 +34,8 @@ class Cudnn(CudaKernel):
         version = torch.backends.cudnn.version()
         if version is None or version < LEAST_VERSION:
             return f"it needs cuDNN 9, and torch has {version or 'none'}"
-        if TorchVersion(torch.__version__) < LEAST_TORCH:
-            return f"it needs torch {LEAST_TORCH}, and this is {torch.__version__}"
+        if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH:
+            return f"it needs torch {LEAST_TORCH[0]}.{LEAST_TORCH[1]}, and this is {torch.__version__}"
         if deterministic():
             return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for"
         return ""

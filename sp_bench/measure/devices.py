@@ -95,8 +95,9 @@ def transport_here(plans: Mapping) -> Transport:
 
 
 def local_number(environment: Mapping[str, str] = os.environ) -> int:
-    """Which of the ranks on its host a launch's process is."""
-    return int(environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or 0)
+    """Which of the ranks on its host a launch's process is. A LOCAL_RANK without RANK is none of torchrun's."""
+    of_torchrun = environment.get("LOCAL_RANK") if "RANK" in environment else None
+    return int(of_torchrun or environment.get("SLURM_LOCALID") or 0)
 
 
 def described() -> dict[str, str]:

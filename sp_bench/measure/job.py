@@ -48,9 +48,9 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
     timed = []
     for index, (spec, result) in enumerate(zip(specs, results, strict=True)):
         if not result.wrong(spec.problem.dtype):
-            report(index)
+            report(index, step=False)
             bench = _Bench(spec)
-            report(index)
+            report(index, step=False)
             bench.watch_memory(result)
             timed.append((index, bench, result))
     for iteration in range(warmup + iters):
@@ -193,7 +193,11 @@ def _engine(spec: Spec, problem: Problem) -> Engine | PeerEngine:
 
 def _random(problem: Problem, heads: int, generator: torch.Generator) -> Tensor:
     shape = (problem.batch, problem.local_seqlen, heads, problem.head_dim)
-    return torch.randn(shape, generator=generator, device=generator.device).to(getattr(torch, problem.dtype))
+    dtype, device = getattr(torch, problem.dtype), generator.device
+    if device.type == "cpu":
+        return torch.randn(shape, generator=generator).to(dtype)
+    # A cast would take memory, which is watched there.
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
 
 def _rank() -> int:
@@ -209,7 +213,8 @@ def _gate(index: int, spec: Spec, result: Measured) -> None:
     """Errors against fp64 of the same plans on a problem scaled down in its sequence only, into every rank's result.
 
     Everything runs twice with the same buffers, and the second run is judged. Each rank computes the exact results of
-    some of the heads: those of all would take one rank minutes where ranks are many.
+    some of the key heads, one query head after the other: those of all would take one rank minutes where ranks are
+    many. `index` is what the point is reported as.
     """
     small = replace(spec.problem, seqlen=min(GATE_TOKENS, spec.problem.local_seqlen) * spec.problem.n)
     generator = torch.Generator().manual_seed(spec.seed)
@@ -222,23 +227,31 @@ def _gate(index: int, spec: Spec, result: Measured) -> None:
     engine = _engine(spec, small)
     found: list[Tensor] = []
     for _ in range(2):
-        report(index)
+        report(index, step=False)
         out, saved = engine.forward(my_q, my_k, my_v)
         found = [out]
         if "backward" in spec.phases:
-            report(index)
+            report(index, step=False)
             found += engine.backward(my_dout, saved)
     engine.close()
     full = [unshard(x.cpu(), small.layout, None, small.n) for x in found]
     squares, sharing = torch.zeros(2, len(full), small.heads, dtype=torch.float64), small.heads // small.kv_heads
-    for head in range(_rank(), small.kv_heads, small.n):
-        report(index)
-        queries, keys = slice(head * sharing, (head + 1) * sharing), slice(head, head + 1)
-        heads = dict(zip(NAMES, (queries, queries, keys, keys), strict=True))
-        inputs = ((q, queries), (k, keys), (v, keys), (dout, queries))
-        wanted = _exact(*(x[:, :, of].to(device_here()) for x, of in inputs), causal=small.causal)
-        for i, (x, y, of) in enumerate(zip(full, wanted, heads.values(), strict=False)):
-            squares[:, i, of] = _squares(x[:, :, of], y.cpu())
+
+    def compare(tensor: int, head: int, wanted: Tensor) -> None:
+        if tensor < len(full):
+            squares[:, tensor, head] = _squares(full[tensor][:, :, head], wanted.squeeze(2).cpu())
+
+    for kv_head in range(_rank(), small.kv_heads, small.n):
+        of_keys: list[Tensor] = []
+        for head in range(kv_head * sharing, (kv_head + 1) * sharing):
+            report(index, step=False)
+            inputs = ((q, head), (k, kv_head), (v, kv_head), (dout, head))
+            out, dq, *dkv = _exact(*(x[:, :, i : i + 1].to(device_here()) for x, i in inputs), causal=small.causal)
+            compare(0, head, out)
+            compare(1, head, dq)
+            of_keys = [x + y for x, y in zip(of_keys, dkv, strict=True)] if of_keys else dkv
+        for tensor, wanted in enumerate(of_keys, start=2):
+            compare(tensor, kv_head, wanted)
     if dist.is_initialized():
         dist.all_reduce(squares)
     for i, (name, x) in enumerate(zip(NAMES, full, strict=False)):
@@ -256,8 +269,8 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> tu
 
 
 def _squares(found: Tensor, wanted: Tensor) -> Tensor:
-    """(2, heads): the squared L2 norms of the error and of the exact result, each a (B, S, H, D)."""
-    return torch.stack([x.square().sum((0, 1, 3)) for x in (found.double() - wanted, wanted)])
+    """The squared L2 norms of the error and of the exact result."""
+    return torch.stack([x.square().sum() for x in (found.double() - wanted, wanted)])
 
 
 def _relative(squares: Tensor, elements: int) -> Tensor:

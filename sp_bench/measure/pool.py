@@ -117,7 +117,7 @@ class RankPool:
         """function(*args) on every rank; returns what each rank returned.
 
         The function is one at module level, or "module:name", which spares this process its imports. Inside,
-        `report(x)` of this module passes x to `progress` (rank 0's only) and shows that the rank is alive.
+        `report(x)` of this module passes x to `progress` (rank 0's steps only) and shows that the rank is alive.
         Raises RankError if a rank raised and all answered, else RankFailure, after which the pool is closed.
         """
         if not self._pipes:
@@ -166,10 +166,10 @@ class RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # pyright: ignore[reportArgumentType]
                 kind, value = self._receive(rank)
-                if kind == "progress":
+                if kind in ("step", "progress"):
                     deadline = time.monotonic() + self.timeout_s
                     reported[rank] = value
-                    if rank == 0 and progress:
+                    if rank == 0 and progress and kind == "step":
                         progress(value)
                 elif kind == "answer":
                     answers[rank] = value
@@ -209,12 +209,15 @@ class RankPool:
         return dict(zip(pending, found, strict=True))
 
 
-_report: Callable[[Any], None] = lambda value: None  # noqa: E731
+_report: Callable[[str, Any], None] = lambda kind, value: None  # noqa: E731
 
 
-def report(value: Any) -> None:
-    """From inside a function that a pool runs: say that this rank is alive, and pass `value` to the caller."""
-    _report(value)
+def report(value: Any, *, step: bool = True) -> None:
+    """From inside a function that a pool runs: say that this rank is alive, and pass `value` to the caller.
+
+    What is no `step` is not shown to the caller's `progress`, and told only if the rank fails.
+    """
+    _report("step" if step else "progress", value)
 
 
 def forkserver() -> Any:
@@ -261,7 +264,7 @@ def _serve(
 def answer(pipe: Connection) -> None:
     """In a rank's process: run what its pool sends, until the pipe closes."""
     global _report
-    _report = lambda value: pipe.send(("progress", value))  # noqa: E731
+    _report = lambda kind, value: pipe.send((kind, value))  # noqa: E731
     while True:
         try:
             message = pipe.recv_bytes()

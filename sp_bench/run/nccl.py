@@ -77,7 +77,7 @@ def lane_groups(group: dist.ProcessGroup, device: torch.device, count: int, time
     while len(made) < count:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
-            options._timeout = timeout  # torch takes it from here, and warns where it is another than the argument
+            options._timeout = timeout  # the argument counts, and torch warns where this is another
         made.append(
             dist.new_group(
                 ranks,

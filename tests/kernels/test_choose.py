@@ -70,6 +70,25 @@ def test_what_is_for_gpus_refuses_all_else(name: str, monkeypatch: pytest.Monkey
     assert refusal(name, head_dim=264) == "it takes a head_dim of at most 256 on this GPU, not 264"
 
 
+def test_what_breaks_at_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With whatever error: packages are made for one torch, one CUDA, one compiler."""
+
+    def find(package: str) -> ModuleType:
+        raise AttributeError(f"module '{package}.arch' has no attribute 'fmin'")
+
+    gpu(monkeypatch, H100)
+    monkeypatch.setattr(cuda, "import_module", find)
+    assert "has no attribute 'fmin'" in refusal("flash_attn_4")
+    assert choose("auto", "cuda", "bfloat16", 128).name == "cudnn"
+
+
+def test_cudnn_before_torch_2_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, H100)
+    for version, refused in (("2.8.0+cu128", True), ("2.9.0a0+git", False), ("2.13.0", False), ("3.0.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert (refusal("cudnn") == f"it needs torch 2.9, and this is {version}") == refused
+
+
 def test_flash_attn_3_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     with fakes.installed("flash_attn_3"):
         for capability in (A100, ADA, B200, RTX5090):

@@ -125,15 +125,21 @@ def report_then_fail(who: int) -> None:
     report("further on")
 
 
-def gated(spec: Spec, spoiled: int | None = None, with_: float = 0.0) -> Measured:
-    """What the gate says of a point, of whose output a kernel fills one head with a number."""
-    right, result = AtenCpu._forward, Measured()
+def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0) -> Measured:
+    """What the gate says of a point whose kernel fills one head of one tensor with a number."""
+    result, methods = Measured(), {"_forward": ("out", "lse"), "_backward": ("dq", "dk", "dv")}
 
-    def wrong(self: AtenCpu, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = right(self, *arguments)
-        out[:, :, spoiled] = with_
-        return out, lse
+    def spoiling(method: str, names: tuple[str, ...]) -> Any:
+        right = getattr(AtenCpu, method)
 
-    with patch.object(AtenCpu, "_forward", right if spoiled is None else wrong):
+        def wrong(self: AtenCpu, *arguments: Any) -> tuple[Tensor, ...]:
+            results = right(self, *arguments)
+            if spoiled and spoiled[0] in names:
+                results[names.index(spoiled[0])][:, :, spoiled[1]] = with_
+            return results
+
+        return patch.object(AtenCpu, method, wrong)
+
+    with spoiling("_forward", methods["_forward"]), spoiling("_backward", methods["_backward"]):
         job._gate(0, spec, result)
     return result

@@ -131,7 +131,8 @@ def test_a_launch_may_show_each_process_one_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_number_of_a_rank_on_its_host() -> None:
-    assert local_number({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}) == 3
+    assert local_number({"RANK": "11", "LOCAL_RANK": "3", "SLURM_LOCALID": "0"}) == 3
+    assert local_number({"LOCAL_RANK": "3", "SLURM_LOCALID": "5"}) == 5, "exported, by whomever"
     assert local_number({"SLURM_LOCALID": "5"}) == 5
     assert local_number({}) == 0
 
@@ -263,12 +264,13 @@ def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_executor.main([]) == 2
     assert "torch finds no GPU here" in capsys.readouterr().err
-    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32", "ITERS": 1, "WARMUP": 0}.items():
+    for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "bfloat16", "ITERS": 1, "WARMUP": 0}.items():
         monkeypatch.setattr(gpu_executor, name, value)
     monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:4])
     monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
     gate, rows = gpu_executor.gate_rows(2, "auto"), gpu_executor.alone_rows(16, "1k", "aten_cpu")
     assert {row["gate"] for row in gate} == {"passes"} and len(gate) == 2 * len(rows) == 8
+    assert [row["wire"] for row in gate] == ["bfloat16", "float32"] * 4
     assert {row["tokens of a block"] for row in rows} == {"64"}
 
 

@@ -52,15 +52,31 @@ def test_forward_alone(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("head", range(HEADS))
-def test_no_head_escapes(pool: RankPool, head: int) -> None:
+def test_no_head_of_the_output_escapes(pool: RankPool, head: int) -> None:
     """Whichever rank holds it against the exact result: one of four heads is nothing but zeros."""
-    for found in pool.run("tests.measure.jobs:gated", spec(HEADS), head):
-        assert found.worst_head_errors["out"] == pytest.approx(1.0) and found.errors["out"] == pytest.approx(
-            0.5, abs=0.1
-        )
+    for found in pool.run("tests.measure.jobs:gated", spec(HEADS), ("out", head)):
+        assert found.worst_head_errors["out"] == pytest.approx(1.0)
+        assert found.errors["out"] == pytest.approx(0.5, abs=0.1)
         assert "out" in (found.wrong("float32") or "")
 
 
+@pytest.mark.parametrize(("kv_heads", "name", "head"), [(4, "dk", 3), (2, "dq", 1), (2, "dk", 1), (1, "dv", 0)])
+def test_nor_does_one_of_a_gradient(pool: RankPool, kv_heads: int, name: str, head: int) -> None:
+    """With GQA, too."""
+    heads = HEADS if name == "dq" else kv_heads
+    for found in pool.run("tests.measure.jobs:gated", spec(kv_heads), (name, head)):
+        assert found.worst_head_errors[name] == pytest.approx(1.0)
+        assert found.errors[name] == pytest.approx(heads**-0.5, abs=0.2)
+        assert all(found.errors[other] < 1e-6 for other in NAMES if other != name)
+
+
 def test_what_is_not_finite_is_infinitely_wrong(pool: RankPool) -> None:
-    found = pool.run("tests.measure.jobs:gated", spec(2), 1, float("nan"))[1]
+    found = pool.run("tests.measure.jobs:gated", spec(2), ("out", 1), float("nan"))[1]
     assert found.errors["out"] == found.worst_head_errors["out"] == float("inf")
+
+
+def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:
+    """The gate, warm-up and iterations, each once: what a bar's total is made of (bench.work_of)."""
+    told: list[int] = []
+    pool.run("sp_bench.measure.job:measure", [spec(4), spec(2)], 3, 1, progress=told.append)
+    assert sorted(told) == [0] * 5 + [1] * 5
