@@ -32,7 +32,7 @@ def order(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int)
             return True
 
     monkeypatch.setattr(job, "_Bench", Bench)
-    monkeypatch.setattr(job, "report", reported.append)
+    monkeypatch.setattr(job, "report", lambda point, step=True: reported.append(point))
     monkeypatch.setattr(job, "described", dict)
     problem = SimpleNamespace(dtype="float32")
     specs = [SimpleNamespace(index=i, verify=False, alone=None, problem=problem) for i in range(points)]
