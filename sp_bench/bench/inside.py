@@ -55,7 +55,10 @@ def describe_alone(record: Record, request: Request, ranks: list[Measured]) -> N
     record.alone_ms_median = float(np.median(steps_ms.max(axis=0)))
     inside_for(record, ranks)
     if request.parts:
-        record.compute_only_ms_median = float(np.median(1e3 * np.array([r.compute_only_s for r in ranks]).max(axis=0)))
+        blocks_ms = 1e3 * np.array(
+            [np.add(rank.compute_only_forward_s, rank.compute_only_backward_s) for rank in ranks]
+        )
+        record.compute_only_ms_median = float(np.median(blocks_ms.max(axis=0)))
     record.kernel = ranks[0].kernel
     listed = ", ".join(map(str, record.alone_ranks))
     note = (

@@ -165,14 +165,11 @@ def _point(
 
 
 def _times_for(record: Record, request: Request, ranks: list[Measured]) -> None:
-    """Every statistic is of iterations, each of which takes as long as its slowest rank."""
-    forward_ms, backward_ms = _slowest(ranks, "forward_s"), _slowest(ranks, "backward_s")
-    spread = summarise(forward_ms + backward_ms, request.seed)
+    """Every statistic is of iterations, each phase of which takes as long as its slowest rank."""
+    step_ms = _medians_for(record, request, ranks, "")
+    spread = summarise(step_ms, request.seed)
     record.step_ms_median, record.step_ms_p25, record.step_ms_p75 = spread.median, spread.p25, spread.p75
     record.step_ms_ci95_low, record.step_ms_ci95_high = spread.ci95_low, spread.ci95_high
-    record.forward_ms_median = float(np.median(forward_ms))
-    if "backward" in request.phases:
-        record.backward_ms_median = float(np.median(backward_ms))
     own_ms = 1e3 * np.median([np.add(rank.forward_s, rank.backward_s) for rank in ranks], axis=1)
     record.rank_step_ms_min, record.rank_step_ms_max = float(own_ms.min()), float(own_ms.max())
 
@@ -184,8 +181,9 @@ def _parts_for(record: Record, request: Request, ranks: list[Measured]) -> None:
     record.rank_imbalance = float(blocks_ms.max() / blocks_ms.mean())
     record.exposed_comm_ms = record.step_ms_median - float(blocks_ms.max())
     if request.parts:
-        record.compute_only_ms_median = float(np.median(_slowest(ranks, "compute_only_s")))
-        record.communication_only_ms_median = float(np.median(_slowest(ranks, "communication_only_s")))
+        record.compute_only_ms_median = float(np.median(_medians_for(record, request, ranks, "compute_only_")))
+        transfers_ms = _medians_for(record, request, ranks, "communication_only_")
+        record.communication_only_ms_median = float(np.median(transfers_ms))
         record.exposed_comm_ms = record.step_ms_median - record.compute_only_ms_median
 
 
@@ -210,9 +208,17 @@ def _samples(ranks: list[Measured], *, inside: bool) -> Samples:
     return {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in given}
 
 
-def _slowest(ranks: list[Measured], name: str) -> np.ndarray:
-    """Milliseconds of each iteration, which are those of its slowest rank."""
-    return 1e3 * np.array([getattr(rank, name) for rank in ranks]).max(axis=0)
+def _medians_for(record: Record, request: Request, ranks: list[Measured], part: str) -> np.ndarray:
+    """Set the medians of the phases of a part of the step, and return all of it, in milliseconds of each iteration.
+
+    A phase takes as long as its slowest rank: the next one begins when all have ended it.
+    """
+    both_ms = np.zeros(record.iters or 0)
+    for phase in request.phases:
+        slowest_ms = 1e3 * np.array([getattr(rank, f"{part}{phase}_s") for rank in ranks]).max(axis=0)
+        setattr(record, f"{part}{phase}_ms_median", float(np.median(slowest_ms)))
+        both_ms += slowest_ms
+    return both_ms
 
 
 def _count_sent(record: Record, choice: Choice, ranks: list[Measured], numbers: Sequence[int]) -> None:

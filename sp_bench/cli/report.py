@@ -19,12 +19,12 @@ FEWEST_ITERATIONS = 5
 """With fewer, an interval says nothing."""
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
 """Of busy cores in all iterations, and of a step: with less, the kernel's ticks say nothing, or barriers too much."""
-WIDTH = 190
-"""Columns where the output is not a terminal."""
+WIDTH = 10_000
+"""Columns where the output is not a terminal: more than any line has."""
 
 
 def make_console() -> Console:
-    """A console that doesn't wrap tables when its output goes to a file."""
+    """A console that wraps nothing when its output goes to a file."""
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 

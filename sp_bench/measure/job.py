@@ -20,7 +20,7 @@ from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
 from sp_bench.measure.spec import Measured, Spec
 from sp_bench.peers.engine import PeerEngine
-from sp_bench.plan import Mask, Problem
+from sp_bench.plan import PHASES, Mask, Problem
 from sp_bench.run.attention import Engine
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Does
@@ -72,6 +72,9 @@ class _Timed(NamedTuple):
     """By the clock of the machine; None where the device has one of its own."""
 
 
+NOT_DONE = _Timed(0.0, None)
+
+
 class _Bench:
     """A point ready to be timed: inputs made, engine built."""
 
@@ -110,22 +113,19 @@ class _Bench:
                 continue
             if busy_before_s is not None and busy_after_s is not None:
                 _core_s(result, does).append(busy_after_s - busy_before_s)
+            part = "" if does is Does.EVERYTHING else f"{does.value}_"
+            for phase in PHASES:
+                _keep(result, f"{part}{phase}_s", phases.get(phase, NOT_DONE))
             if does is Does.EVERYTHING:
                 if before and after:
                     result.interface_sent_bytes.append(after[0] - before[0])
                 spent = [self.engine.spent(phase) for phase in phases]
-                for phase, timed in phases.items():
-                    _keep(result, f"{phase}_s", timed)
-                if "backward" not in phases:
-                    result.backward_s.append(0.0)
                 result.blocks_s.append(sum(s.blocks_s for s in spent))
                 result.waits_s.append(sum(s.waits_s for s in spent))
                 result.kernels_s.append(sum(s.kernels_s for s in spent))
                 result.folds_s.append(sum(s.folds_s for s in spent))
                 result.caller_s.append(sum(s.caller_s for s in spent))
                 result.sent_bytes = by_phase
-            else:
-                _keep(result, f"{does.value}_s", *phases.values())
 
     def _execute(self, does: Does, live: LiveBytes | None = None) -> tuple[dict[str, _Timed], dict[str, Counter]]:
         """Time and bytes sent of each phase. Only an execution of everything leaves results behind."""
@@ -163,12 +163,11 @@ class _Bench:
         return all(bool(x.isfinite().all()) for x in self.last)
 
 
-def _keep(result: Measured, name: str, *phases: _Timed) -> None:
-    """Add the time of one iteration, that of its phases together, and when they began."""
-    getattr(result, name).append(sum(timed.seconds for timed in phases))
-    began = tuple(timed.began_s for timed in phases if timed.began_s is not None)
-    if began:
-        result.began_s.setdefault(name, []).append(began)
+def _keep(result: Measured, name: str, timed: _Timed) -> None:
+    """Add a time of one iteration, and when it began."""
+    getattr(result, name).append(timed.seconds)
+    if timed.began_s is not None:
+        result.began_s.setdefault(name, []).append(timed.began_s)
 
 
 def _core_s(result: Measured, does: Does) -> list[float]:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import Plan, Problem
+from sp_bench.plan import PHASES, Plan, Problem
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 """Relative L2 error against fp64 that the gate lets through, by dtype."""
 HEAD_FACTOR = 4
 """A single head may be off by so many times as much."""
-TIMES = ("forward_s", "backward_s", "compute_only_s", "communication_only_s")
-"""Of a rank from the common start of all to its own end."""
+TIMES = tuple(f"{part}{phase}_s" for part in ("", "compute_only_", "communication_only_") for phase in PHASES)
+"""Of a rank in one phase, from the common start of all to its own end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Spec:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What one rank saw of one point. Times in seconds, one for each timed iteration.
+    """What one rank saw of one point. Times in seconds, one for each timed iteration; 0 of a phase that is not done.
 
     Those of TIMES count from when this rank began; `from_first_start` makes them count from when the first one did.
     """
@@ -52,12 +52,14 @@ class Measured:
     """The same over the worst single head, so that one wrong block among many shows."""
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
-    compute_only_s: list[float] = field(default_factory=list)
-    """Forward and backward of the same plans without their transfers."""
-    communication_only_s: list[float] = field(default_factory=list)
-    """Forward and backward of the same plans without their blocks."""
-    began_s: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
-    """When each phase that a time of TIMES adds up began, by a clock of the rank's machine; nothing of a GPU's time."""
+    compute_only_forward_s: list[float] = field(default_factory=list)
+    """Of the same plan without its transfers."""
+    compute_only_backward_s: list[float] = field(default_factory=list)
+    communication_only_forward_s: list[float] = field(default_factory=list)
+    """Of the same plan without its blocks."""
+    communication_only_backward_s: list[float] = field(default_factory=list)
+    began_s: dict[str, list[float]] = field(default_factory=dict)
+    """When each time of TIMES began, by a clock of the rank's machine; nothing of a GPU's time."""
     blocks_s: list[float] = field(default_factory=list)
     """In blocks and folds, of the step with everything."""
     waits_s: list[float] = field(default_factory=list)
@@ -114,7 +116,6 @@ def from_first_start(ranks: Sequence[Measured]) -> None:
     for machine in {rank.machine for rank in ranks}:
         here = [rank for rank in ranks if rank.machine == machine]
         for name in here[0].began_s:
-            began = np.array([rank.began_s[name] for rank in here])  # by rank, iteration and phase
-            later_s = (began - began.min(axis=0)).sum(axis=-1)
-            for rank, later in zip(here, later_s, strict=True):
+            began = np.array([rank.began_s[name] for rank in here])  # by rank and iteration
+            for rank, later in zip(here, began - began.min(axis=0), strict=True):
                 setattr(rank, name, np.add(getattr(rank, name), later).tolist())

@@ -87,8 +87,13 @@ class Record:
     """Blocks and folds of the busiest rank in one step; on shared cores this includes waiting for a core."""
     compute_only_ms_median: float | None = None
     """Measured: the same plans without their transfers, in turn with the step."""
+    compute_only_forward_ms_median: float | None = None
+    """Of its forward alone: the backward begins once all ranks have ended it."""
+    compute_only_backward_ms_median: float | None = None
     communication_only_ms_median: float | None = None
     """Measured: the same plans without their blocks, in turn with the step."""
+    communication_only_forward_ms_median: float | None = None
+    communication_only_backward_ms_median: float | None = None
     core_ms_mean: float | None = None
     """Measured on CPUs: how long cores of all the ranks' machines were busy in one step, added up, with whatever, and
     with the barriers around it. Kernels count in ticks of 10 ms, so that short steps mean nothing."""

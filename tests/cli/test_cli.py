@@ -16,6 +16,7 @@ import pytest
 
 from sp_bench import records
 from sp_bench.__main__ import main
+from sp_bench.plan import PHASES
 
 LOCAL = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "iters=3", "warmup=1"]
 
@@ -217,14 +218,16 @@ def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert record.step_ms_ci95_low <= record.step_ms_median <= record.step_ms_ci95_high
         assert record.provenance["ranks_by_host"] == {os.uname().nodename: [0, 1, 2, 3]}
         samples = json.loads((tmp_path / f"{record.run_id}.samples.json").read_text())
-        alone = {"compute_only_ms", "communication_only_ms"}
+        parts = [[f"{part}_{phase}_ms" for phase in PHASES] for part in ("compute_only", "communication_only")]
         inside = {"blocks_ms", "waits_ms", "kernels_ms", "folds_ms", "caller_ms"}
         cores = {"core_ms", "compute_only_core_ms", "communication_only_core_ms"}
-        assert set(samples) == {"forward_ms", "backward_ms"} | inside | alone | cores
+        assert set(samples) == {"forward_ms", "backward_ms", *parts[0], *parts[1]} | inside | cores
         slowest = {name: np.max(by_rank, axis=0) for name, by_rank in samples.items()}
         assert record.step_ms_median == np.median(slowest["forward_ms"] + slowest["backward_ms"])
-        for name in alone:
+        for name in (*parts[0], *parts[1]):
             assert getattr(record, f"{name}_median") == np.median(slowest[name]) > 0
+        assert record.compute_only_ms_median == np.median(sum(slowest[name] for name in parts[0]))
+        assert record.communication_only_ms_median == np.median(sum(slowest[name] for name in parts[1]))
         for name in cores:
             assert getattr(record, f"{name}_mean") == pytest.approx(np.mean(samples[name][0])), "of one machine, once"
         assert record.exposed_comm_ms == record.step_ms_median - record.compute_only_ms_median
