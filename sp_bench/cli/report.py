@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 
 from sp_bench import draw
@@ -273,38 +273,25 @@ def print_candidates(console: Console, record: Record) -> None:
 
 
 def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """A sweep as one table, a row for each point."""
-    table = Table(title=f"{len(outcomes)} points", title_justify="left")
-    for name, justify in SWEEP_COLUMNS:
-        table.add_column(name, justify=justify)
+    """A sweep as one table, a row for each point, or as several that each name the points where one is too wide.
+
+    What is the same of all points is said once, above.
+    """
     best = _best(outcomes)
-    for outcome in outcomes:
-        record = outcome.record
-        fastest = best.get(_problem(record))
-        against = "-"
-        if record.step_ms_median and fastest and fastest.step_ms_median:
-            against = f"{record.step_ms_median / fastest.step_ms_median:.2f}x"
-            against += " ~" if _overlap(record, fastest) else ""
-        table.add_row(
-            record.method,
-            variant(record),
-            str(record.gpus),
-            tokens(record.seqlen),
-            shape(record),
-            record.layout or "-",
-            record.mode + (", alone" if record.alone_ranks else "") + (" (reused)" if outcome.reused else ""),
-            _median(record),
-            number(record.forward_ms_median, 4),
-            number(record.backward_ms_median, 4),
-            number(record.tokens_per_s, 4),
-            "-" if record.mfu is None else f"{record.mfu:.1%}",
-            amount(record.comm_bytes_per_gpu),
-            _share(record.exposed_comm_ms, record),
-            amount(record.peak_mem_bytes_max),
-            against,
-            record.status,
-        )
-    console.print(table)
+    points = {name: [cell(o.record) for o in outcomes] for name, cell in POINT_COLUMNS}
+    shared = {name: cells[0] for name, cells in points.items() if len(outcomes) > 1 and len(set(cells)) == 1}
+    figures = {
+        "step": [_median(o.record) for o in outcomes],
+        "/ best": [_against(o.record, best.get(_problem(o.record))) for o in outcomes],
+        **{name: [cell(o.record) for o in outcomes] for name, cell in FIGURE_COLUMNS},
+        "status": [o.record.status + " (reused)" * o.reused for o in outcomes],
+    }
+    rows = {name: cells for name, cells in points.items() if name == "method" or name not in shared}
+    shown = {name: cells for name, cells in figures.items() if set(cells) != {"-"}}
+    said = ", ".join(f"{name} {cell}" for name, cell in shared.items() if name != "method" and cell != "-")
+    console.print(f"[italic]{len(outcomes)} points[/italic]" + f", all: {said}" * bool(said), highlight=False)
+    for columns in _that_fit(console, rows, shown):
+        console.print(_table(columns))
     if any(_overlap(o.record, best[_problem(o.record)]) for o in outcomes if o.record.step_ms_median):
         console.print("~: not told apart from the best, the intervals overlap", highlight=False)
     print_notes(console, [outcome.record for outcome in outcomes])
@@ -314,25 +301,64 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
             console.print(f"{where}: {record.status}: {record.error}", highlight=False)
 
 
-SWEEP_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
-    ("method", "left"),
-    ("variant", "left"),
-    ("gpus", "right"),
-    ("seqlen", "right"),
-    ("shape", "left"),
-    ("layout", "left"),
-    ("mode", "left"),
-    ("step", "right"),
-    ("fwd ms", "right"),
-    ("bwd ms", "right"),
-    ("tokens/s", "right"),
-    ("MFU", "right"),
-    ("sent/GPU", "right"),
-    ("exposed", "right"),
-    ("peak mem", "right"),
-    ("/ best", "right"),
-    ("status", "left"),
+POINT_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("method", lambda r: r.method),
+    ("variant", variant),
+    ("gpus", lambda r: str(r.gpus)),
+    ("seqlen", lambda r: tokens(r.seqlen)),
+    ("shape", shape),
+    ("layout", lambda r: r.layout or "-"),
+    ("mode", lambda r: r.mode + ", alone" * bool(r.alone_ranks)),
 )
+"""What a point is."""
+FIGURE_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
+    ("fwd ms", lambda r: number(r.forward_ms_median, 4)),
+    ("bwd ms", lambda r: number(r.backward_ms_median, 4)),
+    ("tokens/s", lambda r: number(r.tokens_per_s, 4)),
+    ("MFU", lambda r: "-" if r.mfu is None else f"{r.mfu:.1%}"),
+    ("sent/GPU", lambda r: amount(r.comm_bytes_per_gpu)),
+    ("exposed", lambda r: _share(r.exposed_comm_ms, r)),
+    ("peak mem", lambda r: amount(r.peak_mem_bytes_max)),
+)
+"""What came out of it, beside the step."""
+LEFT = ("method", "variant", "shape", "layout", "mode", "status")
+"""Columns of words."""
+Columns = Mapping[str, Sequence[str]]
+"""Cells by the column's name."""
+
+
+def _that_fit(console: Console, points: Columns, figures: Columns) -> Iterator[Columns]:
+    """All figures, in tables that begin with the points and are no wider than the console, if it has room for one."""
+    rest = list(figures)
+    while rest:
+        taken = 1
+        while taken < len(rest) and _width(console, points, figures, rest[: taken + 1]) <= console.width:
+            taken += 1
+        yield {**points, **{name: figures[name] for name in rest[:taken]}}
+        rest = rest[taken:]
+
+
+def _width(console: Console, points: Columns, figures: Columns, names: Sequence[str]) -> int:
+    """Characters that a table of the points and these figures takes where nothing is wrapped."""
+    table = _table({**points, **{name: figures[name] for name in names}})
+    return console.measure(table, options=console.options.update(max_width=WIDTH)).maximum
+
+
+def _table(columns: Columns) -> Table:
+    """Cells that are too wide are continued below, and never cut."""
+    table = Table()
+    for name in columns:
+        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _against(record: Record, fastest: Record | None) -> str:
+    """A step over the fastest one of its problem."""
+    if not (record.step_ms_median and fastest and fastest.step_ms_median):
+        return "-"
+    return f"{record.step_ms_median / fastest.step_ms_median:.2f}x" + " ~" * _overlap(record, fastest)
 
 
 def _problem(record: Record) -> tuple:
