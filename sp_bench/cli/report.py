@@ -188,7 +188,7 @@ def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
     table = Table(title=title(first), title_justify="left", title_style="bold")
     table.add_column("")
     for outcome in outcomes:
-        table.add_column(outcome.record.method, style="bold" if outcome is outcomes[0] else "")
+        table.add_column(outcome.record.method, style="bold" if outcome is outcomes[0] else "", overflow="fold")
     for name, cell in ROWS:
         cells = [cell(outcome.record) for outcome in outcomes]
         if set(cells) != {"-"}:

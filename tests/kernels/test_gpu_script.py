@@ -48,21 +48,31 @@ def test_errors_are_those_of_bf16(text: str) -> None:
         (mask, heads) for mask in ("full", "causal", "strict") for heads in ("4/4", "4/2")
     ]
     for row in rows:
-        assert row["finite"] == "yes"
         assert all(0 < float(row[name]) < 1e-2 for name in ("out", "dq", "dk", "dv")) and float(row["lse"]) < 1e-3
 
 
-def test_errors_and_nan_of_a_wrong_kernel_show(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spoilt", ["dq", "dv"])
+def test_a_wrong_kernel_fails(spoilt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = AtenCpu._backward
 
     def wrong(self: AtenCpu, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dq, dk, dv = right(self, *arguments)  # pyright: ignore[reportArgumentType]
-        dv[:] = torch.nan
-        return 2 * dq, dk, dv
+        if dq.shape[1] in (4, 5):  # a strict block is shifted by one
+            dq, dv = (2 * dq, dv) if spoilt == "dq" else (dq, dv * torch.nan)
+        return dq, dk, dv
 
     monkeypatch.setattr(AtenCpu, "_backward", wrong)
-    for row in gpu_kernels.errors(replace(TINY, error_tokens=(5,))):
-        assert row["finite"] == "NO" and 0.9 < float(row["dq"]) < 1.1
+    monkeypatch.setitem(BENCHES, "cpu", replace(TINY, error_tokens=(5, 16)))
+    assert main(["device=cpu"]) == 1
+    text = capsys.readouterr().out
+    for mask in ("full", "causal", "strict"):
+        (said,) = re.findall(rf"- aten_cpu, {mask}, 2: ArithmeticError: (.*)", text)
+        if spoilt == "dq":
+            assert re.fullmatch(r"dq is off by (1\.0e\+00|9\.9e-01) \(at most 0\.01\)", said)
+        else:
+            assert said == "dv is off by nan (at most 0.01), not all that should be is finite"
+    assert "| aten_cpu |" not in text.split("## Errors against fp64")[1].split("##")[0]
+    assert len(cells(text, "Rates, TFLOP/s")) == 3
 
 
 def test_rates_and_efficiency(text: str) -> None:

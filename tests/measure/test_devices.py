@@ -268,13 +268,18 @@ def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         monkeypatch.setattr(gpu_executor, name, value)
     monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:4])
     monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
-    gate, rows = gpu_executor.gate_rows(2, "auto"), gpu_executor.alone_rows(16, "1k", "aten_cpu")
-    assert {row["gate"] for row in gate} == {"passes"} and len(gate) == 2 * len(rows) == 8
-    assert [row["wire"] for row in gate] == ["bfloat16", "float32"] * 4
-    assert {row["tokens of a block"] for row in rows} == {"64"}
+    monkeypatch.setattr(gpu_executor, "SHARED_BY", (2,))
+    monkeypatch.setattr(gpu_executor, "ALONE_OF", ((16, "1k"),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(gpu_executor, "choose", lambda *_: None)
+    assert gpu_executor.main(["kernel=aten_cpu"]) == 0
+    _, exact, alone = capsys.readouterr().out.split("\n\n", 2)
+    assert len(exact.splitlines()) == 2 + 8 and exact.count("| 2 | float32 | aten_cpu |") == 4
+    assert len(alone.split("\n\n")[0].splitlines()) == 2 + 4 == 2 + alone.count("| 16 | 64 |")
 
 
-def test_what_fails_on_the_gpu_is_a_row_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_on_the_gpu_is_said_and_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"HEADS": 4, "HEAD_DIM": 16, "DTYPE": "float32", "ITERS": 1, "WARMUP": 0}.items():
         monkeypatch.setattr(gpu_executor, name, value)
     kernels = ("aten_cpu", "cudnn", "reference")
@@ -282,3 +287,8 @@ def test_what_fails_on_the_gpu_is_a_row_and_the_rest_is_measured(monkeypatch: py
     first, failed, last = gpu_executor.measured(2, CPUS, specs, 1, 0)
     assert isinstance(first, Measured) and isinstance(last, Measured) and not first.wrong("float32")
     assert isinstance(failed, str) and "kernel=cudnn: it runs on cuda only, not on cpu" in failed
+    monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
+    monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:1])
+    assert all(isinstance(found, dict) for found in gpu_executor.exactness(2, "aten_cpu"))
+    monkeypatch.setattr(Measured, "wrong", lambda self, dtype: f"wrong in {dtype}")
+    assert [*gpu_executor.alone(4, "256", "aten_cpu")] == ["ring, rank 0 of 4: wrong in float32"]
