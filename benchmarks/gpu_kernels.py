@@ -295,7 +295,8 @@ def with_failures(found: Iterable[Row | str]) -> tuple[str, bool]:
     rows, failed = [], []
     for one in found:
         (failed if isinstance(one, str) else rows).append(one)
-    shown = [of_rows(rows)] * bool(rows) + ["Failed:\n\n" + "\n".join(f"- {one}" for one in failed)] * bool(failed)
+    shown = [of_rows(rows)] if rows else []
+    shown += ["Failed:\n\n" + "\n".join(f"- {one}" for one in failed)] if failed else []
     return "\n\n".join(shown), not failed
 
 
