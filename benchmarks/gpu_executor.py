@@ -4,8 +4,9 @@ First every method on ranks that share the GPU, against fp64, with partials in t
 wire: their transfers go through the host by gloo, so that streams, events and memory are a GPU's and the network is
 not. Then single ranks of many, alone, with copies for transfers: what of a rank's time are kernels, folds and waiting,
 and what the calling thread takes to queue it. That it takes less than the device needs is what hides it. Medians;
-compared numbers are taken in turn, unless one of them fails: then each is taken by itself. What fails, or is further
-from fp64 than the correctness gate allows, is listed below its table, and the exit code is 1; without CUDA it is 2.
+compared numbers are taken in turn, unless one of them fails: then each is taken by itself. What fails, is
+further from fp64 than the correctness gate allows or not finite is listed below its table, and the exit code is 1;
+without CUDA it is 2.
 """
 
 from __future__ import annotations
@@ -150,9 +151,9 @@ def _print(arguments: list[str]) -> int:
     tables = [exactness(n, kernel) for n in SHARED_BY]
     tables += [alone(n, tokens, kernel) for n, tokens in ALONE_OF]
     for found in tables:
-        text, whole = with_failures(found)
+        text, none_failed = with_failures(found)
         print(text, end="\n\n", flush=True)
-        complete = complete and whole
+        complete = complete and none_failed
     return 0 if complete else 1
 
 

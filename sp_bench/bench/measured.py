@@ -148,7 +148,7 @@ def _point(
         _count_sent(record, choice, ranks, request.cluster.alone)
         describe_alone(record, request, ranks)
         _memory_for(record, ranks)
-        return Point(record, choice, _samples(ranks, inside=True))
+        return Point(record, choice, _samples(request, ranks, inside=True))
     from_first_start(ranks)
     _times_for(record, request, ranks)
     if choice:
@@ -161,7 +161,7 @@ def _point(
     _cores_for(record, ranks)
     record.kernel = ranks[0].kernel
     rates_for(record, request)
-    return Point(record, choice, _samples(ranks, inside=choice is not None))
+    return Point(record, choice, _samples(request, ranks, inside=choice is not None))
 
 
 def _times_for(record: Record, request: Request, ranks: list[Measured]) -> None:
@@ -200,9 +200,10 @@ def _memory_for(record: Record, ranks: list[Measured]) -> None:
         record.peak_mem_bytes_max, record.peak_mem_bytes_min = max(live), min(live)
 
 
-def _samples(ranks: list[Measured], *, inside: bool) -> Samples:
+def _samples(request: Request, ranks: list[Measured], *, inside: bool) -> Samples:
     """`inside`: with what a step spent its time on, which is not known of a peer."""
-    names = (*TIMES, "core_s", "compute_only_core_s", "communication_only_core_s")
+    names = [name for name in TIMES if name.removesuffix("_s").endswith(request.phases)]
+    names += ("core_s", "compute_only_core_s", "communication_only_core_s")
     names += ("blocks_s", "waits_s", "kernels_s", "folds_s", "caller_s") * inside
     given = [name for name in names if getattr(ranks[0], name)]
     return {name[:-1] + "ms": [[1e3 * x for x in getattr(rank, name)] for rank in ranks] for name in given}

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sp_bench import draw
 from sp_bench.bench import Outcome
@@ -24,8 +26,8 @@ WIDTH = 10_000
 
 
 def make_console() -> Console:
-    """A console that wraps nothing when its output goes to a file."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    """A console that takes brackets for what they are, and wraps nothing when its output goes to a file."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -224,7 +226,7 @@ def _overlap(one: Record, other: Record) -> bool:
 def print_notes(console: Console, records: Sequence[Record]) -> None:
     """What a reader must know, once."""
     for note in dict.fromkeys(note for record in records for note in record.notes or ()):
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}")
 
 
 def print_timeline(console: Console, outcome: Outcome) -> None:
@@ -238,20 +240,18 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
         for run in runs.values():
             spans += [(s.stream, start_s + s.start_s, start_s + s.end_s) for s in run.spans(0)]
             start_s += run.makespan_s
-        console.print(
-            f"\n[bold]{record.method}[/bold], rank 0, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
-        )
+        about = f", rank 0, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
+        console.print(Text.assemble("\n", (record.method, "bold"), about))
         for stream, bar in draw.timeline(spans, start_s, BAR).items():
-            console.print(f"  {stream:>8} |{bar}|", highlight=False)
+            console.print(f"  {stream:>8} |{bar}|")
     elif outcome.samples and "blocks_ms" in outcome.samples and not record.alone_ranks:
-        console.print(
-            f"\n[bold]{record.method}[/bold], every rank's mean step, measured: █ blocks and folds, ░ waiting"
-        )
+        about = ", every rank's mean step, measured: █ blocks and folds, ░ waiting"
+        console.print(Text.assemble("\n", (record.method, "bold"), about))
         for rank, (blocks, waits) in enumerate(
             zip(outcome.samples["blocks_ms"], outcome.samples["waits_ms"], strict=True)
         ):
             parts = [("█", float(np.mean(blocks))), ("░", float(np.mean(waits)))]
-            console.print(f"  rank {rank:>3} |{draw.shares(parts, BAR)}|", highlight=False)
+            console.print(f"  rank {rank:>3} |{draw.shares(parts, BAR)}|")
 
 
 def print_candidates(console: Console, record: Record) -> None:
@@ -268,37 +268,37 @@ def print_candidates(console: Console, record: Record) -> None:
     console.print(
         f"\n{variant(record)}: the shortest simulated step of {len(candidates)} variants, in ms (>=: a bound on its "
         f"time is above the best already):\n  {',  '.join(cells)}",
-        highlight=False,
     )
 
 
 def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """A sweep as one table, a row for each point, or as several that each name the points where one is too wide.
+    """A sweep as one table, a row for each point; where it is too wide, as several whose rows are numbered.
 
-    What is the same of all points is said once, above.
+    What the points have in common is said once, above.
     """
     best = _best(outcomes)
     points = {name: [cell(o.record) for o in outcomes] for name, cell in POINT_COLUMNS}
-    shared = {name: cells[0] for name, cells in points.items() if len(outcomes) > 1 and len(set(cells)) == 1}
+    shared = {name: cells[0] for name, cells in points.items() if name != "method" and len(set(cells)) == 1}
     figures = {
         "step": [_median(o.record) for o in outcomes],
         "/ best": [_against(o.record, best.get(_problem(o.record))) for o in outcomes],
         **{name: [cell(o.record) for o in outcomes] for name, cell in FIGURE_COLUMNS},
         "status": [o.record.status + " (reused)" * o.reused for o in outcomes],
     }
-    rows = {name: cells for name, cells in points.items() if name == "method" or name not in shared}
-    shown = {name: cells for name, cells in figures.items() if set(cells) != {"-"}}
-    said = ", ".join(f"{name} {cell}" for name, cell in shared.items() if name != "method" and cell != "-")
-    console.print(f"[italic]{len(outcomes)} points[/italic]" + f", all: {said}" * bool(said), highlight=False)
-    for columns in _that_fit(console, rows, shown):
-        console.print(_table(columns))
+    said = ", ".join(f"{name} {cell}" for name, cell in shared.items() if cell != "-")
+    count = "1 point" if len(outcomes) == 1 else f"{len(outcomes)} points, all"
+    console.print(f"{count}: {said}" if said else f"{len(outcomes)} points")
+    columns = {name: cells for name, cells in points.items() if name not in shared}
+    columns |= {name: cells for name, cells in figures.items() if set(cells) != {"-"}}
+    for fitting in _that_fit(columns, console.width):
+        console.print(_table(fitting), crop=False)
     if any(_overlap(o.record, best[_problem(o.record)]) for o in outcomes if o.record.step_ms_median):
-        console.print("~: not told apart from the best, the intervals overlap", highlight=False)
+        console.print("~: not told apart from the best, the intervals overlap")
     print_notes(console, [outcome.record for outcome in outcomes])
     for record in (outcome.record for outcome in outcomes):
         if record.status != "ok":
             where = f"{record.method}, {record.gpus} GPUs, seqlen {tokens(record.seqlen)}"
-            console.print(f"{where}: {record.status}: {record.error}", highlight=False)
+            console.print(f"{where}: {record.status}: {record.error}")
 
 
 POINT_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
@@ -327,31 +327,35 @@ Columns = Mapping[str, Sequence[str]]
 """Cells by the column's name."""
 
 
-def _that_fit(console: Console, points: Columns, figures: Columns) -> Iterator[Columns]:
-    """All figures, in tables that begin with the points and are no wider than the console, if it has room for one."""
-    rest = list(figures)
+def _that_fit(columns: Columns, width: int) -> Iterator[Columns]:
+    """All columns or, where they take more than so many characters, some at a time beside the rows' numbers."""
+    if _width(columns) <= width:
+        yield columns
+        return
+    rest = dict(columns)
+    rows = {"#": [str(i + 1) for i in range(len(columns["method"]))], "method": rest.pop("method")}
     while rest:
-        taken = 1
-        while taken < len(rest) and _width(console, points, figures, rest[: taken + 1]) <= console.width:
-            taken += 1
-        yield {**points, **{name: figures[name] for name in rest[:taken]}}
-        rest = rest[taken:]
-
-
-def _width(console: Console, points: Columns, figures: Columns, names: Sequence[str]) -> int:
-    """Characters that a table of the points and these figures takes where nothing is wrapped."""
-    table = _table({**points, **{name: figures[name] for name in names}})
-    return console.measure(table, options=console.options.update(max_width=WIDTH)).maximum
+        fitting = dict(rows)
+        for name in list(rest):
+            if len(fitting) > len(rows) and _width({**fitting, name: rest[name]}) > width:
+                break
+            fitting[name] = rest.pop(name)
+        yield fitting
 
 
 def _table(columns: Columns) -> Table:
-    """Cells that are too wide are continued below, and never cut."""
-    table = Table()
+    """A table that is as wide as its columns, so that no cell is wrapped or cut."""
+    table = Table(width=_width(columns))
     for name in columns:
-        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
+        table.add_column(name, justify="left" if name in LEFT else "right")
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
+
+
+def _width(columns: Columns) -> int:
+    """Characters, with borders."""
+    return 1 + sum(3 + max(map(cell_len, (name, *cells))) for name, cells in columns.items())
 
 
 def _against(record: Record, fastest: Record | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from sp_bench.bench import NotWritten, Outcome, Request, resolve, run_points, work_of
 from sp_bench.bench.request import unsupported
@@ -28,7 +29,7 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
         try:
             requests.append(resolve(baseline, launched()))
         except RequestError as error:
-            console.print(f"no baseline: {error}", highlight=False)
+            console.print(f"no baseline: {error}")
     _say_mode(console, requests)
     full: dict[str, Outcome] = {}
     """With what timelines are drawn from."""
@@ -44,7 +45,7 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
         print(f"sp_bench: {outcomes[0].record.error}", file=sys.stderr)
         return 2
     report.print_points(console, outcomes)
-    console.print(f"\nrecords: {', '.join(str(folder / f'{o.record.run_id}.json') for o in outcomes)}", highlight=False)
+    console.print(f"\nrecords: {', '.join(str(folder / f'{o.record.run_id}.json') for o in outcomes)}")
     failed = [o for o in outcomes if o.record.status not in ("ok", "unsupported")]
     return 1 if failed else 0
 
@@ -64,7 +65,7 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
         except RequestError as error:
             requests.append(unsupported(config, error))
     if elsewhere:
-        console.print(f"Left out {len(elsewhere)} of {len(configs)} points: {elsewhere[0]}", highlight=False)
+        console.print(f"Left out {len(elsewhere)} of {len(configs)} points: {elsewhere[0]}")
     served = [r for r in requests if isinstance(r, Request)]
     if not served:
         errors = sorted({r.error or "" for r in requests if isinstance(r, Record)} | {str(e) for e in elsewhere})
@@ -77,7 +78,7 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
         print(f"sp_bench: {error}", file=sys.stderr)
         return 1
     report.print_sweep(console, rows)
-    console.print(f"records: {folder}/", highlight=False)
+    console.print(f"records: {folder}/")
     return 0 if all(o.record.status in ("ok", "unsupported") for o in rows) else 1
 
 
@@ -98,13 +99,13 @@ def _say_mode(console: Console, requests: Sequence[Request]) -> None:
         gpus = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         device = points[0].cluster.device.name
         if mode == "simulate":
-            text = f"[bold]Simulated[/bold], not measured: {why}, and asked for are {gpus} {device}. "
+            text = f", not measured: {why}, and asked for are {gpus} {device}. "
             text += f"Link and kernel figures are those of cluster={points[0].cluster.name}."
         elif points[0].cluster.alone:
-            text = f"[bold]Measured[/bold], a rank of {gpus} at a time: {why}."
+            text = f", a rank of {gpus} at a time: {why}."
         else:
-            text = f"[bold]Measured[/bold] on {gpus} ranks: {why}."
-        console.print(text, highlight=False)
+            text = f" on {gpus} ranks: {why}."
+        console.print(Text.assemble(("Simulated" if mode == "simulate" else "Measured", "bold"), text))
 
 
 def _run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +15,7 @@ from sp_bench.hosts.inside import interface_bytes
 from sp_bench.kernels import KERNELS
 from sp_bench.machine import boot_id, busy_s
 from sp_bench.measure.devices import described, device_here, transport_here
+from sp_bench.measure.exactness import relative_error, squared_norms
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
 from sp_bench.measure.spec import Measured, Spec
@@ -238,7 +238,7 @@ def _gate(index: int, spec: Spec, result: Measured) -> None:
 
     def compare(tensor: int, head: int, wanted: Tensor) -> None:
         if tensor < len(full):
-            squares[:, tensor, head] = _squares(full[tensor][:, :, head], wanted.squeeze(2).cpu())
+            squares[:, tensor, head] = squared_norms(full[tensor][:, :, head], wanted.squeeze(2).cpu())
 
     for kv_head in range(_rank(), small.kv_heads, small.n):
         of_keys: list[Tensor] = []
@@ -255,8 +255,8 @@ def _gate(index: int, spec: Spec, result: Measured) -> None:
         dist.all_reduce(squares)
     for i, (name, x) in enumerate(zip(NAMES, full, strict=False)):
         of_heads = squares[:, i, : x.shape[2]]
-        result.errors[name] = float(_relative(of_heads.sum(1), x.numel()))
-        result.worst_head_errors[name] = float(_relative(of_heads, x.numel() // x.shape[2]).max())
+        result.errors[name] = float(relative_error(of_heads.sum(1), x.numel()))
+        result.worst_head_errors[name] = float(relative_error(of_heads, x.numel() // x.shape[2]).max())
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
@@ -265,15 +265,3 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> tu
     kernel, mask = KERNELS["reference"](), Mask.CAUSAL if causal else Mask.FULL
     out, lse = kernel.forward(q, k, v, mask)
     return (out, *kernel.backward(dout, q, k, v, out, lse, mask))
-
-
-def _squares(found: Tensor, wanted: Tensor) -> Tensor:
-    """The squared L2 norms of the error and of the exact result."""
-    return torch.stack([x.square().sum() for x in (found.double() - wanted, wanted)])
-
-
-def _relative(squares: Tensor, elements: int) -> Tensor:
-    """L2 error in relation to the norm, or to unit elements where the exact result is rounding noise."""
-    error2, norm2 = squares
-    error = (error2 / torch.where(norm2 > 1e-20 * elements, norm2, elements)).sqrt()
-    return torch.where(error.isfinite(), error, math.inf)

@@ -86,12 +86,13 @@ class Record:
     compute_ms: float | None = None
     """Blocks and folds of the busiest rank in one step; on shared cores this includes waiting for a core."""
     compute_only_ms_median: float | None = None
-    """Measured: the same plans without their transfers, in turn with the step."""
+    """Measured: the same plans without their transfers, in turn with the step; of each phase the slowest rank's time,
+    or of alone_ranks the time of the slowest one's phases together."""
     compute_only_forward_ms_median: float | None = None
-    """Of its forward alone: the backward begins once all ranks have ended it."""
+    """Of its forward; None of alone_ranks."""
     compute_only_backward_ms_median: float | None = None
     communication_only_ms_median: float | None = None
-    """Measured: the same plans without their blocks, in turn with the step."""
+    """The same plans without their blocks."""
     communication_only_forward_ms_median: float | None = None
     communication_only_backward_ms_median: float | None = None
     core_ms_mean: float | None = None

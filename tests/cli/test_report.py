@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from sp_bench.bench import Outcome
-from sp_bench.cli.report import make_console, print_sweep
+from sp_bench.cli.report import WIDTH, make_console, print_points, print_sweep
 from tests.made_records import made
 
-WIDE = 10_000
+FIGURES = ["33.125 ms  [32.62, 33.38]", "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "7.75 ms  (23%)", "7.654 MB"]
+"""Of `outcome("mesh", 33.125)`, in their order, but for the status."""
+POINT = ["4x2", "8", "64k", "32x128 causal bf16", "striped", "measure"]
+"""What it is, beside its method."""
 
 
 def outcome(method: str, step_ms: float, *, reused: bool = False, **changes: Any) -> Outcome:
@@ -20,51 +23,78 @@ def outcome(method: str, step_ms: float, *, reused: bool = False, **changes: Any
     figures = {
         "step_ms_median": step_ms, "step_ms_ci95_low": step_ms - 0.5, "step_ms_ci95_high": step_ms + 0.25,
         "forward_ms_median": 11.25, "backward_ms_median": 33.5, "tokens_per_s": 54321.0, "exposed_comm_ms": 7.75,
-        "peak_mem_bytes_max": 6_543_000, "iters": 10,
+        "peak_mem_bytes_max": 7_654_000, "iters": 10,
     }  # fmt: skip
     return Outcome(made(method, **{**fields, **figures, **changes}), reused=reused)
 
 
-def printed(outcomes: list[Outcome], width: int) -> list[str]:
-    console = Console(width=width, file=io.StringIO())
+MESH, RING = outcome("mesh", 33.125), outcome("ring", 44.5)
+OTHER = outcome("ring", 44.5, variant="1x16", gpus=16, seqlen=2**17, layout="zigzag", dtype="float32", mode="simulate")
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], width: int | None = None) -> list[str]:
+    """The lines of a sweep in a file, or on a terminal of a width."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    console = make_console()
+    assert console.width == WIDTH
+    console.width = width or WIDTH
     print_sweep(console, outcomes)
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert isinstance(sys.stdout, io.StringIO)
+    return [line.rstrip() for line in sys.stdout.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize(("width", "tables"), [(62, 3), (80, 2), (140, 1), (WIDE, 1)])
-def test_a_sweep_is_cut_into_tables_that_fit(width: int, tables: int) -> None:
-    """Each names the points, and each figure is in one of them, whole and on the line of its point."""
-    lines = printed([outcome("ring", 44.5), outcome("mesh", 33.125, peak_mem_bytes_max=7_654_000)], width)
+def cells_of(lines: list[str], method: str) -> list[list[str]]:
+    """The other cells of a method's rows, by table."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    return [[cell for cell in row if cell != method] for row in rows if method in row]
+
+
+@pytest.mark.parametrize(("less", "tables"), [(0, 1), (1, 2), (40, 2), (60, 3)])
+def test_a_sweep_is_cut_into_tables_that_fit(monkeypatch: pytest.MonkeyPatch, less: int, tables: int) -> None:
+    """Each names the methods, and each figure is in one of them, whole and on the line of its point."""
+    file = printed(monkeypatch, [RING, MESH])
+    assert cells_of(file, "mesh") == [[*FIGURES, "ok"]]
+    width = max(map(len, file[1:])) - less
+    lines = printed(monkeypatch, [RING, MESH], width)
     assert max(map(len, lines)) <= width
-    rows = [line for line in lines if line.startswith("│ mesh ")]
-    assert len(rows) == tables == sum("┃ method ┃" in line for line in lines)
-    cells = [cell.strip() for row in rows for cell in row.split("│")[1:-1]]
-    step = "33.125 ms  [32.62, 33.38]"
-    whole = [step, "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "7.75 ms  (23%)", "7.654 MB", "ok"]
-    assert [cell for cell in cells if cell != "mesh"] == whole
+    rows = cells_of(lines, "mesh")
+    assert len(rows) == tables
+    numbers = ["2"] if less else []
+    assert all(row[: len(numbers)] == numbers for row in rows)
+    assert sum((row[len(numbers) :] for row in rows), []) == [*FIGURES, "ok"]
 
 
-def test_cells_that_no_terminal_has_room_for_lose_nothing() -> None:
-    lines = printed([outcome("ring", 44.5), outcome("mesh", 33.125)], 24)
-    assert max(map(len, lines)) <= 24
-    assert "…" not in "".join(lines)
+@pytest.mark.parametrize("width", [1, 24, 80])
+def test_no_terminal_is_too_narrow(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Cells are whole there too: what has no room is a line that the terminal goes on with."""
+    rows = cells_of(printed(monkeypatch, [OTHER, MESH], width), "mesh")
+    assert all(row[0] == "2" for row in rows)
+    assert sum((row[1:] for row in rows), []) == [*POINT, *FIGURES, "ok"]
 
 
-def test_what_all_points_share_is_said_once() -> None:
-    alike = printed([outcome("ring", 44.5), outcome("mesh", 33.125)], WIDE)
-    said = "variant 4x2, gpus 8, seqlen 64k, shape 32x128 causal bf16, layout striped, mode measure"
-    assert alike[0] == f"2 points, all: {said}"
-    assert not [name for name in ("variant", "gpus", "seqlen", "shape", "layout", "mode") if name in "".join(alike[1:])]
-    sizes = printed([outcome("ring", 44.5), outcome("ring", 33.125, gpus=16, reused=True)], WIDE)
-    assert "┃ method ┃ gpus ┃" in sizes[2] and "gpus" not in sizes[0]
-    assert sum("ok (reused) │" in line for line in sizes) == 1
+def test_points_that_share_nothing_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(monkeypatch, [OTHER, MESH])
+    assert lines[0] == "2 points"
+    assert cells_of(lines, "mesh") == [[*POINT, *FIGURES, "ok"]]
 
 
-def test_one_point_has_all_its_columns() -> None:
-    lines = printed([outcome("ring", 44.5)], WIDE)
-    assert lines[0] == "1 points" and "┃ variant ┃ gpus ┃ seqlen ┃" in lines[2]
+def test_what_all_points_share_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(monkeypatch, [RING, outcome("ring", 33.125, gpus=16, layout=None, reused=True)])
+    assert lines[0] == "2 points, all: variant 4x2, seqlen 64k, shape 32x128 causal bf16, mode measure"
+    assert "┃ method ┃ gpus ┃ layout  ┃" in lines[2]
+    assert [row[-1] for row in cells_of(lines, "ring")] == ["ok", "ok (reused)"]
+    alone = printed(monkeypatch, [outcome("ring", 44.5, layout=None, variant=None)])
+    assert alone[0] == "1 point: gpus 8, seqlen 64k, shape 32x128 causal bf16, mode measure"
 
 
-def test_a_file_is_wider_than_any_table() -> None:
-    assert make_console().width == WIDE
+def test_brackets_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a user wrote stands in tables and errors as it is."""
+    strange = outcome("ring", 44.5, dtype="[/x]", status="unsupported", error="dtype=[/x]: must be one of [bold]")
+    assert "shape 32x128 causal [/x]," in printed(monkeypatch, [strange])[0]
+    lines = printed(monkeypatch, [strange, MESH])
+    assert cells_of(lines, "ring")[0][0] == "32x128 causal [/x]"
+    assert lines[-1] == "ring, 8 GPUs, seqlen 64k: unsupported: dtype=[/x]: must be one of [bold]"
+    print_points(make_console(), [strange, MESH])
+    assert isinstance(sys.stdout, io.StringIO)
+    assert "unsupported: dtype=[/x]: must be one of [bold]" in sys.stdout.getvalue()
