@@ -15,8 +15,8 @@ from sp_bench import draw
 from sp_bench.bench import Outcome
 from sp_bench.records import Record
 
-BAR = 88
-"""Columns of a timeline."""
+BAR, LABEL = 88, 13
+"""Columns of a timeline, if the console has as many, and of what stands beside it."""
 FEWEST_ITERATIONS = 5
 """With fewer, an interval says nothing."""
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
@@ -234,6 +234,7 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
     record = outcome.record
     if record.status != "ok":
         return
+    width = max(1, min(BAR, console.width - LABEL))
     if record.mode == "simulate" and outcome.choice:
         runs = outcome.choice.runs
         start_s, spans = 0.0, []
@@ -242,7 +243,7 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
             start_s += run.makespan_s
         about = f", rank 0, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
         console.print(Text.assemble("\n", (record.method, "bold"), about))
-        for stream, bar in draw.timeline(spans, start_s, BAR).items():
+        for stream, bar in draw.timeline(spans, start_s, width).items():
             console.print(f"  {stream:>8} |{bar}|")
     elif outcome.samples and "blocks_ms" in outcome.samples and not record.alone_ranks:
         about = ", every rank's mean step, measured: █ blocks and folds, ░ waiting"
@@ -251,7 +252,7 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
             zip(outcome.samples["blocks_ms"], outcome.samples["waits_ms"], strict=True)
         ):
             parts = [("█", float(np.mean(blocks))), ("░", float(np.mean(waits)))]
-            console.print(f"  rank {rank:>3} |{draw.shares(parts, BAR)}|")
+            console.print(f"  rank {rank:>3} |{draw.shares(parts, width)}|")
 
 
 def print_candidates(console: Console, record: Record) -> None:

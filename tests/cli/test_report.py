@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sp_bench.__main__ import main
 from sp_bench.bench import Outcome
+from sp_bench.cli import report
 from sp_bench.cli.report import WIDTH, make_console, print_points, print_sweep
 from tests.made_records import made
 
@@ -86,6 +89,17 @@ def test_what_all_points_share_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row[-1] for row in cells_of(lines, "ring")] == ["ok", "ok (reused)"]
     alone = printed(monkeypatch, [outcome("ring", 44.5, layout=None, variant=None)])
     assert alone[0] == "1 point: gpus 8, seqlen 64k, shape 32x128 causal bf16, mode measure"
+
+
+@pytest.mark.parametrize("point", [["gpus=8", "seqlen=64k"], ["cluster=local", "gpus=2", "seqlen=64", "iters=1"]])
+def test_timelines_fit(
+    point: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "WIDTH", 60)
+    assert main([*point, "baseline=null", "logger=none", f"results_dir={tmp_path}"]) == 0
+    bars = [line for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert len(bars) >= 2 and {len(line) for line in bars} == {60}
+    assert all(line.endswith("|") and line.count("|") == 2 for line in bars)
 
 
 def test_brackets_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
