@@ -79,11 +79,11 @@ def spec(
 
 
 def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup: int) -> list[Measured | str]:
-    """What rank 0 says of each; where something fails each is measured by itself, and what fails says why."""
+    """What rank 0 saw of each, or what is wrong with it; where something fails each is measured by itself."""
     job = "sp_bench.measure.job:measure"
     try:
         with RankPool(n, TIMEOUT_S, devices=devices) as pool:
-            return pool.run(job, list(specs), iters, warmup)[0]
+            return [one.wrong(DTYPE) or one for one in pool.run(job, list(specs), iters, warmup)[0]]
     except RankFailure as error:
         if len(specs) == 1:
             return [" ".join(str(error).split())]
@@ -99,9 +99,8 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
     results = measured(n, Devices(kind="cuda", shared=True), [one for _, one in asked], 1, 0)
     for (method, one), found in zip(asked, results, strict=True):
         wire = one.problem.wire_dtype
-        wrong = found if isinstance(found, str) else found.wrong(DTYPE)
-        if isinstance(found, str) or wrong:
-            yield f"{method}, {n} ranks, {wire} on the wire: {wrong}"
+        if isinstance(found, str):
+            yield f"{method}, {n} ranks, {wire} on the wire: {found}"
         else:
             errors = {name: f"{error:.1e}" for name, error in found.errors.items()}
             yield {"method": method, "ranks": str(n), "wire": wire, "kernel": found.kernel, **errors}
@@ -113,9 +112,8 @@ def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
     asked = [(method, spec(method, options, n, seqlen, kernel=kernel, alone=0)) for method, options in METHODS]
     results = measured(1, Devices(kind="cuda"), [one for _, one in asked], ITERS, WARMUP)
     for (method, one), found in zip(asked, results, strict=True):
-        wrong = found if isinstance(found, str) else found.wrong(DTYPE)
-        if isinstance(found, str) or wrong:
-            yield f"{method}, rank 0 of {n}: {wrong}"
+        if isinstance(found, str):
+            yield f"{method}, rank 0 of {n}: {found}"
         else:
             yield {"method": method, "GPUs": str(n), **_taken(one, found)}
 

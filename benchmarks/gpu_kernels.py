@@ -31,7 +31,7 @@ from sp_bench.kernels import KERNELS, BlockKernel, auto_order, fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import fold_bytes, fold_unfused_
 from sp_bench.markdown import of_rows
-from sp_bench.measure.exactness import relative_error, squared_norms
+from sp_bench.measure.exactness import NAMES, relative_error, squared_norms
 from sp_bench.measure.spec import Measured
 from sp_bench.plan import PHASES, Mask
 from sp_bench.simulate.costs import FLOPS_PER_PAIR
@@ -139,21 +139,20 @@ def errors(bench: Bench) -> Iterator[Row | str]:
 
 def _errors(bench: Bench, kernel: BlockKernel, mask: Mask, kv_heads: int) -> Row:
     """Raises ArithmeticError where the kernel is wrong."""
-    names = ("out", "dq", "dk", "dv")
     norms, elements, lse_errors = [], [], []
     for tokens in bench.error_tokens:
         q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
         k, v = (bench.random(tokens, kv_heads, seed=seed) for seed in (1, 2))
         found, exact = (_all_results(x, q, k, v, dout, mask) for x in (kernel, KERNELS["reference"]()))
-        norms.append(torch.stack([squared_norms(found[name], exact[name]).cpu() for name in names], dim=1))
-        elements.append(torch.tensor([exact[name].numel() for name in names]))
+        norms.append(torch.stack([squared_norms(found[name], exact[name]).cpu() for name in NAMES], dim=1))
+        elements.append(torch.tensor([exact[name].numel() for name in NAMES]))
         lse_errors.append(_lse_error(found["lse"], exact["lse"]))
     by_size, counts = torch.stack(norms, dim=2), torch.stack(elements, dim=1)
     together = relative_error(by_size.sum(dim=2), counts.sum(dim=1)).tolist()
     largest = relative_error(by_size, counts).amax(dim=1).tolist()
     judged = Measured(
-        errors={**dict(zip(names, together, strict=True)), "lse": max(lse_errors)},
-        worst_head_errors=dict(zip(names, largest, strict=True)),
+        errors={**dict(zip(NAMES, together, strict=True)), "lse": max(lse_errors)},
+        worst_head_errors=dict(zip(NAMES, largest, strict=True)),
     )
     if wrong := judged.wrong(bench.dtype):
         raise ArithmeticError(wrong)

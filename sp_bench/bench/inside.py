@@ -8,6 +8,7 @@ import numpy as np
 
 from sp_bench.bench.request import Request
 from sp_bench.measure.spec import Measured
+from sp_bench.plan import PHASES
 from sp_bench.records import Record
 
 FORMS = ("PCIe", "NVL")
@@ -51,14 +52,10 @@ def describe_alone(record: Record, request: Request, ranks: list[Measured]) -> N
     """What ranks take that were executed without their peers. No step, rate or share of one: nothing was sent."""
     assert request.cluster.alone
     record.alone_ranks, record.nodes = list(request.cluster.alone), None
-    steps_ms = 1e3 * np.array([np.add(rank.forward_s, rank.backward_s) for rank in ranks])
-    record.alone_ms_median = float(np.median(steps_ms.max(axis=0)))
+    record.alone_ms_median = _slowest_ms(ranks, "")
     inside_for(record, ranks)
     if request.parts:
-        blocks_ms = 1e3 * np.array(
-            [np.add(rank.compute_only_forward_s, rank.compute_only_backward_s) for rank in ranks]
-        )
-        record.compute_only_ms_median = float(np.median(blocks_ms.max(axis=0)))
+        record.compute_only_ms_median = _slowest_ms(ranks, "compute_only_")
     record.kernel = ranks[0].kernel
     listed = ", ".join(map(str, record.alone_ranks))
     note = (
@@ -66,3 +63,9 @@ def describe_alone(record: Record, request: Request, ranks: list[Measured]) -> N
         "so that these are times of kernels, folds, copies and interpreter, not of a step; results were not checked"
     )
     record.notes = [*(record.notes or []), note]
+
+
+def _slowest_ms(ranks: list[Measured], part: str) -> float:
+    """The median over iterations of the phases of a part of the step together, each time of the slowest rank."""
+    phases_ms = 1e3 * np.array([[getattr(rank, f"{part}{phase}_s") for phase in PHASES] for rank in ranks])
+    return float(np.median(phases_ms.sum(axis=1).max(axis=0)))

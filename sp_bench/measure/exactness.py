@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+NAMES = ("out", "dq", "dk", "dv")
+"""The tensors that are compared, in the order in which kernels and engines give them."""
+
 
 def squared_norms(found: Tensor, exact: Tensor) -> Tensor:
     """(2,): the squared L2 norms, in fp64, of the error and of the exact result. Those of parts add up."""

@@ -15,7 +15,7 @@ from sp_bench.hosts.inside import interface_bytes
 from sp_bench.kernels import KERNELS
 from sp_bench.machine import boot_id, busy_s
 from sp_bench.measure.devices import described, device_here, transport_here
-from sp_bench.measure.exactness import relative_error, squared_norms
+from sp_bench.measure.exactness import NAMES, relative_error, squared_norms
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
 from sp_bench.measure.spec import Measured, Spec
@@ -30,7 +30,6 @@ from sp_bench.run.transport import AloneTransport
 
 GATE_TOKENS = 32
 """Tokens of a rank in the correctness gate."""
-NAMES = ("out", "dq", "dk", "dv")
 
 
 def measure(specs: list[Spec], iters: int, warmup: int) -> list[Measured]:
