@@ -11,15 +11,14 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import Colormap
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-import methods
-from analysis.figure import Figure, labelled, new_figure
-from analysis.frames import named
-from analysis.number import Source, formula, record_source
-from sp_bench import draw
+from sp_bench import draw, methods
+from sp_bench.analysis.figure import Figure, labelled, new_figure
+from sp_bench.analysis.frames import named
+from sp_bench.analysis.number import Source, formula, record_source
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan import Attend, AttendBackward, Method, Plan, Problem, layout_named
 from sp_bench.records import Record
-from sp_bench.simulate import Cluster
 
 BY = ("rank", "step", "cost")
 TITLES = {"rank": "by rank", "step": "by step", "cost": "by cost"}

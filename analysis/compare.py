@@ -14,10 +14,10 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from analysis import frames
-from analysis.number import RECORD_KINDS
-from analysis.pairs import Paired, Point, differences, in_turn, machines, paired
-from analysis.verdict import OF_AMOUNTS, ROUNDING, SLOWER, Ratio, exact, of_medians
+from sp_bench.analysis import frames
+from sp_bench.analysis.number import RECORD_KINDS
+from sp_bench.analysis.pairs import Paired, Point, differences, in_turn, machines, paired
+from sp_bench.analysis.verdict import OF_AMOUNTS, ROUNDING, SLOWER, Ratio, exact, of_medians
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.report import amount, make_console, number
 from sp_bench.errors import RequestError

@@ -15,7 +15,7 @@ import numpy as np
 import seaborn as sns
 from matplotlib.figure import Figure as Canvas
 
-from analysis.number import Number, Source, sources_of
+from sp_bench.analysis.number import Number, Source, sources_of
 
 METHOD_ORDER = (
     *("ring", "striped", "zigzag", "double_ring", "pass_q", "all_gather", "tokenring"),

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.figure import METHOD_ORDER
-from analysis.number import RECORD_KINDS
 from sp_bench import records
+from sp_bench.analysis.figure import METHOD_ORDER
+from sp_bench.analysis.number import RECORD_KINDS
 from sp_bench.records import Record
 
 PHASES = ("forward", "backward")

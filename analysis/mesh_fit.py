@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-import methods
-from analysis.least_squares import fit
-from analysis.paper_tables import rows
-from analysis.templates import Template
+from sp_bench import methods
+from sp_bench.analysis.least_squares import fit
+from sp_bench.analysis.paper_tables import rows
+from sp_bench.analysis.templates import Template
+from sp_bench.cluster import Cluster
 from sp_bench.plan import PHASES, Method, Plan, Problem, layout_named
-from sp_bench.simulate import Cluster, simulate
+from sp_bench.simulate import simulate
 
 HERE = Path(__file__).parent
 CLUSTER = HERE.parent / "conf" / "cluster" / "mesh_paper.yaml"

@@ -9,9 +9,20 @@ from __future__ import annotations
 import json
 import sys
 
-from analysis.mesh_fit import CLUSTER, HERE, errors, fit_all, fitted, held_out, load_cluster, paper_s, predict, rounded
-from analysis.mesh_report import REPORT, cluster_file, report
-from sp_bench.simulate import Cluster
+from sp_bench.analysis.mesh_fit import (
+    CLUSTER,
+    HERE,
+    errors,
+    fit_all,
+    fitted,
+    held_out,
+    load_cluster,
+    paper_s,
+    predict,
+    rounded,
+)
+from sp_bench.analysis.mesh_report import REPORT, cluster_file, report
+from sp_bench.cluster import Cluster
 
 FITS = HERE / "mesh_paper_fits.json"
 

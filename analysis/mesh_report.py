@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-import methods
-from analysis.mesh_fit import (
+from sp_bench import markdown, methods
+from sp_bench.analysis.mesh_fit import (
     HERE,
     PARAMETERS,
     TOKENS,
@@ -25,11 +25,11 @@ from analysis.mesh_fit import (
     predict,
     table,
 )
-from sp_bench import markdown
+from sp_bench.cluster import Cluster
 from sp_bench.plan import DTYPE_BYTES, PHASES
-from sp_bench.simulate import Cluster, simulate
+from sp_bench.simulate import simulate
 
-REPORT = HERE.parent / "docs" / "mesh_paper.md"
+REPORT = HERE.resolve().parent / "docs" / "mesh_paper.md"
 NOTES = HERE / "mesh_paper_notes.md"
 """What the residuals mean, by hand."""
 NAMES = {tokens: name for name, tokens in TOKENS.items()}

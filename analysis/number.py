@@ -112,7 +112,7 @@ NOT_IN_COMMANDS = ("logger", "baseline", "reuse", "timeout_s", "trace", "results
 
 def command(config: Any) -> str:
     """The arguments that compose to a config, as far as they differ from conf/config.yaml's defaults."""
-    from analysis.runs import argument, defaults, group
+    from sp_bench.analysis.runs import argument, defaults, group
 
     usual, found = defaults(), []
     groups = {key: value for key, value in config.items() if isinstance(value, dict) and "name" in value}
@@ -134,7 +134,7 @@ def command(config: Any) -> str:
 
 def _changed(path: str, value: Any, plain: Any) -> list[str]:
     """The arguments that make `plain` the value."""
-    from analysis.runs import argument
+    from sp_bench.analysis.runs import argument
 
     if isinstance(value, dict) and isinstance(plain, dict):
         return sum((_changed(f"{path}.{key}", value[key], plain.get(str(key))) for key in value), [])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.frames import named
-from analysis.number import RECORD_KINDS
 from sp_bench import records
+from sp_bench.analysis.frames import named
+from sp_bench.analysis.number import RECORD_KINDS
 from sp_bench.bench.request import NOT_IN_THE_RESULT
 from sp_bench.cli.report import shape, tokens
 from sp_bench.errors import RequestError

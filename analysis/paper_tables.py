@@ -6,7 +6,7 @@ import csv
 from functools import cache
 from pathlib import Path
 
-from analysis.number import Number, of_paper
+from sp_bench.analysis.number import Number, of_paper
 
 PAPERS = Path(__file__).parent / "papers"
 

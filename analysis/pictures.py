@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis import assignments
-from analysis.assignments import assignment
-from analysis.figure import WIDTH, Figure, colours, labelled, new_figure, sources
-from analysis.frames import named
-from analysis.number import of_record
-from analysis.timelines import timeline
 from sp_bench import records
+from sp_bench.analysis import assignments
+from sp_bench.analysis.assignments import assignment
+from sp_bench.analysis.figure import WIDTH, Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.frames import named
+from sp_bench.analysis.number import of_record
+from sp_bench.analysis.timelines import timeline
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.report import shape, tokens
 from sp_bench.errors import RequestError

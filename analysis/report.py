@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from analysis.number import Source
-from analysis.section import Section
+from sp_bench.analysis.number import Source
+from sp_bench.analysis.section import Section
 from sp_bench.records import write_whole
 
 STYLE = (Path(__file__).parent / "report.css").read_text()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from analysis import report
-from analysis.runs import Runs
-from analysis.section import Section
-from analysis.studies import STUDIES
+from sp_bench.analysis import report
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section
+from sp_bench.analysis.studies import STUDIES
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.errors import RequestError, unknown
 
@@ -80,7 +80,7 @@ def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:
     )
     failed = []
     if with_notebooks:
-        from analysis import notebooks
+        from sp_bench.analysis import notebooks
 
         for paper in papers:
             with console.status(f"notebook {paper}"):

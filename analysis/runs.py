@@ -23,10 +23,10 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 from sp_bench.records import Record
+from sp_bench.resources import ROOT
 
 Point = tuple[str, ...]
 """The arguments of `python -m sp_bench` for one point, sorted."""
-ROOT = Path(__file__).resolve().parent.parent
 FEW = 4
 """Up to so many points are run in this process: another needs a second to start."""
 
@@ -126,7 +126,7 @@ class Runs:
 
     def _ask_worker(self, queue: Iterator[Point]) -> None:
         """Give a worker process point after point, until there are no more."""
-        command = [sys.executable, "-m", "analysis.worker", str(self.folder)]
+        command = [sys.executable, "-m", "sp_bench.analysis.worker", str(self.folder)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from analysis.figure import Figure
-from analysis.number import Number, Source, about_number, sources_of
-from analysis.table import Table
+from sp_bench.analysis.figure import Figure
+from sp_bench.analysis.number import Number, Source, about_number, sources_of
+from sp_bench.analysis.table import Table
 
 Part = Table | Figure
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from analysis.number import KINDS, Number, about_number
 from sp_bench import markdown
+from sp_bench.analysis.number import KINDS, Number, about_number
 
 Cell = Number | str | int
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.device import DeviceCosts
+from sp_bench.cluster.kernel_table import Curve, KernelTable
 from sp_bench.plan import Plan, Problem
-from sp_bench.simulate import Cluster, settle
-from sp_bench.simulate.costs import DeviceCosts
+from sp_bench.simulate import settle
 from sp_bench.simulate.graph import PlanGraph, build_graph
-from sp_bench.simulate.kernel_table import Curve, KernelTable
 
 UNIT_TFLOPS, NO_WORK_TFLOPS = 1.0, 1e30
 """Rates at which blocks take their FLOPs in 1e-12 s, and no time at all."""

@@ -11,11 +11,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from analysis import frames
-from analysis.figure import WIDTH, Figure, colours, labelled, new_figure
-from analysis.frames import named
-from analysis.number import RECORD_KINDS, record_source
 from sp_bench import records
+from sp_bench.analysis import frames
+from sp_bench.analysis.figure import WIDTH, Figure, colours, labelled, new_figure
+from sp_bench.analysis.frames import named
+from sp_bench.analysis.number import RECORD_KINDS, record_source
 from sp_bench.errors import RequestError
 from sp_bench.plan import BLOCKS
 from sp_bench.records import Record

@@ -1,4 +1,4 @@
-"""A process that runs points for Runs: `python -m analysis.worker FOLDER`.
+"""A process that runs points for Runs: `python -m sp_bench.analysis.worker FOLDER`.
 
 Reads a point as a JSON list on each line, and answers each with its record on a line. A process of its own kind rather
 than multiprocessing's, which would run the main module of whoever asked, be it a notebook or a script, once more.
@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from analysis.runs import record_of
+from sp_bench.analysis.runs import record_of
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from analysis.verdict import Ratio, of_medians
 from benchmarks.reports import about, ratio
-from methods import build
+from sp_bench.analysis.verdict import Ratio, of_medians
 from sp_bench.kernels import choose
 from sp_bench.markdown import of_rows
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Problem, layout_named
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Does

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks.gpu_kernels import Row, with_failures
-from methods import build
 from sp_bench import account
 from sp_bench.bench.values import whole
 from sp_bench.cli.arguments import only_keys, run_command
@@ -29,6 +28,7 @@ from sp_bench.kernels import choose
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.spec import Measured, Spec
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, RequestError, layout_named
 
 # Options that are functions are of the number of ranks.

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sp_bench.calibrating.clock import CLOCKS, cpu_seconds
 from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.cluster.device import FLOPS_PER_PAIR
 from sp_bench.errors import RequestError, unknown
 from sp_bench.kernels import KERNELS, BlockKernel, auto_order, fold_
 from sp_bench.kernels.contract import empty_output
@@ -34,7 +35,6 @@ from sp_bench.markdown import of_rows
 from sp_bench.measure.exactness import NAMES, relative_error, squared_norms
 from sp_bench.measure.spec import Measured
 from sp_bench.plan import PHASES, Mask
-from sp_bench.simulate.costs import FLOPS_PER_PAIR
 
 PUBLISHED = Path(__file__).with_name("published_kernels.csv")
 SAME_CODE = {"aten_flash": "flash_attn"}

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.reports import about
-from methods import REGISTRY
 from sp_bench import records
 from sp_bench.markdown import of_rows
+from sp_bench.methods import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -23,11 +23,11 @@ from sp_bench.calibrate import CLUSTERS
 from sp_bench.calibrating.gpu_file import base_cluster
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.compose import Composer
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.cluster import NETWORK_KEYS
 from sp_bench.errors import RequestError
 from sp_bench.markdown import of_rows
 from sp_bench.records import Record
-from sp_bench.simulate import Cluster
-from sp_bench.simulate.cluster import NETWORK_KEYS
 
 WOULD_WORK = "what python -m sp_bench.calibrate device=cuda out=FILE writes would work"
 GPUS, TOKENS = 256, ("256k", "1M")

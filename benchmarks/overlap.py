@@ -27,11 +27,11 @@ from benchmarks.reports import about, interval, known, records_folder, run_ok
 from sp_bench.bench import Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import cluster_at, speed_of
+from sp_bench.labs.shaped.description import OF_CORES
 from sp_bench.machine import cores_here
 from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
-from sp_bench.simulate.hosts import OF_CORES
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "overlap.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")

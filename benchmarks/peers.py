@@ -12,10 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from analysis.frames import iterations, samples
-from analysis.pairs import in_turn
-from analysis.verdict import FASTER, Ratio, of_medians
 from benchmarks.reports import about, interval, ratio, records_folder, run
+from sp_bench.analysis.frames import iterations, samples
+from sp_bench.analysis.pairs import in_turn
+from sp_bench.analysis.verdict import FASTER, Ratio, of_medians
 from sp_bench.machine import cores_here
 from sp_bench.markdown import of_rows
 from sp_bench.records import Record

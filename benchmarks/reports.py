@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.verdict import Ratio
+from sp_bench.analysis.verdict import Ratio
 from sp_bench.bench import resolve, run_points
 from sp_bench.cli.compose import Composer
 from sp_bench.records import Record

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slurm.folder import Sweep
-from slurm.sweep import main as sweep_main
-from slurm.testcluster import SlurmBox
 from sp_bench import records
+from sp_bench.slurm.folder import Sweep
+from sp_bench.slurm.sweep import main as sweep_main
+from sp_bench.slurm.testcluster import SlurmBox
 
 
 def disturb(box: SlurmBox) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from methods.all_gather import AllGather
-from methods.double_ring import DoubleRing
-from methods.mesh import Mesh
-from methods.pass_q import PassQ
-from methods.reference import Reference
-from methods.ring import Ring
-from methods.startrail import StarTrail
-from methods.striped import Striped
-from methods.tokenring import TokenRing
-from methods.ulysses import Ulysses
-from methods.usp import USP
-from methods.zigzag import Zigzag
+from sp_bench.methods.all_gather import AllGather
+from sp_bench.methods.double_ring import DoubleRing
+from sp_bench.methods.mesh import Mesh
+from sp_bench.methods.pass_q import PassQ
+from sp_bench.methods.reference import Reference
+from sp_bench.methods.ring import Ring
+from sp_bench.methods.startrail import StarTrail
+from sp_bench.methods.striped import Striped
+from sp_bench.methods.tokenring import TokenRing
+from sp_bench.methods.ulysses import Ulysses
+from sp_bench.methods.usp import USP
+from sp_bench.methods.zigzag import Zigzag
 from sp_bench.plan import Method, unknown
 
 REGISTRY: dict[str, type[Method]] = {

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
+from sp_bench.methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.plan import (
     DOWN,
     Attend,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from methods.ring import Ring
+from sp_bench.methods.ring import Ring
 
 
 @dataclass(frozen=True, kw_only=True)

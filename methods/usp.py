@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from methods.ring import pass_round, pass_round_backward
-from methods.ulysses import Ulysses, degrees
+from sp_bench.methods.ring import pass_round, pass_round_backward
+from sp_bench.methods.ulysses import Ulysses, degrees
 from sp_bench.plan import Chunk, Problem, RequestError, Sized, Steps, divisors
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm.points import Point, Refused, Task, numbered
-from slurm.settings import Settings
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
+from sp_bench.slurm.points import Point, Refused, Task, numbered
+from sp_bench.slurm.settings import Settings
 
 FINISHED = {"ok": "done", "unsupported": "unsupported"}
 """The statuses of points that are not to be run again, and what a sweep says of them."""

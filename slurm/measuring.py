@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from slurm.folder import Sweep
-from slurm.points import Point, Task
 from sp_bench.bench import NotWritten, Outcome, Request, resolve, run_points
 from sp_bench.bench.request import unsupported
 from sp_bench.errors import RequestError
 from sp_bench.loggers import open_logger
 from sp_bench.measure.ranks import launched
+from sp_bench.slurm.folder import Sweep
+from sp_bench.slurm.points import Point, Task
 
 
 def measure(sweep: Sweep, task: Task) -> int:

@@ -15,10 +15,11 @@ from sp_bench.bench import resolve
 from sp_bench.bench.request import NOT_IN_THE_RESULT, unsupported
 from sp_bench.bench.values import whole
 from sp_bench.cli.arguments import in_group
-from sp_bench.cli.compose import CONF, Composer
+from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError, unknown
 from sp_bench.measure.ranks import Launch
 from sp_bench.records import Record
+from sp_bench.resources import CONF
 
 
 @dataclass(frozen=True, kw_only=True)

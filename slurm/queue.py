@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm.settings import Settings
 from sp_bench.errors import RequestError
+from sp_bench.slurm.settings import Settings
 
 QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 """States of squeue in which a task waits to run; in all others that squeue shows it runs."""

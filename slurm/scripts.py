@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from slurm.folder import Sweep
-from slurm.points import Task, by_gpus
-from slurm.settings import Settings
+from sp_bench.resources import ROOT
+from sp_bench.slurm.folder import Sweep
+from sp_bench.slurm.points import Task, by_gpus
+from sp_bench.slurm.settings import Settings
 
-ROOT = Path(__file__).resolve().parent.parent
 TERM_S = 30
 """How long before its time limit a task is told."""
 
@@ -81,7 +81,7 @@ def _srun(sweep: Sweep, gpus: int) -> str:
     """The line that measures a task's points, with one process for each GPU."""
     settings = sweep.settings
     options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", *settings.srun, *_container(settings, sweep.folder)]
-    command = [settings.python, "-m", "slurm.task", str(sweep.folder)]
+    command = [settings.python, "-m", "sp_bench.slurm.task", str(sweep.folder)]
     return f'srun {shlex.join(options)} {shlex.join(command)} "$SLURM_ARRAY_TASK_ID"'
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from sp_bench.bench.values import whole
-from sp_bench.cli.compose import CONF
 from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.resources import CONF
 
 
 @dataclass(frozen=True, kw_only=True)

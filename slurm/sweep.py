@@ -7,13 +7,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from slurm import queue, scripts
-from slurm.folder import FINISHED, Sweep
-from slurm.points import Refused, by_gpus, planned
-from slurm.settings import load
 from sp_bench import records
 from sp_bench.cli.arguments import run_command
 from sp_bench.errors import RequestError, unknown
+from sp_bench.slurm import queue, scripts
+from sp_bench.slurm.folder import FINISHED, Sweep
+from sp_bench.slurm.points import Refused, by_gpus, planned
+from sp_bench.slurm.settings import load
 
 USAGE = """\
 python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--dry-run] [--wait]

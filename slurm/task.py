@@ -1,4 +1,4 @@
-"""python -m slurm.task FOLDER NUMBER: measure what is missing of one task of a sweep; each task of srun runs it."""
+"""python -m sp_bench.slurm.task FOLDER NUMBER: measure what is missing of one task of a sweep; srun runs it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure(folder: Path, number: int) -> int:
     """Only the process that drives imports what this needs."""
-    from slurm.folder import Sweep
-    from slurm.measuring import measure
+    from sp_bench.slurm.folder import Sweep
+    from sp_bench.slurm.measuring import measure
 
     sweep = Sweep.read(folder)
     return measure(sweep, sweep.tasks[number])

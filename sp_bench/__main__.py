@@ -52,11 +52,12 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _keys() -> str:
-    conf = Path(__file__).resolve().parent.parent / "conf"
-    defaults, _, keys = (conf / "config.yaml").read_text().partition("_self_\n")
+    from sp_bench.resources import CONF
+
+    defaults, _, keys = (CONF / "config.yaml").read_text().partition("_self_\n")
     groups = [
         f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}"
-        for group in sorted(conf.iterdir())
+        for group in sorted(CONF.iterdir())
         if list(group.glob("*.yaml")) and f"- {group.name}:" in defaults
     ]
     return "\n".join(("", keys.strip(), "", *groups))

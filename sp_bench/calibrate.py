@@ -19,12 +19,13 @@ from sp_bench.calibrating.gpu_file import MARK, above_peak, base_cluster, gpu_cl
 from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, link_rates, with_hosts
 from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
-from sp_bench.hosts.shaped import ShapedHosts, refuse_what_can_not_be_made
+from sp_bench.labs.shaped.description import Hosts
+from sp_bench.labs.shaped.hosts import ShapedHosts, refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, gpus_here
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
-from sp_bench.simulate import Cluster
-from sp_bench.simulate.hosts import Hosts
+from sp_bench.resources import CONF
 
 USAGE = """\
 python -m sp_bench.calibrate [key=value ...]
@@ -52,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
     "heads": None, "kv_heads": None, "ranks": "auto", "repetitions": None, "quick": False,
 }  # fmt: skip
-CLUSTERS = Path(__file__).resolve().parent.parent / "conf" / "cluster"
+CLUSTERS = CONF / "cluster"
 SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096), (64, 128)
 GPU_SIZES, QUICK_GPU_SIZES = tuple(2**power for power in range(9, 17)), (512, 1024)
 MEMORY_TOKENS, GPU_MEMORY_TOKENS = 4096, 65536

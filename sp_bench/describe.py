@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from methods import REGISTRY, build
 from sp_bench import account, draw
 from sp_bench.bench import resolve
 from sp_bench.bench.choose import choose
@@ -21,6 +20,7 @@ from sp_bench.bench.values import whole
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY, build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Method, Problem, layout_named
 
 MOST_RANKS = 40

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from methods import REGISTRY, build
-from methods.mesh import tiles
+from sp_bench.methods import REGISTRY, build
+from sp_bench.methods.mesh import tiles
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Op, Plan, Problem, RequestError
 
 

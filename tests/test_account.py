@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from methods import build
-from methods.mesh import tiles
 from sp_bench import account
+from sp_bench.methods import build
+from sp_bench.methods.mesh import tiles
 from sp_bench.plan import (
     COMPUTE_BOUND,
     LAYOUTS,

@@ -20,9 +20,9 @@ from sp_bench.calibrating.cluster_file import block_flops, cluster_config
 from sp_bench.calibrating.kernels import describe_gpu, measure_kernels
 from sp_bench.calibrating.links import MOST_MESSAGES
 from sp_bench.calibrating.setting import Costs, Gpu, Links, Setting
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan import PHASES, Problem, layout_named
-from sp_bench.simulate import Cluster
 from tests.measure.jobs import messages_of_10_ms
 from tests.ranks import WORLD, Ranks
 

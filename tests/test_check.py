@@ -15,9 +15,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from methods import REGISTRY, build
-from methods.tokenring import TokenRing
 from sp_bench.check import check, check_all
+from sp_bench.methods import REGISTRY, build
+from sp_bench.methods.tokenring import TokenRing
 from sp_bench.plan import (
     COMPUTE_BOUND,
     DOWN,

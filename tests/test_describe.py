@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from methods import REGISTRY
 from sp_bench import draw
 from sp_bench.account import volume
 from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, formula_value, main, methods_table
+from sp_bench.methods import REGISTRY
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend
 from tests.problems import all_methods, splittable_problem
 

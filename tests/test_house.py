@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from methods import REGISTRY
+from sp_bench.methods import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("simulate", "records")
@@ -30,7 +30,7 @@ def imported(path: str) -> set[str]:
 
 
 def of_the_suite(path: str) -> set[str]:
-    return {module for module in imported(path) if module.split(".")[0] in ("sp_bench", "methods")}
+    return {module for module in imported(path) if module.split(".")[0] in ("sp_bench",)}
 
 
 @pytest.mark.parametrize("path", PLAN)
@@ -42,18 +42,19 @@ def test_plans_are_pure(path: str) -> None:
 @pytest.mark.parametrize("path", METHODS)
 def test_methods_import_the_vocabulary_and_nothing_else(path: str) -> None:
     assert "torch" not in {module.split(".")[0] for module in imported(path)}
-    assert all(module == "sp_bench.plan" or module.startswith("methods.") for module in of_the_suite(path))
+    assert all(module == "sp_bench.plan" or module.startswith("sp_bench.methods.") for module in of_the_suite(path))
 
 
 @pytest.mark.parametrize("path", [*SUITE, *METHODS])
 def test_nothing_below_knows_analyses_or_job_arrays(path: str) -> None:
-    assert not {module.split(".")[0] for module in imported(path)} & {"analysis", "slurm"}
+    assert not any(module.startswith(("sp_bench.analysis", "sp_bench.slurm")) for module in imported(path))
 
 
 @pytest.mark.parametrize("path", READERS)
 def test_readers_do_not_know_each_other(path: str) -> None:
     own = [f"sp_bench.{room}" for room in ROOMS if f"/{room}/" in path]
-    allowed = ("sp_bench.plan", "sp_bench.errors", "sp_bench.machine", *own)
+    common = ("plan", "cluster", "errors", "machine", "resources")
+    allowed = (*(f"sp_bench.{name}" for name in common), *own)
     assert all(module.startswith(allowed) for module in of_the_suite(path))
     assert "torch" not in {module.split(".")[0] for module in imported(path)}
 

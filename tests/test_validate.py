@@ -16,8 +16,8 @@ from sp_bench.bench import Outcome, Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating import speed
 from sp_bench.cli.compose import Composer
+from sp_bench.cluster import Cluster
 from sp_bench.plan import PHASES
-from sp_bench.simulate import Cluster
 from sp_bench.validate import main, pairs_in_order
 from tests.simulate.test_simulate import problem
 

@@ -14,7 +14,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from analysis.runs import ROOT
+from sp_bench.resources import ROOT
 
 HERE = Path(__file__).parent
 RECORDS = "SP_BENCH_RECORDS"

@@ -20,9 +20,9 @@
 import os
 from pathlib import Path
 
-from analysis.runs import Runs
-from analysis.studies import choosing
-from analysis.studies.choosing_grid import METHODS
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies import choosing
+from sp_bench.analysis.studies.choosing_grid import METHODS
 
 runs = Runs(Path(os.environ.get("SP_BENCH_RECORDS", "results/report/records")))
 

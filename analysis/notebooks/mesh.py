@@ -21,12 +21,12 @@
 import os
 from pathlib import Path
 
-from analysis.mesh_fit import Cell
-from analysis.runs import Runs
-from analysis.studies import mesh
-from analysis.studies.mesh_memory import kept_bytes
-from analysis.studies.mesh_volume import WIDE, reduced
-from methods.mesh import tiles
+from sp_bench.analysis.mesh_fit import Cell
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies import mesh
+from sp_bench.analysis.studies.mesh_memory import kept_bytes
+from sp_bench.analysis.studies.mesh_volume import WIDE, reduced
+from sp_bench.methods.mesh import tiles
 
 runs = Runs(Path(os.environ.get("SP_BENCH_RECORDS", "results/report/records")))
 

@@ -20,11 +20,11 @@
 import os
 from pathlib import Path
 
-from analysis.number import of_record
-from analysis.runs import Runs
-from analysis.studies import ring
-from analysis.studies.ring_hidden import onsets
-from analysis.studies.ring_model import Setting
+from sp_bench.analysis.number import of_record
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies import ring
+from sp_bench.analysis.studies.ring_hidden import onsets
+from sp_bench.analysis.studies.ring_model import Setting
 
 runs = Runs(Path(os.environ.get("SP_BENCH_RECORDS", "results/report/records")))
 

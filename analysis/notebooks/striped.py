@@ -21,11 +21,17 @@
 import os
 from pathlib import Path
 
-from analysis.number import of_record
-from analysis.runs import Runs
-from analysis.studies import striped
-from analysis.studies.striped_measured import measured
-from analysis.studies.striped_model import attention_limit, cells, maximum_speedup, shared_limit, tiles_computed
+from sp_bench.analysis.number import of_record
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies import striped
+from sp_bench.analysis.studies.striped_measured import measured
+from sp_bench.analysis.studies.striped_model import (
+    attention_limit,
+    cells,
+    maximum_speedup,
+    shared_limit,
+    tiles_computed,
+)
 
 runs = Runs(Path(os.environ.get("SP_BENCH_RECORDS", "results/report/records")))
 

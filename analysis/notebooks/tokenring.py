@@ -20,10 +20,10 @@
 import os
 from pathlib import Path
 
-from analysis.plans import step_ends_ms
-from analysis.runs import Runs
-from analysis.studies import tokenring
-from analysis.studies.tokenring_figure6 import TESTBED
+from sp_bench.analysis.plans import step_ends_ms
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies import tokenring
+from sp_bench.analysis.studies.tokenring_figure6 import TESTBED
 
 runs = Runs(Path(os.environ.get("SP_BENCH_RECORDS", "results/report/records")))
 

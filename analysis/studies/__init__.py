@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from analysis.runs import Runs
-from analysis.section import Section
-from analysis.studies import choosing, mesh, ring, striped, tokenring
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section
+from sp_bench.analysis.studies import choosing, mesh, ring, striped, tokenring
 
 Study = Callable[[Runs], Iterator[Section]]
 STUDIES: dict[str, tuple[str, Study]] = {

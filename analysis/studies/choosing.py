@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from analysis.number import derived, of_record
-from analysis.pictures import bound_bars
-from analysis.runs import Runs
-from analysis.section import Section, text
-from analysis.studies.choosing_grid import METHODS, grid
-from analysis.studies.choosing_limits import limits
-from analysis.studies.choosing_maps import maps, maps_whole_heads, points
-from analysis.studies.choosing_tiles import memory, tiles, volume
+from sp_bench.analysis.number import derived, of_record
+from sp_bench.analysis.pictures import bound_bars
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.choosing_grid import METHODS, grid
+from sp_bench.analysis.studies.choosing_limits import limits
+from sp_bench.analysis.studies.choosing_maps import maps, maps_whole_heads, points
+from sp_bench.analysis.studies.choosing_tiles import memory, tiles, volume
 
 BOUND_AT = ("h100_ndr400", 32, "512k", 64)
 

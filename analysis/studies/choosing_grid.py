@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from analysis.number import Number, derived, formula, of_record
-from analysis.runs import Point, Runs, point
+from sp_bench.analysis.number import Number, derived, formula, of_record
+from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.records import Record
 
 CLUSTERS = ("h100_ndr400", "a100_hdr200", "h20")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from analysis.figure import Figure, colours, labelled, markers, new_figure, sources
-from analysis.number import Number, derived, of_record
-from analysis.paper_tables import claims
-from analysis.runs import Runs, point
-from analysis.section import Section, Text, text
-from analysis.studies.choosing_grid import CLUSTERS, SEQLENS, grid, setting, tally
-from analysis.table import Cell, Column, Table
+from sp_bench.analysis.figure import Figure, colours, labelled, markers, new_figure, sources
+from sp_bench.analysis.number import Number, derived, of_record
+from sp_bench.analysis.paper_tables import claims
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.studies.choosing_grid import CLUSTERS, SEQLENS, grid, setting, tally
+from sp_bench.analysis.table import Cell, Column, Table
 from sp_bench.records import Record
 
 GAIN = 1.02

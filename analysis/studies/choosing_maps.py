@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
-from analysis.figure import Figure, colours, labelled, new_figure, sources
-from analysis.number import Number, derived, of_record
-from analysis.runs import Runs
-from analysis.section import Section, Text, text
-from analysis.studies.choosing_grid import (
+from sp_bench.analysis.figure import Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.number import Number, derived, of_record
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.studies.choosing_grid import (
     CLUSTERS,
     GPUS,
     KEYS,
@@ -30,7 +30,7 @@ from analysis.studies.choosing_grid import (
     setting,
     tally,
 )
-from analysis.table import Cell, Column, Table
+from sp_bench.analysis.table import Cell, Column, Table
 
 
 def points(runs: Runs) -> Section:

@@ -9,11 +9,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-from analysis.figure import Figure, colours, labelled, markers, new_figure, sources
-from analysis.number import Number, derived, formula, of_record, record_source
-from analysis.runs import Runs
-from analysis.section import Section, Text, text
-from analysis.studies.choosing_grid import (
+from sp_bench.analysis.figure import Figure, colours, labelled, markers, new_figure, sources
+from sp_bench.analysis.number import Number, derived, formula, of_record, record_source
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.studies.choosing_grid import (
     CLUSTERS,
     GPUS,
     KV_HEADS,
@@ -26,7 +26,7 @@ from analysis.studies.choosing_grid import (
     setting,
     tally,
 )
-from analysis.table import Cell, Column, Table
+from sp_bench.analysis.table import Cell, Column, Table
 from sp_bench.records import Record
 
 TILED_GPUS = (64, 256)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from analysis.runs import Runs
-from analysis.section import Section
-from analysis.studies.mesh_breakdown import figure9a
-from analysis.studies.mesh_claims import claims
-from analysis.studies.mesh_gqa import figure10
-from analysis.studies.mesh_memory import table5
-from analysis.studies.mesh_others import others
-from analysis.studies.mesh_scaling import figure8
-from analysis.studies.mesh_tables import table2, table3, table4
-from analysis.studies.mesh_volume import figure9b
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section
+from sp_bench.analysis.studies.mesh_breakdown import figure9a
+from sp_bench.analysis.studies.mesh_claims import claims
+from sp_bench.analysis.studies.mesh_gqa import figure10
+from sp_bench.analysis.studies.mesh_memory import table5
+from sp_bench.analysis.studies.mesh_others import others
+from sp_bench.analysis.studies.mesh_scaling import figure8
+from sp_bench.analysis.studies.mesh_tables import table2, table3, table4
+from sp_bench.analysis.studies.mesh_volume import figure9b
 
 __all__ = [
     "claims",

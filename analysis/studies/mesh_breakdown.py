@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from analysis.figure import Figure, colours, labelled, new_figure, sources
-from analysis.mesh_fit import Cell
-from analysis.number import Number, derived
-from analysis.runs import Runs
-from analysis.section import Section, text
-from analysis.studies import mesh_cells as cells
-from analysis.studies.mesh_scaling import METHODS, paper_seconds
-from analysis.table import Column, Table
+from sp_bench.analysis.figure import Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.mesh_fit import Cell
+from sp_bench.analysis.number import Number, derived
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.studies.mesh_scaling import METHODS, paper_seconds
+from sp_bench.analysis.table import Column, Table
 from sp_bench.plan import PHASES
 
 Parts = dict[str, tuple[Number, Number]]

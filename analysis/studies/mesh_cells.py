@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.mesh_fit import TOKENS, Cell, errors, load_cluster, table
-from analysis.mesh_report import NAMES
-from analysis.number import Number, derived, of_paper, of_record
-from analysis.paper_tables import claims
-from analysis.runs import Point, Runs, point
-from analysis.table import Cell as Entry
-from analysis.table import Column
+from sp_bench.analysis.mesh_fit import TOKENS, Cell, errors, load_cluster, table
+from sp_bench.analysis.mesh_report import NAMES
+from sp_bench.analysis.number import Number, derived, of_paper, of_record
+from sp_bench.analysis.paper_tables import claims
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.analysis.table import Cell as Entry
+from sp_bench.analysis.table import Column
 from sp_bench.plan import PHASES
 from sp_bench.records import Record
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from analysis.mesh_fit import paper_s
-from analysis.number import Number
-from analysis.paper_tables import rows
-from analysis.runs import Runs
-from analysis.section import Section, text
-from analysis.studies import mesh_cells as cells
-from analysis.studies.mesh_breakdown import waiting
-from analysis.studies.mesh_scaling import METHODS, scaling
-from analysis.studies.mesh_tables import nine_gpus
-from analysis.studies.mesh_volume import POINTS, three_ways
-from analysis.table import Column, Table
+from sp_bench.analysis.mesh_fit import paper_s
+from sp_bench.analysis.number import Number
+from sp_bench.analysis.paper_tables import rows
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.studies.mesh_breakdown import waiting
+from sp_bench.analysis.studies.mesh_scaling import METHODS, scaling
+from sp_bench.analysis.studies.mesh_tables import nine_gpus
+from sp_bench.analysis.studies.mesh_volume import POINTS, three_ways
+from sp_bench.analysis.table import Column, Table
 
 SHARE = 0.1
 """A time or a ratio counts as reproduced within so much: the median error on held-out cells."""

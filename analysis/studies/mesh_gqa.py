@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from analysis.mesh_fit import HEADS, Cell
-from analysis.number import Number
-from analysis.runs import Runs
-from analysis.section import Section, Text, text
-from analysis.studies import mesh_cells as cells
-from analysis.studies.mesh_breakdown import bars, share, waited
-from analysis.studies.mesh_scaling import METHODS
-from analysis.table import Column, Table
+from sp_bench.analysis.mesh_fit import HEADS, Cell
+from sp_bench.analysis.number import Number
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.studies.mesh_breakdown import bars, share, waited
+from sp_bench.analysis.studies.mesh_scaling import METHODS
+from sp_bench.analysis.table import Column, Table
 from sp_bench.records import Record
 
 DEGREES = (1, 2, 4, 8, 16, 32)

@@ -8,15 +8,14 @@ from functools import cache
 
 import numpy as np
 
-import methods
-from analysis.mesh_fit import Cell, load_cluster
-from analysis.number import Number, derived, formula
-from analysis.runs import Runs
-from analysis.section import Section, text
-from analysis.studies import mesh_cells as cells
-from analysis.table import Column, Table
-from methods.mesh import tiles
-from sp_bench import account
+from sp_bench import account, methods
+from sp_bench.analysis.mesh_fit import Cell, load_cluster
+from sp_bench.analysis.number import Number, derived, formula
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.table import Column, Table
+from sp_bench.methods.mesh import tiles
 from sp_bench.plan import DTYPE_BYTES, PHASES, Problem
 
 Tile = tuple[int, int]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from analysis.figure import Figure, colours, labelled, markers, new_figure, sources
-from analysis.mesh_fit import Cell, paper_s
-from analysis.number import derived, of_record
-from analysis.runs import Runs
-from analysis.section import Section, text
-from analysis.studies import mesh_cells as cells
-from analysis.table import Column, Table
+from sp_bench.analysis.figure import Figure, colours, labelled, markers, new_figure, sources
+from sp_bench.analysis.mesh_fit import Cell, paper_s
+from sp_bench.analysis.number import derived, of_record
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.table import Column, Table
 from sp_bench.records import Record
 
 OTHERS = ("ulysses", "usp", "tokenring", "startrail")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from analysis.figure import Figure, colours, labelled, markers, new_figure, sources
-from analysis.mesh_fit import TOKENS, Cell
-from analysis.number import Number, derived
-from analysis.runs import Runs
-from analysis.section import Section, text
-from analysis.studies import mesh_cells as cells
-from analysis.table import Column, Table
+from sp_bench.analysis.figure import Figure, colours, labelled, markers, new_figure, sources
+from sp_bench.analysis.mesh_fit import TOKENS, Cell
+from sp_bench.analysis.number import Number, derived
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.table import Column, Table
 
 METHODS = ("ring", "mesh")
 MULTIPLE = 256

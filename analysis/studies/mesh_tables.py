@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 
-from analysis.mesh_fit import Cell, fitted, implied_peak_tflops
-from analysis.number import Number, derived, formula, of_paper, of_record
-from analysis.paper_tables import rows
-from analysis.runs import Runs
-from analysis.section import Section, Text, text
-from analysis.studies import mesh_cells as cells
-from analysis.table import Column, Table
-from methods import build
 from sp_bench import account
+from sp_bench.analysis.mesh_fit import Cell, fitted, implied_peak_tflops
+from sp_bench.analysis.number import Number, derived, formula, of_paper, of_record
+from sp_bench.analysis.paper_tables import rows
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.table import Column, Table
 from sp_bench.describe import PaperVolume, Volumes, counted_volumes
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, Problem
 
 TABLE2 = "mesh_table2_comm_volume.csv"

@@ -10,17 +10,16 @@ from itertools import product
 
 import numpy as np
 
-import methods
-from analysis.figure import Figure, colours, labelled, new_figure, sources
-from analysis.mesh_fit import Cell
-from analysis.number import Number, Source, derived, formula, of_record
-from analysis.runs import Runs
-from analysis.section import Section, text
-from analysis.studies import mesh_cells as cells
-from analysis.studies.mesh_memory import Tile, tiles_of_table5
-from analysis.table import Column, Table
-from methods.mesh import tiles
-from sp_bench import account
+from sp_bench import account, methods
+from sp_bench.analysis.figure import Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.mesh_fit import Cell
+from sp_bench.analysis.number import Number, Source, derived, formula, of_record
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.studies.mesh_memory import Tile, tiles_of_table5
+from sp_bench.analysis.table import Column, Table
+from sp_bench.methods.mesh import tiles
 from sp_bench.plan import COMPUTE_BOUND, PHASES
 
 POINTS = 2.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from analysis.runs import Runs
-from analysis.section import Section
-from analysis.studies.ring_explainer import explainer
-from analysis.studies.ring_hidden import condition, hidden
-from analysis.studies.ring_memory import memory
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section
+from sp_bench.analysis.studies.ring_explainer import explainer
+from sp_bench.analysis.studies.ring_hidden import condition, hidden
+from sp_bench.analysis.studies.ring_memory import memory
 
 
 def sections(runs: Runs) -> Iterator[Section]:

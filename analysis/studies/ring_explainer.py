@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from analysis.number import Number, derived, formula, of_record
-from analysis.paper_tables import claims, rows
-from analysis.runs import Runs, point
-from analysis.section import Section, text
-from analysis.studies.ring_model import ring_plan, transfers_ms
-from analysis.table import Column, Table
 from sp_bench import account
+from sp_bench.analysis.number import Number, derived, formula, of_record
+from sp_bench.analysis.paper_tables import claims, rows
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.ring_model import ring_plan, transfers_ms
+from sp_bench.analysis.table import Column, Table
 from sp_bench.plan import LAYOUTS, Problem, Transfer
 from sp_bench.records import Record
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import matplotlib as mpl
 import numpy as np
 
-from analysis.figure import MARKERS, STYLE, Figure, colours, labelled, new_figure, sources
-from analysis.number import Number, derived, formula, of_record
-from analysis.runs import Runs, point
-from analysis.section import Section, text
-from analysis.studies.ring_model import STEP, Setting, cluster_named, transfers_ms
-from analysis.table import Column, Table
+from sp_bench.analysis.figure import MARKERS, STYLE, Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.number import Number, derived, formula, of_record
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.ring_model import STEP, Setting, cluster_named, transfers_ms
+from sp_bench.analysis.table import Column, Table
 from sp_bench.plan import LAYOUTS, Problem
 from sp_bench.records import Record
 

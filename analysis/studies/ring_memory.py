@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 
-from analysis.figure import STYLE, Figure, colours, labelled, new_figure, sources
-from analysis.number import Number, derived, formula, of_record
-from analysis.runs import Runs, point
-from analysis.section import Section, text
-from analysis.table import Column, Table
+from sp_bench.analysis.figure import STYLE, Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.number import Number, derived, formula, of_record
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.table import Column, Table
 from sp_bench.records import Record
 
 CLUSTER = "h100_ndr400"

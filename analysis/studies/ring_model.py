@@ -7,13 +7,13 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from analysis.number import Number, formula
-from methods import build
 from sp_bench import account
+from sp_bench.analysis.number import Number, formula
 from sp_bench.cli.compose import Composer
+from sp_bench.cluster.cluster import Cluster
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, Plan, Problem
 from sp_bench.simulate.bounds import link_bytes
-from sp_bench.simulate.cluster import Cluster
 
 PAPER = "Liu et al. 2023, section 3"
 CONDITION = formula(

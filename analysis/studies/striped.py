@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from analysis.runs import Runs
-from analysis.section import Section
-from analysis.studies.striped_maximum import maximum, tiles
-from analysis.studies.striped_measured import measured
-from analysis.studies.striped_simulated import attention, whole_model
-from analysis.studies.striped_work import work
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section
+from sp_bench.analysis.studies.striped_maximum import maximum, tiles
+from sp_bench.analysis.studies.striped_measured import measured
+from sp_bench.analysis.studies.striped_simulated import attention, whole_model
+from sp_bench.analysis.studies.striped_work import work
 
 
 def sections(runs: Runs) -> Iterator[Section]:

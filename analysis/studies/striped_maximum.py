@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from analysis.number import Number, formula, of_paper
-from analysis.paper_tables import claims, rows
-from analysis.section import Section, text
-from analysis.studies.striped_model import (
+from sp_bench.analysis.number import Number, formula, of_paper
+from sp_bench.analysis.paper_tables import claims, rows
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.striped_model import (
     ASSUMPTIONS,
     DEVICES,
     PAPER,
@@ -23,7 +23,7 @@ from analysis.studies.striped_model import (
     tiled_speedup,
     tiles_computed,
 )
-from analysis.table import Column, Table
+from sp_bench.analysis.table import Column, Table
 
 BOUND = 0.01
 """What counts as the same number: the paper prints two digits, and some look rounded down."""

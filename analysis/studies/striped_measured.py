@@ -5,14 +5,14 @@ from __future__ import annotations
 import matplotlib as mpl
 import numpy as np
 
-from analysis import verdict
-from analysis.figure import STYLE, Figure, colours, labelled, new_figure, sources
-from analysis.frames import iterations, samples
-from analysis.number import Number, formula, of_record
-from analysis.runs import Runs, point
-from analysis.section import Section, text
-from analysis.studies.striped_model import shared_limit, tiles_computed
-from analysis.table import Column, Table
+from sp_bench.analysis import verdict
+from sp_bench.analysis.figure import STYLE, Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.frames import iterations, samples
+from sp_bench.analysis.number import Number, formula, of_record
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.striped_model import shared_limit, tiles_computed
+from sp_bench.analysis.table import Column, Table
 from sp_bench.machine import cores_here
 from sp_bench.records import Record
 

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from analysis.number import formula
-from analysis.paper_tables import claims, rows
+from sp_bench.analysis.number import formula
+from sp_bench.analysis.paper_tables import claims, rows
 
 PAPER = "Brandon et al. 2023"
 TMS = formula(

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import matplotlib as mpl
 import numpy as np
 
-from analysis.figure import MARKERS, STYLE, Figure, colours, labelled, new_figure, sources
-from analysis.number import Number, derived, formula, of_record
-from analysis.runs import Point, Runs, point
-from analysis.section import Section, text
-from analysis.studies.ring_model import cluster_named
-from analysis.studies.striped_maximum import SHAPE, our_tiled, our_tms, paper_measured, paper_tms, shape
-from analysis.studies.striped_model import LIMIT, RECOMPUTED, Cell, attention_limit, cells, models
-from analysis.table import Column, Table
+from sp_bench.analysis.figure import MARKERS, STYLE, Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.number import Number, derived, formula, of_record
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.ring_model import cluster_named
+from sp_bench.analysis.studies.striped_maximum import SHAPE, our_tiled, our_tms, paper_measured, paper_tms, shape
+from sp_bench.analysis.studies.striped_model import LIMIT, RECOMPUTED, Cell, attention_limit, cells, models
+from sp_bench.analysis.table import Column, Table
 from sp_bench.records import Record
 
 CLUSTER = "a100_hdr200"

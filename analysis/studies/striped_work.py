@@ -5,13 +5,13 @@ from __future__ import annotations
 import matplotlib as mpl
 import numpy as np
 
-from analysis.figure import STYLE, Figure, new_figure
-from analysis.number import Number, formula
-from analysis.section import Section, text
-from analysis.studies.striped_model import LIMIT, WORK, attention_limit
-from analysis.table import Column, Table
-from methods import build
 from sp_bench import account
+from sp_bench.analysis.figure import STYLE, Figure, new_figure
+from sp_bench.analysis.number import Number, formula
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.striped_model import LIMIT, WORK, attention_limit
+from sp_bench.analysis.table import Column, Table
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, Attend, Plan, Problem
 
 N, BLOCK = 8, 4096

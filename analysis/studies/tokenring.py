@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from analysis.number import Number, derived, formula, of_record, record_source
-from analysis.paper_tables import rows
-from analysis.runs import Point, Runs, point
-from analysis.section import Section, text
-from analysis.studies.tokenring_figure6 import figure6
-from analysis.studies.tokenring_links import directions, topologies
-from analysis.table import Cell, Column, Table
+from sp_bench.analysis.number import Number, derived, formula, of_record, record_source
+from sp_bench.analysis.paper_tables import rows
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.tokenring_figure6 import figure6
+from sp_bench.analysis.studies.tokenring_links import directions, topologies
+from sp_bench.analysis.table import Cell, Column, Table
 from sp_bench.records import Record
 
 COUNTED = (("ring", 32), ("ring", 8), ("ulysses", 32), ("ulysses", 8), ("tokenring", 32), ("tokenring", 8))

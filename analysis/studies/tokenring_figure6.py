@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from analysis.figure import Figure, colours, labelled, new_figure, sources
-from analysis.number import Number, derived, formula, of_paper, of_record, record_source
-from analysis.paper_tables import PAPERS, rows
-from analysis.plans import step_ends_ms
-from analysis.runs import Runs, point
-from analysis.section import Section, Text, text
-from analysis.table import Cell, Column, Table
+from sp_bench.analysis.figure import Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.number import Number, derived, formula, of_paper, of_record, record_source
+from sp_bench.analysis.paper_tables import PAPERS, rows
+from sp_bench.analysis.plans import step_ends_ms
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.table import Cell, Column, Table
 from sp_bench.records import Record
 
 TESTBED = {"cluster": "a10_pcie", "gpus": 4, "seqlen": 24000, "phase": "forward", "layout": "zigzag"}

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from analysis.figure import Figure, colours, labelled, markers, new_figure, sources
-from analysis.number import Number, derived, formula, of_record, record_source
-from analysis.plans import busy_links, choice_of, lanes_together
-from analysis.runs import Runs, point
-from analysis.section import Section, Text, text
-from analysis.table import Cell, Column, Table
+from sp_bench.analysis.figure import Figure, colours, labelled, markers, new_figure, sources
+from sp_bench.analysis.number import Number, derived, formula, of_record, record_source
+from sp_bench.analysis.plans import busy_links, choice_of, lanes_together
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.table import Cell, Column, Table
 from sp_bench.plan import Transfer
 from sp_bench.records import Record
 

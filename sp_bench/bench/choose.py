@@ -7,9 +7,10 @@ from typing import Any
 
 from sp_bench import account
 from sp_bench.bench.request import Request
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan import CostProfile, Method, Plan, Problem
-from sp_bench.simulate import Cluster, Run, simulate
+from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
 

@@ -16,7 +16,7 @@ from sp_bench.bench.outcome import account_for, by_lane, describe_peer, plain, r
 from sp_bench.bench.request import Request, refuse_what_does_not_fit
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
-from sp_bench.hosts.shaped import hosts_for
+from sp_bench.labs.shaped.hosts import hosts_for
 from sp_bench.measure.leaving import leave_if_told
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import by_host, open_ranks

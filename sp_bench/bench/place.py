@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sp_bench.bench.values import choice
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.machine import gpus_here, torch_has_cuda
 from sp_bench.measure.devices import CPUS, Devices
 from sp_bench.measure.ranks import Launch
-from sp_bench.simulate import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)

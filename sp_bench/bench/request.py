@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import methods
-from sp_bench import records
+from sp_bench import methods, records
 from sp_bench.bench.place import Place, place_of
 from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
-from sp_bench.hosts.shaped import refuse_what_can_not_be_made
+from sp_bench.labs.shaped.hosts import refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.ranks import Launch
@@ -19,8 +20,6 @@ from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
 from sp_bench.plan import PHASES, Method, Problem, layout_named
 from sp_bench.records import Record
-from sp_bench.simulate import Cluster
-from sp_bench.simulate.stragglers import Stragglers
 
 RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")

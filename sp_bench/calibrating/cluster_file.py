@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from sp_bench.calibrating.setting import Costs, Links, Samples, Setting
+from sp_bench.cluster.device import FLOPS_PER_PAIR
 from sp_bench.plan import PHASES
-from sp_bench.simulate.costs import FLOPS_PER_PAIR
 
 DIGITS = 4
 LEAST_WORK = 0.1

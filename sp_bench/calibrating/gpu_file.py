@@ -12,9 +12,9 @@ import yaml
 
 from sp_bench.calibrating.cluster_file import device_rates, device_sources
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
+from sp_bench.cluster.cluster import NETWORK_KEYS
+from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
-from sp_bench.simulate.cluster import NETWORK_KEYS
-from sp_bench.simulate.kernel_table import RATES
 
 MARK = "calibrated"
 """The source that tells a file of sp_bench.calibrate from others, which it doesn't overwrite."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from sp_bench.calibrating.cluster_file import rounded, scaled
 from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges, middle
+from sp_bench.labs.shaped.description import Hosts
 from sp_bench.machine import cores_here
-from sp_bench.simulate.hosts import Hosts
 
 UNSHAPED_BYTES_PER_S = 1e11
 """More than any machine's cores can carry."""

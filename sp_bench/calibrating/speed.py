@@ -9,9 +9,9 @@ from typing import Any
 from sp_bench.bench.choose import choose
 from sp_bench.bench.request import Request
 from sp_bench.calibrating.cluster_file import scaled
+from sp_bench.cluster import Cluster
+from sp_bench.labs.shaped.description import OF_CORES
 from sp_bench.records import Record
-from sp_bench.simulate import Cluster
-from sp_bench.simulate.hosts import OF_CORES
 
 
 def speed_of(request: Request, record: Record) -> float:

@@ -17,8 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sp_bench.errors import RequestError, unknown, unknown_key
-
-CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+from sp_bench.resources import CONF
 
 
 class Composer:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.resources import ROOT
 
 MODES = ("offline", "online")
-_ROOT = Path(__file__).resolve().parents[2]
 _REAP_S = 1.0
 """How long a killed writer may take to be gone."""
 
@@ -170,7 +170,7 @@ def _upload_command(settings: WandbSettings, folder: Path) -> str:
 
 def _start_writer(settings: WandbSettings, stderr: IO[bytes]) -> subprocess.Popen[str]:
     folder = Path(settings.dir).absolute()
-    search = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # The staged tables belong to the runs, not to the home folder; and no crash report leaves this machine.
     wandb = {"WANDB_DATA_DIR": str(folder / "wandb"), "WANDB_ERROR_REPORTING": "false"}
     fields = dataclasses.asdict(settings) | {"dir": str(folder)}

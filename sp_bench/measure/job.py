@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_bench.hosts.inside import interface_bytes
 from sp_bench.kernels import KERNELS
+from sp_bench.labs.shaped.inside import interface_bytes
 from sp_bench.machine import boot_id, busy_s
 from sp_bench.measure.devices import described, device_here, transport_here
 from sp_bench.measure.exactness import NAMES, relative_error, squared_norms

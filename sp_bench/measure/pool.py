@@ -22,14 +22,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sp_bench.hosts.inside import Home, move_in, transfers_go_first
+from sp_bench.labs.shaped.inside import Home, move_in, transfers_go_first
 from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, settle
 from sp_bench.measure.leaving import not_now
 from sp_bench.measure.where import Where, answering, ask
 
 if TYPE_CHECKING:
-    from sp_bench.hosts.shaped import ShapedHosts
+    from sp_bench.labs.shaped.hosts import ShapedHosts
 
 GRACE_S = 2.0
 """How long the other ranks have to answer once one has failed."""

@@ -22,7 +22,7 @@ from sp_bench.measure.leaving import Told, leaving
 from sp_bench.measure.pool import RankPool
 
 if TYPE_CHECKING:
-    from sp_bench.hosts.shaped import ShapedHosts
+    from sp_bench.labs.shaped.hosts import ShapedHosts
 
 
 class OtherLaunchError(RequestError):

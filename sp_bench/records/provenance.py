@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench.machine import cores_here
+from sp_bench.resources import PACKAGE
 
 KEPT_VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "SLURM_", "OMP_")
 """Prefixes of the environment variables that a record keeps; no other is."""
@@ -56,11 +57,10 @@ def _version(package: str) -> str | None:
 @cache
 def code_version() -> str:
     """A hash of the suite's sources: sp_bench/ and methods/."""
-    root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
-    for package in ("methods", "sp_bench"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    for folder in (PACKAGE / "methods", PACKAGE):  # a checkout has links, which rglob doesn't follow
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

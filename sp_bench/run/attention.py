@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from methods import build
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, FIELDS, PHASES, Chunk, CostProfile, Kind, Layout, Plan, Problem, layout_named
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sp_bench.hosts.inside import transfers_go_first, transfers_have_priority
+from sp_bench.labs.shaped.inside import transfers_go_first, transfers_have_priority
 from sp_bench.plan import BLOCKS, Dataflow, Op, Plan, Waits
 from sp_bench.run.devices import Clock, Device, HostClock
 

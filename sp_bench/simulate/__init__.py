@@ -12,13 +12,13 @@ from functools import cached_property
 
 import numpy as np
 
+from sp_bench.cluster.cluster import Cluster
 from sp_bench.plan import BLOCKS, Plan, Problem, Transfer
-from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import Engine, TaskGraph, Timing, solve
 from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
-__all__ = ["Cluster", "Run", "Span", "simulate"]
+__all__ = ["Run", "Span", "simulate"]
 
 SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
 """Where transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""

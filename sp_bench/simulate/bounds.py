@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from sp_bench.cluster.cluster import Cluster
+from sp_bench.cluster.topology import Network
 from sp_bench.plan import Plan, Transfer, begun_early, peers
-from sp_bench.simulate.cluster import Cluster
-from sp_bench.simulate.topology import Network
 
 Traffic = Iterable[tuple[np.ndarray, np.ndarray]]
 """(target, bytes) of what ranks send, each (n,) by rank (account.traffic)."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sp_bench.cluster.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan import (
     BLOCKS,
@@ -40,7 +41,6 @@ from sp_bench.plan import (
     posted_ahead,
     unsummed_partials,
 )
-from sp_bench.simulate.cluster import Cluster
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise, Shares, Turns
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sp_bench.cluster.topology import Network
 from sp_bench.plan import Exchange, Group, Plan, Transfer, divisors
-from sp_bench.simulate.topology import Network
 
 Permutation = np.ndarray
 """(n,) The rank that each rank is mapped to."""

@@ -9,15 +9,15 @@ from pathlib import Path
 import jupytext
 import pytest
 
-from analysis import notebooks
-from analysis.number import Number, formula
-from analysis.runs import Runs
-from analysis.section import Text
-from analysis.studies import choosing_grid, choosing_limits, choosing_maps, choosing_tiles
-from analysis.studies.choosing_grid import METHODS, SPLIT_HEADS, TIE, best, grid, leanest, payload_over_bound
-from analysis.studies.choosing_limits import GAIN, Ladder
-from analysis.table import Table
 from sp_bench.account import lower_bound_bytes
+from sp_bench.analysis import notebooks
+from sp_bench.analysis.number import Number, formula
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Text
+from sp_bench.analysis.studies import choosing_grid, choosing_limits, choosing_maps, choosing_tiles
+from sp_bench.analysis.studies.choosing_grid import METHODS, SPLIT_HEADS, TIE, best, grid, leanest, payload_over_bound
+from sp_bench.analysis.studies.choosing_limits import GAIN, Ladder
+from sp_bench.analysis.table import Table
 from sp_bench.plan import Problem, layout_named
 
 CLUSTERS, SEQLENS, GPUS = ("h100_ndr400",), ("128k", "512k"), (8, 64)
@@ -159,7 +159,7 @@ def test_notebook_shows_all_sections_and_its_last_cells_run(runs: Runs, tmp_path
     notebook = jupytext.read(notebooks.HERE / "choosing.py")
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     shown = {line.split(".")[1].split("(")[0] for line in code if line.startswith("choosing.")}
-    from analysis.studies import choosing
+    from sp_bench.analysis.studies import choosing
 
     assert shown == set(choosing.__all__) - {"sections"}
     names: dict[str, object] = {}

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis import compare, frames
-from analysis.pairs import in_turn, paired
-from analysis.runs import Runs, point
-from analysis.verdict import AMBIGUOUS, FASTER, SAME, SLOWER, Ratio, exact, of_medians
 from sp_bench import records
+from sp_bench.analysis import compare, frames
+from sp_bench.analysis.pairs import in_turn, paired
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.verdict import AMBIGUOUS, FASTER, SAME, SLOWER, Ratio, exact, of_medians
 from sp_bench.records import Record
 from tests.made_records import PLAIN, made
 

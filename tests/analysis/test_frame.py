@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-import methods
-from analysis import report
-from analysis.figure import METHOD_ORDER, Figure, colours, labelled, markers, new_figure, sources
-from analysis.number import Number, command, derived, formula, of_paper, of_record
-from analysis.section import Section, text
-from analysis.table import Column, Table
+from sp_bench import methods
+from sp_bench.analysis import report
+from sp_bench.analysis.figure import METHOD_ORDER, Figure, colours, labelled, markers, new_figure, sources
+from sp_bench.analysis.number import Number, command, derived, formula, of_paper, of_record
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.table import Column, Table
 from sp_bench.cli.compose import Composer
 from tests.made_records import made
 

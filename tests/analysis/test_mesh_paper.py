@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-import methods
-from analysis.least_squares import fit
-from analysis.mesh_fit import (
+from sp_bench import methods
+from sp_bench.analysis.least_squares import fit
+from sp_bench.analysis.mesh_fit import (
     CLUSTER,
     TOKENS,
     Cell,
@@ -25,9 +25,9 @@ from analysis.mesh_fit import (
     paper_s,
     predict,
 )
-from analysis.mesh_report import REPORT, tile_held
+from sp_bench.analysis.mesh_report import REPORT, tile_held
+from sp_bench.cluster.device import DeviceCosts
 from sp_bench.simulate import simulate
-from sp_bench.simulate.costs import DeviceCosts
 
 CHECKED = [
     *(Cell(True, TOKENS["512k"], n, method) for n in (32, 64, 128, 256) for method in ("ring", "mesh")),

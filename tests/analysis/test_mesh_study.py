@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from analysis import notebooks
-from analysis.mesh_fit import TOKENS, Cell
-from analysis.mesh_report import REPORT
-from analysis.number import Number
-from analysis.runs import Runs
-from analysis.section import Section, Text
-from analysis.studies import mesh
-from analysis.studies import mesh_cells as cells
-from analysis.studies.mesh_claims import our_claims, reproduced
-from analysis.studies.mesh_memory import (
+from sp_bench.analysis import notebooks
+from sp_bench.analysis.mesh_fit import TOKENS, Cell
+from sp_bench.analysis.mesh_report import REPORT
+from sp_bench.analysis.number import Number
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, Text
+from sp_bench.analysis.studies import mesh
+from sp_bench.analysis.studies import mesh_cells as cells
+from sp_bench.analysis.studies.mesh_claims import our_claims, reproduced
+from sp_bench.analysis.studies.mesh_memory import (
     DOUBTFUL,
     NEAR,
     ROUNDING_GB,
@@ -27,10 +27,18 @@ from analysis.studies.mesh_memory import (
     nearest_tile,
     tiles_of_table5,
 )
-from analysis.studies.mesh_others import METHODS
-from analysis.studies.mesh_scaling import weak_cells
-from analysis.studies.mesh_volume import PAYLOAD, POINTS, WIDE, Accounting, choices_that_match, reduced, reductions
-from analysis.table import Table
+from sp_bench.analysis.studies.mesh_others import METHODS
+from sp_bench.analysis.studies.mesh_scaling import weak_cells
+from sp_bench.analysis.studies.mesh_volume import (
+    PAYLOAD,
+    POINTS,
+    WIDE,
+    Accounting,
+    choices_that_match,
+    reduced,
+    reductions,
+)
+from sp_bench.analysis.table import Table
 from sp_bench.plan import PHASES
 
 LONG256 = Cell(True, cells.LONG, 256, "mesh")

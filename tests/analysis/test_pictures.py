@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 
-import methods
-from analysis import assignments, pictures
-from analysis.assignments import assignment, matrix
-from analysis.figure import Figure
-from analysis.runs import Runs
-from analysis.timelines import timeline
-from sp_bench import account, records
+from sp_bench import account, methods, records
+from sp_bench.analysis import assignments, pictures
+from sp_bench.analysis.assignments import assignment, matrix
+from sp_bench.analysis.figure import Figure
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.timelines import timeline
 from sp_bench.errors import RequestError
 from sp_bench.plan import COMPUTE_BOUND, Plan, Problem, layout_named
 from sp_bench.records import Record

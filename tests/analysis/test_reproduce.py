@@ -10,19 +10,20 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from analysis import notebooks, reproduce
-from analysis.figure import Figure, labelled, new_figure, sources
-from analysis.number import of_record
-from analysis.runs import FEW, ROOT, Runs, is_measured, point
-from analysis.section import Section, text
-from analysis.studies import STUDIES
-from analysis.table import Column, Table
 from sp_bench import records
+from sp_bench.analysis import notebooks, reproduce
+from sp_bench.analysis.figure import Figure, labelled, new_figure, sources
+from sp_bench.analysis.number import of_record
+from sp_bench.analysis.runs import FEW, Runs, is_measured, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies import STUDIES
+from sp_bench.analysis.table import Column, Table
+from sp_bench.resources import ROOT
 
 SMALL = {"seqlen": "8k", "heads": 8, "gpus": 4}
 SCRIPT = f"""
 from pathlib import Path
-from analysis.runs import Runs, point
+from sp_bench.analysis.runs import Runs, point
 runs = Runs(Path("records"), workers=2)
 found = runs.ask([point(method="ring", seqlen="8k", heads=n, gpus=4) for n in range(1, {2 * FEW + 1})])
 print([record.heads for record in found])
@@ -33,7 +34,7 @@ NOTEBOOK = """
 # %%
 import os
 from pathlib import Path
-from analysis.runs import Runs
+from sp_bench.analysis.runs import Runs
 runs = Runs(Path(os.environ["SP_BENCH_RECORDS"]))
 # %%
 print(runs.one(method="ring", seqlen="8k", heads=8, gpus=4).run_id)

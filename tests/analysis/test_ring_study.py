@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from analysis import notebooks
-from analysis.paper_tables import claims, rows
-from analysis.runs import Runs
-from analysis.studies.ring_explainer import FILE, explainer, is_right, items
-from analysis.studies.ring_hidden import HIDDEN, onsets, settings
-from analysis.studies.ring_memory import GPUS, SETTLED, memory
-from analysis.studies.ring_model import STEP, Setting
-from analysis.table import Table
+from sp_bench.analysis import notebooks
+from sp_bench.analysis.paper_tables import claims, rows
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies.ring_explainer import FILE, explainer, is_right, items
+from sp_bench.analysis.studies.ring_hidden import HIDDEN, onsets, settings
+from sp_bench.analysis.studies.ring_memory import GPUS, SETTLED, memory
+from sp_bench.analysis.studies.ring_model import STEP, Setting
+from sp_bench.analysis.table import Table
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis import notebooks
-from analysis.runs import Runs
-from analysis.studies.striped_maximum import BOUND, fits, maximum, misses, table_2_gaps, tiles
-from analysis.studies.striped_measured import KERNEL_STEP, SIZES, measured
-from analysis.studies.striped_model import (
+from sp_bench.analysis import notebooks
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies.striped_maximum import BOUND, fits, maximum, misses, table_2_gaps, tiles
+from sp_bench.analysis.studies.striped_measured import KERNEL_STEP, SIZES, measured
+from sp_bench.analysis.studies.striped_model import (
     ASSUMPTIONS,
     RECOMPUTED,
     Cell,
@@ -23,9 +23,9 @@ from analysis.studies.striped_model import (
     tiled_speedup,
     tiles_computed,
 )
-from analysis.studies.striped_simulated import ask_pairs, estimates, pair
-from analysis.studies.striped_work import as_the_paper, planned, work, work_by_round
-from analysis.table import Table
+from sp_bench.analysis.studies.striped_simulated import ask_pairs, estimates, pair
+from sp_bench.analysis.studies.striped_work import as_the_paper, planned, work, work_by_round
+from sp_bench.analysis.table import Table
 
 
 def table_of(section: object, name: str) -> Table:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from analysis import notebooks
-from analysis.number import record_source
-from analysis.plans import busy_links, choice_of, lanes_together, step_ends_ms
-from analysis.runs import Runs, record_of
-from analysis.section import Text
-from analysis.studies import tokenring
-from analysis.studies.tokenring_figure6 import TESTBED
-from analysis.table import Table
+from sp_bench.analysis import notebooks
+from sp_bench.analysis.number import record_source
+from sp_bench.analysis.plans import busy_links, choice_of, lanes_together, step_ends_ms
+from sp_bench.analysis.runs import Runs, record_of
+from sp_bench.analysis.section import Text
+from sp_bench.analysis.studies import tokenring
+from sp_bench.analysis.studies.tokenring_figure6 import TESTBED
+from sp_bench.analysis.table import Table
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.hosts.shaped import ShapedHosts, refuse_what_can_not_be_made
-from sp_bench.simulate.hosts import Hosts
+from sp_bench.labs.shaped.description import Hosts
+from sp_bench.labs.shaped.hosts import ShapedHosts, refuse_what_can_not_be_made
 
 LINK_BYTES_PER_S = 2e7
 BURST_BYTES = 32768

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from sp_bench.hosts.inside import SCHED_SETATTR, interface_bytes
+from sp_bench.labs.shaped.inside import SCHED_SETATTR, interface_bytes
 
 
 def exchange(payload_bytes: int) -> tuple[float, int, int]:

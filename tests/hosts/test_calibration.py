@@ -23,10 +23,11 @@ from sp_bench.calibrating.hosts_file import (
     with_hosts,
 )
 from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges
+from sp_bench.cluster import Cluster
+from sp_bench.labs.shaped.description import Hosts
 from sp_bench.machine import cores_here
 from sp_bench.plan import BLOCKS, DOWN, Attend, Chunk, Group, Pass, Steps
-from sp_bench.simulate import Cluster, simulate
-from sp_bench.simulate.hosts import Hosts
+from sp_bench.simulate import simulate
 from tests.hosts.conftest import BURST_BYTES, described
 from tests.simulate.test_shared_cores import on_hosts
 from tests.simulate.test_simulate import problem

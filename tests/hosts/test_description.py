@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sp_bench.cli.compose import Composer
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.simulate import Cluster
-from sp_bench.simulate.hosts import Hosts
+from sp_bench.labs.shaped.description import Hosts
 from tests.simulate.test_simulate import problem
 
 with Composer() as composer:

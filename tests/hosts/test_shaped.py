@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.hosts import namespaces
-from sp_bench.hosts.inside import SLICE_NS, interface_bytes
-from sp_bench.hosts.shaped import FIRST_ADDRESS, IPV4, ShapedHosts
+from sp_bench.labs.shaped import namespaces
+from sp_bench.labs.shaped.hosts import FIRST_ADDRESS, IPV4, ShapedHosts
+from sp_bench.labs.shaped.inside import SLICE_NS, interface_bytes
 from sp_bench.measure.pool import RankPool
 from tests.hosts import jobs
 from tests.hosts.conftest import BURST_BYTES, LINK_BYTES_PER_S, described
@@ -186,7 +186,7 @@ def test_all_of_many_hosts_reach_each_other() -> None:
 OWNER = """
 import sys
 from sp_bench.measure.pool import RankPool
-from sp_bench.hosts.shaped import ShapedHosts
+from sp_bench.labs.shaped.hosts import ShapedHosts
 from tests.hosts import jobs
 from tests.hosts.conftest import described
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from slurm.points import planned
 from sp_bench.cli.arguments import in_group, sweep_name
 from sp_bench.loggers import wandb_fields as fields
+from sp_bench.slurm.points import planned
 
 
 def test_a_sweep_is_named_by_what_it_asks_for():

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from methods import build
 from sp_bench.measure.exactness import NAMES
 from sp_bench.measure.pool import RankPool
 from sp_bench.measure.spec import Spec
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, layout_named
 
 RANKS, HEADS = 3, 4

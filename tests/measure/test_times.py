@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from methods import build
 from sp_bench.measure.job import measure
 from sp_bench.measure.spec import TIMES, Measured, Spec, from_first_start
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, layout_named
 from tests.ranks import WORLD, Ranks
 

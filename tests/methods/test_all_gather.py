@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from methods import build
+from sp_bench.methods import build
 from sp_bench.plan import BLOCKS, COMPUTE_BOUND, PHASES, Attend, AttendBackward, Pass, dataflow
 from tests.problems import splittable_problem
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from methods import build
-from methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
 from sp_bench import account
 from sp_bench.check import check
 from sp_bench.errors import RequestError
+from sp_bench.methods import build
+from sp_bench.methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
 from sp_bench.plan import COMPUTE_BOUND, DOWN, LAYOUTS, PHASES, Attend, AttendBackward, Group, Pass, Problem
 from tests.problems import cost_profiles, small_problem
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from methods import build
-from methods.mesh import Step, backward_schedule, forward_schedule
-from methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.check import check
 from sp_bench.errors import RequestError
+from sp_bench.methods import build
+from sp_bench.methods.mesh import Step, backward_schedule, forward_schedule
+from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Problem
 from sp_bench.simulate import simulate
 from tests.problems import cost_profiles, small_problem

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from methods import REGISTRY, build
 from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY, build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Method, Problem
 from tests.problems import small_problem, splittable_problem
 

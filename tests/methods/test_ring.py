@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from methods import build
-from methods.ring import Ring
+from sp_bench.methods import build
+from sp_bench.methods.ring import Ring
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend, AttendBackward, Group, Pass
 from tests.problems import small_problem, splittable_problem
 

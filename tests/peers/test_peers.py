@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from methods import build
 from sp_bench.errors import RequestError
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.spec import TOLERANCE
+from sp_bench.methods import build
 from sp_bench.peers.registry import PEERS
 from tests.peers import jobs
 from tests.peers.jobs import NAMES, Case

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from methods import build
+from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
     PHASES,

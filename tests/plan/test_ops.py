@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from methods import build
+from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
     DOWN,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from methods import build
+from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
     LAYOUTS,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from methods import build
 from sp_bench import SequenceParallelAttention
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Method, Problem, layout_named
 from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from methods import REGISTRY
-from methods.mesh import tiles
 from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY
+from sp_bench.methods.mesh import tiles
 from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Transfer, peers
 from tests.problems import all_methods, divisors, splittable_problem
 from tests.ranks import SIZES, WORLD, Ranks

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from methods import build
 from sp_bench.kernels import KERNELS
 from sp_bench.kernels.aten_cpu import AtenCpu
+from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
     LAYOUTS,

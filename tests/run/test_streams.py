@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from methods import build
-from sp_bench.hosts import inside
+from sp_bench.labs.shaped import inside
+from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
     PHASES,

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from methods import build
-from methods.mesh import tiles
 from sp_bench import account
+from sp_bench.methods import build
+from sp_bench.methods.mesh import tiles
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
 from tests.problems import all_methods, splittable_problem
 from tests.ranks import SIZES, Ranks

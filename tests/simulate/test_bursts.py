@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from methods import build
 from sp_bench import account
+from sp_bench.cluster import Cluster
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, DOWN, Attend, Chunk, Group, Pass, Plan, Problem, Steps
-from sp_bench.simulate import Cluster, Run, simulate
+from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from tests.simulate.test_simulate import TABLE, block_s, problem
 

@@ -10,14 +10,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from methods import build
 from sp_bench import records
 from sp_bench.__main__ import main as bench
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
+from sp_bench.cluster.kernel_table import KernelTable, Surface, Waves
 from sp_bench.errors import RequestError
+from sp_bench.methods import build
 from sp_bench.plan import PHASES, Problem, layout_named
-from sp_bench.simulate import Cluster, simulate
-from sp_bench.simulate.costs import FLOPS_PER_PAIR, DeviceCosts
-from sp_bench.simulate.kernel_table import KernelTable, Surface, Waves
+from sp_bench.simulate import simulate
 
 CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
 PRESETS = {"a10_pcie", "a100_hdr200", "ascend_oam", "b200", "h20", "h100_ndr400", "h200_ndr400"}

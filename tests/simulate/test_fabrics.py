@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sp_bench.cluster.topology import Network, Topology
 from sp_bench.simulate.flows import Engine, solve
-from sp_bench.simulate.topology import Network, Topology
 from tests.simulate.test_flows import ENGINES, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
 from tests.simulate.test_topology import FULL_MESH, NICS, SOCKETS, SWITCH, config
 

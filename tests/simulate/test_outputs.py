@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods import build
 from sp_bench import account, draw
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Plan, Problem
-from sp_bench.simulate import Cluster, Run, simulate
+from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
-from sp_bench.simulate.stragglers import Stragglers
 from tests.problems import all_methods
 from tests.simulate.test_simulate import block_s, cluster
 from tests.simulate.test_simulate import problem as ring_problem

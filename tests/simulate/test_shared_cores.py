@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from methods import build
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.cluster import MOST_IN_TURNS
+from sp_bench.cluster.stragglers import Stragglers
+from sp_bench.labs.shaped.description import Hosts
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND
-from sp_bench.simulate import Cluster, Run, simulate
-from sp_bench.simulate.cluster import MOST_IN_TURNS
-from sp_bench.simulate.hosts import Hosts
+from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.noise import Shares
-from sp_bench.simulate.stragglers import Stragglers
 from tests.simulate.test_simulate import block_s, cluster, problem
 
 FAST, TOKENS = 1e15, 2**15

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from methods import build
-from methods.mesh import tiles
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
+from sp_bench.methods import build
+from sp_bench.methods.mesh import tiles
 from sp_bench.plan import (
     BLOCKS,
     FIELDS,
@@ -28,7 +29,7 @@ from sp_bench.plan import (
     layout_named,
     posted_ahead,
 )
-from sp_bench.simulate import Cluster, simulate
+from sp_bench.simulate import simulate
 from sp_bench.simulate.graph import Segment, segments
 
 TABLE = {

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods import build
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.stragglers import Stragglers
+from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Problem
-from sp_bench.simulate import Cluster, Run, simulate
-from sp_bench.simulate.stragglers import Stragglers
+from sp_bench.simulate import Run, simulate
 from tests.problems import all_methods
 from tests.simulate.test_simulate import cluster
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sp_bench.cluster.topology import Network, Topology
 from sp_bench.errors import RequestError
 from sp_bench.simulate.flows import TaskGraph, solve
-from sp_bench.simulate.topology import Network, Topology
 
 SWITCH = {"kind": "switch", "bytes_per_s": 8e9, "latency_s": 1e-5}
 FULL_MESH = {**SWITCH, "kind": "full_mesh"}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurm.testcluster import SlurmBox, refuse_without_root_and_packages
 from sp_bench.errors import RequestError
+from sp_bench.slurm.testcluster import SlurmBox, refuse_without_root_and_packages
 
 
 @pytest.fixture(scope="session")

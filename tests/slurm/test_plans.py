@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm import scripts
-from slurm.points import by_gpus, numbered, planned
-from slurm.settings import load
-from slurm.sweep import main
 from sp_bench import records
+from sp_bench.slurm import scripts
+from sp_bench.slurm.points import by_gpus, numbered, planned
+from sp_bench.slurm.settings import load
+from sp_bench.slurm.sweep import main
 from tests.test_house import imported
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from slurm import queue, testcluster
-from slurm.folder import Sweep
-from slurm.scripts import ROOT
-from slurm.sweep import main
-from slurm.testcluster import SlurmBox
 from sp_bench import records
+from sp_bench.resources import ROOT
+from sp_bench.slurm import queue, testcluster
+from sp_bench.slurm.folder import Sweep
+from sp_bench.slurm.sweep import main
+from sp_bench.slurm.testcluster import SlurmBox
 
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
 SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]

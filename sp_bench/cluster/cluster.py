@@ -9,14 +9,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from sp_bench.cluster.device import DeviceCosts
+from sp_bench.cluster.stragglers import Stragglers
+from sp_bench.cluster.topology import Network, Topology
+from sp_bench.cluster.values import count, section
 from sp_bench.errors import RequestError
+from sp_bench.labs.shaped.description import Hosts
 from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
-from sp_bench.simulate.costs import DeviceCosts
-from sp_bench.simulate.hosts import Hosts
-from sp_bench.simulate.stragglers import Stragglers
-from sp_bench.simulate.topology import Network, Topology
-from sp_bench.simulate.values import count, section
 
 NETWORK_KEYS = ("gpus_per_node", "intra", "inter", "fabric", "placement")
 """The keys of a conf/cluster file that describe its network (topology.py)."""

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from sp_bench.cluster.topology import Network
+from sp_bench.cluster.values import number, section
 from sp_bench.errors import RequestError, unknown
-from sp_bench.simulate.topology import Network
-from sp_bench.simulate.values import number, section
 
 
 @dataclass(frozen=True, kw_only=True)

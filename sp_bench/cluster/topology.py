@@ -24,9 +24,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from sp_bench.cluster.values import count, number, section
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan import divisors
-from sp_bench.simulate.values import count, number, section
 
 MAX_LINKS = 20_000_000
 """What fits a few GB of memory."""

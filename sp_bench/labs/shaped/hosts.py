@@ -27,11 +27,11 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.hosts import namespaces
-from sp_bench.hosts.inside import LINK, Home
-from sp_bench.simulate import Cluster
-from sp_bench.simulate.hosts import Hosts
+from sp_bench.labs.shaped import namespaces
+from sp_bench.labs.shaped.description import Hosts
+from sp_bench.labs.shaped.inside import LINK, Home
 
 MTU_BYTES = 9000
 """Jumbo frames, as clusters have them, so that headers are less than 1% of a link."""

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from sp_bench.hosts import namespaces
+from sp_bench.labs.shaped import namespaces
 
 LINK = "shaped0"
 """The interface of a host's link: a name that no real machine has."""

@@ -39,9 +39,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from sp_bench.cluster.values import count, section, table
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan import PHASES, Problem
-from sp_bench.simulate.values import count, section, table
 
 MASKS = ("full", "causal")
 RATES = tuple(f"{phase}_{mask}" for phase in PHASES for mask in MASKS)

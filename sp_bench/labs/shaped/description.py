@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from sp_bench.cluster.values import count, number, section
 from sp_bench.errors import RequestError
-from sp_bench.simulate.values import count, number, section
 
 REQUIRED = ("link_bytes_per_s", "burst_bytes", "payload_share", "latency_s")
 OPTIONAL = (

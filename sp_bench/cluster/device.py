@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from sp_bench.cluster.kernel_table import KernelTable
+from sp_bench.cluster.values import count, number, section, table
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan import DTYPE_BYTES, FIELDS, Kind, Mask, Problem, Region
-from sp_bench.simulate.kernel_table import KernelTable
-from sp_bench.simulate.values import count, number, section, table
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
 """For each (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
