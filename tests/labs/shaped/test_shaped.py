@@ -21,8 +21,8 @@ from sp_bench.labs.shaped import namespaces
 from sp_bench.labs.shaped.hosts import FIRST_ADDRESS, IPV4, ShapedHosts
 from sp_bench.labs.shaped.inside import SLICE_NS, interface_bytes
 from sp_bench.measure.pool import RankPool
-from tests.hosts import jobs
-from tests.hosts.conftest import BURST_BYTES, LINK_BYTES_PER_S, described
+from tests.labs.shaped import jobs
+from tests.labs.shaped.conftest import BURST_BYTES, LINK_BYTES_PER_S, described
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD_BYTES = 2**20
@@ -187,8 +187,8 @@ OWNER = """
 import sys
 from sp_bench.measure.pool import RankPool
 from sp_bench.labs.shaped.hosts import ShapedHosts
-from tests.hosts import jobs
-from tests.hosts.conftest import described
+from tests.labs.shaped import jobs
+from tests.labs.shaped.conftest import described
 
 if __name__ == "__main__":
     hosts = ShapedHosts(described(), (0, 1))
