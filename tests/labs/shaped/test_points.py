@@ -17,7 +17,7 @@ from sp_bench.errors import RequestError
 from sp_bench.measure.ranks import Launch
 from tests.labs.shaped.conftest import BURST_BYTES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LINK_BYTES_PER_S = 5e6
 POINT = (
     "cluster=shaped method=ring gpus=4 seqlen=1k heads=4 head_dim=64 dtype=float32 phase=forward logger=none".split()

@@ -24,7 +24,7 @@ from sp_bench.measure.pool import RankPool
 from tests.labs.shaped import jobs
 from tests.labs.shaped.conftest import BURST_BYTES, LINK_BYTES_PER_S, described
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAYLOAD_BYTES = 2**20
 LONG_SLICES_SINCE = (6, 12)
 BURSTS = 2
