@@ -14,7 +14,7 @@ from sp_bench.bench.measured import Samples, measure_points
 from sp_bench.bench.request import Request, resolve
 from sp_bench.bench.simulated import simulate_point, time_by_rank, trace_of
 from sp_bench.errors import RequestError
-from sp_bench.measure.leaving import leave_if_told
+from sp_bench.measure.termination import raise_if_terminated
 from sp_bench.records import Record
 
 __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
@@ -78,7 +78,7 @@ def run_points(
     outcomes: dict[str, Outcome] = {}
 
     def step(steps: int) -> None:
-        leave_if_told()
+        raise_if_terminated()
         progress(steps)
 
     def finish(*found: Outcome) -> None:
@@ -132,7 +132,7 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
     try:
         return [Outcome(*point) for point in measure_points(requests, progress)]
     except Exception as error:
-        leave_if_told()
+        raise_if_terminated()
         if len(requests) > 1:
             return [outcome for request in requests for outcome in _measure([request], progress)]
         return [_failed(requests[0], error)]

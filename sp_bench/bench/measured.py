@@ -17,11 +17,11 @@ from sp_bench.bench.request import Request, refuse_what_does_not_fit
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.labs.shaped.hosts import hosts_for
-from sp_bench.measure.leaving import leave_if_told
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import by_host, open_ranks
 from sp_bench.measure.spec import TIMES, Measured, Spec, from_first_start
 from sp_bench.measure.stats import summarise
+from sp_bench.measure.termination import raise_if_terminated
 from sp_bench.measure.where import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.records import Record
@@ -71,7 +71,7 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
                 "sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=lambda _: progress(1)
             )
     except RankFailure as failure:
-        leave_if_told()
+        raise_if_terminated()
         # Ranks may be at different points; it is the failing rank's that is to blame.
         under_way = failure.progress
         if under_way is None and len(requests) > 1:

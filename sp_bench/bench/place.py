@@ -12,7 +12,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.machine import gpus_here, torch_has_cuda
 from sp_bench.measure.devices import CPUS, Devices
-from sp_bench.measure.ranks import Launch
+from sp_bench.measure.launch import Launch
 
 
 @dataclass(frozen=True, kw_only=True)

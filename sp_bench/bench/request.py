@@ -15,7 +15,7 @@ from sp_bench.errors import RequestError
 from sp_bench.labs.shaped.hosts import refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
-from sp_bench.measure.ranks import Launch
+from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
 from sp_bench.plan import PHASES, Method, Problem, layout_named

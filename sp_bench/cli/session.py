@@ -17,7 +17,7 @@ from sp_bench.bench.request import unsupported
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.loggers import Logger
-from sp_bench.measure.ranks import OtherLaunchError, launched
+from sp_bench.measure.launch import OtherLaunchError, launched
 from sp_bench.records import Record
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from sp_bench.labs.shaped.inside import Home, move_in, transfers_go_first
 from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, settle
-from sp_bench.measure.leaving import not_now
+from sp_bench.measure.termination import deferred
 from sp_bench.measure.where import Where, answering, ask
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class RankPool:
         self._processes = []
         lifeline, self._lifeline = context.Pipe(duplex=False)
         try:
-            with not_now():
+            with deferred():
                 for rank in range(n):
                     ours, theirs = context.Pipe()
                     home = hosts.home_of(rank) if hosts else None
@@ -138,7 +138,7 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks."""
-        with not_now():
+        with deferred():
             for process in self._processes:
                 process.kill()
             for process in self._processes:

@@ -24,8 +24,8 @@ from sp_bench.cli.report import make_console, print_points, print_sweep
 from sp_bench.errors import RequestError
 from sp_bench.measure import devices
 from sp_bench.measure.devices import CPUS, Devices, device_here, local_number, settle
+from sp_bench.measure.launch import Launch
 from sp_bench.measure.pool import RankError, RankPool
-from sp_bench.measure.ranks import Launch
 from sp_bench.measure.spec import Measured
 
 SMALL = ("seqlen=1k", "heads=2", "head_dim=16", "dtype=float32", "iters=3", "warmup=1")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sp_bench.measure.leaving import leave_if_told
 from sp_bench.measure.ranks import drive
+from sp_bench.measure.termination import raise_if_terminated
 
 
 def test_told_to_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,7 @@ def test_told_to_end_where_exceptions_are_lost(monkeypatch: pytest.MonkeyPatch) 
     def answer() -> int:
         Lost(lambda: 1 / 0)
         Lost(lambda: os.kill(os.getpid(), signal.SIGTERM))
-        leave_if_told()
+        raise_if_terminated()
         return 0
 
     assert drive(answer) == 128 + signal.SIGTERM

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from sp_bench import records
-from sp_bench.measure import joined, meeting
-from sp_bench.measure.joined import Company, JoinedRanks
+from sp_bench.measure import agents as agents_module
+from sp_bench.measure import meeting
+from sp_bench.measure.agents import Agents, LaunchedRanks
+from sp_bench.measure.launch import Launch, OtherLaunchError, first_host, launched, tasks_per_node
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
-from sp_bench.measure.ranks import Launch, OtherLaunchError, by_host, first_host, launched, tasks_per_node
+from sp_bench.measure.ranks import by_host
 from tests.measure import jobs
 from tests.measure.test_pool import LONG_S, SHORT_S, survivors
 
@@ -29,17 +31,17 @@ LAUNCH = """
 import os
 import sys
 from dataclasses import replace
-from sp_bench.measure.joined import Company, JoinedRanks, keep_a_rank
-from sp_bench.measure.ranks import Launch
+from sp_bench.measure.agents import Agents, LaunchedRanks, run_agent
+from sp_bench.measure.launch import Launch
 rank, n, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 launch = replace(Launch.planned(n), rank=rank, address="localhost", name=name)
 """
-KEEPER = LAUNCH + "sys.exit(keep_a_rank(launch))"
+AGENT = LAUNCH + "sys.exit(run_agent(launch))"
 DRIVER = (
     LAUNCH
     + """
 from tests.measure import jobs
-pool = JoinedRanks(Company(launch))
+pool = LaunchedRanks(Agents(launch))
 print(*pool.run(os.getpid), flush=True)
 pool.run(jobs.go_wrong, "spin", "barrier")
 """
@@ -66,28 +68,28 @@ TORCHRUN = {
 
 
 class Started:
-    """A launch of N processes: this one drives, the others keep."""
+    """A launch of N processes: this one drives, the others are agents."""
 
     def __init__(self) -> None:
         name = uuid.uuid4().hex
-        command = [sys.executable, "-c", KEEPER]
+        command = [sys.executable, "-c", AGENT]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        self.keepers = [
+        self.processes = [
             subprocess.Popen(
                 [*command, str(rank), str(N), name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
             for rank in range(1, N)
         ]
         launch = replace(Launch.planned(N), address="localhost", name=name)
-        self.company = Company(launch)
+        self.agents = Agents(launch)
 
     def end(self, code: int = 0) -> None:
-        """All keepers leave as told, without a word."""
-        self.company.dismiss(code)
-        for connection in self.company.keepers.values():
+        """All agents end with `code`, without output."""
+        self.agents.dismiss(code)
+        for connection in self.agents.connections.values():
             connection.close()  # as the end of this process would
-        assert [keeper.wait(LONG_S) for keeper in self.keepers] == [code] * (N - 1)
-        assert [keeper.stdout.read() for keeper in self.keepers if keeper.stdout] == [b""] * (N - 1)
+        assert [process.wait(LONG_S) for process in self.processes] == [code] * (N - 1)
+        assert [process.stdout.read() for process in self.processes if process.stdout] == [b""] * (N - 1)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def started() -> Iterator[Started]:
 
 @pytest.fixture
 def pool(started: Started) -> Iterator[RankPool]:
-    with JoinedRanks(started.company) as ranks:
+    with LaunchedRanks(started.agents) as ranks:
         yield ranks
 
 
@@ -134,47 +136,47 @@ def test_a_pool_that_goes_on(pool: RankPool) -> None:
 )
 def test_a_rank_that_dies_or_hangs(started: Started, how: str, others: str, why: str) -> None:
     """It is to blame, its pool's processes end, and a new pool of the same launch works."""
-    with JoinedRanks(started.company, timeout_s=SHORT_S) as pool:
+    with LaunchedRanks(started.agents, timeout_s=SHORT_S) as pool:
         pids = pool.run(os.getpid)
         with pytest.raises(RankFailure) as caught:
             pool.run(jobs.go_wrong, how, others)
         assert caught.value.rank == jobs.BAD and caught.value.why.startswith(why), str(caught.value)
         assert not pool.alive
     assert survivors(pids) == []
-    with JoinedRanks(started.company) as pool:
+    with LaunchedRanks(started.agents) as pool:
         assert pool.run(jobs.total) == [3.0] * N
 
 
 def test_a_process_of_the_launch_that_dies() -> None:
     """With its rank; the others end, and no pool can be opened any more, which says so."""
     started = Started()
-    with JoinedRanks(started.company) as pool:
+    with LaunchedRanks(started.agents) as pool:
         pids = pool.run(os.getpid)
-        started.keepers[0].kill()
+        started.processes[0].kill()
         assert survivors(pids[1:2]) == []
         with pytest.raises(RankFailure, match="rank 1: died: with its process, or its host"):
             pool.run(jobs.total)
     assert survivors(pids) == []
     with pytest.raises(RankFailure, match="rank 1: its process is gone"):
-        JoinedRanks(started.company)
-    started.company.dismiss(5)
-    started.company.keepers[2].close()
-    assert started.keepers[1].wait(LONG_S) == 5
+        LaunchedRanks(started.agents)
+    started.agents.dismiss(5)
+    started.agents.connections[2].close()
+    assert started.processes[1].wait(LONG_S) == 5
 
 
 def test_a_process_of_the_launch_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "JOIN_S", 0.5)
+    monkeypatch.setattr(agents_module, "JOIN_S", 0.5)
     launch = replace(Launch.planned(2), address="localhost", name=uuid.uuid4().hex)
-    company = Company(launch)
+    agents = Agents(launch)
     with pytest.raises(RankFailure, match=r"rank 1: its process has not joined for 0\.5 s"):
-        JoinedRanks(company)
-    company.dismiss(0)
+        LaunchedRanks(agents)
+    agents.dismiss(0)
 
 
-def test_keepers_end_when_rank_0_does() -> None:
+def test_agents_end_when_rank_0_does() -> None:
     """Killed, rank 0 can't tell them."""
     name, environment = uuid.uuid4().hex, os.environ | {"PYTHONPATH": str(ROOT)}
-    sources = [DRIVER] + [KEEPER] * (N - 1)
+    sources = [DRIVER] + [AGENT] * (N - 1)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", source, str(rank), str(N), name], env=environment, stdout=subprocess.PIPE, text=True

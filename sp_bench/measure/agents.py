@@ -1,8 +1,8 @@
 """Ranks under srun or torchrun: a pool like RankPool, over the hosts of a launch.
 
-Each process of the launch keeps one rank, a child of its own, so that a rank can die or hang and a new pool can still
-be opened. Rank 0's process drives: it tells all keepers to start their ranks, talks to each rank directly, and asks
-the keepers why a rank is silent. The other processes do nothing else than keep (`keep_a_rank`).
+Each process of the launch is the agent of one rank, which is its child: a rank can die or hang, and a new pool can
+still be opened. Rank 0's process also drives: it tells all agents to start their ranks, talks to each rank directly,
+and asks the agents why a rank is silent. The other processes are nothing but agents (`run_agent`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, local_number, settle
+from sp_bench.measure.launch import Launch, host_here, launched
 from sp_bench.measure.meeting import Listener, connect, interface_of
 from sp_bench.measure.pool import (
     GRACE_S,
@@ -33,13 +34,12 @@ from sp_bench.measure.pool import (
     exit_reason,
     forkserver,
 )
-from sp_bench.measure.ranks import Launch, host_here, launched
 from sp_bench.measure.where import NOWHERE, Where, answering, ask
 
 JOIN_S = 120.0
 """How long processes of a launch wait for each other, and a pool for its ranks to start."""
 ANSWER_S = 10.0
-"""How long a keeper may take to answer: it may be starting a rank, on a busy host."""
+"""How long an agent may take to answer: it may be starting a rank, on a busy host."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -61,61 +61,61 @@ class Order:
     devices: Devices
 
 
-class Company:
-    """All processes of a launch, as rank 0's has them: it keeps a rank itself, in a thread."""
+class Agents:
+    """The agents of all ranks of a launch, as rank 0's process reaches them; its own agent is a thread."""
 
     def __init__(self, launch: Launch) -> None:
-        """Waits for everybody; OSError where no port is free to wait at."""
+        """Waits for all agents to connect. Raises OSError where no port is free to listen at."""
         self.launch, self.opened = launch, 0
         self.lost: RankFailure | None = None
-        """The first of its processes that is gone, after which no pool can be opened."""
+        """The first process found gone; after that no pool can be opened."""
         self.listener = Listener(launch.name)
         ours, theirs = multiprocessing.Pipe()
-        threading.Thread(target=_keep, args=(theirs,), daemon=True).start()
-        self.keepers: dict[int, Connection] = {0: ours}
+        threading.Thread(target=_serve_driver, args=(theirs,), daemon=True).start()
+        self.connections: dict[int, Connection] = {0: ours}
         self.own_address = LOOPBACK
         """Of the interface that ranks on other hosts reach rank 0 by."""
         self._beside: set[int] = {0}
         """The ranks on rank 0's host, which all use that interface."""
         deadline = time.monotonic() + JOIN_S
-        while len(self.keepers) < launch.n:
+        while len(self.connections) < launch.n:
             try:
-                keeper, address = self.listener.accept(deadline)
-                rank, host = keeper.recv()
+                agent, address = self.listener.accept(deadline)
+                rank, host = agent.recv()
             except TimeoutError:
-                absent = min(set(range(launch.n)) - set(self.keepers))
+                absent = min(set(range(launch.n)) - set(self.connections))
                 self.lost = RankFailure(absent, f"its process has not joined for {JOIN_S:g} s")
                 break
             except (EOFError, OSError):
                 continue
-            self.keepers[rank] = keeper
+            self.connections[rank] = agent
             if host == host_here():
                 self._beside.add(rank)
             if not address.startswith("127."):
                 self.own_address = address
 
     def ask(self, ranks: list[int], what: str) -> dict[int, Any]:
-        """What the keepers of some ranks answer; one that is gone or does not, answers None and is lost for good."""
+        """What the agents of some ranks answer; None of one that is gone or silent, which is lost from then on."""
         answers: dict[int, Any] = {}
         for rank in ranks:
             with contextlib.suppress(OSError):
-                self.keepers[rank].send((what, None))
+                self.connections[rank].send((what, None))
         deadline = time.monotonic() + ANSWER_S
         for rank in ranks:
             answers[rank] = None
             with contextlib.suppress(EOFError, OSError):
-                if self.keepers[rank].poll(max(0.0, deadline - time.monotonic())):
-                    answers[rank] = self.keepers[rank].recv()
+                if self.connections[rank].poll(max(0.0, deadline - time.monotonic())):
+                    answers[rank] = self.connections[rank].recv()
                     continue
             self.lost = self.lost or RankFailure(rank, "its process is gone, or does not react")
         return answers
 
     def start_ranks(self, timeout_s: float, devices: Devices) -> None:
-        """Have everybody start a rank for a new pool. Raises RankFailure where somebody is lost."""
+        """Have every agent start its rank for a new pool. Raises RankFailure where one is lost."""
         if self.lost:
             raise RankFailure(self.lost.rank, self.lost.why)
         self.opened += 1
-        for rank, keeper in self.keepers.items():
+        for rank, agent in self.connections.items():
             order = Order(
                 rank=rank,
                 n=self.launch.n,
@@ -127,32 +127,32 @@ class Company:
                 devices=devices,
             )
             with contextlib.suppress(OSError):
-                keeper.send(("start", order))
+                agent.send(("start", order))
 
     def dismiss(self, code: int) -> None:
-        """Have all other processes end with an exit code, once this one has."""
-        for keeper in self.keepers.values():
+        """Have all other processes end with exit code `code`, once this one has ended."""
+        for agent in self.connections.values():
             with contextlib.suppress(OSError):
-                keeper.send(("leave", code))
+                agent.send(("leave", code))
         self.listener.close()
 
 
 @cache
-def company() -> Company:
-    """The launch that this process drives, which is joined once."""
+def agents_of_launch() -> Agents:
+    """The agents of the launch that this process drives; they connect at the first call."""
     launch = launched()
     assert launch and launch.rank == 0
-    return Company(launch)
+    return Agents(launch)
 
 
-class JoinedRanks(RankPool):
+class LaunchedRanks(RankPool):
     """The ranks of this process's launch, one gloo group of all of them. Use it as a context manager, or close it."""
 
-    def __init__(self, company: Company, timeout_s: float = 60.0, devices: Devices = CPUS) -> None:
+    def __init__(self, agents: Agents, timeout_s: float = 60.0, devices: Devices = CPUS) -> None:
         """`timeout_s` is how long all ranks may be silent before they count as hung. Raises RankFailure."""
-        self.n, self.timeout_s, self._company = company.launch.n, timeout_s, company
+        self.n, self.timeout_s, self._agents = agents.launch.n, timeout_s, agents
         self._processes, self._pipes = [], []
-        self._company.start_ranks(timeout_s, devices)
+        self._agents.start_ranks(timeout_s, devices)
         ranks: dict[int, Connection] = {}
         try:
             self._meet(ranks)
@@ -178,9 +178,9 @@ class JoinedRanks(RankPool):
         """Fill in the pipe to each rank, and tell them all where rank 0 has the store by which they form a group."""
         deadline = time.monotonic() + JOIN_S
         while len(ranks) < self.n:
-            pipe, _ = self._company.listener.accept(deadline)
+            pipe, _ = self._agents.listener.accept(deadline)
             opened, rank = pipe.recv()
-            if opened == self._company.opened:
+            if opened == self._agents.opened:
                 ranks[rank] = pipe
         port = ranks[0].recv()
         for rank in range(1, self.n):
@@ -188,69 +188,69 @@ class JoinedRanks(RankPool):
 
     def _reasons(self) -> dict[int, str]:
         """End all ranks, and say why each had ended before; "killed by SIGKILL" where it had not."""
-        reasons = self._company.ask(list(range(self.n)), "stop")
+        reasons = self._agents.ask(list(range(self.n)), "stop")
         return {rank: reason or "its process is gone" for rank, reason in reasons.items()}
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         try:
             return self._pipes[rank].recv()
         except (EOFError, OSError):
-            reason = self._company.ask([rank], "why")[rank]
+            reason = self._agents.ask([rank], "why")[rank]
             raise RankFailure(rank, f"died: {reason or 'with its process, or its host'}") from None
 
     def _where(self, pending: list[int]) -> dict[int, Where]:
-        return {rank: found or NOWHERE for rank, found in self._company.ask(pending, "where").items()}
+        return {rank: found or NOWHERE for rank, found in self._agents.ask(pending, "where").items()}
 
 
-def keep_a_rank(launch: Launch) -> int:
-    """All that a process other than rank 0's does, silently; returns the exit code that rank 0 says."""
-    for told_to_all in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(told_to_all, signal.SIG_IGN)  # rank 0 leaves in order, and this process after it
+def run_agent(launch: Launch) -> int:
+    """What a process other than rank 0's does, without output; returns the exit code that rank 0 sends."""
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sent_to_all, signal.SIG_IGN)  # rank 0 ends in order, and this process after it
     try:
         driver, _ = connect(launch.address, launch.name, time.monotonic() + JOIN_S)
     except TimeoutError:
         return 1
     driver.send((launch.rank, host_here()))
-    return _keep(driver)
+    return _serve_driver(driver)
 
 
-def _keep(driver: Connection) -> int:
-    """Start, watch and end this process's rank as told, until rank 0's process ends. Returns its exit code.
+def _serve_driver(driver: Connection) -> int:
+    """Start, watch and end this agent's rank as the driver says, until that ends. Returns the exit code it has sent.
 
-    Not before it: srun may take whoever leaves early for a failure, and end the others.
+    An agent must not end first: srun may take that for a failure and end the others.
     """
     with tempfile.TemporaryDirectory(prefix="sp_bench-rank-") as folder, contextlib.ExitStack() as at_the_end:
-        kept, code = _Kept(Path(folder, "rank")), 1
-        at_the_end.callback(kept.stop)
+        worker, code = _Worker(Path(folder, "rank")), 1
+        at_the_end.callback(worker.stop)
         with contextlib.suppress(EOFError, OSError):
             while True:
                 what, value = driver.recv()
                 match what:
                     case "start":
-                        kept.start(value)
+                        worker.start(value)
                     case "where":
-                        driver.send(kept.where())
+                        driver.send(worker.where())
                     case "why":
-                        driver.send(kept.why())
+                        driver.send(worker.why())
                     case "stop":
-                        driver.send(kept.stop())
+                        driver.send(worker.stop())
                     case "leave":
                         code = value
     return code
 
 
-class _Kept:
-    """The rank of a process: none yet, running, or ended."""
+class _Worker:
+    """The child process of an agent that executes its rank: not started, running, or ended."""
 
     def __init__(self, path: Path) -> None:
-        """Beside `path` it writes where it is."""
+        """Stacks are written to files beside `path`."""
         self._path = path
         self._process: Any = None
         self._lifeline: Connection | None = None
         self._oom_kills = 0
 
     def start(self, order: Order) -> None:
-        """A new one."""
+        """Start a new process, in place of a running one."""
         self.stop()
         self._oom_kills = oom_kills()
         context = forkserver()
@@ -261,17 +261,17 @@ class _Kept:
         self._process = process
 
     def where(self) -> Where:
-        """Where it is."""
+        """The stacks and threads of the process."""
         return ask([(self._process.pid, self._path)])[0] if self._process else NOWHERE
 
     def why(self) -> str:
-        """Why it has ended, or is about to."""
+        """Why the process has ended, or is about to."""
         if self._process:
             self._process.join(GRACE_S)
         return self.stop()
 
     def stop(self) -> str:
-        """End it, and say how it has ended."""
+        """End the process; returns how it has ended."""
         if not self._process:
             return "it was not started"
         by_itself = not self._process.is_alive()

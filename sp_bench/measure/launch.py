@@ -1,0 +1,132 @@
+"""The processes that srun or torchrun has started together, as their environment describes them. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sp_bench.errors import RequestError
+from sp_bench.machine import cores_here
+
+
+class OtherLaunchError(RequestError):
+    """A point that needs another number of ranks than were started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The processes that srun or torchrun has started together, as one of them sees it."""
+
+    by: str
+    """srun or torchrun."""
+    rank: int
+    n: int
+    ranks_by_node: tuple[int, ...]
+    """How many ranks each node has."""
+    ranks_here: int
+    """On this process's host, this one among them."""
+    cores_here: int
+    """That the ranks on this host share."""
+    address: str
+    """Of rank 0's host."""
+    name: str
+    """What all processes of the launch call it, and no other launch is called."""
+
+    def refuse(self, gpus: int) -> None:
+        """Raise OtherLaunchError for a point of other than n ranks."""
+        if gpus != self.n:
+            raise OtherLaunchError(
+                f"gpus={gpus}", f"{self.by} has started {self.n} ranks", f"gpus={self.n}, or mode=simulate, would work"
+            )
+
+    @staticmethod
+    def planned(n: int) -> Launch:
+        """A launch to come, of which no rank is on this machine."""
+        return Launch(by="srun", rank=0, n=n, ranks_by_node=(), ranks_here=0, cores_here=1, address="", name="")
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """The launch that this process is a rank of; None where it was started alone.
+
+    One task is no launch: it may fork ranks of its own.
+    """
+    by_torchrun = "WORLD_SIZE" in environment and "RANK" in environment
+    by_srun = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
+    if by_torchrun and int(environment["WORLD_SIZE"]) > 1:
+        return _of_torchrun(environment)
+    if by_srun and not by_torchrun and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return _of_srun(environment)
+    return None
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Launch:
+    keys = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    n = int(environment["WORLD_SIZE"])
+    here = int(environment.get("LOCAL_WORLD_SIZE", n))
+    return Launch(
+        by="torchrun",
+        rank=int(environment["RANK"]),
+        n=n,
+        ranks_by_node=(here,) * (n // here),
+        ranks_here=here,
+        cores_here=cores_here(),
+        address=environment.get("MASTER_ADDR", "localhost"),
+        name="/".join(environment.get(key, "") for key in keys),
+    )
+
+
+def _of_srun(environment: Mapping[str, str]) -> Launch:
+    """Array tasks have job ids of their own, and a job that is requeued its restart count."""
+    keys = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    cores, by_node = os.cpu_count() or 1, tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    return Launch(
+        by="srun",
+        rank=int(environment["SLURM_PROCID"]),
+        n=int(environment["SLURM_STEP_NUM_TASKS"]),
+        ranks_by_node=by_node,
+        ranks_here=by_node[int(environment["SLURM_NODEID"])],
+        cores_here=min(cores, int(environment.get("SLURM_CPUS_ON_NODE", cores))),
+        address=_address(first_host(environment["SLURM_STEP_NODELIST"])),
+        name="/".join(environment.get(key, "") for key in keys),
+    )
+
+
+def first_host(node_list: str) -> str:
+    """The first of a list as SLURM writes it: r1n03 of r[1-2]n[03-05,9],login."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    assert match
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """The tasks of each node, which SLURM writes as 2(x3),1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        tasks, _, times = part.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(times or 1)
+    return tuple(counts)
+
+
+def _address(node: str) -> str:
+    """The node's name where it resolves, else the address that SLURM has for it."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        command = ["scontrol", "show", "node", node, "--oneliner"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return node
+    match = re.search(r"\bNodeAddr=(\S+)", told)
+    return match[1] if match else node
+
+
+def host_here() -> str:
+    """What this process's host is called; a node of SLURM has its name from there."""
+    return os.environ.get("SLURMD_NODENAME", platform.node())

@@ -1,0 +1,68 @@
+"""SIGTERM, which SLURM sends before it kills, ends a process in order. Imports no torch."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Terminated(BaseException):
+    """This process has received `signal` and is to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.signal = number
+
+
+class _Here:
+    """The state of this process."""
+
+    received: signal.Signals | None = None
+    deferring = 0
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated. For a process's outermost block: at its end the signal is forgotten."""
+    handler, hook = signal.signal(signal.SIGTERM, _receive), sys.unraisablehook
+    sys.unraisablehook = _all_but_terminated(hook)
+    try:
+        yield
+    finally:
+        _Here.received = None
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside, Terminated is not raised, but at the end: a resource that is half made could not be closed."""
+    _Here.deferring += 1
+    try:
+        yield
+    finally:
+        _Here.deferring -= 1
+        raise_if_terminated()
+
+
+def raise_if_terminated() -> None:
+    """Raise Terminated if the signal has come: an exception that is raised in a callback from C is lost.
+
+    Ask before blaming a failure on a rank: its process may have received the same signal.
+    """
+    if _Here.received and not _Here.deferring:
+        raise Terminated(_Here.received)
+
+
+def _all_but_terminated(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """`hook` for everything that is lost in callbacks from C but Terminated, which is raised again later."""
+    return lambda lost: None if isinstance(lost.exc_value, Terminated) else hook(lost)
+
+
+def _receive(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # ending in order takes a moment, and a second signal must not disturb it
+    _Here.received = signal.Signals(number)
+    raise_if_terminated()
