@@ -8,17 +8,14 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
+from tests.support.skips import NEEDS_A_GPU
 
 settings.register_profile("quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000, print_blob=True)
 # A change is judged by examples that depend on nothing but the test; new ones are looked for outside CI.
 settings.register_profile("ci", settings.get_profile("quick"), derandomize=True, database=None)
 settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.get("SP_BENCH_CI") else "quick"))
-
-
-NEEDS_A_GPU = "needs a GPU"
-"""The reason of the only skips that CI has, whose machines have none."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,7 @@ from sp_bench.plan import (
     packed_bytes,
     unsummed_partials,
 )
-from tests.problems import all_methods, splittable_problem
+from tests.support.problems import all_methods, splittable_problem
 
 
 def problem(n: int, *, k: int = 1, causal: bool = False, dtype: str = "bfloat16", layout: str = "auto") -> Problem:

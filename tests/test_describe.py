@@ -12,7 +12,7 @@ from sp_bench.account import volume
 from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, formula_value, main, methods_table
 from sp_bench.methods import REGISTRY
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend
-from tests.problems import all_methods, splittable_problem
+from tests.support.problems import all_methods, splittable_problem
 
 
 def test_mesh_on_nine_gpus(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from sp_bench.methods import REGISTRY
+from tests.support.source import ROOT, imported
 
-ROOT = Path(__file__).parents[1]
 ROOMS = ("simulate", "records")
 READERS = ["sp_bench/check.py", "sp_bench/account.py", "sp_bench/draw.py"]
 READERS += [str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / "sp_bench" / room).glob("*.py")]
 PLAN = [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench" / "plan").glob("*.py")]
 SUITE = [str(path.relative_to(ROOT)) for path in (ROOT / "sp_bench").rglob("*.py")]
 METHODS = [str(path.relative_to(ROOT)) for path in (ROOT / "methods").glob("*.py")]
-
-
-def imported(path: str) -> set[str]:
-    """The modules that a file imports, at the top or inside."""
-    tree, found = ast.parse((ROOT / path).read_text()), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-    return found
 
 
 def of_the_suite(path: str) -> set[str]:

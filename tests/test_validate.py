@@ -19,7 +19,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.plan import PHASES
 from sp_bench.validate import main, pairs_in_order
-from tests.simulate.test_simulate import problem
+from tests.support.clusters import problem
 
 SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sp_bench import records, wandb_upload
-from tests.made_records import made
-from tests.wandb_runs import FAKE, read_runs, shadow_wandb
+from tests.support.made_records import made
+from tests.support.wandb_runs import FAKE, read_runs, shadow_wandb
 
 ROOT = Path(__file__).parents[1]
 COUNTS_RUNS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,30 +18,9 @@ from sp_bench.analysis.pairs import in_turn, paired
 from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.verdict import AMBIGUOUS, FASTER, SAME, SLOWER, Ratio, exact, of_medians
 from sp_bench.records import Record
-from tests.made_records import PLAIN, made
+from tests.support.made_records import PLAIN, made, simulated, spread, written
 
-SHAPE = {"mode": "measure", "gpus": 2, "cluster": "local", "iters": 8}
 ratios = st.floats(0.1, 10)
-
-
-def written(folder: Path, run_id: str, steps_ms: list[float] | None = None, **changes: Any) -> Path:
-    """A measured record with samples of two ranks, of which the second is the slower; forward is a quarter."""
-    changes = {"provenance": {**PLAIN["provenance"], "measured_at": str(folder)}, **SHAPE, **changes}
-    samples = None
-    if steps_ms:
-        by_phase = {"forward": np.array(steps_ms) / 4, "backward": 3 * np.array(steps_ms) / 4}
-        samples = {f"{phase}_ms": [(0.9 * x).tolist(), x.tolist()] for phase, x in by_phase.items()}
-        medians = {f"{phase}_ms_median": float(np.median(x)) for phase, x in by_phase.items()}
-        changes = {"step_ms_median": float(np.median(steps_ms)), **medians, **changes}
-    return records.write(folder, made(run_id, **changes), samples=samples)
-
-
-def simulated(folder: Path, run_id: str, step_ms: float, **changes: Any) -> Path:
-    return records.write(folder, made(run_id, step_ms_median=step_ms, **changes))
-
-
-def spread(median_ms: float, by: float = 0.01, iters: int = 8) -> list[float]:
-    return (median_ms * (1 + by * np.linspace(-1, 1, iters))).tolist()
 
 
 @given(ratios, ratios, ratios, st.floats(0, 0.9))

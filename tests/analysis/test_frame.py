@@ -19,7 +19,7 @@ from sp_bench.analysis.number import Number, command, derived, formula, of_paper
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Column, Table
 from sp_bench.cli.compose import Composer
-from tests.made_records import made
+from tests.support.made_records import made
 
 COUNTED = Number(8.0, "computed", (formula("volume", "2 n & more", "eq. 1"),))
 PRINTED = of_paper(4.0, "some_table.csv", "row 3, a < b")

@@ -18,8 +18,7 @@ from sp_bench.analysis.timelines import timeline
 from sp_bench.errors import RequestError
 from sp_bench.plan import COMPUTE_BOUND, Plan, Problem, layout_named
 from sp_bench.records import Record
-from tests.analysis.test_compare import spread, written
-from tests.made_records import made
+from tests.support.made_records import made, spread, written
 
 
 def planned(name: str, n: int = 4, *, layout: str = "auto", **options: object) -> tuple[Plan, Problem]:

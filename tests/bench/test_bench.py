@@ -17,7 +17,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import _cores, _overlap
 from sp_bench.errors import RequestError
 from sp_bench.measure.spec import Measured
-from tests.made_records import made
+from tests.support.made_records import made
 
 
 def point(*overrides: str) -> Request:

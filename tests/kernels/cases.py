@@ -11,7 +11,7 @@ import torch
 
 from sp_bench.kernels import KERNELS, BlockKernel
 from tests.kernels import fakes
-from tests.kernels.dense import HEAD_DIM, TOLERANCE
+from tests.support.dense import HEAD_DIM, TOLERANCE
 
 ON_CPU = sorted(name for name, kernel in KERNELS.items() if not kernel.refuses("cpu", "float32", HEAD_DIM))
 NARROW = (torch.bfloat16, torch.float16)

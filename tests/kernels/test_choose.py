@@ -18,7 +18,7 @@ from sp_bench.kernels.contract import empty_output
 from sp_bench.plan import Mask
 from tests.kernels import fakes
 from tests.kernels.cases import ON_CPU
-from tests.kernels.dense import block_of
+from tests.support.dense import block_of
 
 A100, ADA, H100, B200, RTX5090, V100 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (7, 0)
 

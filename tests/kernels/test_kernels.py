@@ -15,7 +15,7 @@ from sp_bench.kernels import KERNELS, BlockKernel, fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.plan import Mask
 from tests.kernels.cases import ON_CPU, Case, cases, one_dtype_cases
-from tests.kernels.dense import HEADS, LSE_TOLERANCE, TOLERANCE, Block, attention, block_of, relative_error
+from tests.support.dense import HEADS, LSE_TOLERANCE, TOLERANCE, Block, attention, block_of, relative_error
 
 SIZES = (1, 2, 5, 33, 64)
 

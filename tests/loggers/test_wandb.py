@@ -18,8 +18,8 @@ import pytest
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.loggers import WandbLogger, open_logger
-from tests.made_records import made
-from tests.wandb_runs import FAKE, read_runs, shadow_wandb
+from tests.support.made_records import made
+from tests.support.wandb_runs import FAKE, read_runs, shadow_wandb
 
 NOT_INSTALLED = 'raise ModuleNotFoundError("No module named wandb", name="wandb")'
 HANGING = "import time; time.sleep(60)"

@@ -11,7 +11,7 @@ import pytest
 
 from sp_bench import records, wandb_upload
 from sp_bench.__main__ import main
-from tests.wandb_runs import read_runs
+from tests.support.wandb_runs import read_runs
 
 pytest.importorskip("wandb")
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench import SequenceParallelAttention
-from sp_bench.calibrating.links import messages_lasting
 from sp_bench.errors import RequestError
 from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure import job
@@ -41,11 +40,6 @@ def report_often(times: int, seconds: float) -> int:
         time.sleep(seconds)
         report((dist.get_rank(), i))
     return times
-
-
-def messages_of_10_ms(seconds: float, least: int) -> int:
-    """That last so long on rank 0, twice that on rank 1, and so on."""
-    return messages_lasting((dist.get_rank() + 1) * seconds, 0.01, least=least)
 
 
 class Unpicklable(Exception):

@@ -23,7 +23,7 @@ from sp_bench.measure.launch import Launch, OtherLaunchError, first_host, launch
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.measure.ranks import by_host
 from tests.measure import jobs
-from tests.measure.test_pool import LONG_S, SHORT_S, survivors
+from tests.support.processes import LONG_S, SHORT_S, survivors
 
 N = 3
 ROOT = Path(__file__).parents[2]

@@ -23,12 +23,9 @@ from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
 from sp_bench.measure.where import as_json
 from tests.measure import jobs
+from tests.support.processes import LONG_S, SHORT_S, is_running, survivors
 
 N = 3
-SHORT_S = 4.0
-"""A pool's patience in the tests of hangs: more than its ranks need to start."""
-LONG_S = 30.0
-"""How long a test waits for what should take a second or two."""
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +33,6 @@ def shared() -> Iterator[RankPool]:
     """For tests that leave the pool usable."""
     with RankPool(N) as pool:
         yield pool
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def survivors(pids: list[int], patience_s: float = LONG_S) -> list[int]:
-    """The processes still there after a while."""
-    deadline = time.monotonic() + patience_s
-    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def failure_of(how: str, others: str, *, timeout_s: float = 60.0, reports: int = 0) -> RankFailure:

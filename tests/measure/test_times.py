@@ -10,7 +10,7 @@ from sp_bench.measure.job import measure
 from sp_bench.measure.spec import TIMES, Measured, Spec, from_first_start
 from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, layout_named
-from tests.ranks import WORLD, Ranks
+from tests.support.ranks import WORLD, Ranks
 
 
 def test_times_count_from_the_first_start_on_the_same_machine() -> None:

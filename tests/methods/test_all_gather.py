@@ -6,7 +6,7 @@ import pytest
 
 from sp_bench.methods import build
 from sp_bench.plan import BLOCKS, COMPUTE_BOUND, PHASES, Attend, AttendBackward, Pass, dataflow
-from tests.problems import splittable_problem
+from tests.support.problems import splittable_problem
 
 
 @pytest.mark.parametrize("phase", PHASES)

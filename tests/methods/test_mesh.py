@@ -16,7 +16,7 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
 from sp_bench.plan import COMPUTE_BOUND, DOWN, LAYOUTS, PHASES, Attend, AttendBackward, Group, Pass, Problem
-from tests.problems import cost_profiles, small_problem
+from tests.support.problems import cost_profiles, small_problem
 
 sides = st.integers(1, 9)
 blocks_to_hide = st.integers(1, 6)

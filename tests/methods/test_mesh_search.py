@@ -16,8 +16,8 @@ from sp_bench.methods.mesh import Step, backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Problem
 from sp_bench.simulate import simulate
-from tests.problems import cost_profiles, small_problem
-from tests.simulate.test_simulate import cluster, problem
+from tests.support.clusters import cluster, problem
+from tests.support.problems import cost_profiles, small_problem
 
 FORWARD, BACKWARD = Tensors("q", "kv", "o", None), Tensors("odoq", "kv", "dq", "dkv")
 seconds = st.sampled_from([0.0, 0.3, 1.0, 1.7, 4.0])

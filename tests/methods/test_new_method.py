@@ -29,8 +29,8 @@ from sp_bench.plan import (
     return_home,
 )
 from sp_bench.simulate import simulate
-from tests.ranks import Ranks, group_of
-from tests.simulate.test_simulate import cluster
+from tests.support.clusters import cluster
+from tests.support.ranks import Ranks, group_of
 
 
 @dataclass(frozen=True, kw_only=True)

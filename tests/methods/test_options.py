@@ -10,7 +10,7 @@ import pytest
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Method, Problem
-from tests.problems import small_problem, splittable_problem
+from tests.support.problems import small_problem, splittable_problem
 
 
 def problem(n: int, heads: int = 4, kv_heads: int = 4) -> Problem:

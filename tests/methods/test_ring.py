@@ -7,7 +7,7 @@ import pytest
 from sp_bench.methods import build
 from sp_bench.methods.ring import Ring
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend, AttendBackward, Group, Pass
-from tests.problems import small_problem, splittable_problem
+from tests.support.problems import small_problem, splittable_problem
 
 
 @pytest.mark.parametrize("n", range(1, 10))

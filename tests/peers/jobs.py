@@ -22,7 +22,7 @@ from sp_bench.peers.peer import Peer
 from sp_bench.peers.traffic import Traffic
 from sp_bench.plan import PHASES, Problem, layout_named
 from sp_bench.run.sharding import positions, shard, unshard
-from tests.run.jobs import BATCH, HEAD_DIM, HEADS, inputs, reference
+from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, inputs, reference
 
 NAMES = ("out", "dq", "dk", "dv")
 

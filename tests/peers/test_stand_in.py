@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sp_bench.peers import stand_in
 from sp_bench.plan import Mask
-from tests.kernels.dense import TOLERANCE, Answers, Block, attention, block_of, relative_error
+from tests.support.dense import TOLERANCE, Answers, Block, attention, block_of, relative_error
 
 ROOT = Path(__file__).parents[2]
 SIZES = ((8, 8), (5, 12), (1, 7), (1, 1))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from sp_bench.plan import COMPUTE_BOUND, FIELDS, CostProfile, Group
-from tests.problems import small_problem
+from tests.support.problems import small_problem
 
 COSTS = CostProfile(
     forward_block_s=2.0,

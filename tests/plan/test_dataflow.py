@@ -31,7 +31,7 @@ from sp_bench.plan import (
     is_partial,
     receive_next,
 )
-from tests.problems import Planned, plans, small_problem, splittable_problem
+from tests.support.problems import Planned, plans, small_problem, splittable_problem
 
 
 def uses(plan: Plan, chunk: Chunk) -> list[int]:

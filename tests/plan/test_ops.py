@@ -37,7 +37,7 @@ from sp_bench.plan import (
     receive_next,
     reduce_next,
 )
-from tests.problems import all_methods, small_problem, splittable_problem
+from tests.support.problems import all_methods, small_problem, splittable_problem
 
 sides, ways = st.integers(1, 12), st.sampled_from([UP, DOWN])
 

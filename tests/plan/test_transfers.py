@@ -29,7 +29,7 @@ from sp_bench.plan import (
     previous_on_lane,
     unsummed_partials,
 )
-from tests.problems import Planned, plans, small_problem, splittable_problem
+from tests.support.problems import Planned, plans, small_problem, splittable_problem
 
 
 def names(method: str, phase: str, problem: Problem, **options: object) -> set[str]:

@@ -18,8 +18,8 @@ from sp_bench.run.attention import Engine
 from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sharding import shard
 from sp_bench.run.transport import GlooTransport, HostTransport, Transport
-from tests.ranks import group_of
-from tests.run.jobs import Case, Difference, _difference
+from tests.support.attention_cases import Case, Difference, difference
+from tests.support.ranks import group_of
 
 _lanes: dict[int, list[Any]] = {}
 
@@ -103,4 +103,4 @@ def run(
     out, saved = engine.forward(q, k, v)
     results = (out, *engine.backward(dout, saved))
     wanted = case.reference(seqlen)
-    return tuple(_difference(x.cpu(), shard(y, layout, rank, case.n)) for x, y in zip(results, wanted, strict=True))
+    return tuple(difference(x.cpu(), shard(y, layout, rank, case.n)) for x, y in zip(results, wanted, strict=True))

@@ -5,160 +5,20 @@ Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from sp_bench import SequenceParallelAttention
-from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, PHASES, CostProfile, Method, Problem, layout_named
+from sp_bench.plan import PHASES
 from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.transport import GlooTransport, Message, Turn
-from tests.ranks import group_of
-
-BATCH, HEADS, HEAD_DIM = 2, 4, 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One attention on the first `n` ranks."""
-
-    n: int
-    method: str
-    tile: tuple[int, int] | None = None
-    lanes: str = ""
-    options: tuple[tuple[str, object], ...] = ()
-    """Other than these two."""
-    layout: str = "striped"
-    causal: bool = True
-    heads: int = HEADS
-    kv_heads: int = HEADS
-    dtype: str = "float64"
-    wire_dtype: str = ""
-    kernel: str = "auto"
-    tokens: int = 8
-    """Tokens of each rank."""
-    batch: int = BATCH
-    costs: CostProfile = COMPUTE_BOUND
-
-    def __str__(self) -> str:
-        shape = f"{self.tile[0]}x{self.tile[1]} " if self.tile else ""
-        words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
-        words += [f"heads={self.heads}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}"]
-        words += [f"batch={self.batch}"] if self.batch != BATCH else []
-        words += [f"lanes={self.lanes}"] if self.lanes else []
-        words += [f"{name}={value}" for name, value in self.options]
-        words += [f"wire={self.wire_dtype}"] if self.wire_dtype else []
-        words += [f"kernel={self.kernel}"] if self.kernel != "auto" else []
-        words += [str(self.costs)] if self.costs != COMPUTE_BOUND else []
-        return " ".join(words)
-
-    def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
-        return Inputs(*(x[: self.batch] for x in inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)))
-
-    def reference(self, seqlen: int) -> Results:
-        whole = reference(seqlen, self.kv_heads, self.dtype, self.causal, self.heads)
-        return Results(*(x[: self.batch] for x in whole))
-
-    @property
-    def method_options(self) -> dict[str, object]:
-        """All options of the method but the layout."""
-        options = dict(self.options)
-        options |= {"tile": self.tile} if self.tile else {}
-        options |= {"lanes": self.lanes} if self.lanes else {}
-        return options
-
-    @property
-    def built(self) -> Method:
-        return build(self.method, {"layout": self.layout, **self.method_options})
-
-    @property
-    def problem(self) -> Problem:
-        """As the method deals it out."""
-        whole = Problem(
-            n=self.n,
-            seqlen=self.n * self.tokens,
-            batch=self.batch,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=HEAD_DIM,
-            causal=self.causal,
-            dtype=self.dtype,
-            wire_dtype=self.wire_dtype,
-            layout=layout_named(self.layout, causal=self.causal),
-        )
-        return self.built.dealt(whole)
-
-    def attention(self, group: dist.ProcessGroup | None) -> SequenceParallelAttention:
-        return SequenceParallelAttention(
-            self.method,
-            causal=self.causal,
-            group=group,
-            kernel=self.kernel,
-            wire_dtype=self.wire_dtype,
-            costs=self.costs,
-            layout=self.layout,
-            **self.method_options,
-        )
-
-
-def of_one_batch_entry(cases: Iterable[Case]) -> list[Case]:
-    """Those with AllToAlls, which then receive, and send where dtypes allow it, in place."""
-    return [replace(case, batch=1) for case in cases if case.method in ("ulysses", "usp")]
-
-
-class Inputs(NamedTuple):
-    """Of the whole sequence, in the compute dtype."""
-
-    q_BSHD: Tensor
-    k_BSKD: Tensor
-    v_BSKD: Tensor
-    dout_BSHD: Tensor
-
-
-class Results(NamedTuple):
-    """Of the whole sequence or of one rank."""
-
-    out_BSHD: Tensor
-    dq_BSHD: Tensor
-    dk_BSKD: Tensor
-    dv_BSKD: Tensor
-
-
-class Difference(NamedTuple):
-    """One rank's share of a relative L2 error."""
-
-    error2: float
-    norm2: float
-    elements: int
-
-
-@lru_cache
-def inputs(seqlen: int, kv_heads: int, dtype: str, seed: int = 0, heads: int = HEADS) -> Inputs:
-    """Unit normal tensors, equal on all ranks."""
-    source = torch.Generator().manual_seed(1000 * seqlen + 10 * kv_heads + seed)
-    counts = (heads, kv_heads, kv_heads, heads)
-    tensors = (torch.randn(BATCH, seqlen, h, HEAD_DIM, generator=source, dtype=torch.float64) for h in counts)
-    return Inputs(*(x.to(getattr(torch, dtype)) for x in tensors))
-
-
-@lru_cache
-def reference(seqlen: int, kv_heads: int, dtype: str, causal: bool, heads: int = HEADS) -> Results:
-    """torch's own attention, from its parts and in fp64, on the whole sequence."""
-    q, k, v, dout = (x.double() for x in inputs(seqlen, kv_heads, dtype, heads=heads))
-    leaves = [x.requires_grad_() if x.requires_grad else x.clone().requires_grad_() for x in (q, k, v)]
-    q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
-    with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=causal).transpose(1, 2)
-    return Results(out.detach(), *torch.autograd.grad(out, leaves, dout))
+from tests.support.attention_cases import HEAD_DIM, Case, Difference, Inputs, Results, difference
+from tests.support.ranks import group_of
 
 
 def attend(attention: SequenceParallelAttention, full: Inputs) -> Results:
@@ -177,13 +37,8 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
         seqlen, attention = case.n * case.tokens, case.attention(group)
         got = attend(attention, case.inputs(seqlen))
         wanted = case.reference(seqlen)
-        found[case] = tuple(_difference(x, attention.shard(y)) for x, y in zip(got, wanted, strict=True))
+        found[case] = tuple(difference(x, attention.shard(y)) for x, y in zip(got, wanted, strict=True))
     return found
-
-
-def _difference(got: Tensor, wanted: Tensor) -> Difference:
-    assert got.shape == wanted.shape, f"{got.shape} instead of {wanted.shape}"
-    return Difference(float((got.double() - wanted).square().sum()), float(wanted.square().sum()), wanted.numel())
 
 
 def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:

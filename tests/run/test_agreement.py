@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
-from tests.ranks import Ranks
-from tests.run.jobs import Case
+from tests.support.attention_cases import Case
+from tests.support.ranks import Ranks
 
 MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 

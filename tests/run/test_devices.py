@@ -18,12 +18,11 @@ from sp_bench.plan import PHASES
 from sp_bench.run import nccl
 from sp_bench.run.nccl import NcclTransport, transport_for
 from sp_bench.run.transport import AloneTransport, GlooTransport, Turn
-from tests.conftest import NEEDS_A_GPU
-from tests.problems import all_methods, splittable_problem
-from tests.ranks import Ranks
 from tests.run import device_jobs
-from tests.run.jobs import Case, of_one_batch_entry
-from tests.run.test_exactness import BOUNDS, relative
+from tests.support.attention_cases import BOUNDS, Case, of_one_batch_entry, relative
+from tests.support.problems import all_methods, splittable_problem
+from tests.support.ranks import Ranks
+from tests.support.skips import NEEDS_A_GPU
 
 
 def cases(n: int, dtype: str = "float32", wire: str = "") -> list[Case]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,13 +14,11 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Transfer, peers
-from tests.problems import all_methods, divisors, splittable_problem
-from tests.ranks import SIZES, WORLD, Ranks
 from tests.run import jobs
-from tests.run.jobs import HEADS, Case
+from tests.support.attention_cases import BOUNDS, HEADS, Case, inputs, of_one_batch_entry, reference, relative
+from tests.support.problems import all_methods, divisors, splittable_problem
+from tests.support.ranks import SIZES, WORLD, Ranks
 
-BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 1e-2}
-"""Relative L2 error of out, dq, dk and dv."""
 DTYPES = tuple(BOUNDS)
 
 UNEVEN = CostProfile(
@@ -92,7 +89,7 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
         for i, layout in enumerate(REGISTRY[case.method].layouts):
             if n < 6 or place == 0 or (i + causal + place) % 2:
                 cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
-    cases += jobs.of_one_batch_entry(cases)
+    cases += of_one_batch_entry(cases)
     trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
     return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
 
@@ -133,12 +130,6 @@ def measure(ranks: Ranks, cases: Iterable[Case]) -> dict[Case, dict[str, float]]
         by_tensor = zip(*(answer[case] for answer in answers[: case.n]), strict=True)
         errors[case] = dict(zip(("out", "dq", "dk", "dv"), map(relative, by_tensor), strict=True))
     return errors
-
-
-def relative(shares: Iterable[jobs.Difference]) -> float:
-    """The error in relation to the reference's norm, or to unit elements where the reference is rounding noise."""
-    error2, norm2, elements = (sum(column) for column in zip(*shares, strict=True))
-    return math.sqrt(error2 / (norm2 if norm2 > 1e-20 * elements else elements))
 
 
 def assert_exact(ranks: Ranks, cases: Iterable[Case]) -> None:
@@ -212,7 +203,7 @@ def test_auto_tile_and_layout(ranks: Ranks) -> None:
 def some_grouped(n: int, dtype: str) -> list[Case]:
     """Everything with half as many key heads as heads, on the last layout that the method has."""
     found = [case for case in everything(n) if case.kv_heads == key_heads(case.heads)[1]]
-    found += jobs.of_one_batch_entry(found)
+    found += of_one_batch_entry(found)
     return [replace(case, dtype=dtype, layout=REGISTRY[case.method].layouts[-1]) for case in found]
 
 
@@ -338,8 +329,8 @@ def test_one_process_needs_no_group() -> None:
     assert not torch.distributed.is_initialized()
     for method in {*REGISTRY} - {"usp", "zigzag"}:
         attention = SequenceParallelAttention(method, causal=True)
-        full = jobs.inputs(11, 2, "float64")
-        got, wanted = jobs.attend(attention, full), jobs.reference(11, 2, "float64", True)
+        full = inputs(11, 2, "float64")
+        got, wanted = jobs.attend(attention, full), reference(11, 2, "float64", True)
         for x, y in zip(got, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
         assert attention.positions(11).tolist() == list(range(11))

@@ -9,12 +9,12 @@ import pytest
 from sp_bench import account
 from sp_bench.plan import COMPUTE_BOUND, PHASES
 from sp_bench.run.executor import Does
-from tests.problems import all_methods, splittable_problem
-from tests.ranks import Ranks
 from tests.run import jobs
-from tests.run.jobs import Case, Parts
+from tests.support.attention_cases import Case, of_one_batch_entry
+from tests.support.problems import all_methods, splittable_problem
+from tests.support.ranks import Ranks
 
-Found = dict[Case, list[Parts]]
+Found = dict[Case, list[jobs.Parts]]
 
 
 def cases(n: int) -> list[Case]:
@@ -31,7 +31,7 @@ def cases(n: int) -> list[Case]:
                 kv_heads=kv_heads, dtype=dtype,
             )
         )  # fmt: skip
-    in_place = jobs.of_one_batch_entry(every)
+    in_place = of_one_batch_entry(every)
     return every + [replace(case, dtype=dtype) for case in in_place for dtype in ("float32", "bfloat16")]
 
 

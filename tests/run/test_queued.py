@@ -32,8 +32,8 @@ from sp_bench.plan import (
 from sp_bench.run import executor, streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.sharding import positions, shard
-from tests.problems import all_methods, cost_profiles
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Stuck, Wires
+from tests.support.problems import all_methods, cost_profiles
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 NAMES = ("out", "dq", "dk", "dv")

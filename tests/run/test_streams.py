@@ -32,9 +32,9 @@ from sp_bench.plan import (
 from sp_bench.run import streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport, Turn
-from tests.problems import all_methods, splittable_problem
-from tests.ranks import WORLD, Ranks
 from tests.run import jobs
+from tests.support.problems import all_methods, splittable_problem
+from tests.support.ranks import WORLD, Ranks
 
 PATIENCE_S = 20.0
 

@@ -13,10 +13,10 @@ from sp_bench import account
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
-from tests.problems import all_methods, splittable_problem
-from tests.ranks import SIZES, Ranks
 from tests.run import jobs
-from tests.run.jobs import BATCH, HEAD_DIM, HEADS, Case
+from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, Case
+from tests.support.problems import all_methods, splittable_problem
+from tests.support.ranks import SIZES, Ranks
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 LSE_BYTES = 4

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 
-from tests.ranks import group_of
-from tests.run.jobs import Case
+from tests.support.attention_cases import Case
+from tests.support.ranks import group_of
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -13,7 +13,7 @@ from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, DOWN, Attend, Chunk, Group, Pass, Plan, Problem, Steps
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
-from tests.simulate.test_simulate import TABLE, block_s, problem
+from tests.support.clusters import TABLE, block_s, problem
 
 BYTES_PER_S, PAYLOAD_SHARE = 1e6, 0.8
 """What messages get of a link, of which the rest are headers."""

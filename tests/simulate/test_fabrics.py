@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sp_bench.cluster.topology import Network, Topology
 from sp_bench.simulate.flows import Engine, solve
-from tests.simulate.test_flows import ENGINES, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
-from tests.simulate.test_topology import FULL_MESH, NICS, SOCKETS, SWITCH, config
+from tests.support.flow_graphs import ENGINES, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
+from tests.support.topologies import FULL_MESH, NICS, SOCKETS, SWITCH, config
 
 Case = tuple[Network, list[Task]]
 

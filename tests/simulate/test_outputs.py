@@ -18,10 +18,8 @@ from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Plan, Problem
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
-from tests.problems import all_methods
-from tests.simulate.test_simulate import block_s, cluster
-from tests.simulate.test_simulate import problem as ring_problem
-from tests.simulate.test_symmetry import NETWORKS, on, problem
+from tests.support.clusters import NETWORKS, block_s, cluster, on_network, problem, split_problem
+from tests.support.problems import all_methods
 
 
 def run_ring(p: Problem, where: Cluster, phase: str = "forward") -> Run:
@@ -35,9 +33,9 @@ def crossing(plan: Plan, p: Problem, where: Cluster) -> np.ndarray:
 @settings(max_examples=40)
 @given(st.data())
 def test_no_plan_is_faster_than_its_bounds(data: st.DataObject) -> None:
-    p = problem(8, causal=data.draw(st.booleans()))
+    p = split_problem(8, causal=data.draw(st.booleans()))
     method = data.draw(st.sampled_from(all_methods(p)))
-    where = on(data.draw(st.sampled_from(sorted(NETWORKS))))
+    where = on_network(data.draw(st.sampled_from(sorted(NETWORKS))))
     plan, dealt = method.plan(p, data.draw(st.sampled_from(PHASES)), COMPUTE_BOUND), method.dealt(p)
     run = simulate(plan, dealt, where)
     bounds = lower_bounds(plan, where, crossing(plan, dealt, where), float(run.busy_s.max()))
@@ -48,7 +46,7 @@ def test_no_plan_is_faster_than_its_bounds(data: st.DataObject) -> None:
 
 def test_bounds_of_a_ring() -> None:
     """15 hops of KV through every port, 3 of 4 ranks' within a node; the last rank's goes through its NIC."""
-    p, where = ring_problem(16), cluster(gpus_per_node=4)
+    p, where = problem(16), cluster(gpus_per_node=4)
     plan = build("ring", {}).plan(p, "forward", COMPUTE_BOUND)
     kv = p.chunk_bytes("kv", wire=True)
     bounds = lower_bounds(plan, where, crossing(plan, p, where), 16 * block_s(p))
@@ -62,7 +60,7 @@ def test_bounds_of_a_ring() -> None:
 
 def test_a_slow_rank_holds_up_a_ring() -> None:
     """Blocks hide the transfers, so that only the slow rank's own blocks count."""
-    p, where = ring_problem(8, tokens=8192), cluster(bytes_per_s=1e13)
+    p, where = problem(8, tokens=8192), cluster(bytes_per_s=1e13)
     slow = run_ring(p, on_cluster(where, ranks={3: 2.0}))
     assert slow.makespan_s == pytest.approx(2 * 8 * block_s(p))
     assert slow.busy_s == pytest.approx(block_s(p) * 8 * np.where(np.arange(8) == 3, 2, 1))
@@ -74,7 +72,7 @@ def on_cluster(where: Cluster, **stragglers) -> Cluster:
 
 
 def test_a_slow_link_holds_up_a_ring() -> None:
-    p, where = ring_problem(8), cluster()
+    p, where = problem(8), cluster()
     hop_s = 1e-5 + p.chunk_bytes("kv", wire=True) / 0.25e9
     slow = run_ring(p, on_cluster(where, links={"port": {5: 0.25}}))
     assert slow.makespan_s == pytest.approx(7 * hop_s + block_s(p), rel=0.2)
@@ -82,7 +80,7 @@ def test_a_slow_link_holds_up_a_ring() -> None:
 
 
 def test_noise_is_seeded_and_keeps_the_mean() -> None:
-    p, where = ring_problem(8, tokens=8192), cluster(bytes_per_s=1e13)
+    p, where = problem(8, tokens=8192), cluster(bytes_per_s=1e13)
     first = run_ring(p, on_cluster(where, jitter=0.1, seed=1))
     assert first.makespan_s == run_ring(p, on_cluster(where, jitter=0.1, seed=1)).makespan_s
     assert first.makespan_s != run_ring(p, on_cluster(where, jitter=0.1, seed=2)).makespan_s
@@ -100,7 +98,7 @@ def test_noise_is_seeded_and_keeps_the_mean() -> None:
 )
 def test_stragglers_that_there_are_not(stragglers: dict, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        run_ring(ring_problem(8), on_cluster(cluster(), **stragglers))
+        run_ring(problem(8), on_cluster(cluster(), **stragglers))
 
 
 @pytest.mark.parametrize("config", [{"ranks": {3: 0}}, {"ranks": {"a": 1.0}}, {"jitter": -1}, {"rank": {}}])
@@ -111,18 +109,18 @@ def test_bad_stragglers(config: dict) -> None:
 
 def test_transfers_slow_blocks_down() -> None:
     """All but the last block of a ring run beside a transfer that is as long as the block or longer."""
-    p, where = ring_problem(8), cluster(transfer_slowdown=0.5)
+    p, where = problem(8), cluster(transfer_slowdown=0.5)
     assert p.chunk_bytes("kv", wire=True) / 1e9 > 1.5 * block_s(p)
     run = run_ring(p, where)
     assert run.busy_s == pytest.approx(np.full(8, block_s(p) * (7 * 1.5 + 1)), rel=1e-6)
-    fast = run_ring(ring_problem(8, tokens=8192), cluster(bytes_per_s=1e13, transfer_slowdown=0.5))
-    alone = run_ring(ring_problem(8, tokens=8192), cluster(bytes_per_s=1e13))
+    fast = run_ring(problem(8, tokens=8192), cluster(bytes_per_s=1e13, transfer_slowdown=0.5))
+    alone = run_ring(problem(8, tokens=8192), cluster(bytes_per_s=1e13))
     assert alone.makespan_s < fast.makespan_s < alone.makespan_s * 1.01
 
 
 def test_chrome_trace() -> None:
     """As json: complete events in microseconds, and a name for each process and thread."""
-    run = run_ring(ring_problem(2), cluster())
+    run = run_ring(problem(2), cluster())
     spans = [(rank, s.stream, s.label, s.start_s, s.end_s) for rank in range(2) for s in run.spans(rank)]
     trace = json.loads(json.dumps(draw.chrome_trace(spans)))
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -135,7 +133,7 @@ def test_chrome_trace() -> None:
 @pytest.mark.parametrize("n", [6, 8])
 def test_slowdown_of_blocks_that_take_no_time(n: int) -> None:
     """Contiguous causal leaves ranks without work; rounding must not turn that into less than nothing."""
-    p, where = problem(n, "contiguous", causal=True), cluster(gpus_per_node=2, transfer_slowdown=0.2)
+    p, where = split_problem(n, "contiguous", causal=True), cluster(gpus_per_node=2, transfer_slowdown=0.2)
     for method in all_methods(p):
         dealt = method.dealt(p)
         for phase in PHASES:
@@ -146,7 +144,7 @@ def test_slowdown_of_blocks_that_take_no_time(n: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_noise_may_beat_what_latencies_add_up_to(seed: int) -> None:
-    p, where = ring_problem(2), on_cluster(cluster(), jitter=0.3, seed=seed)
+    p, where = problem(2), on_cluster(cluster(), jitter=0.3, seed=seed)
     run = run_ring(p, where)
     crossed = crossing(run.plan, p, where)
     assert max(lower_bounds(run.plan, where, crossed, float(run.busy_s.max())).values()) <= run.makespan_s * (1 + 1e-9)

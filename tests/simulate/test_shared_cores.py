@@ -10,12 +10,11 @@ import pytest
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import MOST_IN_TURNS
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.labs.shaped.description import Hosts
 from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.noise import Shares
-from tests.simulate.test_simulate import block_s, cluster, problem
+from tests.support.clusters import block_s, cluster, on_hosts, problem
 
 FAST, TOKENS = 1e15, 2**15
 """Blocks so large that the latencies of hops are nothing."""
@@ -57,30 +56,6 @@ def test_no_step_is_shorter_than_all_work_over_all_cores() -> None:
         where = replace(cluster(), cores=3)
         assert where.least_compute_s(one.work_s) == max(one.work_s.max(), one.work_s.sum() / 3)
         assert one.makespan_s >= where.least_compute_s(one.work_s)
-
-
-def on_hosts(
-    cores: int,
-    bytes_per_s: float,
-    byte_core_s: float,
-    link_cores: float = 0.0,
-    message_core_s: float = 0.0,
-    per_host: int = 1,
-) -> Cluster:
-    """Hosts whose links have that rate, and messages no latency."""
-    hosts = Hosts(
-        link_bytes_per_s=2 * bytes_per_s,
-        payload_share=0.5,
-        burst_bytes=1,
-        latency_s=0.0,
-        ranks_per_host=per_host,
-        byte_core_s=byte_core_s,
-        link_cores=link_cores,
-        message_core_s=message_core_s,
-    )
-    where = cluster(gpus_per_node=per_host, bytes_per_s=4 * bytes_per_s)
-    inter = replace(where.topology.inter, latency_s=0.0, nics_per_node=1)
-    return replace(where, cores=cores, hosts=hosts, topology=replace(where.topology, inter=inter))
 
 
 def ring(n: int, where: Cluster) -> tuple[Run, float]:

@@ -31,52 +31,7 @@ from sp_bench.plan import (
 )
 from sp_bench.simulate import simulate
 from sp_bench.simulate.graph import Segment, segments
-
-TABLE = {
-    "figures": "assumed",
-    "head_dim": 64,
-    "dtypes": {"bfloat16": 1.0, "float32": 0.5},
-    **{f"{phase}_{mask}": {512: 100, 1024: 200} for phase in PHASES for mask in ("full", "causal")},
-}
-
-
-def cluster(*, gpus_per_node: int | None = None, bytes_per_s: float = 1e9, launch_s: float = 0.0, **other) -> Cluster:
-    """A cluster with round numbers; folds cost nothing unless memory_bytes_per_s says so."""
-    return Cluster.build(
-        {
-            "name": "test",
-            "gpus_per_node": gpus_per_node,
-            "intra": {"bytes_per_s": bytes_per_s, "latency_s": 1e-5},
-            "inter": {"bytes_per_s": bytes_per_s / 4, "latency_s": 3e-5},
-            "device": {
-                "name": "test",
-                "rates": {"kernel": TABLE},
-                "peak_tflops": {},
-                "memory_bytes_per_s": 1e30,
-                "launch_s": launch_s,
-                **other,
-            },
-        }
-    )
-
-
-def problem(
-    n: int, *, tokens: int = 1024, causal: bool = False, layout: str = "auto", dtype: str = "bfloat16"
-) -> Problem:
-    return Problem(
-        n=n,
-        seqlen=tokens * n,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        causal=causal,
-        dtype=dtype,
-        layout=layout_named(layout, causal=causal),
-    )
-
-
-def block_s(p: Problem, *, flops_per_pair: int = 4, rate: float = 200e12) -> float:
-    return flops_per_pair * p.local_seqlen**2 * p.heads * p.head_dim / rate
+from tests.support.clusters import block_s, cluster, problem
 
 
 def test_ring_bound_by_transfers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,52 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_bench.cluster import Cluster
-from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Problem
 from sp_bench.simulate import Run, simulate
-from tests.problems import all_methods
-from tests.simulate.test_simulate import cluster
-
-NETWORKS: dict[str, dict[str, Any]] = {
-    "one node": {"gpus_per_node": None, "intra": {"bytes_per_s": 1e9, "latency_s": 1e-5}},
-    "nodes": {"gpus_per_node": 4},
-    "shared NICs": {"gpus_per_node": 4, "inter": {"bytes_per_s": 3e8, "latency_s": 3e-5, "nics_per_node": 1}},
-    "two NICs": {"gpus_per_node": 4, "inter": {"bytes_per_s": 3e8, "latency_s": 3e-5, "nics_per_node": 2}},
-    "capped flows": {
-        "gpus_per_node": 4,
-        "inter": {"bytes_per_s": 3e8, "latency_s": 3e-5, "nics_per_node": 1, "flow_bytes_per_s": 1e8},
-    },
-    "full mesh": {"gpus_per_node": 4, "intra": {"kind": "full_mesh", "bytes_per_s": 1e9, "latency_s": 1e-5}},
-    "fat tree": {"gpus_per_node": 2, "fabric": {"nodes_per_leaf": 2, "oversubscription": 3.0, "latency_s": 1e-5}},
-    "PCIe": {
-        "gpus_per_node": 4,
-        "intra": {
-            "kind": "pcie_tree",
-            "bytes_per_s": 1e9,
-            "latency_s": 1e-5,
-            "gpus_per_switch": 2,
-            "uplink_bytes_per_s": 1e9,
-        },
-    },
-    "cyclic": {"gpus_per_node": 4, "placement": "cyclic"},
-    "shared cores": {"gpus_per_node": 4},
-}
-
-
-def on(name: str, **stragglers: Any) -> Cluster:
-    default = {
-        "intra": {"bytes_per_s": 1e9, "latency_s": 1e-5},
-        "inter": {"bytes_per_s": 2.5e8, "latency_s": 3e-5},
-    }
-    base = cluster()
-    topology = type(base.topology).build(default | NETWORKS[name], "cluster")
-    cores = 3 if name == "shared cores" else None
-    return replace(base, topology=topology, cores=cores, stragglers=Stragglers(**stragglers))
-
-
-def problem(n: int, layout: str = "striped", *, causal: bool = False) -> Problem:
-    return Problem(n=n, seqlen=512 * n, heads=2 * n, kv_heads=n, head_dim=64, causal=causal, layout=LAYOUTS[layout])
+from tests.support.clusters import NETWORKS, on_network, split_problem
+from tests.support.problems import all_methods
 
 
 def both(plan, dealt: Problem, where: Cluster) -> tuple[Run, Run]:
@@ -77,7 +35,7 @@ def assert_equal(one: Run, all_of_them: Run) -> None:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_every_method_on_every_network(network: str) -> None:
     """Full attention, where all ranks compute the same; n = 8 on two or four nodes."""
-    p, where, alike = problem(8), on(network), 0
+    p, where, alike = split_problem(8), on_network(network), 0
     for method in all_methods(p):
         dealt = method.dealt(p)
         for phase in PHASES:
@@ -91,38 +49,38 @@ def test_every_method_on_every_network(network: str) -> None:
 @given(st.data())
 def test_any_plan(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([4, 8, 12]))
-    p = problem(n, data.draw(st.sampled_from(sorted(LAYOUTS))), causal=data.draw(st.booleans()))
+    p = split_problem(n, data.draw(st.sampled_from(sorted(LAYOUTS))), causal=data.draw(st.booleans()))
     method = data.draw(st.sampled_from(all_methods(p)))
     phase = data.draw(st.sampled_from(PHASES))
-    where = on(data.draw(st.sampled_from(sorted(NETWORKS))))
+    where = on_network(data.draw(st.sampled_from(sorted(NETWORKS))))
     assert_equal(*both(method.plan(p, phase, COMPUTE_BOUND), method.dealt(p), where))
 
 
 def ranks_simulated(method: str, n: int, where: Cluster, p: Problem | None = None, **options: Any) -> int:
-    p = p or problem(n)
+    p = p or split_problem(n)
     return simulate(build(method, options).plan(p, "forward", COMPUTE_BOUND), p, where).graph.quotient.ranks.size
 
 
 def test_how_few_are_left() -> None:
     """A ring on nodes looks the same from every node, a square tile on one node from every rank."""
-    assert ranks_simulated("ring", 32, on("nodes")) == 4
-    assert ranks_simulated("ring", 32, on("one node")) == 1
-    assert ranks_simulated("mesh", 64, on("one node"), tile=(8, 8)) == 1
-    assert ranks_simulated("mesh", 64, on("nodes"), tile=(4, 16)) == 1
-    assert ranks_simulated("mesh", 64, on("nodes"), tile=(8, 8)) == 4
+    assert ranks_simulated("ring", 32, on_network("nodes")) == 4
+    assert ranks_simulated("ring", 32, on_network("one node")) == 1
+    assert ranks_simulated("mesh", 64, on_network("one node"), tile=(8, 8)) == 1
+    assert ranks_simulated("mesh", 64, on_network("nodes"), tile=(4, 16)) == 1
+    assert ranks_simulated("mesh", 64, on_network("nodes"), tile=(8, 8)) == 4
 
 
 def test_never_where_ranks_differ() -> None:
     """Uneven work, a slow rank, a slow link or noise."""
-    assert ranks_simulated("ring", 16, on("nodes"), problem(16, "contiguous", causal=True)) == 16
-    assert ranks_simulated("ring", 16, on("nodes", ranks={3: 2.0})) == 16
-    assert ranks_simulated("ring", 16, on("nodes", links={"nic": {0: 0.5}})) == 16
-    assert ranks_simulated("ring", 16, on("nodes", jitter=0.1)) == 16
-    assert ranks_simulated("ring", 16, on("nodes", ranks={3: 1.0})) == 4
+    assert ranks_simulated("ring", 16, on_network("nodes"), split_problem(16, "contiguous", causal=True)) == 16
+    assert ranks_simulated("ring", 16, on_network("nodes", ranks={3: 2.0})) == 16
+    assert ranks_simulated("ring", 16, on_network("nodes", links={"nic": {0: 0.5}})) == 16
+    assert ranks_simulated("ring", 16, on_network("nodes", jitter=0.1)) == 16
+    assert ranks_simulated("ring", 16, on_network("nodes", ranks={3: 1.0})) == 4
 
 
 def test_the_quotient_counts_every_rank_and_link_once() -> None:
-    where, p = on("two NICs"), problem(16)
+    where, p = on_network("two NICs"), split_problem(16)
     quotient = simulate(build("ring", {}).plan(p, "forward", COMPUTE_BOUND), p, where).graph.quotient
     assert quotient.sizes.sum() == 16
     assert quotient.link_sizes.sum() == where.network(16).link_bytes_per_s.size

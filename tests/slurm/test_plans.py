@@ -12,7 +12,7 @@ from sp_bench.slurm import scripts
 from sp_bench.slurm.points import by_gpus, numbered, planned
 from sp_bench.slurm.settings import load
 from sp_bench.slurm.sweep import main
-from tests.test_house import imported
+from tests.support.source import imported
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = ["cluster=local", "seqlen=240k", "causal=true", "logger=none"]

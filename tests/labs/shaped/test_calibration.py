@@ -28,10 +28,9 @@ from sp_bench.labs.shaped.description import Hosts
 from sp_bench.machine import cores_here
 from sp_bench.plan import BLOCKS, DOWN, Attend, Chunk, Group, Pass, Steps
 from sp_bench.simulate import simulate
-from tests.labs.shaped.conftest import BURST_BYTES, described
-from tests.simulate.test_shared_cores import on_hosts
-from tests.simulate.test_simulate import problem
-from tests.test_calibrate import SETTING, samples
+from tests.support.calibration import SETTING, samples
+from tests.support.clusters import on_hosts, problem
+from tests.support.hosts import BURST_BYTES, described
 
 CORES = min(2, cores_here())
 """That two ranks can have."""

@@ -12,7 +12,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.labs.shaped.description import Hosts
-from tests.simulate.test_simulate import problem
+from tests.support.clusters import problem
 
 with Composer() as composer:
     SHAPED = dict(composer.compose(["cluster=shaped"])["cluster"])

@@ -15,7 +15,7 @@ from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.measure.launch import Launch
-from tests.labs.shaped.conftest import BURST_BYTES
+from tests.support.hosts import BURST_BYTES
 
 ROOT = Path(__file__).parents[3]
 LINK_BYTES_PER_S = 5e6
@@ -86,6 +86,7 @@ def test_a_user_namespace_gives_the_rights() -> None:
     inside = [*WITHOUT_RIGHTS, "unshare", "--map-root-user"]
     if not shutil.which("setpriv") or subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("this machine has no user namespaces for users without rights")
-    code = "from tests.labs.shaped.conftest import *; ShapedHosts(described(), (0, 1)).close(); print('made')"
+    code = "from sp_bench.labs.shaped.hosts import ShapedHosts; from tests.support.hosts import described; "
+    code += "ShapedHosts(described(), (0, 1)).close(); print('made')"
     done = subprocess.run([*inside, sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "made\n", done.stderr

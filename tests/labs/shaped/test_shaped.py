@@ -22,7 +22,7 @@ from sp_bench.labs.shaped.hosts import FIRST_ADDRESS, IPV4, ShapedHosts
 from sp_bench.labs.shaped.inside import SLICE_NS, interface_bytes
 from sp_bench.measure.pool import RankPool
 from tests.labs.shaped import jobs
-from tests.labs.shaped.conftest import BURST_BYTES, LINK_BYTES_PER_S, described
+from tests.support.hosts import BURST_BYTES, LINK_BYTES_PER_S, described
 
 ROOT = Path(__file__).parents[3]
 PAYLOAD_BYTES = 2**20
@@ -188,7 +188,7 @@ import sys
 from sp_bench.measure.pool import RankPool
 from sp_bench.labs.shaped.hosts import ShapedHosts
 from tests.labs.shaped import jobs
-from tests.labs.shaped.conftest import described
+from tests.support.hosts import described
 
 if __name__ == "__main__":
     hosts = ShapedHosts(described(), (0, 1))

@@ -14,20 +14,11 @@ from hypothesis import strategies as st
 from sp_bench.cluster.topology import Network, Topology
 from sp_bench.errors import RequestError
 from sp_bench.simulate.flows import TaskGraph, solve
+from tests.support.topologies import FULL_MESH, NICS, PCIE, SOCKETS, SWITCH, Config, config
 
-SWITCH = {"kind": "switch", "bytes_per_s": 8e9, "latency_s": 1e-5}
-FULL_MESH = {**SWITCH, "kind": "full_mesh"}
-PCIE = {**SWITCH, "kind": "pcie_tree", "gpus_per_switch": 2, "uplink_bytes_per_s": 8e9}
-SOCKETS = {**PCIE, "gpus_per_socket": 4, "socket_bytes_per_s": 4e9}
-NICS = {"bytes_per_s": 1e9, "latency_s": 1e-3}
 MIRROR = {"out": "in", "in": "out"}
 
-Config = dict[str, Any]
 Label = tuple[str, int]
-
-
-def config(g: int | None = 8, intra: Config = SWITCH, inter: Config | None = NICS, **other: Any) -> Config:
-    return {"gpus_per_node": g, "intra": intra, "inter": inter, **other}
 
 
 def label(network: Network, link: int) -> Label:

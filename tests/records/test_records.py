@@ -21,7 +21,7 @@ from sp_bench import records
 from sp_bench.records import Record
 from sp_bench.records.__main__ import main
 from sp_bench.records.tables import write_tables
-from tests.made_records import PLAIN, made
+from tests.support.made_records import PLAIN, made
 
 FIELDS = [field.name for field in dataclasses.fields(Record)]
 NESTED = ("comm_bytes_by_lane", "comm_bytes_by_link", "candidates", "stragglers", "notes", "config", "provenance")
@@ -258,7 +258,7 @@ def test_what_cannot_be_served(
 
 def test_the_command_line(tmp_path: Path):
     command = [sys.executable, "-m", "sp_bench.records"]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([*command, "collect", str(tmp_path)], cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"0 records: {tmp_path}/records.parquet, {tmp_path}/records.csv\n"

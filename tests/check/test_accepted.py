@@ -1,0 +1,44 @@
+"""The proof accepts every plan of every method."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given
+
+from sp_bench.check import check, check_all
+from sp_bench.methods import REGISTRY
+from sp_bench.plan import (
+    COMPUTE_BOUND,
+    LAYOUTS,
+    PHASES,
+)
+from tests.support.problems import Planned, all_methods, plans, splittable_problem
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", range(1, 17))
+def test_every_method_and_tile_is_accepted(n: int, layout: str, causal: bool) -> None:
+    problem = splittable_problem(n, layout, causal=causal)
+    for method in all_methods(problem):
+        check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(problem))
+
+
+@given(plans(max_n=24))
+def test_schedules_for_any_costs_are_accepted(planned: Planned) -> None:
+    check(*planned)
+
+
+@pytest.mark.parametrize(("n", "tiles"), [(64, 7), (256, 9)])
+def test_many_ranks(n: int, tiles: int) -> None:
+    """All tiles of mesh, and all others."""
+    started, problem, proven = time.perf_counter(), splittable_problem(n), Counter()
+    for method in all_methods(problem):
+        check_all({phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(problem))
+        proven[method.name] += 1
+    assert set(proven) == set(REGISTRY) - {"reference"}
+    assert proven["mesh"] == tiles and proven["ring"] == 1
+    print(f"{2 * proven.total()} plans of {n} ranks: {time.perf_counter() - started:.2f} s")
