@@ -54,7 +54,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[list[str], Path, bool]:
         raise RequestError(
             "notebooks=true",
             "needs ipykernel, jupytext and nbclient",
-            "pip install -e '.[notebooks]', or notebooks=false, would work",
+            'pip install "sp-bench[analysis]", or notebooks=false, would work',
         )
     return papers, Path(given["out"]), given["notebooks"] == "true"
 

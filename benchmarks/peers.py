@@ -3,7 +3,7 @@
 Each pair runs the same algorithm on the same tokens, shapes and dtype, over the same links and, on a CPU, the same
 block kernel. All points of one table are timed in turn, each iteration in an order of its own, in one set of processes,
 and ratios are of medians with a bootstrap interval that resamples iterations together. A peer that fails the gate
-against fp64 is not timed, and its row says by how much it is off. Needs `pip install -e '.[peers]'` and, for shaped
+against fp64 is not timed, and its row says by how much it is off. Needs `pip install "sp-bench[peers]"` and, for shaped
 links, root.
 """
 

@@ -14,6 +14,9 @@ __all__ = ["SequenceParallelAttention", "__version__"]
 def __getattr__(name: str) -> Any:
     # Simulating must not pay for an import of torch.
     if name == "SequenceParallelAttention":
+        from sp_bench.extras import require
+
+        require("run", name)
         from sp_bench.run.attention import SequenceParallelAttention
 
         return SequenceParallelAttention

@@ -21,6 +21,7 @@ from sp_bench.calibrating.setting import Exchanges, Setting
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
+from sp_bench.extras import require
 from sp_bench.labs.shaped.description import Hosts
 from sp_bench.labs.shaped.hosts import ShapedHosts, refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, gpus_here
@@ -74,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _calibrate(arguments: list[str]) -> int:
+    require("run", "calibrating")
     try:
         options = _options(arguments)
         setting, path, name = _setting(options), _path(options), str(options["name"])

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,8 +21,12 @@ from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.cli.arguments import config_dir, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.extras import require
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 USAGE = """\
 python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
@@ -75,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _validate(arguments: list[str]) -> int:
+    require("analysis", "validating")
     out, own, keys = _arguments(arguments)
     sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
     with Composer(own) as composer:
@@ -137,6 +141,8 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
             rows += _rows(requests, out, lambda steps: progress.advance(task, steps))
             done += work_of(requests)
             progress.update(task, completed=done)
+    import pandas as pd
+
     return pd.DataFrame(rows)
 
 

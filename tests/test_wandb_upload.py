@@ -137,7 +137,7 @@ def test_without_wandb_it_says_so(
 ):
     shadow_wandb(tmp_path, monkeypatch, 'raise ModuleNotFoundError("No module named wandb", name="wandb")')
     assert uploads() == 1
-    assert "it is not installed: pip install wandb" in capsys.readouterr().err
+    assert 'it is not installed: pip install "sp-bench[wandb]"' in capsys.readouterr().err
     assert not list(uploads.folder.glob("*.wandb.json"))
 
 

@@ -12,6 +12,7 @@ from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
+from sp_bench.extras import require
 from sp_bench.labs.shaped.hosts import refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
@@ -161,6 +162,7 @@ def _refuse_measuring(
     config: Mapping[str, Any], problem: Problem, cluster: Cluster, place: Place, launch: Launch | None
 ) -> list[str]:
     """What is to be said of a point that is measured. Raises RequestError for one that can't be."""
+    require("run", f"measuring on cluster={cluster.name}")
     if cluster.stragglers:
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())

@@ -80,7 +80,7 @@ def _load(settings: WandbSettings) -> ModuleType:
         wandb = importlib.import_module("wandb")
     except ModuleNotFoundError as error:
         if error.name == "wandb":
-            raise ImportError("it is not installed: pip install wandb, or logger=none") from None
+            raise ImportError('it is not installed: pip install "sp-bench[wandb]", or logger=none') from None
         raise
     Path(settings.dir).mkdir(parents=True, exist_ok=True)
     if not os.access(settings.dir, os.W_OK):

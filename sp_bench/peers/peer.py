@@ -97,7 +97,7 @@ class Peer(ABC):
         """Raise RequestError where the package is not installed."""
         if importlib.util.find_spec(self.module) is None:
             raise RequestError(
-                f"impl={self.name}", f"{self.distribution} is not installed", "pip install sp_bench[peers] would work"
+                f"impl={self.name}", f"{self.distribution} is not installed", 'pip install "sp-bench[peers]" would work'
             )
 
     @property

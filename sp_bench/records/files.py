@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sp_bench.extras import require
 from sp_bench.records.record import SCHEMA_VERSION, Record
 from sp_bench.records.schema import complaints
 
@@ -102,7 +103,11 @@ def is_beside(path: Path) -> bool:
 
 
 def load(folder: str | Path) -> pd.DataFrame:
-    """All records of a folder as a frame, one row for each. Files that are no records are named in a warning."""
+    """All records of a folder as a frame, one row for each. Files that are no records are named in a warning.
+
+    Raises RequestError without pandas.
+    """
+    require("analysis", "records.load")
     import pandas as pd
 
     return pd.DataFrame(

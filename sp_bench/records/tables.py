@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sp_bench.extras import require
 from sp_bench.records.files import write_whole
 from sp_bench.records.record import Record
 from sp_bench.records.schema import columns
@@ -18,7 +19,8 @@ def write_tables(records: Iterable[Record], folder: Path) -> list[Path]:
     """Write records.parquet and records.csv; returns their paths. The same records make the same bytes.
 
     A column for each of a record's fields, in their order; nested fields are JSON text. What is not known is null in
-    Parquet, empty in CSV. Raises OSError where the folder can't be written.
+    Parquet, empty in CSV. Raises OSError where the folder can't be written,
+    RequestError without pyarrow.
     """
     rows = [row(record) for record in records]
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +45,7 @@ def _cell(value: Any, kind: type) -> Any:
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    require("analysis", "a Parquet file")
     import pyarrow as pa
     import pyarrow.parquet as pq
 

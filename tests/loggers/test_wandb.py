@@ -119,7 +119,7 @@ def test_a_record_that_fails_leaves_the_others(tmp_path: Path):
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        (NOT_INSTALLED, "it is not installed: pip install wandb, or logger=none"),
+        (NOT_INSTALLED, 'it is not installed: pip install "sp-bench[wandb]", or logger=none'),
         ('raise ImportError("libfoo.so is missing")', "ImportError: libfoo.so is missing"),
         (INIT_RAISES, "run 3fa2c0de: RuntimeError: no more quota"),
         ("import os; os.abort()", "ended by SIGABRT"),

@@ -88,7 +88,7 @@ def test_a_package_that_is_not_installed() -> None:
     with pytest.raises(RequestError) as caught:
         Absent.build(DEFAULTS, causal=True)
     assert str(caught.value) == (
-        "impl=absent: absent-attention is not installed; pip install sp_bench[peers] would work"
+        'impl=absent: absent-attention is not installed; pip install "sp-bench[peers]" would work'
     )
 
 

@@ -1,0 +1,21 @@
+"""The optional packages that an install may lack, by the extra of this project that brings them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from sp_bench.errors import RequestError
+
+EXTRAS = {
+    "run": ("torch",),
+    "analysis": ("matplotlib", "pandas", "pyarrow", "seaborn"),
+}
+"""The packages of each extra that the code imports."""
+
+
+def require(extra: str, purpose: str) -> None:
+    """Raise RequestError where this environment lacks a package of the extra that `purpose` needs."""
+    lacking = [package for package in EXTRAS[extra] if find_spec(package) is None]
+    if lacking:
+        rule = f"needs {', '.join(lacking)}, which this environment lacks"
+        raise RequestError(purpose, rule, f'pip install "sp-bench[{extra}]" would work')

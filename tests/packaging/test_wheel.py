@@ -1,0 +1,85 @@
+"""The wheel installs one name, and its core simulates anywhere without torch, wandb, matplotlib or pandas."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sp_bench.extras import EXTRAS
+from sp_bench.records import read_all
+from tests.packaging.conftest import ROOT, Install, needed, pyproject
+
+HEAVY = {"torch", "wandb", "matplotlib", "seaborn", "pandas", "pyarrow"}
+
+
+def test_it_has_one_name_and_all_data(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"sp_bench"}
+    data = [path for folder in ("conf", "analysis", "slurm") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    shipped = {f"sp_bench/{path.relative_to(ROOT)}" for path in data if "__pycache__" not in path.parts}
+    assert shipped - names == set()
+    assert "sp_bench/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_extras_are_those_that_errors_name() -> None:
+    extras = pyproject()["project"]["optional-dependencies"]
+    for name, packages in EXTRAS.items():
+        assert set(packages) <= needed(extras[name])
+
+
+def test_the_core_simulates_from_a_folder_with_the_same_names(core: Install) -> None:
+    for name in ("methods", "conf", "analysis", "slurm"):
+        (core.folder / name).mkdir()
+        (core.folder / name / "__init__.py").write_text("raise AssertionError('a stranger')")
+    imported = [core("-c", f"import {package}").returncode for package in HEAVY]
+    assert imported == [1] * len(HEAVY)
+    done = core("-m", "sp_bench", "method=mesh", "gpus=256")
+    assert done.returncode == 0, done.stderr
+    assert "Simulated, not measured" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert 'pip install "sp-bench[wandb]"' in line
+    found = sorted((one.method, one.gpus, one.status) for one in read_all(core.folder / "results"))
+    assert found == [("mesh", 256, "ok"), ("ring", 256, "ok")]
+
+
+def test_the_core_describes(core: Install) -> None:
+    done = core("-m", "sp_bench.describe", "method=mesh", "gpus=9", "method.tile=[3,3]")
+    assert done.returncode == 0, done.stderr
+    assert "assignment matrix" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (("-m", "sp_bench", "method=ring", "gpus=2", "cluster=local"), "run"),
+        (("-m", "sp_bench.calibrate"), "run"),
+        (("-m", "sp_bench.validate"), "analysis"),
+        (("-m", "sp_bench.slurm.sweep", "sweep=cpu_methods", "--dry-run"), "run"),
+        (("-m", "sp_bench.analysis.reproduce"), "analysis"),
+        (("-m", "sp_bench.records", "collect", "."), "analysis"),
+        (("-c", "import sp_bench.records as r; r.load('.')"), "analysis"),
+        (("-c", "from sp_bench import SequenceParallelAttention"), "run"),
+    ],
+)
+def test_what_an_extra_brings_is_asked_for_by_its_name(core: Install, arguments: tuple[str, ...], extra: str) -> None:
+    done = core(*arguments)
+    assert done.returncode != 0
+    assert f'pip install "sp-bench[{extra}]" would work' in done.stderr.splitlines()[-1]
+
+
+POINT = "from sp_bench.__main__ import main; assert main(['method=mesh', 'gpus=16', 'logger=none']) == 0"
+DESCRIPTION = "from sp_bench.describe import main; assert main(['method=mesh', 'gpus=9']) == 0"
+
+
+@pytest.mark.parametrize("code", [POINT, DESCRIPTION])
+def test_simulating_imports_nothing_heavy_where_it_is_installed(code: str, tmp_path: Path) -> None:
+    code += f"\nimport sys; print(*({HEAVY!r} & sys.modules.keys()), file=sys.stderr)"
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "\n")
