@@ -1,0 +1,102 @@
+"""The recorded figures: simulated times, counted bytes, bounds and peak memory of points that cover what there is.
+
+python -m tests.golden.record    # records them again, after a change that is meant to change them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sp_bench.__main__ import main as bench
+
+FILE = Path(__file__).with_name("figures.json")
+COUNTS = (
+    "tile_a",
+    "tile_b",
+    "layout",
+    "comm_bytes_per_gpu",
+    "comm_bytes_busiest_gpu",
+    "comm_bytes_expected",
+    "comm_bytes_by_lane",
+    "peak_mem_bytes_max",
+    "bound_by",
+)
+"""Fields that must be equal."""
+TIMES = (
+    "step_ms_median",
+    "forward_ms_median",
+    "backward_ms_median",
+    "compute_ms",
+    "exposed_comm_ms",
+    "rank_idle_ms_max",
+    "bound_ms",
+    "comm_bytes_lower_bound",
+)
+"""Fields that may differ by rounding: processors round logarithms and roots differently."""
+
+H100 = "gpus=16 seqlen=256k cluster=h100_ndr400"
+POINTS = (
+    *(f"method={name} {H100}" for name in ("striped", "pass_q", "tokenring", "usp")),
+    *(f"method={name} {H100} kv_heads=8" for name in ("ring", "double_ring", "all_gather", "ulysses")),
+    *(f"method={name} {H100} causal=false" for name in ("zigzag", "startrail", "mesh", "tokenring")),
+    *(f"method={name} {H100} method.layout=contiguous" for name in ("ring", "mesh")),
+    *(f"method={name} {H100} method.layout=zigzag" for name in ("all_gather", "startrail", "mesh")),
+    f"method=usp method.ulysses=4 method.layout=zigzag {H100}",
+    f"method=tokenring method.nodes=2 method.layout=zigzag {H100}",
+    f"method=tokenring method.nodes=2 method.layout=zigzag method.trim=false {H100}",
+    "method=mesh method.schedule=searched method.slices=2 gpus=8 seqlen=128k cluster=h100_ndr400",
+    f"method=mesh method.tile=[4,4] method.lanes=each {H100} kv_heads=8",
+    "method=reference gpus=1 seqlen=16k cluster=h100_ndr400",
+    "method=mesh gpus=256 cluster=h100_ndr400",
+    "method=ring gpus=256 cluster=h100_ndr400",
+    "method=mesh gpus=64 seqlen=512k cluster=h100_ndr400 cluster.placement=cyclic",
+    "method=ring gpus=32 seqlen=256k cluster=h100_ndr400 cluster.fabric={nodes_per_leaf:2,oversubscription:4}",
+    "method=mesh gpus=4 seqlen=64k cluster=a10_pcie",
+    "method=pass_q gpus=4 seqlen=64k cluster=a10_pcie causal=false",
+    "method=zigzag gpus=8 seqlen=64k cluster=ascend_oam phase=forward",
+    "method=tokenring gpus=8 seqlen=64k cluster=ascend_oam phase=forward",
+    "method=mesh gpus=32 seqlen=512k cluster=b200 wire_dtype=float32",
+    "method=startrail gpus=32 seqlen=256k cluster=a100_hdr200 stragglers.ranks={3:1.5}",
+    "method=ring gpus=32 seqlen=256k cluster=a100_hdr200 stragglers.links={nic:{0:0.5}}",
+    "method=usp gpus=16 seqlen=128k cluster=h20 stragglers.jitter=0.05 seed=7",
+    "method=mesh gpus=8 seqlen=256k cluster=mesh_paper causal=false",
+    "method=ulysses gpus=8 seqlen=128k cluster=h200_ndr400 batch=2",
+    "method=mesh gpus=8 seqlen=8k heads=8 head_dim=64 dtype=float32 cluster=cpu_local",
+    "method=mesh gpus=16 seqlen=4k heads=8 head_dim=64 dtype=float32 cluster=shaped",
+    "method=ulysses gpus=8 seqlen=4k heads=8 head_dim=64 dtype=float32 cluster=shaped",
+)
+
+
+def figures(point: str) -> dict[str, Any]:
+    """What the record of a simulated point says. RuntimeError if there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        said = io.StringIO()
+        own = ("mode=simulate", "baseline=null", "trace=0", "logger=none", f"results_dir={folder}")
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = bench([*own, *point.split()])
+        found = [path for path in Path(folder).glob("*.json") if path.name.count(".") == 1]
+        if code or len(found) != 1:
+            raise RuntimeError(f"{point}: exit code {code}\n{said.getvalue()}")
+        record = json.loads(found[0].read_text())
+    return {name: record[name] for name in (*COUNTS, *TIMES) if record[name] is not None}
+
+
+def main() -> int:
+    """Write the figures of all points; says which have changed."""
+    before = json.loads(FILE.read_text()) if FILE.exists() else {}
+    now = {point: figures(point) for point in POINTS}
+    FILE.write_text(json.dumps(now, indent=1) + "\n")
+    for point in {**now, **before}:
+        if before.get(point) != now.get(point):
+            print(f"{'changed' if point in now and point in before else 'new' if point in now else 'gone'}: {point}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

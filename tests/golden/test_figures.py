@@ -1,0 +1,32 @@
+"""No change of the code changes a simulated or counted figure unless figures.json is recorded again with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sp_bench.methods import REGISTRY
+from sp_bench.plan import LAYOUTS
+from sp_bench.resources import CONF
+from tests.golden.record import COUNTS, FILE, POINTS, TIMES, figures
+
+RECORDED = json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_figures_are_as_recorded(point: str) -> None:
+    found, recorded = figures(point), RECORDED[point]
+    assert found.keys() == recorded.keys()
+    times = found.keys() & TIMES
+    assert {name: found[name] for name in times} == pytest.approx({name: recorded[name] for name in times}, rel=1e-12)
+    assert all(found[name] == recorded[name] for name in found.keys() & COUNTS)
+
+
+def test_points_cover_methods_layouts_and_clusters() -> None:
+    assert list(RECORDED) == list(POINTS)
+    words = {word for point in POINTS for word in point.split()}
+    assert {f"method={name}" for name in REGISTRY} <= words
+    assert {recorded["layout"] for recorded in RECORDED.values()} == {*LAYOUTS}
+    simulated = {path.stem for path in (CONF / "cluster").glob("*.yaml")} - {"local", "one_gpu"}
+    assert {f"cluster={name}" for name in simulated} <= words
