@@ -1,7 +1,7 @@
 """Fit the cluster that the Mesh-Attention paper doesn't name, and test it on what was not fitted.
 
 python -m analysis.mesh_paper fit       # writes conf/cluster/mesh_paper.yaml and analysis/mesh_paper_fits.json
-python -m analysis.mesh_paper report    # predicts every cell from that file; writes docs/mesh_paper.md
+python -m analysis.mesh_paper report    # predicts every cell from that file; writes docs/results/mesh_paper.md
 """
 
 from __future__ import annotations

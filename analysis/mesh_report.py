@@ -1,4 +1,4 @@
-"""docs/mesh_paper.md and conf/cluster/mesh_paper.yaml, from the fit and the predictions of analysis.mesh_fit."""
+"""Writes docs/results/mesh_paper.md and conf/cluster/mesh_paper.yaml from what analysis.mesh_fit fits and predicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.plan import DTYPE_BYTES, PHASES
 from sp_bench.simulate import simulate
 
-REPORT = HERE.resolve().parent / "docs" / "mesh_paper.md"
+REPORT = HERE.resolve().parent / "docs" / "results" / "mesh_paper.md"
 NOTES = HERE / "mesh_paper_notes.md"
 """What the residuals mean, by hand."""
 NAMES = {tokens: name for name, tokens in TOKENS.items()}
@@ -44,7 +44,7 @@ def cluster_file(config: Mapping[str, Any], on_fitted: tuple[float, float], on_h
     intra, inter, device = config["intra"], config["inter"], config["device"]
     lines = [
         "# The cluster of the Mesh-Attention paper, which names no hardware: fitted by analysis/mesh_paper.py to 30 of",
-        "# the 48 cells of its table 3, and tested on the other 18 (docs/mesh_paper.md).",
+        "# the 48 cells of its table 3, and tested on the other 18 (docs/results/mesh_paper.md).",
         f"name: {config['name']}",
         f"gpus_per_node: {config['gpus_per_node']}",
         *_section("intra", intra),

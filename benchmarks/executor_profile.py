@@ -1,4 +1,4 @@
-"""What executing a plan costs beside its kernels: `python -m benchmarks.executor_profile` writes docs/executor.md.
+"""What executing a plan costs: `python -m benchmarks.executor_profile` writes docs/results/executor.md.
 
 One process executes the plans of one rank, with its lanes' threads where it has any, on a transport that gives it
 copies of what it sends. So nobody waits for a network, and what is neither kernel nor fold nor waiting for a lane is
@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import platform
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.reports import about, ratio
+from benchmarks.reports import RESULTS, about, ratio
 from sp_bench.analysis.verdict import Ratio, of_medians
 from sp_bench.kernels import choose
 from sp_bench.markdown import of_rows
@@ -27,7 +26,7 @@ from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Does
 from sp_bench.run.transport import AloneTransport
 
-REPORT = Path(__file__).resolve().parent.parent / "docs" / "executor.md"
+REPORT = RESULTS / "executor.md"
 HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 9
 OVERHEAD_TOKENS = 1024
 """Of a block, where the interpreter is looked at."""

@@ -1,4 +1,4 @@
-"""Processes killed at random moments: `python -m benchmarks.kill_trials` writes docs/failures.md.
+"""Processes killed at random moments: `python -m benchmarks.kill_trials` writes docs/results/killed_processes.md.
 
 Each trial runs the real command on a small problem, in a session of its own, and kills one of its processes with
 SIGKILL: a rank that the seed picks, or in the last rows the process that has the ranks. The moment is any, by the seed,
@@ -24,13 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.reports import about
+from benchmarks.reports import RESULTS, about
 from sp_bench import records
 from sp_bench.markdown import of_rows
 from sp_bench.methods import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
 MARK = "SP_BENCH_TRIAL"
 TIMEOUT_S = 10.0
 """The command's patience with silent ranks."""
@@ -39,22 +38,6 @@ GRACE_S = 30.0
 GONE_S = 5.0
 """How long after the command's end its last helpers may take to be gone."""
 POINT = "cluster=local dtype=float32 heads=4 head_dim=16 seqlen=1k iters=10 warmup=1 baseline=null logger=none"
-
-POLICY = """\
-| what happens | the record says | exit code | and then |
-| --- | --- | --- | --- |
-| a rank is killed or dies | failed or oom, the rank, its signal or exit code | 1 | others are measured with new ranks |
-| a rank raises | failed or, without memory, oom; the rank, the error, the line | 1 | the same |
-| no rank answers for timeout_s | timeout, the rank that hangs, where; all in `<run_id>.hang.json` | 1 | the same |
-| a point can't be served | unsupported, why | 2; 0 in a sweep | the other points are run |
-| SIGTERM: a time limit, scancel | nothing | 143 | ranks end; the same command runs what is missing |
-| Ctrl-C | nothing | 1 | the same |
-| the process that has the ranks is killed | nothing | of that signal | the same |
-| the disk gets full | nothing | 1 | the run ends, shows what it has, and names the points without a record |
-| results_dir can't be written | nothing | 2 | no rank has been started |
-| W&B's folder can't be written | what it would | what it would be | a line at the end |
-
-What is finished is kept. Methods that are timed in turn at one setting are finished together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,11 +249,7 @@ def main() -> int:
         f"{os.cpu_count()} cores, shared with other work."
     )
     rows = [row(*one) for one in kills]
-    (DOCS / "failures.md").write_text(f"""# What fails, and what is left
-
-{POLICY}
-
-## Processes that are killed
+    (RESULTS / "killed_processes.md").write_text(f"""# Processes that are killed
 
 Made by `python -m benchmarks.kill_trials`.
 

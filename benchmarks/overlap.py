@@ -1,9 +1,9 @@
-"""How much of the shorter part hides behind the longer one: `python -m benchmarks.overlap` writes docs/overlap.md.
+"""How much of the shorter part hides: `python -m benchmarks.overlap` writes docs/results/overlap.md.
 
-Over shaped links (docs/shaped.md), at rates at which transfers take about as long as blocks, by how fast the cores are
-just before. Beside the step the same plans are timed without their transfers, and without their blocks, each phase by
-itself. A backward begins once all ranks have ended the forward: what one phase has too much of, the other can't hide,
-so that a step takes at least the longer part of each phase. Behind the correctness gate; needs root.
+Over shaped links (`cluster=shaped`), at rates at which transfers take about as long as blocks, by how fast the cores
+are just before. Beside the step the same plans are timed without their transfers, and without their blocks, each phase
+by itself. A backward begins once all ranks have ended the forward: what one phase has too much of, the other can't
+hide, so that a step takes at least the longer part of each phase. Behind the correctness gate; needs root.
 
 Here transfers take cores from blocks, which network cards and GPUs don't: no step can be shorter than what the cores
 have to do in its blocks and in its transfers, as each of the two needs it alone, and one in which they are busy all the
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.reports import about, interval, known, records_folder, run_ok
+from benchmarks.reports import RESULTS, about, interval, known, records_folder, run_ok
 from sp_bench.bench import Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import cluster_at, speed_of
@@ -33,7 +33,7 @@ from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
 
-REPORT = Path(__file__).resolve().parent.parent / "docs" / "overlap.md"
+REPORT = RESULTS / "overlap.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")
 BALANCED = ("warmup=0", "iters=3", "timeout_s=600")
 LONGEST, LONG, SHORT = ("seqlen=32k", "kv_heads=2"), ("seqlen=16k", "kv_heads=2"), ("seqlen=8k", "kv_heads=8")

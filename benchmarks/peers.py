@@ -1,4 +1,4 @@
-"""Public implementations beside ours: `python -m benchmarks.peers` writes docs/peers_speed.md.
+"""Public implementations beside ours: `python -m benchmarks.peers` writes docs/results/peers_speed.md.
 
 Each pair runs the same algorithm on the same tokens, shapes and dtype, over the same links and, on a CPU, the same
 block kernel. All points of one table are timed in turn, each iteration in an order of its own, in one set of processes,
@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.reports import about, interval, ratio, records_folder, run
+from benchmarks.reports import RESULTS, about, interval, ratio, records_folder, run
 from sp_bench.analysis.frames import iterations, samples
 from sp_bench.analysis.pairs import in_turn
 from sp_bench.analysis.verdict import FASTER, Ratio, of_medians
@@ -20,7 +20,7 @@ from sp_bench.machine import cores_here
 from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 
-REPORT = Path(__file__).resolve().parent.parent / "docs" / "peers_speed.md"
+REPORT = RESULTS / "peers_speed.md"
 RANKS, ITERATIONS = 4, 9
 COMMON = (
     f"gpus={RANKS}", "seqlen=4k", "heads=8", "head_dim=64", f"iters={ITERATIONS}", "warmup=1", "parts=false",
@@ -126,7 +126,7 @@ def main() -> None:
     text = f"""# Peers and ours
 
 Made by `python -m benchmarks.peers` on {cores_here()} cores: {RANKS} ranks, 4k tokens, 8 heads of 64, causal. Errors
-are relative L2 against fp64: out, dq, dk, dv. docs/peers.md says what each peer is and what is wrong with it.
+are relative L2 against fp64: out, dq, dk, dv. docs/how-to/peers.md says what each peer is and what is wrong with it.
 
 {about(__doc__)}
 

@@ -1,4 +1,4 @@
-"""What the scripts that write reports under docs/ share: points to run, and tables of what came out."""
+"""What the scripts that write docs/results/ share: points to run, and tables of what came out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from sp_bench.analysis.verdict import Ratio
 from sp_bench.bench import resolve, run_points
 from sp_bench.cli.compose import Composer
 from sp_bench.records import Record
+
+RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+"""The pages that scripts write."""
 
 
 def run(points: Sequence[Sequence[str]], folder: Path) -> list[Record]:

@@ -1,6 +1,6 @@
-"""Methods over links slower than the kernels: `python -m benchmarks.shaped_hosts` writes docs/shaped_hosts.md.
+"""Methods over links slower than the kernels: `python -m benchmarks.shaped_hosts` writes docs/results/shaped_hosts.md.
 
-Ranks live in network namespaces of this machine, joined by links that are shaped in both directions (docs/shaped.md).
+Ranks live in network namespaces of this machine, joined by links that are shaped in both directions (`cluster=shaped`).
 All points of a table are measured in turn, iteration by iteration, in one set of processes, behind the correctness
 gate. Needs root.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.reports import about, interval, known, records_folder, run_ok
+from benchmarks.reports import RESULTS, about, interval, known, records_folder, run_ok
 from sp_bench.machine import cores_here
 from sp_bench.markdown import of_rows
 
-REPORT = Path(__file__).resolve().parent.parent / "docs" / "shaped_hosts.md"
+REPORT = RESULTS / "shaped_hosts.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1", "logger=none")
 TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
 SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=3.125e6", "iters=3", "timeout_s=120")

@@ -1,4 +1,4 @@
-"""What simulating costs: `python -m benchmarks.simulator_speed [--largest]` writes docs/simulator_speed.md and a plot.
+"""What simulating costs: `python -m benchmarks.simulator_speed [--largest]` writes docs/results/simulator_speed.*.
 
 A point's wall time and peak memory are those of its whole command, `python -m sp_bench method=... gpus=...`, in a
 process of its own: start-up, tile search where there is one, proof and account, forward + backward, record and trace.
@@ -21,7 +21,7 @@ import matplotlib
 import pandas as pd
 import seaborn as sns
 
-from benchmarks.reports import about
+from benchmarks.reports import RESULTS, about
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.markdown import of_rows
@@ -30,7 +30,6 @@ from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Engine, solve
 from sp_bench.simulate.graph import build_graph
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 METHODS = ("ring", "mesh", "ulysses", "usp", "startrail", "tokenring", "double_ring", "all_gather", "pass_q", "zigzag")
 SIZES = (16, 64, 256)
 LARGE, LARGEST = (("ring", 1024), ("mesh", 1024)), (("ring", 4096), ("mesh", 4096))
@@ -124,7 +123,7 @@ def main() -> None:
         cost = command_cost(method, gpus)
         rows.append({"method": method, "gpus": gpus, "wall_s": cost.wall_s, "peak_mb": cost.peak_mb})
         print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
-    plot(pd.DataFrame(rows), DOCS / "simulator_speed.svg")
+    plot(pd.DataFrame(rows), RESULTS / "simulator_speed.svg")
     shown = [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in rows]
     twins = of_rows([ratios(method, gpus) for method, gpus in TWINS])
     text = f"""# What simulating costs
@@ -141,7 +140,7 @@ Ratios:
 
 {twins}
 """
-    (DOCS / "simulator_speed.md").write_text(text)
+    (RESULTS / "simulator_speed.md").write_text(text)
     print(twins)
 
 

@@ -1,4 +1,4 @@
-"""What a long sweep takes: `python -m benchmarks.sweep_scale` writes docs/sweeps.md.
+"""What a long sweep takes: `python -m benchmarks.sweep_scale` writes docs/results/sweeps.md.
 
 One command simulates 500 points, `python -m sp_bench -m mode=simulate ...`, in a process of its own. Beside it runs a
 look at its memory and at the records in its folder, every tenth of a second. Start-up is what passes until the first
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.reports import about
+from benchmarks.reports import RESULTS, about
 from sp_bench.markdown import of_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,7 @@ def main() -> None:
     )
     print(summary)
     print(of_rows(rows))
-    (ROOT / "docs" / "sweeps.md").write_text(f"""# What a long sweep takes
+    (RESULTS / "sweeps.md").write_text(f"""# What a long sweep takes
 
 Made by `python -m benchmarks.sweep_scale`.
 

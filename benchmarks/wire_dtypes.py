@@ -1,7 +1,7 @@
 """Errors of bf16 attention by the dtype that partials travel in: `python -m benchmarks.wire_dtypes`.
 
 Measured on ranks of this machine, through the benchmark's own path; the errors are those of its correctness gate, which
-with so short a sequence sees all of it. Prints Markdown tables; docs/numerics.md has one run.
+with so short a sequence sees all of it. Prints Markdown tables; docs/results/numerics.md has one run.
 """
 
 from __future__ import annotations

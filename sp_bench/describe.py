@@ -1,7 +1,7 @@
 """python -m sp_bench.describe method=mesh gpus=9: what a method does, and what all of them cost.
 
 key=value ...   the assignment matrix, the steps of a rank's tile and its program, forward and backward
---methods       the table of all methods (docs/methods.md)
+--methods       the table of all methods (docs/results/methods.md)
 """
 
 from __future__ import annotations

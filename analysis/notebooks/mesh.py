@@ -15,7 +15,8 @@
 #
 # Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data Locality". A GPU
 # computes a tile of the assignment matrix, so that Q, KV and O all travel, but little. Every time of ours is simulated,
-# on a cluster that was fitted to 30 cells of the paper's table 3 and tested on the other 18 (docs/mesh_paper.md).
+# on a cluster that was fitted to 30 cells of the paper's table 3 and tested on the other 18
+# (docs/results/mesh_paper.md).
 
 # %%
 import os

@@ -25,7 +25,8 @@ LONG = TOKENS["1M"]
 KEY = (Column("causal"), Column("seqlen"), Column("GPUs"), Column("method"))
 ABOUT_TIMES = (
     "All our times are simulated on cluster=mesh_paper, the paper naming no hardware: four numbers of that cluster were"
-    " fitted to 30 cells of table 3 (Ring, and Mesh on 32 GPUs), and the other 18 are held out (docs/mesh_paper.md)."
+    " fitted to 30 cells of table 3 (Ring, and Mesh on 32 GPUs), and the other 18 are held out"
+    " (docs/results/mesh_paper.md)."
 )
 
 

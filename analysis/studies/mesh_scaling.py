@@ -90,8 +90,9 @@ def _strong_text(strong: dict[str, dict[Cell, Number]]) -> Any:
         f"{cells.ABOUT_TIMES} Fitted here are Ring's times and Mesh's on 32 GPUs. The paper's best time of Ring is"
         " {paper_ring:.1f} s on 64 GPUs, ours {ring:.1f} s on {ring_at:.0f}; of Mesh {paper_mesh:.1f} s on 128 GPUs,"
         " ours {mesh:.1f} s on {mesh_at:.0f}. So its {paper_gain:.2f} times of one best over the other are {gain:.2f}"
-        " of ours. Of Mesh, whose held-out cell on 128 GPUs is {late:.2f} times the paper's time, docs/mesh_paper.md"
-        " says why: with our tiles the KV of all ranks of a node leaves through one NIC at once, whose rate no fitted"
+        " of ours. Of Mesh, whose held-out cell on 128 GPUs is {late:.2f} times the paper's time,"
+        " docs/results/mesh_paper.md says why: with our tiles the KV of all ranks of a node leaves through one NIC at"
+        " once, whose rate no fitted"
         " cell on more than 32 GPUs sets.",
         paper_ring=stated["ring"],
         ring=ring,

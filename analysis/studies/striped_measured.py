@@ -20,7 +20,7 @@ SIZES = ((2, 4096), (4, 4096), (4, 8192))
 """Ranks and tokens. With 2 ranks on 2 cores each has one to itself; with 4 they share them."""
 ITERATIONS = 10
 KERNEL_STEP = 512
-"""Tokens: torch's kernel for CPUs computes causal blocks in steps of so many keys (docs/executor.md)."""
+"""Tokens: torch's kernel for CPUs computes causal blocks in steps of so many keys (docs/results/executor.md)."""
 SHARED = formula(
     "striped-shared-cores",
     "the larger of the busiest rank's work and all the work over the cores, Ring's over Striped's; Ring: n masked and"
@@ -31,7 +31,7 @@ STEPPED = formula(
     "striped-shared-cores-steps",
     f"as striped-shared-cores, but a masked block costs the share of its tiles of {KERNEL_STEP} x {KERNEL_STEP} that"
     " have an unmasked element",
-    "docs/executor.md: torch's kernel for CPUs",
+    "docs/results/executor.md: torch's kernel for CPUs",
 )
 
 

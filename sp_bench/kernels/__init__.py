@@ -44,7 +44,7 @@ def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
 
 
 def auto_order(device: str) -> tuple[type[BlockKernel], ...]:
-    """All that `auto` tries on a device, the fastest first by published figures (docs/kernels.md)."""
+    """All that `auto` tries on a device, the fastest first by published figures (docs/reference/kernels.md)."""
     if device != "cuda":
         return (AtenCpu, Reference)
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < HOPPER:
