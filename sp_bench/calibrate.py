@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,14 @@ from sp_bench import records
 from sp_bench.bench.values import choice, truth, whole
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
 from sp_bench.calibrating.gpu_file import MARK, above_peak, base_cluster, gpu_cluster_config
-from sp_bench.calibrating.hosts_file import UNSHAPED_BYTES_PER_S, link_rates, with_hosts
-from sp_bench.calibrating.setting import Exchanges, Setting
+from sp_bench.calibrating.setting import Setting
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.cluster import Cluster
+from sp_bench.cluster.emulation import EmulatedHosts, hosts_of, lab_module
 from sp_bench.errors import RequestError, unknown
 from sp_bench.extras import require
-from sp_bench.labs.shaped.description import Hosts
-from sp_bench.labs.shaped.hosts import ShapedHosts, refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, gpus_here
+from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.resources import CONF
 
@@ -60,8 +58,6 @@ GPU_SIZES, QUICK_GPU_SIZES = tuple(2**power for power in range(9, 17)), (512, 10
 MEMORY_TOKENS, GPU_MEMORY_TOKENS = 4096, 65536
 LAUNCH_TOKENS, GPU_LAUNCH_TOKENS = 1, 16
 MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
-EXCHANGE_BYTES, QUICK_EXCHANGE_BYTES = (2**17, 2**19, 2**21), (2**17, 2**18)
-CROWD_S, QUICK_CROWD_S = 3.0, 0.3
 HOSTED_RANKS = 16
 GPU_PATIENCE_S = 300.0
 """For one call: some kernels are compiled at their first."""
@@ -88,7 +84,9 @@ def _calibrate(arguments: list[str]) -> int:
             ranks = _ranks(options["ranks"], hosts)
             config = _measure(name, setting, ranks, command)
             if hosts:
-                config = with_hosts(config, hosts, _measure_hosts(setting, ranks, hosts))
+                quick = truth("quick", options["quick"])
+                calibrate = lab_module(hosts.lab, "calibration").calibrated
+                config = calibrate(config, hosts, setting, ranks, quick=quick)
         Cluster.build(config)
         _write(path, config)
     except RankFailure as error:
@@ -134,8 +132,6 @@ def _setting(options: dict[str, Any]) -> Setting:
         memory_tokens=GPU_MEMORY_TOKENS if gpu else MEMORY_TOKENS,
         repetitions=(3 if quick else 5) if repetitions is None else whole("repetitions", repetitions),
         message_bytes=QUICK_MESSAGE_BYTES if quick else MESSAGE_BYTES,
-        exchange_bytes=QUICK_EXCHANGE_BYTES if quick else EXCHANGE_BYTES,
-        crowd_s=QUICK_CROWD_S if quick else CROWD_S,
     )
 
 
@@ -157,28 +153,27 @@ def _or_default(key: str, options: dict[str, Any], default: int) -> int:
     return default if options[key] is None else whole(key, options[key])
 
 
-def _hosts(cluster: Any) -> Hosts | None:
+def _hosts(cluster: Any) -> EmulatedHosts | None:
     """The hosts of a cluster. Raises RequestError where it has none, or they can't be made here."""
     if cluster is None:
         return None
     names = [path.stem for path in CLUSTERS.glob("*.yaml")]
     if cluster not in names:
         raise unknown("cluster", str(cluster), names)
-    described = yaml.safe_load((CLUSTERS / f"{cluster}.yaml").read_text()).get("hosts")
-    if described is None:
+    hosts = hosts_of(yaml.safe_load((CLUSTERS / f"{cluster}.yaml").read_text()))
+    if hosts is None:
         raise RequestError(f"cluster={cluster}", "has no hosts, which could be made here", "cluster=shaped would work")
-    hosts = Hosts.build(described)
-    refuse_what_can_not_be_made(hosts)
+    refuse_hosts(hosts)
     return hosts
 
 
-def _ranks(value: Any, hosts: Hosts | None) -> int:
+def _ranks(value: Any, hosts: EmulatedHosts | None) -> int:
     """How many ranks. Raises RequestError for fewer than two, or too few or too many for whole hosts."""
     if value != "auto":
         ranks = whole("ranks", value, least=2)
     else:
         ranks = HOSTED_RANKS if hosts else min(max(cores_here(), 2), 16)
-    together = hosts.ranks_per_host if hosts else 1
+    together = hosts.network()["gpus_per_node"] if hosts else 1
     if ranks % together or ranks == together:
         rule = f"must fill two or more hosts of {together} ranks"
         raise RequestError(f"ranks={ranks}", rule, f"ranks={2 * together} would work")
@@ -233,20 +228,6 @@ def _measure_gpu(name: str, setting: Setting, cluster: Any, command: str) -> dic
     if beyond := above_peak(config["device"]):
         print(f"rates above the peak of {gpu.name}, where launch_s is too much of the time: {', '.join(beyond)}")
     return config
-
-
-def _measure_hosts(setting: Setting, ranks: int, described: Hosts) -> dict[float, list[Exchanges]]:
-    """What each rank saw of the others on their hosts, by the rate of the links."""
-    found = {}
-    for rate in link_rates(described):
-        print(f"links of {rate:g} bytes/s between hosts of {described.ranks_per_host}", flush=True)
-        hosts = replace(described, link_bytes_per_s=rate, hosts_per_leaf=None, uplink_bytes_per_s=None)
-        host_of = [rank // hosts.ranks_per_host for rank in range(ranks)]
-        with RankPool(ranks, hosts=ShapedHosts(hosts, host_of)) as pool:
-            job = "sp_bench.calibrating.exchanges:measure_exchanges"
-            pause_s = hosts.burst_bytes / rate  # until a link has saved all that it lets through at once
-            found[rate] = pool.run(job, setting, hosts.ranks_per_host, pause_s, rate != UNSHAPED_BYTES_PER_S)
-    return found
 
 
 def _provenance(command: str) -> dict[str, str]:

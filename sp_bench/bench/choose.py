@@ -70,7 +70,7 @@ def choose(request: Request) -> Choice:
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     ordered = [rows[i] for i in sorted(rows)]
-    if request.cluster.turn_s(best.problem.n) or request.cluster.ahead_bytes(best.problem.n):
+    if not request.cluster.is_even(best.problem.n):
         best = _simulated(best, request.cluster)
     return replace(best, candidates=ordered) if len(variants) > 1 else best
 

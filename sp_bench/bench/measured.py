@@ -16,7 +16,7 @@ from sp_bench.bench.outcome import account_for, by_lane, describe_peer, plain, r
 from sp_bench.bench.request import Request, refuse_what_does_not_fit
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
-from sp_bench.labs.shaped.hosts import hosts_for
+from sp_bench.measure.homes import homes_for
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import by_host, open_ranks
 from sp_bench.measure.spec import TIMES, Measured, Spec, from_first_start
@@ -63,7 +63,7 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
         timeout_s = max(request.timeout_s for request in requests)
         # A peer posts its transfers where it computes, and all that are timed in turn get the same cores.
         first_go_transfers = not any(spec.peer for spec in specs)
-        hosts = None if first.launch else hosts_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
+        hosts = None if first.launch else homes_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
         processes = 1 if alone else first.problem.n
         with open_ranks(processes, timeout_s, first.launch, hosts, first.devices) as pool:
             ranks_by_host = by_host(pool)

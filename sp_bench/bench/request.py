@@ -13,9 +13,9 @@ from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
-from sp_bench.labs.shaped.hosts import refuse_what_can_not_be_made
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
+from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
@@ -171,7 +171,7 @@ def _refuse_measuring(
     inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False) if on_cpu else 0
     refuse_what_does_not_fit(here, inputs, config)
     if cluster.hosts:
-        refuse_what_can_not_be_made(cluster.hosts)
+        refuse_hosts(cluster.hosts)
     crowded = on_cpu and here > cores
     return [f"{here} ranks share {cores} cores: their compute time includes waiting for one"] if crowded else []
 

@@ -10,7 +10,7 @@ from sp_bench.bench.choose import choose
 from sp_bench.bench.request import Request
 from sp_bench.calibrating.cluster_file import scaled
 from sp_bench.cluster import Cluster
-from sp_bench.labs.shaped.description import OF_CORES
+from sp_bench.cluster.emulation import hosts_of
 from sp_bench.records import Record
 
 
@@ -36,12 +36,14 @@ def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:
 
 def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:
     """The config of a cluster whose cores are so many times as fast, to 4 digits; its links stay as they are."""
-    device, hosts = dict(cluster["device"]), cluster.get("hosts")
+    device, hosts = dict(cluster["device"]), hosts_of(cluster)
     device["rates"] = {name: scaled(table, speed) for name, table in device["rates"].items()}
     for rate in ("memory_bytes_per_s", "fold_bytes_per_s"):
         if device.get(rate):
             device[rate] *= speed
     device["launch_s"] /= speed
+    config = {**cluster, "device": device}
     if hosts:
-        hosts = {**hosts} | {key: hosts[key] / speed for key in OF_CORES if hosts.get(key)}
-    return {**cluster, "device": device} | ({"hosts": hosts} if hosts else {})
+        section = cluster["hosts"]
+        config["hosts"] = {**section, **{key: section[key] / speed for key in hosts.core_figures if section.get(key)}}
+    return config

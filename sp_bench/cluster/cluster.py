@@ -10,19 +10,16 @@ from typing import Any, Self
 import numpy as np
 
 from sp_bench.cluster.device import DeviceCosts
+from sp_bench.cluster.emulation import Effects, EmulatedHosts, hosts_of
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.cluster.topology import Network, Topology
 from sp_bench.cluster.values import count, section
 from sp_bench.errors import RequestError
-from sp_bench.labs.shaped.description import Hosts
 from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
 
 NETWORK_KEYS = ("gpus_per_node", "intra", "inter", "fabric", "placement")
 """The keys of a conf/cluster file that describe its network (topology.py)."""
-MOST_IN_TURNS = 64
-"""Turns on shared cores, and unequal shares of links, are simulated of so many ranks at most: no two are alike then,
-and every block or message that begins or ends changes what all others get. More ranks share evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +34,8 @@ class Cluster:
     cores: int | None
     """CPU cores that all ranks share, where ranks have no device of their own."""
     topology: Topology
-    hosts: Hosts | None = None
-    """How the nodes are made on this machine; None: they aren't, and ranks talk over the machine's loopback."""
+    hosts: EmulatedHosts | None = None
+    """How a laboratory emulates the nodes on this machine; None: it doesn't, and ranks talk over its loopback."""
     device: DeviceCosts
     sources: Mapping[str, str]
     """Where the numbers are from."""
@@ -47,9 +44,9 @@ class Cluster:
     @classmethod
     def build(cls, config: Any) -> Self:
         """The cluster of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
-        optional = ("this_machine", "alone", "cores", "sources", "hosts", *NETWORK_KEYS)
+        optional = ("this_machine", "alone", "cores", "sources", "lab", "hosts", *NETWORK_KEYS)
         config = section("cluster", config, ("name", "device"), optional)
-        hosts = None if config.get("hosts") is None else Hosts.build(config["hosts"])
+        hosts = hosts_of(config)
         cores = config.get("cores")
         if cores == "auto":
             cores = cores_here()
@@ -85,9 +82,9 @@ class Cluster:
     def topology_of(self, gpus: int) -> Topology:
         """The topology, with the latency that messages have where that many ranks share the cores."""
         inter, cores = self.topology.inter, self.cores
-        if not self.hosts or not inter or not cores or gpus <= cores or not self.hosts.crowd_latency_s:
+        if not self.hosts or not inter or not cores or gpus <= cores:
             return self.topology
-        latency_s = inter.latency_s + self.hosts.crowd_latency_s * (gpus / cores - 1)
+        latency_s = inter.latency_s + self.hosts.crowd_latency_s_of(gpus / cores)
         return replace(self.topology, inter=replace(inter, latency_s=latency_s))
 
     def node_of(self, gpus: int) -> np.ndarray:
@@ -100,17 +97,18 @@ class Cluster:
 
     def shared_cores(self, ranks: int) -> int | None:
         """The cores that the ranks share, with transfers too; None where each has a device or a core of its own."""
-        take = self.hosts and (self.hosts.core_s_per_byte or self.hosts.message_core_s)
+        take = self.hosts and self.hosts.messages_take_cores
         return self.cores if self.cores and (ranks > self.cores or take) else None
 
-    def turn_s(self, ranks: int) -> float:
-        """The turns in which ranks get the cores; 0 where each has its own, or they are more than MOST_IN_TURNS."""
-        crowded = self.hosts and self.cores and self.cores < ranks <= MOST_IN_TURNS
-        return self.hosts.turn_s if self.hosts and crowded else 0.0
+    def effects(self, network: Network, simulated: np.ndarray, phase: str) -> Effects:
+        """What the machine does to the blocks and messages of the `simulated` ranks (q,) in one phase."""
+        if self.hosts is None:
+            return Effects()
+        return self.hosts.effects(network, simulated, self.cores, self.stragglers.seed, phase)
 
-    def ahead_bytes(self, ranks: int) -> float:
-        """How unevenly messages between hosts share links; 0 for more than MOST_IN_TURNS ranks."""
-        return self.hosts.ahead_bytes if self.hosts and ranks <= MOST_IN_TURNS else 0.0
+    def is_even(self, ranks: int) -> bool:
+        """Whether no block or message of so many ranks differs from others by chance, but for `stragglers`."""
+        return self.hosts is None or self.hosts.is_even(ranks, self.cores)
 
     @property
     def posts_ahead(self) -> bool:
@@ -122,7 +120,7 @@ class Cluster:
     @property
     def even(self) -> Cluster:
         """The same with cores and links that are shared evenly."""
-        return replace(self, hosts=replace(self.hosts, turn_s=0.0, ahead_bytes=0.0)) if self.hosts else self
+        return replace(self, hosts=self.hosts.even) if self.hosts else self
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
         """What ranks need at least for the work that each has, alone on a core or device: (n,)."""
@@ -161,7 +159,7 @@ def _alone(ranks: Any) -> tuple[int, ...] | None:
     return tuple(ranks)
 
 
-def _network_config(config: Mapping[str, Any], hosts: Hosts | None) -> dict[str, Any]:
+def _network_config(config: Mapping[str, Any], hosts: EmulatedHosts | None) -> dict[str, Any]:
     """The network that a conf/cluster file describes, in words or by its hosts."""
     network = {key: config[key] for key in NETWORK_KEYS if key in config}
     if hosts is None:

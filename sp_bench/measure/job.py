@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.kernels import KERNELS
-from sp_bench.labs.shaped.inside import interface_bytes
 from sp_bench.machine import boot_id, busy_s
 from sp_bench.measure.devices import described, device_here, transport_here
 from sp_bench.measure.exactness import NAMES, relative_error, squared_norms
@@ -25,6 +24,7 @@ from sp_bench.run.attention import Engine
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.home import home
 from sp_bench.run.sharding import shard, unshard
 from sp_bench.run.transport import AloneTransport
 
@@ -104,10 +104,10 @@ class _Bench:
         for does in self.does:
             self.engine.transport.sent_bytes.clear()
             _barrier()
-            before, busy_before_s = interface_bytes(), self.busy_s()
+            before, busy_before_s = home().link_bytes(), self.busy_s()
             phases, by_phase = self._execute(does)
             _barrier()  # all have received, so that nothing is on its way any more
-            after, busy_after_s = interface_bytes(), self.busy_s()
+            after, busy_after_s = home().link_bytes(), self.busy_s()
             if result is None:
                 continue
             if busy_before_s is not None and busy_after_s is not None:

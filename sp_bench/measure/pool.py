@@ -20,16 +20,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sp_bench.labs.shaped.inside import Home, move_in, transfers_go_first
 from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, settle
+from sp_bench.measure.homes import Homes
 from sp_bench.measure.termination import deferred
 from sp_bench.measure.where import Where, answering, ask
-
-if TYPE_CHECKING:
-    from sp_bench.labs.shaped.hosts import ShapedHosts
+from sp_bench.run.home import Home, move_to
 
 GRACE_S = 2.0
 """How long the other ranks have to answer once one has failed."""
@@ -64,12 +62,10 @@ class RankHang(RankFailure):
 class RankPool:
     """n processes, one gloo group of all of them. Use it as a context manager, or close it."""
 
-    hosts: ShapedHosts | None = None
+    hosts: Homes | None = None
     """Where the ranks live; None: they talk over this machine's loopback."""
 
-    def __init__(
-        self, n: int, timeout_s: float = 60.0, hosts: ShapedHosts | None = None, devices: Devices = CPUS
-    ) -> None:
+    def __init__(self, n: int, timeout_s: float = 60.0, hosts: Homes | None = None, devices: Devices = CPUS) -> None:
         """`timeout_s` is how long all ranks may be silent before they count as hung.
 
         `hosts` are closed with the pool. `devices` are what ranks compute on.
@@ -85,7 +81,7 @@ class RankPool:
             with deferred():
                 for rank in range(n):
                     ours, theirs = context.Pipe()
-                    home = hosts.home_of(rank) if hosts else None
+                    home = hosts.home_of(rank) if hosts else Home()
                     arguments = (rank, n, theirs, lifeline, self._folder.name, timeout_s, home, devices)
                     process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
                     process.start()
@@ -233,7 +229,7 @@ def _serve(
     lifeline: Connection,
     folder: str,
     timeout_s: float,
-    home: Home | None,
+    home: Home,
     devices: Devices,
 ) -> None:
     """A rank's process: join the group, then run what the pool sends until its pipe closes."""
@@ -243,8 +239,7 @@ def _serve(
     threading.Thread(target=end_with_the_pool, args=(lifeline,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with answering(Path(folder, str(rank))):
-        if home:
-            move_in(home)
+        move_to(home)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
         # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
@@ -256,7 +251,7 @@ def _serve(
         except Exception:
             time.sleep(GRACE_S)  # a pool that ends meanwhile ends its ranks one by one, and this is what others see
             raise
-        transfers_go_first()
+        home.put_transfers_first()
         answer(pipe)
     os._exit(0)
 

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from sp_bench.measure.agents import LaunchedRanks, agents_of_launch, run_agent
 from sp_bench.measure.devices import CPUS, Devices
+from sp_bench.measure.homes import Homes
 from sp_bench.measure.launch import Launch, launched
 from sp_bench.measure.pool import RankPool
 from sp_bench.measure.termination import Terminated, terminable
-
-if TYPE_CHECKING:
-    from sp_bench.labs.shaped.hosts import ShapedHosts
 
 
 def drive(answer: Callable[[], int]) -> int:
@@ -41,7 +38,7 @@ def drive(answer: Callable[[], int]) -> int:
 
 
 def open_ranks(
-    n: int, timeout_s: float, launch: Launch | None, hosts: ShapedHosts | None = None, devices: Devices = CPUS
+    n: int, timeout_s: float, launch: Launch | None, hosts: Homes | None = None, devices: Devices = CPUS
 ) -> RankPool:
     """A pool of n ranks: the launch's if there is one, else processes of this machine, on `hosts` if given.
 
@@ -56,6 +53,6 @@ def open_ranks(
 def by_host(pool: RankPool) -> dict[str, list[int]]:
     """The ranks on each host."""
     if pool.hosts:
-        return pool.hosts.ranks
+        return pool.hosts.ranks_by_host
     hosts = pool.run("sp_bench.measure.launch:host_here")
     return {host: [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)}

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from sp_bench.labs.shaped.inside import transfers_go_first, transfers_have_priority
 from sp_bench.plan import BLOCKS, Dataflow, Op, Plan, Waits
 from sp_bench.run.devices import Clock, Device, HostClock
+from sp_bench.run.home import home
 
 Perform = Callable[[int, Op], None]
 """Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
@@ -76,7 +76,7 @@ class Streams(ABC):
 
 def lane_threads(lanes: int) -> ThreadPoolExecutor:
     """A thread for the transfers of each lane."""
-    return ThreadPoolExecutor(lanes, "sp_bench-lane", initializer=transfers_go_first)
+    return ThreadPoolExecutor(lanes, "sp_bench-lane", initializer=home().put_transfers_first)
 
 
 class ThreadStreams(Streams):
@@ -93,7 +93,7 @@ class ThreadStreams(Streams):
         self._waits, self._room, self._streams = flow.waits, flow.room, (BLOCKS, *plan.lanes)
         self._by_stream = {name: [(i, op) for i, op in plan if op.stream == name] for name in self._streams}
         self._progress = Progress(self._streams)
-        self._by_caller = _is_sequence(plan, flow) and not (plan.lanes and transfers_have_priority())
+        self._by_caller = _is_sequence(plan, flow) and not (plan.lanes and home().transfers_first)
         self._threads = None if self._by_caller else lane_threads(len(plan.lanes))
 
     def run(self, perform: Perform, prepare: Prepare) -> None:

@@ -20,8 +20,8 @@ def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: 
     compute     blocks and folds of the busiest rank, `compute_s`
     latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them,
                 or where one begins while the one before comes
-    port, nic   and other classes of links: the bytes on the busiest one of them at its full rate, but for what those
-                between shaped hosts may owe at the end: a burst for each lane
+    port, nic   and other classes of links: the bytes on the busiest one of them at its full rate, but for those that
+                emulated links may carry after the end (emulation.EmulatedHosts)
     """
     network, hosts = cluster.network(plan.n), cluster.hosts
     between = {level.name for level in network.topology.between(network.gpus_per_node)}
@@ -29,7 +29,7 @@ def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: 
     for name, links in link_classes(network).items():
         carried = crossing[links]
         if hosts and name in between:
-            carried = carried - hosts.at_once_bytes(carried, 1 / lanes)
+            carried = hosts.least_carried_bytes(carried, lanes)
         by_class[name] = float((carried / network.link_bytes_per_s[links]).max(initial=0.0))
     latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, cluster.posts_ahead)
     return {"compute": compute_s, "latency": latency_s, **by_class}

@@ -1,20 +1,21 @@
 """From a plan to the task graph of all its ranks.
 
 Blocks and folds between two waits or two sends are one task (a segment) on each rank, so that n blocks on n ranks
-don't become n * n tasks. A message of a transfer is one flow from each rank, and between shaped hosts a second one that
-nobody waits for: what its links let through at once, and owe to their rate. Tasks come in rows of n, by rank.
+don't become n * n tasks. A message of a transfer is one flow from each rank. On an emulated machine a second one, which
+nobody waits for, may follow it. Tasks come in rows of n, by rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
+from sp_bench.cluster.emulation import Carried, Message
 from sp_bench.errors import RequestError
 from sp_bench.plan import (
     BLOCKS,
@@ -42,16 +43,14 @@ from sp_bench.plan import (
     unsummed_partials,
 )
 from sp_bench.simulate.flows import TaskGraph, Timing
-from sp_bench.simulate.noise import Noise, Shares, Turns
+from sp_bench.simulate.noise import Noise
+from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
 MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
-CORE_WORK_PER_S = 1e12
-"""Work on shared cores flows in picoseconds. In fair shares, which rise by weight, transfers' bytes per second are far
-below such numbers, so that transfers take their part of the cores before any block does."""
-OWED_FIRST = 1e3
-"""The weight of what links owe to their rate, beside messages of about 1."""
+LATER_WEIGHT = 1e3
+"""Of bytes that links carry after their message (Carried.later_bytes), beside messages of about 1: they go first."""
 
 
 @dataclass(eq=False)
@@ -88,7 +87,7 @@ class PlanGraph:
         return CORE_WORK_PER_S if self.work == "flow_bytes" else 1.0
 
     def by_rank(self, of_tasks: np.ndarray) -> np.ndarray:
-        """Something of each task by row and simulated rank, without the rows that pay what links owe: (rows, ranks)."""
+        """Something of each task by row and simulated rank, without the rows of later_bytes: (rows, ranks)."""
         return of_tasks.reshape(-1, self.quotient.ranks.size)[: self.items[-1].rows.stop]
 
     def rows_of(self, *, blocks: bool) -> np.ndarray:
@@ -134,79 +133,6 @@ def segments(plan: Plan, flow: Dataflow) -> dict[int, Segment]:
     return found
 
 
-@dataclass
-class _Rows:
-    """Rows of tasks, one for each rank that is simulated, as they are added."""
-
-    quotient: Quotient
-    delays: list[np.ndarray] = field(default_factory=list)
-    sizes: list[np.ndarray] = field(default_factory=list)
-    paths: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    caps: list[np.ndarray] = field(default_factory=list)
-    weights: list[np.ndarray] = field(default_factory=list)
-    deps: list[np.ndarray] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.n = self.quotient.ranks.size
-        self.none = np.full((self.n, 1), -1), np.zeros((self.n, 1), np.int64)
-        self.uncapped = np.full(self.n, np.inf)
-
-    def add(
-        self,
-        delay_s: np.ndarray | float,
-        deps: Sequence[np.ndarray],
-        flow_bytes: np.ndarray | float = 0.0,
-        path: Path | None = None,
-        weight: np.ndarray | float = 1.0,
-    ) -> np.ndarray:
-        """Add a row: delays (n,), predecessors [(n,), ...], and for flows bytes (n,), what they cross, weights (n,).
-
-        Returns its tasks by rank: (n,).
-        """
-        n, sizes = self.n, np.broadcast_to(np.asarray(flow_bytes, float), self.n)
-        self.delays.append(np.broadcast_to(np.asarray(delay_s, float), n))
-        self.sizes.append(sizes)
-        self.paths.append((path.links, path.loads * (sizes[:, None] > 0)) if path else self.none)
-        self.caps.append(path.rate_cap if path else self.uncapped)
-        self.weights.append(np.broadcast_to(np.asarray(weight, float), n))
-        self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
-        return (len(self.delays) - 1) * n + np.arange(n)
-
-    def task_graph(self, cores: int | None) -> TaskGraph:
-        """The finished graph, with one more link where cores are shared."""
-        crossed = [loads > 0 for _, loads in self.paths]
-        dep_counts = np.concatenate([np.full(self.n, dep.shape[1]) for dep in self.deps])
-        return TaskGraph(
-            delay_s=np.concatenate(self.delays),
-            flow_bytes=np.concatenate(self.sizes),
-            path_start=np.concatenate(([0], np.cumsum(np.concatenate([there.sum(axis=1) for there in crossed])))),
-            path_links=np.concatenate([links[there] for (links, _), there in zip(self.paths, crossed, strict=True)]),
-            path_loads=np.concatenate([loads[there] for (_, loads), there in zip(self.paths, crossed, strict=True)]),
-            dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
-            dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
-            rate_cap=np.concatenate(self.caps),
-            weight=np.concatenate(self.weights),
-            link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else []),
-        )
-
-
-class Path(NamedTuple):
-    """What the simulated ranks' flows cross: (n,) latencies and caps, (n, P) links and how much they load each."""
-
-    target: np.ndarray
-    """(n,) The kind of rank that each sends to."""
-    source: np.ndarray
-    """(n,) The kind that each receives from."""
-    latency_s: np.ndarray
-    rate_cap: np.ndarray
-    links: np.ndarray
-    loads: np.ndarray
-    inter: np.ndarray
-    """(n,) Whether they leave their node."""
-    alone_bytes_per_s: np.ndarray
-    """(n,) What each gets where there is no other."""
-
-
 class Early(NamedTuple):
     """How a transfer begins while the one before on its lane is under way (plan.begun_early).
 
@@ -228,28 +154,26 @@ class _Builder:
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
-        turn_s, ahead_bytes = cluster.turn_s(problem.n), cluster.ahead_bytes(problem.n)
-        noisy = max(cluster.stragglers.jitter, turn_s, ahead_bytes) > 0
+        noisy = cluster.stragglers.jitter > 0 or not cluster.is_even(problem.n)
         moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
         for op in plan.ops if moves else ():
             moves = that_leave(moves, self._costs(op))
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
-        self.turns = Turns(turn_s, cluster.stragglers.seed, plan.phase)
-        self.shares = Shares(ahead_bytes, cluster.stragglers.seed, plan.phase)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
+        self.effects = cluster.effects(self.network, self.ranks, plan.phase)
         self.early = begun_early(plan) if cluster.posts_ahead else {}
         self.posted = posted_ahead(plan, problem) if cluster.posts_ahead else {}
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
-        self.sharers: dict[tuple[tuple[Group | Exchange, int], ...], list[np.ndarray]] = {}
+        self.carried: dict[int, list[Carried]] = {}
+        """By transfer, how its messages are carried."""
         self.cores = cluster.shared_cores(problem.n)
-        self.hosts = cluster.hosts
-        self.rows = _Rows(self.quotient)
+        self.rows = Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
-        self.owed: list[tuple[list[np.ndarray], np.ndarray, Path]] = []
-        """After which messages, how many bytes, and over what: what came at once and links owe to their rate."""
+        self.later: list[tuple[list[np.ndarray], np.ndarray, Path]] = []
+        """After which messages links carry how many bytes, and over what."""
 
     def build(self) -> PlanGraph:
         starts = segments(self.plan, self.flow)
@@ -270,8 +194,8 @@ class _Builder:
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
-        for owed in self.owed:
-            self.rows.add(0.0, *owed, OWED_FIRST)
+        for later in self.later:
+            self.rows.add(0.0, *later, LATER_WEIGHT)
         work = "flow_bytes" if self.cores else "delay_s"
         return PlanGraph(self.rows.task_graph(self.cores), tuple(items), self.quotient, work)
 
@@ -279,7 +203,7 @@ class _Builder:
         n, ops = self.ranks.size, self.plan.ops
         rows = sum(op.group.size if isinstance(i, int) and isinstance(op := ops[i], AllToAll) else 1 for i in items)
         rows += len(self.early)
-        rows *= 2 if self.hosts else 1  # what links owe after a message is a row too
+        rows *= 2 if self.effects.defers else 1  # what links carry after a message is a row too
         if n * rows > MAX_TASKS:
             raise RequestError(
                 f"gpus={self.problem.n}",
@@ -309,7 +233,9 @@ class _Builder:
         seconds *= self.slow * self.noise(self.ranks.size)
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
-            return [self.rows.add(0.0, deps, CORE_WORK_PER_S * seconds, self._on_cores, self.turns(seconds))]
+            return [
+                self.rows.add(0.0, deps, CORE_WORK_PER_S * seconds, self._on_cores, self.effects.block_weights(seconds))
+            ]
         return [self.rows.add(seconds, deps)]
 
     @cached_property
@@ -349,9 +275,9 @@ class _Builder:
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
         path = self._path(*peers(op)[0])  # which is that of the one before, too
-        (sizes,), (at_once,) = messages(previous, self.problem, self.ranks), self._at_once_bytes(previous)
+        (sizes,), (carried,) = messages(previous, self.problem, self.ranks), self.carried[self.early[index]]
         whole = sum(sizes.values())
-        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - at_once) / path.alone_bytes_per_s
+        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - carried.later_bytes) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return Early(hidden_s, begun)
@@ -366,7 +292,7 @@ class _Builder:
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray], early: Early | None) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
-        Some may begin `early`, and the receives of some are posted ahead. What goes at once is owed after it.
+        Some may begin `early`, and the receives of some are posted ahead.
         """
         hidden_s, begun = early or (0.0, [])
         before = [*previous, *([] if early else self._elsewhere(index))]
@@ -375,18 +301,19 @@ class _Builder:
             expecting = [*(self.ended[ahead.after] if ahead.after is not None else []), *self._tasks(ahead.waits)]
         staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
-        each = zip(peers(op), messages(op, self.problem, self.ranks), self._at_once_bytes(op), strict=True)
-        for pair, sizes, at_once in each:
-            path = self._path(*pair)
+        paths = [self._path(*pair) for pair in peers(op)]
+        sizes = messages(op, self.problem, self.ranks)
+        each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
+        self.carried[index] = self.effects.carried(each)
+        for path, message, carried in zip(paths, each, self.carried[index], strict=True):
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
             deps = [*before, *(ended[path.target] for ended in expecting), *begun]
-            sent = np.broadcast_to(sum(sizes.values()), self.ranks.size)
-            weight = np.where(path.inter, self.shares(sent), 1.0)
-            over = self._over_cores(path, sizes)
-            tasks.append(self.rows.add(latency_s + staged_s, deps, sent - at_once, over, weight))
-            if at_once.any():
-                self.owed.append(([tasks[-1]], at_once, over))
+            over = self._over_cores(path, carried)
+            sent = message.bytes - carried.later_bytes
+            tasks.append(self.rows.add(latency_s + staged_s, deps, sent, over, carried.weight))
+            if np.any(carried.later_bytes):
+                self.later.append(([tasks[-1]], carried.later_bytes, over))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
@@ -414,36 +341,10 @@ class _Builder:
             self.paths[group, shift] = path
         return self.paths[group, shift]
 
-    def _at_once_bytes(self, op: Transfer) -> list[np.ndarray]:
-        """Of each message, what goes through at once where its links were idle (Hosts.at_once_bytes): [(n,), ...].
-
-        A link's burst is shared by all messages of the transfer that cross it. Each lane has one: those of several
-        lanes that begin together on idle links gain more than they should.
-        """
-        pairs = tuple(peers(op))
-        found = [np.zeros(self.ranks.size)] * len(pairs)
-        if self.hosts:
-            sent = [sum(sizes.values()) for sizes in messages(op, self.problem, self.ranks)]
-            for i, (pair, size, sharers) in enumerate(zip(pairs, sent, self._sharers(pairs), strict=True)):
-                found[i] = np.where(self._path(*pair).inter, self.hosts.at_once_bytes(size, sharers), 0.0)
-        return found
-
-    def _sharers(self, pairs: tuple[tuple[Group | Exchange, int], ...]) -> list[np.ndarray]:
-        """Of messages that begin together, how many cross the link that each shares with most: [(n,), ...]."""
-        if pairs not in self.sharers:
-            everyone = np.arange(self.problem.n)
-            links = [self.network.routes(everyone, group.member(everyone, shift)).links for group, shift in pairs]
-            crossing = np.bincount(1 + np.concatenate([crossed.ravel() for crossed in links]))
-            crossing[0] = 1  # no link
-            self.sharers[pairs] = [crossing[1 + crossed[self.ranks]].max(axis=1) for crossed in links]
-        return self.sharers[pairs]
-
-    def _over_cores(self, path: Path, sizes: Mapping[str, Any]) -> Path:
-        """The path of a message between hosts with what it takes of the cores that they share, by bytes of a field."""
-        if not self.cores or not self.hosts:
+    def _over_cores(self, path: Path, carried: Carried) -> Path:
+        """The path of a message with what it takes of the cores that ranks share."""
+        if not self.cores or not np.any(carried.core_s_per_byte):
             return path
-        whole = np.maximum(sum(sizes.values()), 1)
-        core_s_per_byte = self.hosts.core_s_per_byte + len(sizes) * self.hosts.message_core_s / whole
-        taken = CORE_WORK_PER_S * (core_s_per_byte * path.inter)[:, None]
+        taken = CORE_WORK_PER_S * np.broadcast_to(carried.core_s_per_byte, self.ranks.size)[:, None]
         links = np.hstack([path.links, self._on_cores.links])
         return path._replace(links=links, loads=np.hstack([path.loads, taken * self._on_cores.loads]))

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_bench.labs.shaped import inside
 from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
@@ -29,7 +28,7 @@ from sp_bench.plan import (
     dataflow,
     posted_ahead,
 )
-from sp_bench.run import streams
+from sp_bench.run import home, streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport, Turn
 from tests.run import jobs
@@ -383,10 +382,11 @@ def test_a_plan_that_is_a_sequence_needs_one_thread(
     method: str, transfers_first: bool, by_the_caller: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward, but where the caller may not transfer."""
-    monkeypatch.setattr(inside, "_home", inside.Home("nowhere", transfers_first))
+    here = home.Home()
+    here.transfers_first = transfers_first
+    monkeypatch.setattr(home, "_home", here)
     transport = Threads()
     engine, (q, k, v, dout) = one_rank(build(method, {}), splittable_problem(4), transport)
-    monkeypatch.setattr(streams, "transfers_go_first", lambda: False)
     _, saved = engine.forward(q, k, v)
     engine.backward(dout, saved)
     engine.close()

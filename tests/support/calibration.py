@@ -17,8 +17,6 @@ SETTING = Setting(
     memory_tokens=64,
     repetitions=3,
     message_bytes=1000,
-    exchange_bytes=(10_000, 100_000),
-    crowd_s=0.1,
 )
 
 

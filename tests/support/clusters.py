@@ -7,7 +7,6 @@ from typing import Any
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.labs.shaped.description import Hosts
 from sp_bench.plan import LAYOUTS, PHASES, Problem, layout_named
 
 TABLE = {
@@ -96,27 +95,3 @@ def on_network(name: str, **stragglers: Any) -> Cluster:
 
 def split_problem(n: int, layout: str = "striped", *, causal: bool = False) -> Problem:
     return Problem(n=n, seqlen=512 * n, heads=2 * n, kv_heads=n, head_dim=64, causal=causal, layout=LAYOUTS[layout])
-
-
-def on_hosts(
-    cores: int,
-    bytes_per_s: float,
-    byte_core_s: float,
-    link_cores: float = 0.0,
-    message_core_s: float = 0.0,
-    per_host: int = 1,
-) -> Cluster:
-    """Hosts whose links have that rate, and messages no latency."""
-    hosts = Hosts(
-        link_bytes_per_s=2 * bytes_per_s,
-        payload_share=0.5,
-        burst_bytes=1,
-        latency_s=0.0,
-        ranks_per_host=per_host,
-        byte_core_s=byte_core_s,
-        link_cores=link_cores,
-        message_core_s=message_core_s,
-    )
-    where = cluster(gpus_per_node=per_host, bytes_per_s=4 * bytes_per_s)
-    inter = replace(where.topology.inter, latency_s=0.0, nics_per_node=1)
-    return replace(where, cores=cores, hosts=hosts, topology=replace(where.topology, inter=inter))

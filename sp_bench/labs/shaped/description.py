@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from sp_bench.cluster.emulation import EmulatedHosts
+from sp_bench.cluster.topology import Network
 from sp_bench.cluster.values import count, number, section
 from sp_bench.errors import RequestError
+from sp_bench.labs.shaped.effects import ShapedEffects
 
 REQUIRED = ("link_bytes_per_s", "burst_bytes", "payload_share", "latency_s")
 OPTIONAL = (
@@ -28,16 +31,22 @@ OPTIONAL = (
 )
 OF_CORES = ("byte_core_s", "link_cores", "message_core_s")
 """What messages take of the cores that ranks share."""
+MOST_UNEVEN_RANKS = 64
+"""Turns on shared cores, and unequal shares of links, are simulated of so many ranks at most: no two are alike then,
+and every block or message that begins or ends changes what all others get. More ranks share evenly."""
 MOST_AT_ONCE = 0.75
 """Of a message, where it is smaller than a burst: the rest comes only after what is owed for the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hosts:
+class Hosts(EmulatedHosts):
     """Hosts that share this machine's cores, each with one link to a switch; leaf switches join over a spine.
 
     A host is a node of the simulated topology, its link the node's one NIC, and ranks on it talk over its loopback.
     """
+
+    lab: ClassVar[str] = "shaped"
+    core_figures: ClassVar[tuple[str, ...]] = OF_CORES
 
     link_bytes_per_s: float
     """Of a host's link in each direction, headers included."""
@@ -67,9 +76,9 @@ class Hosts:
     and caches used."""
     turn_s: float = 0.0
     """Where ranks share cores, these are handed over in turns of about so long, so that blocks don't get the same
-    (noise.Turns)."""
+    (effects.Turns)."""
     ahead_bytes: float = 0.0
-    """By so many bytes one of several messages that share a link is ahead of another (noise.Shares)."""
+    """By so many bytes one of several messages that share a link is ahead of another (effects.Shares)."""
     transfers_first: bool = True
     """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none. Simulated
     ones always do."""
@@ -101,6 +110,36 @@ class Hosts:
             key = f"{path}.payload_share"
             raise RequestError(f"{key}={hosts.payload_share}", "must be at most 1", f"{key}=0.95 would work")
         return hosts
+
+    def crowd_latency_s_of(self, ranks_per_core: float) -> float:
+        return self.crowd_latency_s * (ranks_per_core - 1)
+
+    @property
+    def messages_take_cores(self) -> bool:
+        return bool(self.core_s_per_byte or self.message_core_s)
+
+    @property
+    def even(self) -> Self:
+        return replace(self, turn_s=0.0, ahead_bytes=0.0)
+
+    def is_even(self, ranks: int, cores: int | None) -> bool:
+        return not self.turn_s_of(ranks, cores) and not self.ahead_bytes_of(ranks)
+
+    def turn_s_of(self, ranks: int, cores: int | None) -> float:
+        """`turn_s` where ranks crowd the cores; 0 where each has its own, or they are more than MOST_UNEVEN_RANKS."""
+        return self.turn_s if cores and cores < ranks <= MOST_UNEVEN_RANKS else 0.0
+
+    def ahead_bytes_of(self, ranks: int) -> float:
+        """`ahead_bytes` of up to MOST_UNEVEN_RANKS ranks, 0 of more."""
+        return self.ahead_bytes if ranks <= MOST_UNEVEN_RANKS else 0.0
+
+    def effects(
+        self, network: Network, simulated: np.ndarray, cores: int | None, seed: int, phase: str
+    ) -> ShapedEffects:
+        return ShapedEffects(self, network, simulated, cores, seed, phase)
+
+    def least_carried_bytes(self, crossing: np.ndarray, lanes: int) -> np.ndarray:
+        return crossing - self.at_once_bytes(crossing, 1 / lanes)
 
     def network(self) -> Mapping[str, Any]:
         """The sections of a topology that describe the network between hosts, with the rates that messages get."""

@@ -27,11 +27,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.labs.shaped import namespaces
 from sp_bench.labs.shaped.description import Hosts
-from sp_bench.labs.shaped.inside import LINK, Home
+from sp_bench.labs.shaped.home import LINK, ShapedHome
 
 MTU_BYTES = 9000
 """Jumbo frames, as clusters have them, so that headers are less than 1% of a link."""
@@ -90,13 +89,13 @@ class ShapedHosts:
         """The path of the namespace of a rank's host."""
         return self._places[self._host_of[rank]]
 
-    def home_of(self, rank: int) -> Home:
-        """What `inside.move_in` needs to make a process that rank's."""
-        return Home(self.place_of(rank), self._hosts.transfers_first)
+    def home_of(self, rank: int) -> ShapedHome:
+        """What a process must move to (run.home) to be that rank."""
+        return ShapedHome(self.place_of(rank), self._hosts.transfers_first)
 
     @property
-    def ranks(self) -> dict[str, list[int]]:
-        """The ranks on each host."""
+    def ranks_by_host(self) -> dict[str, list[int]]:
+        """The ranks on each host, by its name."""
         return {
             f"host{host}": [rank for rank, its in enumerate(self._host_of) if its == host]
             for host in sorted(set(self._host_of))
@@ -158,21 +157,18 @@ class ShapedHosts:
         return f"qdisc add dev {end} root tbf rate {bytes_per_s:.0f}bps burst {burst_bytes} limit {QUEUE_BYTES}"
 
 
-def hosts_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> ShapedHosts | None:
-    """The hosts of a cluster, made for that many ranks; None where it has none. Raises RequestError.
+def make(hosts: Hosts, host_of: Sequence[int], *, transfers_first: bool = True) -> ShapedHosts:
+    """The hosts, with each rank on host_of[rank]. Raises RequestError.
 
-    `transfers_first` may take priority from transfers, not give it to them where the cluster doesn't.
+    `transfers_first` may take priority from transfers, not give it to them where the hosts don't.
     """
-    if not cluster.hosts:
-        return None
-    hosts = replace(cluster.hosts, transfers_first=transfers_first and cluster.hosts.transfers_first)
-    return ShapedHosts(hosts, cluster.node_of(ranks).tolist())
+    return ShapedHosts(replace(hosts, transfers_first=transfers_first and hosts.transfers_first), host_of)
 
 
 @lru_cache(maxsize=8)
-def refuse_what_can_not_be_made(hosts: Hosts) -> None:
+def refuse(hosts: Hosts) -> None:
     """Raise RequestError where such hosts can't be had here: two are made, and removed."""
-    ShapedHosts(hosts, (0, 1)).close()
+    make(hosts, (0, 1)).close()
 
 
 def _refuse(hosts: Hosts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.labs.shaped.hosts import ShapedHosts, refuse_what_can_not_be_made
+from sp_bench.labs.shaped.hosts import ShapedHosts, refuse
 from tests.support.hosts import described
 
 
@@ -13,7 +13,7 @@ from tests.support.hosts import described
 def can_be_made() -> None:
     """Skip a test where hosts can't be made."""
     try:
-        refuse_what_can_not_be_made(described())
+        refuse(described())
     except RequestError as error:
         pytest.skip(str(error))
 

@@ -11,7 +11,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from sp_bench.labs.shaped.inside import SCHED_SETATTR, interface_bytes
+from sp_bench.labs.shaped.home import SCHED_SETATTR
+from sp_bench.run.home import home
 
 
 def exchange(payload_bytes: int) -> tuple[float, int, int]:
@@ -19,14 +20,14 @@ def exchange(payload_bytes: int) -> tuple[float, int, int]:
     peer = dist.get_rank() ^ 1
     out, into = torch.full((payload_bytes,), 1 + dist.get_rank(), dtype=torch.uint8), torch.zeros(payload_bytes).byte()
     dist.barrier()
-    before, started = link_bytes(), time.perf_counter()
+    before, started = counted(), time.perf_counter()
     works = [dist.irecv(into, peer), dist.isend(out, peer)]
     for work in works:
         work.wait()
     seconds = time.perf_counter() - started
     assert bool((into == 1 + peer).all())
     dist.barrier()
-    sent, received = (after - then for after, then in zip(link_bytes(), before, strict=True))
+    sent, received = (after - then for after, then in zip(counted(), before, strict=True))
     return seconds, sent, received
 
 
@@ -43,16 +44,16 @@ def send_across(payload_bytes: int, distance: int) -> float:
     return time.perf_counter() - started
 
 
-def link_bytes() -> tuple[int, int]:
+def counted() -> tuple[int, int]:
     """(sent, received) of the host that this rank is on."""
-    found = interface_bytes()
+    found = home().link_bytes()
     assert found is not None, "this rank is on no shaped host"
     return found
 
 
 def is_on_a_host() -> bool:
     """Whether this rank is on a shaped host."""
-    return interface_bytes() is not None
+    return home().link_bytes() is not None
 
 
 def policies() -> tuple[int, set[int]]:

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from sp_bench.calibrate import CLUSTERS, main
-from sp_bench.calibrating import hosts_file
 from sp_bench.calibrating.cluster_file import cluster_config
-from sp_bench.calibrating.exchanges import round_of, spread
-from sp_bench.calibrating.hosts_file import (
+from sp_bench.cluster import Cluster
+from sp_bench.labs.shaped import calibration
+from sp_bench.labs.shaped.calibration import (
     UNSHAPED_BYTES_PER_S,
     ahead_bytes,
     cores_of_links,
@@ -22,16 +22,17 @@ from sp_bench.calibrating.hosts_file import (
     link_rates,
     with_hosts,
 )
-from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges
-from sp_bench.cluster import Cluster
 from sp_bench.labs.shaped.description import Hosts
+from sp_bench.labs.shaped.exchanges import round_of, spread
+from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
 from sp_bench.plan import BLOCKS, DOWN, Attend, Chunk, Group, Pass, Steps
 from sp_bench.simulate import simulate
 from tests.support.calibration import SETTING, samples
-from tests.support.clusters import on_hosts, problem
-from tests.support.hosts import BURST_BYTES, described
+from tests.support.clusters import problem
+from tests.support.hosts import BURST_BYTES, described, on_hosts
 
+MESSAGE_BYTES = (10_000, 100_000)
 CORES = min(2, cores_here())
 """That two ranks can have."""
 LINK_CORES, BYTE_CORE_S, MESSAGE_CORE_S = 0.01, 2e-9, 1e-5
@@ -47,7 +48,7 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
         each = min(share * rate / hosts.ranks_per_host, most_bytes_per_s)
         per_host, kept = hosts.ranks_per_host, {}
         burst = 0.95 * BURST_BYTES / per_host if rate != UNSHAPED_BYTES_PER_S else 0
-        at_once = {size: min(burst, 0.75 * size) for size in SETTING.exchange_bytes}
+        at_once = {size: min(burst, 0.75 * size) for size in MESSAGE_BYTES}
         times = {size: latency_s + (size - saved) / each for size, saved in at_once.items()}
         carried = {size: per_host * size / x for size, x in times.items()}
         for size in (min(times), max(times)):
@@ -87,7 +88,7 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.hosts.link_cores == pytest.approx(LINK_CORES, rel=1e-3)
     assert found.hosts.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
     assert found.hosts.message_core_s == pytest.approx(MESSAGE_CORE_S, rel=1e-3)
-    size = max(SETTING.exchange_bytes)  # the middle one of two
+    size = max(MESSAGE_BYTES)  # the middle one of two
     assert found.hosts.ahead_bytes == pytest.approx(size * math.log(1.5) / 1.645 / math.sqrt(2), rel=1e-3)
     alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
     p = problem(1, tokens=max(SETTING.sizes), dtype="float32")
@@ -103,7 +104,7 @@ def test_whatever_blocks_lost_the_figures_can_be_used(short: float, long: float)
     """By chance they lose nothing beside long messages and much beside short ones, or the other way round."""
     seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     for rank in (rank for ranks in seen.values() for rank in ranks):
-        for size, lost in zip(SETTING.exchange_bytes, (short, long), strict=True):
+        for size, lost in zip(MESSAGE_BYTES, (short, long), strict=True):
             rank.beside_blocks_per_s[size] = [x * (1 - lost) for x in rank.crowded_blocks_per_s]
     costs, links = samples()
     found = Cluster.build(with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)).hosts
@@ -115,7 +116,7 @@ def test_whatever_blocks_lost_the_figures_can_be_used(short: float, long: float)
 @pytest.mark.parametrize("cores", [1, 2])
 def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a row of blocks with w seconds of work, the relative variance is turn_s / w; cores of one's own have none."""
-    monkeypatch.setattr(hosts_file, "cores_here", lambda: cores)
+    monkeypatch.setattr(calibration, "cores_here", lambda: cores)
     seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     costs, links = samples()
     config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
@@ -127,7 +128,7 @@ def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytes
 @pytest.mark.parametrize("cores", [1, 2])
 def test_messages_wait_for_cores_that_ranks_crowd(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they wait more while all ranks compute, for each rank to a core beyond the first."""
-    monkeypatch.setattr(hosts_file, "cores_here", lambda: cores)
+    monkeypatch.setattr(calibration, "cores_here", lambda: cores)
     seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     for ranks in seen.values():
         for rank in ranks:
@@ -216,10 +217,10 @@ def test_cores_that_nothing_keeps_busy_still_have_a_rate() -> None:
     hosts = described()
     seen = exchanges(hosts, latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     for rank in seen[UNSHAPED_BYTES_PER_S]:
-        rank.beside_s = dict.fromkeys(SETTING.exchange_bytes, [0.01] * 3)
+        rank.beside_s = dict.fromkeys(MESSAGE_BYTES, [0.01] * 3)
     costs, links = samples()
     config = with_hosts(cluster_config("box", SETTING, costs, links, {}), hosts, seen)
-    assert config["hosts"]["flow_bytes_per_s"] == pytest.approx(max(SETTING.exchange_bytes) / 0.01)
+    assert config["hosts"]["flow_bytes_per_s"] == pytest.approx(max(MESSAGE_BYTES) / 0.01)
 
 
 @pytest.mark.usefixtures("can_be_made")

@@ -18,8 +18,8 @@ import pytest
 
 from sp_bench.errors import RequestError
 from sp_bench.labs.shaped import namespaces
+from sp_bench.labs.shaped.home import SLICE_NS, link_bytes
 from sp_bench.labs.shaped.hosts import FIRST_ADDRESS, IPV4, ShapedHosts
-from sp_bench.labs.shaped.inside import SLICE_NS, interface_bytes
 from sp_bench.measure.pool import RankPool
 from tests.labs.shaped import jobs
 from tests.support.hosts import BURST_BYTES, LINK_BYTES_PER_S, described
@@ -77,7 +77,7 @@ def test_hosts_leave_nothing_behind() -> None:
 def test_ranks_share_a_host() -> None:
     with ShapedHosts(described(ranks_per_host=2), (0, 0, 1, 1)) as hosts:
         assert hosts.place_of(0) == hosts.place_of(1) != hosts.place_of(2)
-        assert hosts.ranks == {"host0": [0, 1], "host1": [2, 3]}
+        assert hosts.ranks_by_host == {"host0": [0, 1], "host1": [2, 3]}
 
 
 @pytest.mark.parametrize("transfers_first", [True, False])
@@ -117,7 +117,7 @@ def test_ranks_end_with_their_hosts() -> None:
         assert pool.run(jobs.is_on_a_host) == [True, True]
         assert is_there(place)
     assert not is_there(place)
-    assert interface_bytes() is None, "this process has stayed where it was"
+    assert link_bytes() is None, "this process has stayed where it was"
 
 
 def test_ranks_without_hosts_are_on_none() -> None:

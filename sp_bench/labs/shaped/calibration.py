@@ -1,4 +1,4 @@
-"""From exchanges between shaped hosts to the figures of a cluster file, which hold at other link rates too."""
+"""Calibrate shaped hosts: from exchanges between them to a cluster file's figures, which hold at other rates too."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sp_bench.calibrating.cluster_file import rounded, scaled
-from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges, middle
+from sp_bench.calibrating.setting import Setting
 from sp_bench.labs.shaped.description import Hosts
+from sp_bench.labs.shaped.hosts import make
+from sp_bench.labs.shaped.samples import FULL, QUICK, SPREAD_BLOCKS, Exchanges, middle
 from sp_bench.machine import cores_here
+from sp_bench.measure.pool import RankPool
 
 UNSHAPED_BYTES_PER_S = 1e11
 """More than any machine's cores can carry."""
@@ -34,6 +37,26 @@ class Messages:
     payload_share: float
     off: float
     """The largest relative difference to a median that this was fitted to."""
+
+
+def calibrated(config: Mapping[str, Any], hosts: Hosts, setting: Setting, ranks: int, *, quick: bool) -> dict[str, Any]:
+    """The cluster file for so many ranks on these hosts, from `config`, the one for the same ranks on loopback."""
+    return with_hosts(config, hosts, _measure(hosts, setting, ranks, quick=quick))
+
+
+def _measure(described: Hosts, setting: Setting, ranks: int, *, quick: bool) -> dict[float, list[Exchanges]]:
+    """What each rank saw of the others on their hosts, by the rate of the links."""
+    found, pace = {}, QUICK if quick else FULL
+    host_of = [rank // described.ranks_per_host for rank in range(ranks)]
+    for rate in link_rates(described):
+        print(f"links of {rate:g} bytes/s between hosts of {described.ranks_per_host}", flush=True)
+        hosts = replace(described, link_bytes_per_s=rate, hosts_per_leaf=None, uplink_bytes_per_s=None)
+        with RankPool(ranks, hosts=make(hosts, host_of)) as pool:
+            job = "sp_bench.labs.shaped.exchanges:measure_exchanges"
+            pause_s = hosts.burst_bytes / rate  # until a link has saved all that it lets through at once
+            limited = rate != UNSHAPED_BYTES_PER_S
+            found[rate] = pool.run(job, setting, pace, hosts.ranks_per_host, pause_s, limited)
+    return found
 
 
 def link_rates(hosts: Hosts) -> tuple[float, float, float]:
@@ -90,6 +113,7 @@ def with_hosts(
     values = {key: rounded(value) for figures in found for key, value in figures.values.items()}
     return {
         **kept,
+        "lab": hosts.lab,
         "hosts": asdict(replace(hosts, **values)),
         "intra": config["intra"],
         "device": {

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from sp_bench.calibrating.kernels import kernel_for
 from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean_s, messages_lasting
-from sp_bench.calibrating.setting import SPREAD_BLOCKS, Exchanges, Samples, Setting, middle
+from sp_bench.calibrating.setting import Samples, Setting
+from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges, Pace, middle
 from sp_bench.measure.pool import report
 from sp_bench.plan import DOWN, FIELDS, Chunk, Group, Plan, Problem, Steps, layout_named, receive_next
 from sp_bench.run.buffers import Buffers
@@ -26,7 +27,7 @@ MOST_HOPS = 4
 """Of an execution with the longest messages, which take long."""
 
 
-def measure_exchanges(setting: Setting, ranks_per_host: int, pause_s: float, limited: bool) -> Exchanges:
+def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s: float, limited: bool) -> Exchanges:
     """What this rank sees while every rank sends to the next host. The first repetition is a warm-up and dropped.
 
     Messages that are timed meet links that were idle for `pause_s`. Where links are not `limited`, only how long
@@ -35,17 +36,17 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, pause_s: float, lim
     rank, n, found = dist.get_rank(), dist.get_world_size(), Exchanges()
     transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting, min(setting.sizes))
     ring = (rank + ranks_per_host) % n, (rank - ranks_per_host) % n
-    messages = {size: Message(transport, size) for size in setting.exchange_bytes}
+    messages = {size: Message(transport, size) for size in pace.message_bytes}
     short, long = min(messages), max(messages)
-    pairs = Pairs(transport, middle(setting.exchange_bytes), ranks_per_host)
+    pairs = Pairs(transport, middle(pace.message_bytes), ranks_per_host)
     sizes = sorted({short, long}) if limited else []
     rounds = {size: Rounds(setting, transport, size, ranks_per_host, size == long) for size in sizes}
     for repetition in range(1 + setting.repetitions):
         kept = found if repetition else Exchanges()
         if rank == 0:
-            kept.alone_blocks_per_s.append(_per_s(block_s, setting.crowd_s / n))
+            kept.alone_blocks_per_s.append(_per_s(block_s, pace.crowd_s / n))
         dist.barrier()
-        kept.crowded_blocks_per_s.append(_per_s(block_s, setting.crowd_s))
+        kept.crowded_blocks_per_s.append(_per_s(block_s, pace.crowd_s))
         dist.barrier()
         for size, message in messages.items():
             report((repetition, size))
@@ -53,7 +54,7 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, pause_s: float, lim
             with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
                 idle_s = lane.submit(exchange_s, TIMED).result()
             dist.barrier()
-            times = messages_lasting(setting.crowd_s / len(messages), pause_s + idle_s, least=TIMED)
+            times = messages_lasting(pace.crowd_s / len(messages), pause_s + idle_s, least=TIMED)
             beside_s, _ = beside_blocks(block_s, partial(exchange_s, times))
             dist.barrier()
             kept.idle_s.setdefault(size, []).append(idle_s)
@@ -66,7 +67,7 @@ def measure_exchanges(setting: Setting, ranks_per_host: int, pause_s: float, lim
         for size, hops in rounds.items():
             report((repetition, "rounds", size))
             in_a_row_s = pause_s + kept.idle_s[size][-1]  # with no burst at once
-            times = messages_lasting(setting.crowd_s, hops.bytes / size * in_a_row_s, least=1)
+            times = messages_lasting(pace.crowd_s, hops.bytes / size * in_a_row_s, least=1)
             round_s, blocks_s = beside_blocks(block_s, partial(mean_s, hops, times=times))
             dist.barrier()
             kept.rounds_bytes_per_s.setdefault(size, []).append(hops.bytes / round_s)

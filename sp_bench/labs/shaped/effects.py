@@ -1,0 +1,107 @@
+"""What shaped hosts do to a simulation: bursts, uneven shares of cores and links, and cores that messages take.
+
+A link that was idle lets a burst through at once and owes it to its rate: the burst is carried after the message, and a
+lane's messages in a row get the rate and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sp_bench.cluster.emulation import Carried, Effects, Message
+from sp_bench.cluster.topology import Network
+from sp_bench.plan import PHASES, Exchange, Group
+from sp_bench.simulate.noise import log_normal
+
+if TYPE_CHECKING:
+    from sp_bench.labs.shaped.description import Hosts
+
+
+class ShapedEffects(Effects):
+    """The effects of shaped hosts on the simulated ranks (q,) of one phase."""
+
+    defers = True
+
+    def __init__(
+        self, hosts: Hosts, network: Network, simulated: np.ndarray, cores: int | None, seed: int, phase: str
+    ) -> None:
+        n = network.gpu.size
+        self._hosts, self._network, self._simulated = hosts, network, simulated
+        self._turns = Turns(hosts.turn_s_of(n, cores), seed, phase)
+        self._shares = Shares(hosts.ahead_bytes_of(n), seed, phase)
+        self._sharers: dict[tuple[tuple[Group | Exchange, int], ...], list[np.ndarray]] = {}
+
+    def block_weights(self, work_s: np.ndarray) -> np.ndarray | float:
+        return self._turns(work_s)
+
+    def carried(self, messages: Sequence[Message]) -> list[Carried]:
+        """A link's burst is shared by all messages of the transfer that cross it. Each lane has a burst: messages of
+        several lanes that begin together on idle links gain more than they should.
+        """
+        found, hosts = [], self._hosts
+        for message, sharers in zip(messages, self._find_sharers(messages), strict=True):
+            sent = np.broadcast_to(message.bytes, self._simulated.size)
+            core_s_per_byte = hosts.core_s_per_byte + len(message.field_bytes) * hosts.message_core_s / np.maximum(
+                message.bytes, 1
+            )
+            found.append(
+                Carried(
+                    weight=np.where(message.inter, self._shares(sent), 1.0),
+                    later_bytes=np.where(message.inter, hosts.at_once_bytes(message.bytes, sharers), 0.0),
+                    core_s_per_byte=core_s_per_byte * message.inter,
+                )
+            )
+        return found
+
+    def _find_sharers(self, messages: Sequence[Message]) -> list[np.ndarray]:
+        """Of messages that begin together, how many cross the link that each shares with most: [(q,), ...]."""
+        to = tuple(message.to for message in messages)
+        if to not in self._sharers:
+            everyone = np.arange(self._network.gpu.size)
+            links = [self._network.routes(everyone, group.member(everyone, shift)).links for group, shift in to]
+            crossing = np.bincount(1 + np.concatenate([crossed.ravel() for crossed in links]))
+            crossing[0] = 1  # no link
+            self._sharers[to] = [crossing[1 + crossed[self._simulated]].max(axis=1) for crossed in links]
+        return self._sharers[to]
+
+
+class Turns:
+    """Shares of crowded cores that differ from block to block, since Linux hands cores over in turns.
+
+    A block of w seconds has w / turn_s of them: what it gets of the cores has a relative standard deviation of
+    sqrt(turn_s / w), and of 1 where it is shorter than a turn. All of them together get the same.
+    """
+
+    def __init__(self, turn_s: float, seed: int, phase: str) -> None:
+        self.turn_s = turn_s
+        self.generator = np.random.default_rng([seed, 1 + PHASES.index(phase)])
+
+    def __call__(self, work_s: np.ndarray) -> np.ndarray | float:
+        """Weights around 1 of blocks with so much work each."""
+        if not self.turn_s:
+            return 1.0
+        variance = np.log1p(self.turn_s / np.maximum(work_s, self.turn_s))
+        return log_normal(self.generator, variance, work_s.size)
+
+
+class Shares:
+    """What messages get of a link that they share: queues let some go ahead of others, by about so many bytes.
+
+    A message of b bytes gets shares whose logarithms have a standard deviation of ahead_bytes / b, and of 1 where it is
+    shorter than that. One that has a link for itself gets all of it. Cores that messages have to themselves, since
+    blocks leave them, are shared so too.
+    """
+
+    def __init__(self, ahead_bytes: float, seed: int, phase: str) -> None:
+        self.ahead_bytes = ahead_bytes
+        self.generator = np.random.default_rng([seed, 1 + len(PHASES) + PHASES.index(phase)])
+
+    def __call__(self, sent: np.ndarray) -> np.ndarray | float:
+        """Weights around 1 of messages of so many bytes."""
+        if not self.ahead_bytes:
+            return 1.0
+        variance = (self.ahead_bytes / np.maximum(sent, self.ahead_bytes)) ** 2
+        return log_normal(self.generator, variance, sent.size)
