@@ -104,7 +104,7 @@ def parsed(arguments: Sequence[str]) -> tuple[tuple[str, str], Options]:
 
 def compare(a: Point, b: Point, same: float | None = None) -> list[Row]:
     """Step, forward, backward, bytes sent and peak memory of a pair of one mode, the step first."""
-    if a.record.mode == "measure":
+    if a.record.measured:
         times, limit = _measured(a, b), SAME_MEASURED if same is None else same
     else:
         times, limit = _simulated(a, b), ROUNDING if same is None else same

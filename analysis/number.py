@@ -14,9 +14,10 @@ from typing import Any
 
 from sp_bench.records import Record
 
-KINDS = ("measured", "simulated", "computed", "paper")
-"""What a number is: wall time, a model's time, counted or a formula's value, or as a paper prints it."""
-RECORD_KINDS = {"measure": "measured", "simulate": "simulated"}
+KINDS = ("measured", "measured alone", "simulated", "computed", "paper")
+"""What a number is: wall time of a whole run or of single ranks without their peers, a model's time, counted or a
+formula's value, or as a paper prints it."""
+RECORD_KINDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated"}
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,11 @@ class Number:
 def derived(function: Any, *numbers: Number) -> Number:
     """`function` of the values of the numbers, or none if one of them is.
 
-    Of paper and ours the kind is ours. Raises ValueError for measured and simulated times in one number.
+    Of paper and ours the kind is ours. Raises ValueError for times of several modes in one number.
     """
     kinds = {number.kind for number in numbers}
-    if {"measured", "simulated"} <= kinds:
-        raise ValueError("measured and simulated times don't make one number")
+    if len(modes := kinds & set(RECORD_KINDS.values())) > 1:
+        raise ValueError(f"{' and '.join(sorted(modes))} times don't make one number")
     sources = tuple(dict.fromkeys(source for number in numbers for source in number.sources))
     kind = min(kinds, key=KINDS.index)
     if missing := [number for number in numbers if number.value is None]:

@@ -170,7 +170,7 @@ def _machine(record: Record) -> dict[str, Any]:
     """What a point ran on; of a simulated one the code alone matters."""
     known = record.provenance or {}
     about = {"code version": known.get("code_version")}
-    if record.mode == "measure":
+    if record.measured:
         about |= {key: known.get(key) for key in ("host", "platform", "environment")}
         about |= {"torch": (known.get("versions") or {}).get("torch"), "kernel": record.kernel}
     return about

@@ -72,7 +72,8 @@ def _read(path: Path) -> Record:
 
 def _of(path: Path, record: Record, ranks: Sequence[int] | None) -> list[Figure]:
     """What can be drawn of one record: none of a point that failed, no matrix of somebody else's code."""
-    found = [timeline(record, path, ranks)] if {"trace", "samples"} & set(records.beside(path)) else []
+    timed = record.mode != "alone" and {"trace", "samples"} & set(records.beside(path))
+    found = [timeline(record, path, ranks)] if timed else []
     if record.status == "ok" and record.impl is None:
         phases = ("forward", "backward") if record.phase == "forward_backward" else ("forward",)
         found += [assignments.of_record(record, phase) for phase in phases]

@@ -144,7 +144,7 @@ def is_measured(one: Point) -> bool:
     """Whether a point measures on this machine: it says so, or its cluster is this machine."""
     given = dict(text.split("=", 1) for text in one)
     if (mode := given.get("mode", "auto")) != "auto":
-        return mode == "measure"
+        return mode != "simulate"
     cluster = given.get("cluster", defaults()["cluster"]["name"])
     return bool(group("cluster", cluster).get("this_machine"))
 

@@ -92,6 +92,8 @@ def _composed(name: str, changes: Sequence[str]) -> list[Point]:
     arguments |= {change.partition("=")[0]: change for change in changes}
     with Composer() as composer:
         configs = [composer.compose(point) for point in composer.points(list(arguments.values()), sweep=True)]
+    if any(config["mode"] == "alone" for config in configs):
+        raise RequestError("mode=alone", "takes one process, whatever gpus is", "python -m sp_bench -m mode=alone ...")
     if any(config["mode"] == "simulate" for config in configs):
         raise RequestError("mode=simulate", "needs no jobs", "python -m sp_bench -m mode=simulate ... would work")
     points = [Point.of({**in_group(config, name), "mode": "measure"}) for config in configs]

@@ -110,7 +110,7 @@ def run_points(
                 step(work_of([request]))
             else:
                 todo.append(request)
-        if mode == "measure" and todo:
+        if mode != "simulate" and todo:
             finish(*_measure(todo, step))
         elif todo:
             for request in todo:
@@ -125,7 +125,7 @@ def _together(request: Request) -> tuple:
     p, cluster = request.problem, request.cluster
     problem = (p.n, p.seqlen, p.batch, p.heads, p.kv_heads, p.head_dim, p.causal, p.dtype, p.wire_dtype)
     settings = (request.phase, request.iters, request.warmup, request.devices.kind, *request.devices.nccl.items())
-    return (request.mode, problem, cluster.name, cluster.hosts, cluster.alone, settings)
+    return (request.mode, problem, cluster.name, cluster.hosts, request.alone, settings)
 
 
 def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:

@@ -32,7 +32,7 @@ def describe_devices(record: Record, request: Request, rank: Measured) -> None:
     """Name what ranks ran on, where that is not what the cluster's figures are for."""
     found = rank.device.get("device", "")
     figures = record.device_name or ""
-    if request.devices.kind == "cuda" or request.cluster.alone:
+    if request.devices.kind == "cuda" or request.alone:
         record.device_name = found
         if not same_model(found, figures):
             note = (
@@ -50,8 +50,7 @@ def same_model(found: str, figures: str) -> bool:
 
 def describe_alone(record: Record, request: Request, ranks: list[Measured]) -> None:
     """What ranks take that were executed without their peers. No step, rate or share of one: nothing was sent."""
-    assert request.cluster.alone
-    record.alone_ranks, record.nodes = list(request.cluster.alone), None
+    record.alone_ranks, record.nodes = list(request.alone), None
     record.alone_ms_median = _slowest_ms(ranks, "")
     inside_for(record, ranks)
     if request.parts:

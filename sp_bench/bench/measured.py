@@ -52,7 +52,7 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
             check_all(choice.plans, choice.problem)
     first = requests[0]
     together = sum(map(_least_bytes, requests, choices))
-    alone = first.cluster.alone
+    alone = first.alone
     here = 1 if alone else first.launch.ranks_here if first.launch else first.problem.n
     together = 0 if first.devices.kind == "cuda" else together
     refuse_what_does_not_fit(here, together, first.config)
@@ -63,7 +63,9 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
         timeout_s = max(request.timeout_s for request in requests)
         # A peer posts its transfers where it computes, and all that are timed in turn get the same cores.
         first_go_transfers = not any(spec.peer for spec in specs)
-        hosts = None if first.launch else homes_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
+        hosts = None
+        if not first.launch and not alone:
+            hosts = homes_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
         processes = 1 if alone else first.problem.n
         with open_ranks(processes, timeout_s, first.launch, hosts, first.devices) as pool:
             ranks_by_host = by_host(pool)
@@ -103,7 +105,7 @@ def _specs(request: Request, choice: Choice | None) -> list[Spec]:
         parts=request.parts,
         seed=request.seed,
     )
-    alone = request.cluster.alone
+    alone = request.alone
     return [replace(spec, alone=rank) for rank in alone] if alone else [spec]
 
 
@@ -144,8 +146,8 @@ def _point(
         record.status, record.error = "incorrect", f"the correctness gate: {wrong}"
         return Point(record, choice)
     describe_devices(record, request, ranks[0])
-    if choice and request.cluster.alone:
-        _count_sent(record, choice, ranks, request.cluster.alone)
+    if choice and request.alone:
+        _count_sent(record, choice, ranks, request.alone)
         describe_alone(record, request, ranks)
         _memory_for(record, ranks)
         return Point(record, choice, _samples(request, ranks, inside=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sp_bench import methods, records
-from sp_bench.bench.place import Place, place_of
+from sp_bench.bench.mode import Mode, resolve_mode
 from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
@@ -20,7 +20,7 @@ from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
 from sp_bench.plan import PHASES, Method, Problem, layout_named
-from sp_bench.records import Record
+from sp_bench.records import MODES, Record
 
 RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
@@ -32,14 +32,16 @@ RANK_OVERHEAD_BYTES = 150 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A point whose values fit together. `mode` is measure or simulate, and `why` says why where it was chosen."""
+    """A point whose values fit together."""
 
     method: Method | Peer
     """What runs: a method of ours, or somebody else's code, which has no plans."""
     problem: Problem
     cluster: Cluster
     mode: str
+    """measure, alone or simulate."""
     why: str
+    """Why it is that mode."""
     phase: str
     notes: list[str]
     """What a reader of the numbers must know."""
@@ -57,6 +59,8 @@ class Request:
     config: Mapping[str, Any] = field(repr=False)
     devices: Devices
     """What the ranks of a measured point compute on."""
+    alone: tuple[int, ...] = ()
+    """The ranks that mode=alone executes, one after the other."""
     launch: Launch | None = None
     """Where a measured point's ranks have been started already."""
 
@@ -112,34 +116,35 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     )
     known_keys("kernel.", config["kernel"], ["name"])
     cluster.refuse(problem.n)
-    place = place_of(config, problem.n, cluster, launch, of_a_peer=peer is not None)
-    mode, notes = place.mode, peer.notes() if peer else []
+    mode = resolve_mode(config, problem.n, cluster, launch, of_a_peer=peer is not None)
+    notes = peer.notes() if peer else []
     if peer:
-        peers.refuse_run(peer, mode=mode, kernel=config["kernel"]["name"])
-    if mode == "simulate":
+        peers.refuse_run(peer, mode=mode.name, kernel=config["kernel"]["name"])
+    if mode.name == "simulate":
         cluster.device.refuse(problem)
     else:
-        notes += _refuse_measuring(config, problem, cluster, place, launch)
+        notes += _refuse_measuring(config, problem, cluster, mode, launch)
     return Request(
         method=method,
         problem=problem,
         cluster=cluster,
-        mode=mode,
-        why=place.why,
+        mode=mode.name,
+        why=mode.why,
         phase=choice("phase", config["phase"], tuple(RUN_PHASES)),
         kernel=config["kernel"]["name"],
         iters=numbers["iters"],
         warmup=numbers["warmup"],
-        verify=truth("verify", config["verify"]) and not cluster.alone,
+        verify=truth("verify", config["verify"]) and not mode.alone,
         parts=truth("parts", config["parts"]) and peer is None,
         seed=numbers["seed"],
         trace=numbers["trace"],
         timeout_s=seconds("timeout_s", config["timeout_s"]),
         notes=notes,
-        run_id=_point_id(config, mode, cluster.cores, peer.version if peer else None, launch, place),
+        run_id=_point_id(config, mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices),
         config=config,
-        devices=place.devices,
-        launch=launch if mode == "measure" else None,
+        devices=mode.devices,
+        alone=mode.alone,
+        launch=launch if mode.name == "measure" else None,
     )
 
 
@@ -159,18 +164,18 @@ def _problem(config: Mapping[str, Any], numbers: Mapping[str, int], method: Meth
 
 
 def _refuse_measuring(
-    config: Mapping[str, Any], problem: Problem, cluster: Cluster, place: Place, launch: Launch | None
+    config: Mapping[str, Any], problem: Problem, cluster: Cluster, mode: Mode, launch: Launch | None
 ) -> list[str]:
     """What is to be said of a point that is measured. Raises RequestError for one that can't be."""
     require("run", f"measuring on cluster={cluster.name}")
     if cluster.stragglers:
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
-    here = 1 if cluster.alone else here
-    on_cpu = place.device == "cpu"
+    here = 1 if mode.alone else here
+    on_cpu = mode.device == "cpu"
     inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False) if on_cpu else 0
     refuse_what_does_not_fit(here, inputs, config)
-    if cluster.hosts:
+    if cluster.hosts and not mode.alone:
         refuse_hosts(cluster.hosts)
     crowded = on_cpu and here > cores
     return [f"{here} ranks share {cores} cores: their compute time includes waiting for one"] if crowded else []
@@ -184,8 +189,8 @@ def _implementation(name: str, options: Mapping[str, Any], impl: str | None, cau
 def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     """The record of a point that `resolve` refused. Raises RequestError if not even its numbers are numbers."""
     numbers, cluster = _numbers(config), config["cluster"]
-    here = config["mode"] == "measure" or (config["mode"] == "auto" and cluster.get("this_machine") is True)
-    mode = "measure" if here else "simulate"
+    measured = config["mode"] == "auto" and cluster.get("this_machine") is True
+    mode = config["mode"] if config["mode"] in MODES else "measure" if measured else "simulate"
     return Record(
         run_id=_point_id(config, mode, cores=None),
         status="unsupported",
@@ -223,7 +228,7 @@ def _point_id(
     cores: int | None,
     version: str | None = None,
     launch: Launch | None = None,
-    place: Place | None = None,
+    devices: Devices | None = None,
 ) -> str:
     """The run_id of a point: what its numbers depend on, however it was written.
 
@@ -235,11 +240,12 @@ def _point_id(
         kept["ranks_by_node"] = launch.ranks_by_node
     if mode == "simulate":
         kept |= {"device": None, "nccl": None}
-    elif place:
-        kept |= {"device": place.device, "nccl": dict(place.devices.nccl)}
+    elif devices:
+        kept |= {"device": devices.kind, "nccl": dict(devices.nccl)}
+    kept["alone"] = config["alone"] if mode == "alone" else None
     # In a sweep, impl may be there for another point.
     kept |= {"impl": config["impl"] if config["method"]["name"] == peers.METHOD else None, "version": version}
-    return records.run_id({**kept, "machine": records.machine() if mode == "measure" else None})
+    return records.run_id({**kept, "machine": records.machine() if mode != "simulate" else None})
 
 
 def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:

@@ -153,7 +153,7 @@ def _cores(record: Record) -> str:
 
 
 ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
-    ("mode", lambda r: "measured" if r.mode == "measure" else "SIMULATED"),
+    ("mode", lambda r: {"measure": "measured", "alone": "measured, ranks alone", "simulate": "SIMULATED"}[r.mode]),
     ("status", lambda r: r.status if r.status == "ok" else f"{r.status}: {r.error}"),
     ("layout, variant", lambda r: f"{r.layout}, {variant(r)}"),
     ("step, median [95% interval]", _median),
@@ -309,7 +309,7 @@ POINT_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("seqlen", lambda r: tokens(r.seqlen)),
     ("shape", shape),
     ("layout", lambda r: r.layout or "-"),
-    ("mode", lambda r: r.mode + ", alone" * bool(r.alone_ranks)),
+    ("mode", lambda r: r.mode),
 )
 """What a point is."""
 FIGURE_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (

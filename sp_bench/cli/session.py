@@ -101,7 +101,7 @@ def _say_mode(console: Console, requests: Sequence[Request]) -> None:
         if mode == "simulate":
             text = f", not measured: {why}, and asked for are {gpus} {device}. "
             text += f"Link and kernel figures are those of cluster={points[0].cluster.name}."
-        elif points[0].cluster.alone:
+        elif mode == "alone":
             text = f", a rank of {gpus} at a time: {why}."
         else:
             text = f" on {gpus} ranks: {why}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Self
@@ -29,8 +29,6 @@ class Cluster:
     name: str
     this_machine: bool
     """Whether its ranks are processes of this machine, so that points on it are measured."""
-    alone: tuple[int, ...] | None
-    """The ranks that this machine executes one after the other, each without its peers; None: all at once."""
     cores: int | None
     """CPU cores that all ranks share, where ranks have no device of their own."""
     topology: Topology
@@ -44,7 +42,7 @@ class Cluster:
     @classmethod
     def build(cls, config: Any) -> Self:
         """The cluster of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
-        optional = ("this_machine", "alone", "cores", "sources", "lab", "hosts", *NETWORK_KEYS)
+        optional = ("this_machine", "cores", "sources", "lab", "hosts", *NETWORK_KEYS)
         config = section("cluster", config, ("name", "device"), optional)
         hosts = hosts_of(config)
         cores = config.get("cores")
@@ -53,7 +51,6 @@ class Cluster:
         return cls(
             name=str(config["name"]),
             this_machine=config.get("this_machine") is True,
-            alone=_alone(config.get("alone")),
             cores=None if cores is None else count("cluster.cores", cores),
             topology=Topology.build(_network_config(config, hosts), "cluster"),
             hosts=hosts,
@@ -68,9 +65,6 @@ class Cluster:
             low = gpus // node * node
             rule = f"nodes of {self.name} have {node} GPUs, and are used whole"
             raise RequestError(f"gpus={gpus}", rule, f"gpus={low} or {low + node} would work")
-        if self.alone and max(self.alone) >= gpus:
-            rule = f"rank {max(self.alone)} is not among {gpus} ranks"
-            raise RequestError(f"cluster.alone={list(self.alone)}", rule, "cluster.alone=[0] would work")
         self.network(gpus)
         self.stragglers.slow_ranks(gpus)
 
@@ -147,16 +141,6 @@ class Cluster:
             inter_latency_s=inter.latency_s,
             inter_bytes_per_s=inter_rate,
         )
-
-
-def _alone(ranks: Any) -> tuple[int, ...] | None:
-    if ranks is None:
-        return None
-    whole = isinstance(ranks, Sequence) and all(type(rank) is int and rank >= 0 for rank in ranks)
-    if isinstance(ranks, str) or not whole or not ranks or len(set(ranks)) < len(ranks):
-        rule = "must be a list of ranks, each there once, or null"
-        raise RequestError(f"cluster.alone={ranks}", rule, "cluster.alone=[0] would work")
-    return tuple(ranks)
 
 
 def _network_config(config: Mapping[str, Any], hosts: EmulatedHosts | None) -> dict[str, Any]:

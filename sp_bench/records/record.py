@@ -7,7 +7,7 @@ from typing import Any
 
 SCHEMA_VERSION = 3
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "timeout", "failed")
-MODES = ("measure", "simulate")
+MODES = ("measure", "alone", "simulate")
 
 
 @dataclass(kw_only=True)
@@ -18,7 +18,7 @@ class Record:
     """Hash of the resolved config, the code version and, if measured, the machine."""
     status: str
     mode: str
-    """measure or simulate; the two are never mixed."""
+    """measure, alone (single ranks without their peers) or simulate; their numbers are never mixed."""
     method: str
     gpus: int
     seqlen: int
@@ -111,7 +111,7 @@ class Record:
     interpreter_ms: float | None = None
     """Measured: on a CPU what blocks take beside kernels and folds; on a GPU all that it takes to queue a step."""
     alone_ranks: list[int] | None = None
-    """The ranks that were executed, each without its peers, getting copies of what it sent; of a whole run, None."""
+    """Of mode=alone: the ranks that were executed, each without its peers, receiving copies of what it sent."""
     alone_ms_median: float | None = None
     """Of the slowest of alone_ranks, forward + backward, with those copies. Not a step of so many GPUs."""
     rank_step_ms_min: float | None = None
@@ -152,6 +152,11 @@ class Record:
             raise ValueError(f"status={self.status}: must be one of {', '.join(STATUSES)}")
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode}: must be one of {', '.join(MODES)}")
+
+    @property
+    def measured(self) -> bool:
+        """Whether its times are wall time, of a whole run or of ranks alone."""
+        return self.mode != "simulate"
 
     def to_dict(self) -> dict[str, Any]:
         """The flat JSON object."""

@@ -16,9 +16,9 @@ import torch
 from benchmarks import gpu_executor
 from sp_bench import machine, records
 from sp_bench.__main__ import main
-from sp_bench.bench import Outcome, Request, place, resolve, run_points
+from sp_bench.bench import Outcome, Request, mode, resolve, run_points
 from sp_bench.bench.inside import same_model
-from sp_bench.bench.place import nccl_settings
+from sp_bench.bench.mode import nccl_settings
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import make_console, print_points, print_sweep
 from sp_bench.errors import RequestError
@@ -28,6 +28,7 @@ from sp_bench.measure.launch import Launch
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.spec import Measured
 
+ALONE = ("seqlen=1k", "heads=2", "head_dim=128", "iters=3", "warmup=1")
 SMALL = ("seqlen=1k", "heads=2", "head_dim=16", "dtype=float32", "iters=3", "warmup=1")
 
 
@@ -39,8 +40,8 @@ def point(*overrides: str, launch: Launch | None = None) -> Request:
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as anybody sees who doesn't use them."""
-    monkeypatch.setattr(place, "gpus_here", lambda: 8)
-    monkeypatch.setattr(place, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(mode, "gpus_here", lambda: 8)
+    monkeypatch.setattr(mode, "torch_has_cuda", lambda: True)
 
 
 def test_gpus_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,28 +73,30 @@ def test_torch_here_is_what_its_version_says() -> None:
         ("device=cuda cluster=shaped gpus=2", "the hosts of cluster=shaped have CPUs only"),
         ("device=cuda cluster=local gpus=2 method=peer impl=torch_context_parallel", "peers run on CPUs only"),
         (
-            "device=cpu cluster=one_gpu gpus=2 method=peer impl=torch_context_parallel",
+            "device=cpu mode=alone cluster=local gpus=2 method=peer impl=torch_context_parallel",
             "only plans can be executed without a rank's peers",
         ),
         ("nccl={x: 1}", "nccl.x: must be the name of a variable of NCCL, in capitals, without NCCL_"),
         ("nccl=4", "nccl=4: must be a section of settings"),
-        ("cluster=one_gpu mode=simulate", "one rank of 256 alone is there to be measured"),
-        ("cluster=one_gpu cluster.alone=[256]", "rank 256 is not among 256 ranks"),
-        ("cluster=one_gpu cluster.alone=0", "must be a list of ranks, each there once, or null"),
-        ("cluster=one_gpu cluster.alone=[1,1]", "must be a list of ranks, each there once, or null"),
+        ("mode=alone alone=[256]", "alone=[256]: rank 256 is not among 256 ranks; ranks from 0 to 255 would work"),
+        ("mode=alone alone=0", "alone=0: must be a list of ranks; alone=[0] would work"),
+        ("mode=alone alone=[]", "alone=[]: must be a list of ranks"),
+        ("mode=alone alone=[-1]", "alone=[-1]: must be a list of ranks"),
+        ("mode=alone alone=[1,1,0]", "alone=[1, 1, 0]: names a rank twice; alone=[0, 1] would work"),
+        ("mode=alone stragglers.jitter=0.1", "stragglers: can be simulated, not made"),
     ],
 )
 def test_refusals(monkeypatch: pytest.MonkeyPatch, overrides: str, rule: str) -> None:
-    monkeypatch.setattr(place, "gpus_here", lambda: 2)
-    monkeypatch.setattr(place, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(mode, "gpus_here", lambda: 2)
+    monkeypatch.setattr(mode, "torch_has_cuda", lambda: True)
     with pytest.raises(RequestError) as caught:
         point(*re.findall(r"\S+=(?:\{.*?\}|\S+)", overrides))
     assert rule in str(caught.value)
 
 
 def test_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "gpus_here", lambda: 8)
-    monkeypatch.setattr(place, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(mode, "gpus_here", lambda: 8)
+    monkeypatch.setattr(mode, "torch_has_cuda", lambda: False)
     with pytest.raises(RequestError, match="device=cuda: this torch was built without CUDA"):
         point("device=cuda", "gpus=8")
     found = point("gpus=8")
@@ -119,15 +122,15 @@ def test_run_ids_tell_devices_and_settings_apart(eight_gpus: None) -> None:
 
 
 def test_a_launch_may_show_each_process_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(mode, "torch_has_cuda", lambda: True)
     launch = replace(Launch.planned(8), ranks_here=8)
-    monkeypatch.setattr(place, "gpus_here", lambda: 1)
+    monkeypatch.setattr(mode, "gpus_here", lambda: 1)
     assert point("gpus=8", launch=launch).devices.kind == "cuda"
-    monkeypatch.setattr(place, "gpus_here", lambda: 0)
+    monkeypatch.setattr(mode, "gpus_here", lambda: 0)
     with pytest.raises(RequestError, match="ranks of srun are on CPUs: this machine has 0 GPUs"):
         point("gpus=8", launch=launch)
     with pytest.raises(RequestError, match="it takes one process, and srun has started 8"):
-        point("gpus=8", "cluster=one_gpu", "device=cpu", launch=launch)
+        point("gpus=8", "mode=alone", "device=cpu", launch=launch)
 
 
 def test_the_number_of_a_rank_on_its_host() -> None:
@@ -214,9 +217,7 @@ def test_a_peak_is_that_of_the_device_s_own_model(found: str, figures: str, same
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("alone")
-    request = point(
-        "method=mesh", "gpus=64", "cluster=one_gpu", "device=cpu", "cluster.alone=[0,63]", "method.tile=[8,8]", *SMALL
-    )
+    request = point("method=mesh", "gpus=64", "mode=alone", "device=cpu", "alone=[0,63]", "method.tile=[8,8]", *ALONE)
     finished: list[Outcome] = []
     run_points([request], folder=folder, reuse=False, finished=finished.append)
     assert records.read_all(folder)[0].run_id == request.run_id
@@ -226,7 +227,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def test_ranks_alone_have_the_volume_of_the_plan_and_no_step(alone: Outcome) -> None:
     record, samples = alone.record, alone.samples
     assert samples
-    assert (record.status, record.mode, record.cluster, record.gpus) == ("ok", "measure", "one_gpu", 64)
+    assert (record.status, record.mode, record.cluster, record.gpus) == ("ok", "alone", "h100_ndr400", 64)
     assert record.alone_ranks == [0, 63]
     for none in ("step_ms_median", "forward_ms_median", "tokens_per_s", "iters_per_s", "tflops_per_gpu", "mfu"):
         assert getattr(record, none) is None, none
@@ -248,15 +249,16 @@ def test_ranks_alone_are_shown_as_that(alone: Outcome, capsys: pytest.CaptureFix
     print_points(make_console(), [alone])
     print_sweep(make_console(), [alone])
     shown = capsys.readouterr().out
-    assert "ranks 0, 63 of 64 GPUs, alone on one_gpu" in shown and "measure, alone" in shown
+    assert "ranks 0, 63 of 64 GPUs, alone on h100_ndr400" in shown
+    assert "measured, ranks alone" in shown and "mode alone" in shown
     assert "alone, with copies for transfers" in shown and "tokens/s, " not in shown and "TFLOP/s" not in shown
     assert "not of a step" in shown
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(place, "gpus_here", lambda: 0)
-    assert main(["gpus=64", "cluster=one_gpu", "logger=none"]) == 2
-    assert "cluster=one_gpu: this machine has 0 GPUs, and its ranks need 1" in capsys.readouterr().err
+    monkeypatch.setattr(mode, "gpus_here", lambda: 0)
+    assert main(["gpus=64", "mode=alone", "logger=none"]) == 2
+    assert "mode=alone: this machine has 0 GPUs; device=cpu would work" in capsys.readouterr().err
 
 
 def test_the_gpu_s_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,10 @@ def test_no_attention_code_is_here() -> None:
         ("sweep=mesh_table3 gpu=4", "gpu: there is no such key; did you mean gpus"),
         ("sweep=cpu_methods method=ring gpus=2 seqlen=8k,10q", "seqlen=10q: must be a whole number"),
         (
+            "sweep=cpu_methods method=ring gpus=2 mode=alone",
+            "mode=alone: takes one process, whatever gpus is; python -m sp_bench -m mode=alone",
+        ),
+        (
             "sweep=cpu_methods method=ring gpus=2 mode=simulate",
             "mode=simulate: needs no jobs; python -m sp_bench -m mode=simulate",
         ),

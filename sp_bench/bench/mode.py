@@ -1,0 +1,153 @@
+"""The mode of a point: measured on this machine's GPUs or CPUs, as a whole or single ranks alone, or simulated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sp_bench.bench.values import choice
+from sp_bench.cluster import Cluster
+from sp_bench.errors import RequestError
+from sp_bench.machine import gpus_here, torch_has_cuda
+from sp_bench.measure.devices import CPUS, Devices
+from sp_bench.measure.launch import Launch
+
+ASKED = ("auto", "measure", "simulate", "alone")
+"""Values of the key `mode`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a point gets its numbers: the mode that its record carries, why that one, and the devices of its ranks."""
+
+    name: str
+    """measure: all ranks run. alone: some ranks run one after the other, without peers. simulate: none runs."""
+    why: str
+    devices: Devices = field(default=CPUS)
+    """What measured ranks compute on."""
+    alone: tuple[int, ...] = ()
+    """The ranks of mode=alone."""
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return self.devices.kind
+
+
+def resolve_mode(
+    config: Mapping[str, Any], gpus: int, cluster: Cluster, launch: Launch | None, *, of_a_peer: bool
+) -> Mode:
+    """The mode of a composed config. Raises RequestError for one that this machine or launch can't serve."""
+    asked = choice("mode", config["mode"], ASKED)
+    device = choice("device", config["device"], ("auto", "cpu", "cuda"))
+    settings = nccl_settings(config["nccl"])
+    if asked == "simulate":
+        return Mode(name="simulate", why="mode=simulate asks for it")
+    if asked == "alone":
+        return _alone(config["alone"], gpus, launch, device, settings, of_a_peer=of_a_peer)
+    obstacle = _without_gpus(launch.ranks_here if launch else gpus, cluster, launch, of_a_peer)
+    if device == "cuda" and obstacle:
+        raise RequestError("device=cuda", obstacle, "device=cpu, or mode=simulate, would work")
+    on_gpus = device != "cpu" and not obstacle
+    devices = Devices(kind="cuda", nccl=settings) if on_gpus else CPUS
+    if launch:
+        launch.refuse(gpus)
+        _refuse_to_join(launch, cluster, obstacle, devices)
+        what = "GPUs" if on_gpus else "CPUs"
+        why = f"{launch.by} has started them, and they compute on their hosts' {what}"
+        return Mode(name="measure", why=why, devices=devices)
+    here = gpus_here()
+    has = _has(here)
+    if on_gpus:
+        return Mode(name="measure", why=f"{has}, and ranks are processes with one each", devices=devices)
+    if cluster.this_machine:
+        return Mode(name="measure", why=f"cluster={cluster.name} is this machine, and ranks are processes on its CPU")
+    if here >= gpus and obstacle:
+        has += f", but {obstacle}"
+    if asked == "measure":
+        asks = f"{has}, and the point asks for {gpus} {cluster.device.name}"
+        raise RequestError(f"mode=measure on cluster={cluster.name}", asks, "cluster=local or mode=simulate would work")
+    return Mode(name="simulate", why=has)
+
+
+def alone_ranks(given: Any, gpus: int) -> tuple[int, ...]:
+    """The ranks that mode=alone executes. Raises RequestError for anything but a list of ranks below `gpus`."""
+    ranks = [rank for rank in given if type(rank) is int and rank >= 0] if isinstance(given, Sequence) else []
+    if not ranks or len(ranks) < len(given):
+        raise RequestError(f"alone={given}", "must be a list of ranks", "alone=[0] would work")
+    if len(set(ranks)) < len(ranks):
+        raise RequestError(f"alone={ranks}", "names a rank twice", f"alone={sorted(set(ranks))} would work")
+    if max(ranks) >= gpus:
+        rule = f"rank {max(ranks)} is not among {gpus} ranks"
+        raise RequestError(f"alone={ranks}", rule, f"ranks from 0 to {gpus - 1} would work")
+    return tuple(ranks)
+
+
+def _alone(
+    given: Any, gpus: int, launch: Launch | None, device: str, settings: Mapping[str, str], *, of_a_peer: bool
+) -> Mode:
+    """One process, a rank at a time. It runs on a CPU only where device=cpu asks for that, since it takes long."""
+    ranks = alone_ranks(given, gpus)
+    if of_a_peer:
+        raise RequestError("mode=alone", "only plans can be executed without a rank's peers", "mode=measure would work")
+    if launch:
+        rule = f"it takes one process, and {launch.by} has started {launch.n}"
+        raise RequestError("mode=alone", rule, "one task, or mode=measure, would work")
+    has_gpu = gpus_here() > 0
+    obstacle = "" if has_gpu and torch_has_cuda() else _NO_CUDA if has_gpu else _has(0)
+    if device != "cpu" and obstacle:
+        raise RequestError("mode=alone", obstacle, "device=cpu would work")
+    devices = CPUS if device == "cpu" else Devices(kind="cuda", nccl=settings)
+    what = "a core" if device == "cpu" else "a GPU"
+    why = f"mode=alone has it by itself on {what}, with copies for transfers"
+    return Mode(name="alone", why=why, devices=devices, alone=ranks)
+
+
+_NO_CUDA = "this torch was built without CUDA"
+
+
+def _has(gpus: int) -> str:
+    return f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}"
+
+
+def nccl_settings(given: Any) -> dict[str, str]:
+    """NCCL's variables by their names without NCCL_. Raises RequestError for what can be none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"nccl={given}", "must be a section of settings", "nccl={NCHANNELS_PER_NET_PEER: 4} would work"
+        )
+    for name, value in given.items():
+        if not re.fullmatch(r"[A-Z0-9_]+", str(name)) or str(name).startswith("NCCL_"):
+            rule = "must be the name of a variable of NCCL, in capitals, without NCCL_"
+            raise RequestError(f"nccl.{name}", rule, "nccl={NCHANNELS_PER_NET_PEER: 4} would work")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise RequestError(f"nccl.{name}={value}", "must be a number or a text", f"nccl={{{name}: 1}} would work")
+    return {str(name): str(value) for name, value in sorted(given.items())}
+
+
+def _without_gpus(ranks_here: int, cluster: Cluster, launch: Launch | None, of_a_peer: bool) -> str:
+    """Why a point's ranks can't have a GPU each; empty if they can, as far as this process sees."""
+    here = gpus_here()
+    if of_a_peer:
+        return "peers run on CPUs only"
+    if cluster.hosts:
+        return f"the hosts of cluster={cluster.name} have CPUs only"
+    # A launch may show each of its processes one GPU of many.
+    if here < (min(ranks_here, 1) if launch else ranks_here):
+        return f"{_has(here)}, and its ranks need {ranks_here}, one each"
+    return "" if torch_has_cuda() else _NO_CUDA
+
+
+def _refuse_to_join(launch: Launch, cluster: Cluster, obstacle: str, devices: Devices) -> None:
+    """Raise RequestError for a cluster that ranks which have been started already can't be ranks of."""
+    rule = ""
+    if cluster.hosts:
+        rule = f"its hosts are made for ranks that are started on them, and {launch.by} has started these"
+    elif not cluster.this_machine and devices.kind == "cpu":
+        rule = f"ranks of {launch.by} are on CPUs" + (f": {obstacle}" if obstacle else "")
+    if rule:
+        raise RequestError(f"cluster={cluster.name}", rule, "cluster=local, or mode=simulate, would work")
