@@ -53,8 +53,9 @@ def test_a_derived_number_has_all_sources_and_is_ours() -> None:
 
 def test_measured_and_simulated_do_not_mix() -> None:
     one = of_record(made("a", mode="measure", step_ms_median=2.0), "step_ms_median")
-    with pytest.raises(ValueError, match="don't make one number"):
-        one.over(of_record(made("b"), "step_ms_median"))
+    for other in (made("b"), made("c", mode="alone", step_ms_median=2.0)):
+        with pytest.raises(ValueError, match="don't make one number"):
+            one.over(of_record(other, "step_ms_median"))
     with pytest.raises(ValueError, match="without a source"):
         Number(1.0, "computed", ())
     with pytest.raises(ValueError, match="kind=guessed"):
