@@ -28,5 +28,5 @@ def test_points_cover_methods_layouts_and_clusters() -> None:
     words = {word for point in POINTS for word in point.split()}
     assert {f"method={name}" for name in REGISTRY} <= words
     assert {recorded["layout"] for recorded in RECORDED.values()} == {*LAYOUTS}
-    simulated = {path.stem for path in (CONF / "cluster").glob("*.yaml")} - {"local", "one_gpu"}
+    simulated = {path.stem for path in (CONF / "cluster").glob("*.yaml")} - {"local"}
     assert {f"cluster={name}" for name in simulated} <= words
