@@ -1,0 +1,64 @@
+"""The tutorial and the guides do what they say, and each page of results names the command that makes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.walkthrough import follow, patched, run
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CHECKOUT = ("sp_bench", "methods", "conf", "analysis", "slurm", "tests", "docs", "pyproject.toml")
+RESULTS = sorted(path for path in (DOCS / "results").glob("*.md") if path.stem != "index")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A terminal of 120 columns, and a user without a configuration folder."""
+    return {**os.environ, "COLUMNS": "120", "XDG_CONFIG_HOME": str(tmp_path / "config"), "PYTHONPATH": str(ROOT)}
+
+
+def test_the_tutorial(tmp_path: Path, environment: dict[str, str]) -> None:
+    assert follow(DOCS / "tutorial" / "first_points.md", tmp_path, environment) >= 5
+
+
+@pytest.mark.parametrize("page", ["add_a_method", "add_a_cluster", "add_a_kernel"])
+def test_guides_in_a_checkout_of_their_own(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in CHECKOUT:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.svg")
+            shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, checkout)
+    assert follow(DOCS / "how-to" / f"{page}.md", checkout, environment | {"PYTHONPATH": str(checkout)})
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda path: path.stem)
+def test_results_name_their_command(page: Path) -> None:
+    """A module that is there, and that the list of results names too."""
+    named = re.findall(r"`python -m ([\w.]+)", page.read_text().replace("\n", " "))
+    assert named, "no command"
+    assert (ROOT / named[0].replace(".", "/")).with_suffix(".py").exists()
+    (row,) = [line for line in (DOCS / "results" / "index.md").read_text().splitlines() if f"({page.name})" in line]
+    assert f"`python -m {named[0]}" in row
+
+
+def test_a_walkthrough_fails_where_it_says_more_than_happens(tmp_path: Path, environment: dict[str, str]) -> None:
+    assert run("$ echo one two\none ...\n$ echo \\\n    three\nthree\n", tmp_path, environment) == 2
+    with pytest.raises(AssertionError, match="doesn't print: four"):
+        run("$ echo three\nfour\n", tmp_path, environment)
+    with pytest.raises(AssertionError, match="exit 3"):
+        run("$ exit 3\n", tmp_path, environment)
+
+
+def test_changes_are_made_where_they_say() -> None:
+    assert patched("a\nb\nc\n", " a\n+x\n+y\n-b\n c\n+z\n") == "a\nx\ny\nc\nz\n"
+    with pytest.raises(AssertionError, match="no line 'd'"):
+        patched("a\n", " d\n+x\n")
