@@ -42,9 +42,9 @@ def with_network(cluster: Cluster, latency_s: float, flow_bytes_per_s: float) ->
     """The cluster with that latency everywhere and that cap on transfers across nodes."""
     topology = cluster.topology
     assert topology.inter
-    intra = replace(topology.intra, latency_s=latency_s)
-    inter = replace(topology.inter, latency_s=latency_s, flow_bytes_per_s=flow_bytes_per_s)
-    return replace(cluster, topology=replace(topology, intra=intra, inter=inter))
+    intra = topology.intra.replace(latency_s=latency_s)
+    inter = topology.inter.replace(latency_s=latency_s, flow_bytes_per_s=flow_bytes_per_s)
+    return replace(cluster, topology=topology.replace(intra=intra, inter=inter))
 
 
 @dataclass(frozen=True, eq=False)

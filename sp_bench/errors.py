@@ -19,6 +19,12 @@ class RequestError(ValueError):
     def __reduce__(self) -> tuple:
         return type(self), self._parts
 
+    def under(self, path: str) -> RequestError:
+        """The same of a key in the section at `path`."""
+        value, rule, would_work = self._parts
+        same_key = would_work.startswith(value.partition("=")[0] + "=")
+        return RequestError(f"{path}.{value}", rule, f"{path}.{would_work}" if same_key else would_work)
+
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """What would work in place of an unknown `word`: the name that it begins, or the nearest, then all of them."""

@@ -41,7 +41,7 @@ def test_nothing_below_knows_analyses_or_job_arrays(path: str) -> None:
 @pytest.mark.parametrize("path", READERS)
 def test_readers_do_not_know_each_other(path: str) -> None:
     own = [f"sp_bench.{room}" for room in ROOMS if f"/{room}/" in path]
-    common = ("plan", "cluster", "errors", "machine", "resources")
+    common = ("plan", "cluster", "errors", "extras", "machine", "reading", "resources")
     allowed = (*(f"sp_bench.{name}" for name in common), *own)
     assert all(module.startswith(allowed) for module in of_the_suite(path))
     assert "torch" not in {module.split(".")[0] for module in imported(path)}

@@ -5,21 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 
-from sp_bench.cluster.device import DeviceCosts
-from sp_bench.cluster.emulation import Effects, EmulatedHosts, hosts_of
+from sp_bench.cluster.device import DeviceCosts, DeviceSection
+from sp_bench.cluster.emulation import DEFAULT_LAB, Effects, EmulatedHosts, hosts_of
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.cluster.topology import Network, Topology
-from sp_bench.cluster.values import count, section
+from sp_bench.cluster.topology import Fabric, Inter, Intra, Network, Placement, Topology
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
+from sp_bench.reading import Count, Section, read
 
-NETWORK_KEYS = ("gpus_per_node", "intra", "inter", "fabric", "placement")
-"""The keys of a conf/cluster file that describe its network (topology.py)."""
+NETWORK_KEYS = Topology.__struct_fields__
+"""The keys of a conf/cluster file that describe its network."""
+
+
+class ClusterSection(Section, frozen=True, kw_only=True):
+    """A conf/cluster file. Its network (Topology) is given by keys here, or follows from hosts."""
+
+    name: str
+    this_machine: bool = False
+    cores: Count | Literal["auto"] | None = None
+    gpus_per_node: Count | None = None
+    intra: Intra | None = None
+    inter: Inter | None = None
+    fabric: Fabric | None = None
+    placement: Placement = "block"
+    lab: str = DEFAULT_LAB
+    hosts: Any = None
+    """Of the laboratory (emulation.EmulatedHosts)."""
+    device: DeviceSection
+    sources: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +61,16 @@ class Cluster:
     @classmethod
     def build(cls, config: Any) -> Self:
         """The cluster of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
-        optional = ("this_machine", "cores", "sources", "lab", "hosts", *NETWORK_KEYS)
-        config = section("cluster", config, ("name", "device"), optional)
+        section = read(ClusterSection, config, "cluster")
         hosts = hosts_of(config)
-        cores = config.get("cores")
-        if cores == "auto":
-            cores = cores_here()
         return cls(
-            name=str(config["name"]),
-            this_machine=config.get("this_machine") is True,
-            cores=None if cores is None else count("cluster.cores", cores),
+            name=section.name,
+            this_machine=section.this_machine,
+            cores=cores_here() if section.cores == "auto" else section.cores,
             topology=Topology.build(_network_config(config, hosts), "cluster"),
             hosts=hosts,
-            device=DeviceCosts.build(config["device"]),
-            sources=config.get("sources") or {},
+            device=DeviceCosts.of(section.device),
+            sources=section.sources,
         )
 
     def refuse(self, gpus: int) -> None:
@@ -79,7 +94,7 @@ class Cluster:
         if not self.hosts or not inter or not cores or gpus <= cores:
             return self.topology
         latency_s = inter.latency_s + self.hosts.crowd_latency_s_of(gpus / cores)
-        return replace(self.topology, inter=replace(inter, latency_s=latency_s))
+        return self.topology.replace(inter=inter.replace(latency_s=latency_s))
 
     def node_of(self, gpus: int) -> np.ndarray:
         """The node of each of that many ranks: (gpus,)."""

@@ -5,17 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
+from msgspec import Meta
 
-from sp_bench.cluster.kernel_table import KernelTable
-from sp_bench.cluster.values import count, number, section, table
+from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan import DTYPE_BYTES, FIELDS, Kind, Mask, Problem, Region
+from sp_bench.reading import Count, NotNegative, Positive, Section, read
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
 """For each (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
+
+
+class DeviceSection(Section, frozen=True, kw_only=True):
+    """The device as a cluster file has it (DeviceCosts, KernelTable)."""
+
+    name: str
+    rates: Annotated[
+        dict[str, Rates],
+        Meta(min_length=1, description="a section of tables of kernel rates", examples=["{flash_attn_3: {...}}"]),
+    ]
+    kernel: str | None = None
+    """The kernel whose tables are used; None: all of them."""
+    sms: Count | None = None
+    """Multiprocessors."""
+    peak_tflops: dict[str, Positive]
+    memory_bytes: Positive | None = None
+    memory_bytes_per_s: Positive
+    fold_bytes_per_s: Positive | None = None
+    """None: memory_bytes_per_s."""
+    launch_s: NotNegative
+    transfer_slowdown: NotNegative = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a kernel without rates, or rates without the configuration that waves need."""
+        kernels = {rates.kernel or name for name, rates in self.rates.items()}
+        if self.kernel is not None and self.kernel not in kernels:
+            raise unknown("kernel", self.kernel, kernels)
+        for name, rates in self.rates.items():
+            if self.sms and not (rates.heads and rates.tile_tokens):
+                missing = f"rates.{name}.{'tile_tokens' if rates.heads else 'heads'}"
+                rule = "is missing: a device with sms needs the configuration of its rates"
+                raise RequestError(missing, rule, "heads and tile_tokens, or a device without sms, would work")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +74,21 @@ class DeviceCosts:
     @classmethod
     def build(cls, config: Any) -> Self:
         """The device of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
-        path = "cluster.device"
-        required = ("name", "rates", "peak_tflops", "memory_bytes_per_s", "launch_s")
-        optional = ("kernel", "sms", "memory_bytes", "fold_bytes_per_s", "transfer_slowdown")
-        config = section(path, config, required, optional)
-        memory, sms = config.get("memory_bytes"), config.get("sms")
-        sms = None if sms is None else count(f"{path}.sms", sms)
-        memory_rate = number(f"{path}.memory_bytes_per_s", config["memory_bytes_per_s"])
-        fold_rate = config.get("fold_bytes_per_s")
+        return cls.of(read(DeviceSection, config, "cluster.device"))
+
+    @classmethod
+    def of(cls, section: DeviceSection) -> Self:
+        """The costs of a device that has been read."""
+        tables = [KernelTable.build(name, rates, section.sms) for name, rates in section.rates.items()]
         return cls(
-            name=str(config["name"]),
-            tables=_tables(path, config, sms),
-            peak_tflops=table(f"{path}.peak_tflops", config["peak_tflops"]),
-            memory_bytes=None if memory is None else number(f"{path}.memory_bytes", memory),
-            memory_bytes_per_s=memory_rate,
-            fold_bytes_per_s=memory_rate if fold_rate is None else number(f"{path}.fold_bytes_per_s", fold_rate),
-            launch_s=number(f"{path}.launch_s", config["launch_s"], zero=True),
-            transfer_slowdown=number(f"{path}.transfer_slowdown", config.get("transfer_slowdown") or 0.0, zero=True),
+            name=section.name,
+            tables=tuple(table for table in tables if section.kernel in (None, table.kernel)),
+            peak_tflops=section.peak_tflops,
+            memory_bytes=section.memory_bytes,
+            memory_bytes_per_s=section.memory_bytes_per_s,
+            fold_bytes_per_s=section.fold_bytes_per_s or section.memory_bytes_per_s,
+            launch_s=section.launch_s,
+            transfer_slowdown=section.transfer_slowdown,
         )
 
     def refuse(self, problem: Problem) -> None:
@@ -164,15 +195,3 @@ class DeviceCosts:
             dtype=problem.dtype,
         )
         return self.launch_s + FLOPS_PER_PAIR[phase] * pairs * batch_heads * problem.head_dim / flops_per_s
-
-
-def _tables(path: str, config: Mapping[str, Any], sms: int | None) -> tuple[KernelTable, ...]:
-    """The tables of the kernel that the device's config names, or all of them."""
-    rates, kernel = config["rates"], config.get("kernel")
-    if not isinstance(rates, Mapping) or not rates:
-        rule = "must be a section of tables of kernel rates"
-        raise RequestError(f"{path}.rates={rates}", rule, f"{path}.rates.flash_attn_3 and others would work")
-    found = [KernelTable.build(f"{path}.rates.{name}", str(name), entry, sms) for name, entry in rates.items()]
-    if kernel is not None and kernel not in {table.kernel for table in found}:
-        raise unknown(f"{path}.kernel", str(kernel), {table.kernel for table in found})
-    return tuple(table for table in found if kernel in (None, table.kernel))

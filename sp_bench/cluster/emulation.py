@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from msgspec import StructMeta
 
 from sp_bench.cluster.topology import Network
 from sp_bench.errors import unknown
 from sp_bench.plan import Exchange, Group
+from sp_bench.reading import Section, read
 
 LABS, DEFAULT_LAB = "sp_bench.labs", "shaped"
 
@@ -79,8 +81,12 @@ class Effects:
         return [Carried()] * len(messages)
 
 
-class EmulatedHosts(ABC):
-    """The hosts that a laboratory emulates, each a node of the simulated topology."""
+class AbstractSection(StructMeta, ABCMeta):
+    """The metaclass of sections with abstract methods."""
+
+
+class EmulatedHosts(Section, frozen=True, metaclass=AbstractSection):
+    """The hosts that a laboratory emulates, each a node of the simulated topology: the section `hosts`."""
 
     lab: ClassVar[str]
     """The laboratory's name."""
@@ -88,9 +94,9 @@ class EmulatedHosts(ABC):
     """Keys of the section that are seconds of a core, or cores: lower where cores are faster."""
 
     @classmethod
-    @abstractmethod
-    def build(cls, config: Any, path: str = "cluster.hosts") -> Self:
-        """The section `hosts` of a cluster file. Raises RequestError for a key or value that makes no sense."""
+    def build(cls, config: Any) -> Self:
+        """The section of a cluster file. Raises RequestError for a key or value that makes no sense."""
+        return read(cls, config, "cluster.hosts")
 
     @abstractmethod
     def network(self) -> Mapping[str, Any]:

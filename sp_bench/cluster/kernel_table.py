@@ -32,20 +32,68 @@ blocks, which kernels hand out longest first: for them this is too much where wa
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+from msgspec import Meta
 
-from sp_bench.cluster.values import count, section, table
-from sp_bench.errors import RequestError, unknown
+from sp_bench.errors import RequestError
 from sp_bench.plan import PHASES, Problem
+from sp_bench.reading import Count, Positive, Section
 
 MASKS = ("full", "causal")
 RATES = tuple(f"{phase}_{mask}" for phase in PHASES for mask in MASKS)
-FIGURES = ("published", "measured", "assumed")
+Block = Annotated[
+    Count | Annotated[str, Meta(pattern=r"^0*[1-9]\d*(x0*[1-9]\d*)?$")],
+    Meta(description="a whole number of at least 1, or two of them, queries x keys", examples=[512, "512x1024"]),
+]
+Points = Annotated[
+    dict[Block, Positive],
+    Meta(min_length=1, description="a table of rates, with at least one", examples=["{512: 100}"]),
+]
+"""TFLOP/s by the tokens of a block."""
+
+
+class Rates(Section, frozen=True, kw_only=True):
+    """A table as a cluster file has it."""
+
+    kernel: str | None = None
+    figures: Literal["published", "measured", "assumed"]
+    source: Any = None
+    head_dim: Count
+    dtypes: dict[str, Positive]
+    heads: Count | None = None
+    total_tokens: Count | None = None
+    tile_tokens: Count | None = None
+    forward_full: Points
+    forward_causal: Points
+    backward_full: Points
+    backward_causal: Points
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a set of blocks that can't be interpolated."""
+        for name in RATES:
+            known = self.points(name)
+            if all(q == kv for q, kv in known):
+                continue
+            if name.endswith("causal"):
+                q, kv = next(pair for pair in known if pair[0] != pair[1])
+                raise RequestError(f"{name}.{q}x{kv}", "a causal block must be square", f"{name}.{q} would work")
+            missing = {(q, kv) for q, _ in known for _, kv in known} - known.keys()
+            if missing:
+                q, kv = min(missing)
+                rule = "is missing: with blocks that are not square, every pair of the sizes is needed"
+                raise RequestError(f"{name}.{q}x{kv}", rule, "a rate for it, or square blocks alone, would work")
+
+    def points(self, name: str) -> dict[tuple[int, int], float]:
+        """One of RATES by (queries, keys)."""
+        found = {}
+        for block, rate in getattr(self, name).items():
+            q_tokens, _, kv_tokens = str(block).partition("x")
+            found[int(q_tokens), int(kv_tokens or q_tokens)] = rate
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,33 +157,23 @@ class KernelTable:
     """TFLOP/s in full waves, by phase and mask."""
 
     @classmethod
-    def build(cls, path: str, name: str, config: Any, sms: int | None) -> Self:
-        """The table that a conf/cluster file has at `path`. Raises RequestError for a key or value."""
-        required = ("figures", "head_dim", "dtypes", *RATES)
-        config = section(path, config, required, ("kernel", "source", "heads", "total_tokens", "tile_tokens"))
-        if config["figures"] not in FIGURES:
-            raise unknown(f"{path}.figures", str(config["figures"]), FIGURES)
-        heads, total, tile = (_optional(path, config, key) for key in ("heads", "total_tokens", "tile_tokens"))
-        waves = None
-        if sms:
-            if not heads or not tile:
-                missing = "tile_tokens" if heads else "heads"
-                rule = "is missing: a device with sms needs the configuration of its rates"
-                raise RequestError(
-                    f"{path}.{missing}", rule, "heads and tile_tokens, or a device without sms, would work"
-                )
-            waves = Waves(sms=sms, tile_tokens=tile)
-        points = {rate: _points(f"{path}.{rate}", config[rate], square="causal" in rate) for rate in RATES}
+    def build(cls, name: str, rates: Rates, sms: int | None) -> Self:
+        """The table of that name on a device with so many multiprocessors."""
+        waves = Waves(sms=sms, tile_tokens=rates.tile_tokens) if sms and rates.tile_tokens else None
+        points = {rate: rates.points(rate) for rate in RATES}
         if waves:
-            points = {rate: _in_full_waves(rate, known, waves, heads or 1, total) for rate, known in points.items()}
+            points = {
+                rate: _in_full_waves(rate, known, waves, rates.heads or 1, rates.total_tokens)
+                for rate, known in points.items()
+            }
         return cls(
-            kernel=str(config.get("kernel") or name),
-            figures=config["figures"],
-            head_dim=count(f"{path}.head_dim", config["head_dim"]),
-            dtypes=table(f"{path}.dtypes", config["dtypes"]),
+            kernel=rates.kernel or name,
+            figures=rates.figures,
+            head_dim=rates.head_dim,
+            dtypes=rates.dtypes,
             smallest=max(min(min(pair) for pair in known) for known in points.values()),
             waves=waves,
-            rates={rate: _shape(f"{path}.{rate}", known) for rate, known in points.items()},
+            rates={rate: _shape(known) for rate, known in points.items()},
         )
 
     def fits(self, problem: Problem) -> bool:
@@ -152,41 +190,14 @@ class KernelTable:
         return 1e12 * rate * self.dtypes.get(dtype, 1.0)
 
 
-Points = dict[tuple[int, int], float]
-"""Rates by (queries, keys)."""
-
-
 def _outer(phase: str, q_tokens: int, kv_tokens: int) -> int:
     """The tokens that thread blocks share out among them."""
     return q_tokens if phase == "forward" else kv_tokens
 
 
-def _optional(path: str, config: Mapping[str, Any], key: str) -> int | None:
-    return None if config.get(key) is None else count(f"{path}.{key}", config[key])
-
-
-def _points(path: str, value: Any, *, square: bool) -> Points:
-    entries = table(path, value)
-    if not entries:
-        raise RequestError(f"{path}={{}}", "has no rates", f"{path}={{512: 100}} would work")
-    found = {_block(path, key): rate for key, rate in entries.items()}
-    if square and any(q != kv for q, kv in found):
-        q, kv = next(pair for pair in found if pair[0] != pair[1])
-        raise RequestError(f"{path}.{q}x{kv}", "a causal block must be square", f"{path}.{q} would work")
-    return found
-
-
-def _block(path: str, key: Any) -> tuple[int, int]:
-    """(queries, keys) of a key: 512, or 512x1024."""
-    pair = re.fullmatch(r"(\d+)(?:x(\d+))?", key) if isinstance(key, str) else None
-    if pair:
-        q_tokens, kv_tokens = int(pair[1]), int(pair[2] or pair[1])
-    else:
-        q_tokens = kv_tokens = count(path, key)
-    return count(path, q_tokens), count(path, kv_tokens)
-
-
-def _in_full_waves(name: str, points: Points, waves: Waves, heads: int, total_tokens: int | None) -> Points:
+def _in_full_waves(
+    name: str, points: Mapping[tuple[int, int], float], waves: Waves, heads: int, total_tokens: int | None
+) -> dict[tuple[int, int], float]:
     """The rates that full waves would have reached."""
     found = {}
     for (q_tokens, kv_tokens), rate in points.items():
@@ -196,16 +207,11 @@ def _in_full_waves(name: str, points: Points, waves: Waves, heads: int, total_to
     return found
 
 
-def _shape(path: str, points: Points) -> Curve | Surface:
-    """A curve through squares, or a surface through every pair of some sizes. Raises RequestError for neither."""
+def _shape(points: Mapping[tuple[int, int], float]) -> Curve | Surface:
+    """A curve through squares, or a surface through every pair of some sizes."""
     if all(q == kv for q, kv in points):
         sizes = sorted(q for q, _ in points)
         return Curve(np.log2(sizes), np.array([points[size, size] for size in sizes]))
     q_sizes, kv_sizes = sorted({q for q, _ in points}), sorted({kv for _, kv in points})
-    for q in q_sizes:
-        for kv in kv_sizes:
-            if (q, kv) not in points:
-                rule = "is missing: with blocks that are not square, every pair of the sizes is needed"
-                raise RequestError(f"{path}.{q}x{kv}", rule, "a rate for it, or square blocks alone, would work")
     rates = np.array([[points[q, kv] for kv in kv_sizes] for q in q_sizes])
     return Surface(np.log2(q_sizes), np.log2(kv_sizes), rates)

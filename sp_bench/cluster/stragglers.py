@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from sp_bench.cluster.topology import Network
-from sp_bench.cluster.values import number, section
 from sp_bench.errors import RequestError, unknown
+from sp_bench.reading import NotNegative, Positive, Section, read
+
+Factors = dict[
+    Annotated[int, Meta(ge=0, description="the number of a rank or link", examples=[0])],
+    Positive,
+]
+
+
+class StragglerSection(Section, frozen=True, kw_only=True):
+    """`stragglers` as a config has it."""
+
+    ranks: Factors = msgspec.field(default_factory=dict)
+    links: dict[str, Factors] = msgspec.field(default_factory=dict)
+    jitter: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +44,10 @@ class Stragglers:
         return bool(self.ranks or self.links or self.jitter)
 
     @classmethod
-    def build(cls, config: Any, seed: int, path: str = "stragglers") -> Self:
+    def build(cls, config: Any, seed: int) -> Self:
         """The section of a config. Raises RequestError for a key or value that makes no sense."""
-        config = section(path, config or {}, (), ("ranks", "links", "jitter"))
-        ranks = _factors(f"{path}.ranks", config.get("ranks"))
-        classes = _entries(f"{path}.links", config.get("links"))
-        links = {str(name): _factors(f"{path}.links.{name}", entries) for name, entries in classes.items()}
-        jitter = number(f"{path}.jitter", config.get("jitter") or 0.0, zero=True)
-        return cls(ranks=ranks, links=links, jitter=jitter, seed=seed)
+        section = read(StragglerSection, config or {}, "stragglers")
+        return cls(ranks=section.ranks, links=section.links, jitter=section.jitter, seed=seed)
 
     def slow_ranks(self, n: int) -> np.ndarray:
         """How many times as long each rank computes: (n,). Raises RequestError for a rank that there is not."""
@@ -71,19 +82,3 @@ class Stragglers:
         links = {name: {str(i): share for i, share in entries.items()} for name, entries in self.links.items()}
         ranks = {str(rank): factor for rank, factor in self.ranks.items()}
         return {"ranks": ranks, "links": links, "jitter": self.jitter, "seed": self.seed}
-
-
-def _entries(path: str, value: Any) -> Mapping[Any, Any]:
-    """A mapping with any keys; null is an empty one. Raises RequestError for anything else."""
-    if not isinstance(value or {}, Mapping):
-        raise RequestError(f"{path}={value}", "must be a section of keys", f"{path}=null would work")
-    return value or {}
-
-
-def _factors(path: str, value: Any) -> dict[int, float]:
-    """A mapping of whole numbers to numbers above 0. Raises RequestError for anything else."""
-    entries = _entries(path, value)
-    for key in entries:
-        if type(key) is not int or key < 0:
-            raise RequestError(f"{path}.{key}", "must be the number of a rank or link", f"{path}={{0: 2.0}} would work")
-    return {int(key): number(f"{path}.{key}", factor) for key, factor in entries.items()}

@@ -17,16 +17,17 @@ in this order where a cluster has them, with g GPUs to a node:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
-from sp_bench.cluster.values import count, number, section
-from sp_bench.errors import RequestError, unknown
+from sp_bench.errors import RequestError
 from sp_bench.plan import divisors
+from sp_bench.reading import FINITE, Count, Natural, NotNegative, Positive, Section, read
 
 MAX_LINKS = 20_000_000
 """What fits a few GB of memory."""
@@ -57,33 +58,18 @@ def climb(levels: Sequence[Level], a: np.ndarray, b: np.ndarray) -> list[Hop]:
     return [out for out, _ in hops] + [into for _, into in reversed(hops)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One section of a network's config: the fields are its keys, and those with a default may be missing or null."""
-
-    @classmethod
-    def read(cls, path: str, config: Any, *, beside: tuple[str, ...] = ()) -> Self:
-        """The section at `path`, which may have the keys `beside` too. Raises RequestError for a key or value."""
-        required = tuple(field.name for field in fields(cls) if field.default is MISSING)
-        optional = tuple(field.name for field in fields(cls) if field.default is not MISSING)
-        config = section(path, config, required, optional + beside)
-        given = (key for key in config if key in required or (key in optional and config[key] is not None))
-        return cls(**{key: _value(f"{path}.{key}", key, config[key]) for key in given})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tier(Section):
+class Tier(Section, frozen=True, kw_only=True):
     """What transfers inside nodes, and those across, have in common."""
 
-    bytes_per_s: float
+    bytes_per_s: Positive
     """Of each GPU, or each NIC, in each direction."""
-    latency_s: float
+    latency_s: NotNegative
     """Before a transfer's first byte."""
-    flow_bytes_per_s: float = math.inf
+    flow_bytes_per_s: Positive = math.inf
     """Most that one transfer takes, such as what NCCL's channels to one peer carry."""
 
 
-class Switch(Tier):
+class Switch(Tier, frozen=True, kw_only=True, tag_field="kind", tag="switch"):
     """Every GPU has a port on a full switch (NVSwitch)."""
 
     def levels(self) -> list[Level]:
@@ -91,7 +77,7 @@ class Switch(Tier):
         return [Level("port", 1, self.bytes_per_s)]
 
 
-class FullMesh(Tier):
+class FullMesh(Tier, frozen=True, kw_only=True, tag_field="kind", tag="full_mesh"):
     """A cable between any two GPUs of a node (OAM boards, HCCS).
 
     Each has an even share of a GPU's bytes_per_s, and traffic to one peer can't use the cables to the others.
@@ -102,20 +88,19 @@ class FullMesh(Tier):
         return []
 
 
-@dataclass(frozen=True, kw_only=True)
-class PcieTree(Switch):
+class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
     """GPUs on PCIe switches, and these on the host bridge of a socket.
 
     Two GPUs on a switch (PIX) cross their own links alone, two on a socket (PXB, PHB) also the uplinks that all GPUs of
     a switch share, others (SYS) also the links between sockets. A NIC is on the switch of the first GPU that it serves.
     """
 
-    gpus_per_switch: int
-    uplink_bytes_per_s: float
+    gpus_per_switch: Count
+    uplink_bytes_per_s: Positive
     """Of each PCIe switch, in each direction."""
-    gpus_per_socket: int | None = None
+    gpus_per_socket: Count | None = None
     """None: one host bridge for all."""
-    socket_bytes_per_s: float | None = None
+    socket_bytes_per_s: Positive | None = None
     """Of each socket to the others, in each direction."""
 
     def levels(self) -> list[Level]:
@@ -125,84 +110,75 @@ class PcieTree(Switch):
             found.append(Level("socket", self.gpus_per_socket, self.socket_bytes_per_s))
         return found
 
+    def __post_init__(self) -> None:
+        """Raises RequestError for keys that don't fit each other."""
+        if (self.gpus_per_socket is None) != (self.socket_bytes_per_s is None):
+            rule = f"goes with socket_bytes_per_s, which is {self.socket_bytes_per_s}"
+            raise RequestError(f"gpus_per_socket={self.gpus_per_socket}", rule, "both or neither would work")
 
-KINDS = {"switch": Switch, "full_mesh": FullMesh, "pcie_tree": PcieTree}
-"""What intra.kind may be."""
+
+Intra = Switch | FullMesh | PcieTree
+"""By its kind; without one, a switch."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inter(Tier):
+class Inter(Tier, frozen=True, kw_only=True):
     """The NICs of a node. Consecutive GPUs share one where there are fewer NICs than GPUs."""
 
-    nics_per_node: int | None = None
+    nics_per_node: Count | None = None
     """None: one for each GPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fabric(Section):
+class Fabric(Section, frozen=True, kw_only=True):
     """A fat tree: consecutive nodes share a leaf switch, and each leaf has uplinks to a spine that is never full."""
 
-    nodes_per_leaf: int
-    oversubscription: float = 1.0
+    nodes_per_leaf: Count
+    oversubscription: Annotated[float, Meta(ge=1, le=FINITE, examples=[1])] = 1.0
     """What the NICs below a leaf carry, over what its uplinks carry."""
-    latency_s: float = 0.0
+    latency_s: NotNegative = 0.0
     """Of going to another leaf, in addition."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Topology:
+GPUS = Meta(
+    description="block, cyclic, or a list of different GPUs, counted over all nodes", examples=["block", [0, 2, 1, 3]]
+)
+Placement = Annotated[Literal["block", "cyclic"] | tuple[Natural, ...], GPUS]
+
+
+class Topology(Section, frozen=True, kw_only=True):
     """Equal nodes of GPUs, the NICs and the fabric between them, and the GPU that each rank is on."""
 
-    gpus_per_node: int | None
+    gpus_per_node: Count | None
     """None: all ranks are on one node."""
-    intra: Switch | FullMesh | PcieTree
-    inter: Inter | None
+    intra: Intra
+    inter: Inter | None = None
     """None: there is one node and no other."""
-    fabric: Fabric | None
+    fabric: Fabric | None = None
     """None: the fabric is never full."""
-    placement: Literal["block", "cyclic"] | tuple[int, ...]
+    placement: Placement = "block"
     """Ranks fill node after node, or go round the nodes, or rank r is on GPU placement[r]."""
 
     @classmethod
-    def build(cls, config: Any, path: str = "cluster.network") -> Self:
+    def build(cls, config: Any, path: str = "cluster.network") -> Topology:
         """The network that a conf/cluster file has at `path`. Raises RequestError for a key or value."""
-        config = section(path, config, ("gpus_per_node", "intra"), ("inter", "fabric", "placement"))
-        g, intra, inter, fabric = (config.get(key) for key in ("gpus_per_node", "intra", "inter", "fabric"))
-        placement = config.get("placement")
-        kind = str(intra.get("kind", "switch")) if isinstance(intra, Mapping) else "switch"
-        if kind not in KINDS:
-            raise unknown(f"{path}.intra.kind", kind, KINDS)
-        topology = cls(
-            gpus_per_node=None if g is None else count(f"{path}.gpus_per_node", g),
-            intra=KINDS[kind].read(f"{path}.intra", intra, beside=("kind",)),
-            inter=None if inter is None else Inter.read(f"{path}.inter", inter),
-            fabric=None if fabric is None else Fabric.read(f"{path}.fabric", fabric),
-            placement="block" if placement is None else _placement(f"{path}.placement", placement),
-        )
-        topology._check(path)
-        return topology
+        return read(cls, config, path)
 
-    def _check(self, path: str) -> None:
-        """Raise RequestError for values that don't fit each other."""
-        g, intra, fabric = self.gpus_per_node, self.intra, self.fabric
+    def __post_init__(self) -> None:
+        """Raises RequestError for keys that don't fit each other."""
+        g, intra, fabric, placement = self.gpus_per_node, self.intra, self.fabric, self.placement
         nics = self.inter.nics_per_node if self.inter else None
-        if g is None and (type(intra) is not Switch or nics or fabric or not isinstance(self.placement, str)):
+        if g is None and (type(intra) is not Switch or nics or fabric or not isinstance(placement, str)):
             rule = "must be a number beside a fabric, nics_per_node, a list of GPUs, or an intra.kind other than switch"
-            raise RequestError(f"{path}.gpus_per_node=null", rule, f"{path}.gpus_per_node=8 would work")
+            raise RequestError("gpus_per_node=null", rule, "gpus_per_node=8 would work")
         if isinstance(intra, PcieTree):
-            per_switch, per_socket = f"{path}.intra.gpus_per_switch", f"{path}.intra.gpus_per_socket"
-            if (intra.gpus_per_socket is None) != (intra.socket_bytes_per_s is None):
-                rule = f"goes with socket_bytes_per_s, which is {intra.socket_bytes_per_s}"
-                raise RequestError(f"{per_socket}={intra.gpus_per_socket}", rule, "both or neither would work")
-            _check_divides(per_switch, intra.gpus_per_switch, "gpus_per_node", g)
-            _check_divides(per_socket, intra.gpus_per_socket, "gpus_per_node", g)
-            _check_divides(per_switch, intra.gpus_per_switch, "gpus_per_socket", intra.gpus_per_socket)
-        _check_divides(f"{path}.inter.nics_per_node", nics, "gpus_per_node", g)
+            _check_divides("intra.gpus_per_switch", intra.gpus_per_switch, "gpus_per_node", g)
+            _check_divides("intra.gpus_per_socket", intra.gpus_per_socket, "gpus_per_node", g)
+            _check_divides("intra.gpus_per_switch", intra.gpus_per_switch, "gpus_per_socket", intra.gpus_per_socket)
+        _check_divides("inter.nics_per_node", nics, "gpus_per_node", g)
         if fabric and not self.inter:
-            raise RequestError(f"{path}.fabric", f"joins NICs, which {path}.inter gives", "both or neither would work")
-        if fabric and fabric.oversubscription < 1:
-            key = f"{path}.fabric.oversubscription"
-            raise RequestError(f"{key}={fabric.oversubscription}", "must be at least 1", f"{key}=1 would work")
+            raise RequestError("fabric", "joins NICs, which inter gives", "both or neither would work")
+        if not isinstance(placement, str) and len(set(placement)) < len(placement):
+            rule, example = f"must be {GPUS.description}", "placement=[0, 2, 1, 3] would work"
+            raise RequestError(f"placement={list(placement)}", rule, example)
 
     def place(self, n: int) -> np.ndarray:
         """The GPU of each of n ranks: (n,). Raises RequestError where a list of GPUs has fewer."""
@@ -365,22 +341,6 @@ class Network:
     def _numbers(self, path: list[Hop], crosses: np.ndarray) -> list[np.ndarray]:
         """The links of a path by their numbers in the network, -1 for flows that don't cross it: [(F,), ...]."""
         return [np.where(crosses & (place >= 0), self.first_link[name] + place, -1) for name, place in path]
-
-
-def _value(path: str, key: str, value: Any) -> float:
-    if key.startswith(("gpus_per_", "nics_per_", "nodes_per_")):
-        return count(path, value)
-    return number(path, value, zero=key == "latency_s")
-
-
-def _placement(path: str, value: Any) -> Literal["block", "cyclic"] | tuple[int, ...]:
-    if value in ("block", "cyclic"):
-        return value
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or not all(type(gpu) is int and gpu >= 0 for gpu in value) or len(set(value)) < len(value):
-        rule = "must be block, cyclic, or a list of different GPUs, counted over all nodes"
-        raise RequestError(f"{path}={value}", rule, f"{path}=[0, 2, 1, 3] would work")
-    return tuple(value)
 
 
 def _check_divides(path: str, part: int | None, name: str, whole: int | None) -> None:

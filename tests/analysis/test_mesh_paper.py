@@ -83,7 +83,7 @@ def test_templates_say_what_simulate_says(slowdown: float) -> None:
     cluster, cells = replace(cluster, device=device), [Cell(True, TOKENS["256k"], 32, "mesh")]
     simulator = Simulator()
     simulator.seconds(cluster, cells)
-    faster = replace(cluster.topology, intra=replace(cluster.topology.intra, bytes_per_s=2e9))
+    faster = cluster.topology.replace(intra=cluster.topology.intra.replace(bytes_per_s=2e9))
     other = replace(cluster, topology=faster)
     seconds = simulator.seconds(other, cells)
     assert seconds == pytest.approx([predict(other, cells[0]).seconds], rel=1e-9)

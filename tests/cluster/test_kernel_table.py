@@ -14,10 +14,11 @@ from sp_bench import records
 from sp_bench.__main__ import main as bench
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
-from sp_bench.cluster.kernel_table import KernelTable, Surface, Waves
+from sp_bench.cluster.kernel_table import KernelTable, Rates, Surface, Waves
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.plan import PHASES, Problem, layout_named
+from sp_bench.reading import read
 from sp_bench.simulate import simulate
 
 CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
@@ -173,7 +174,7 @@ def test_a_block_that_is_not_square_goes_by_its_inner_loop() -> None:
 
 def test_pairs_are_interpolated_in_both_directions() -> None:
     pairs = {"256x256": 10.0, "256x1024": 30.0, "1024x256": 20.0, 1024: 60.0}
-    built = KernelTable.build("rates.x", "x", table(forward_full=pairs), None)
+    built = KernelTable.build("x", read(Rates, table(forward_full=pairs), "rates.x"), None)
     assert isinstance(built.rates["forward_full"], Surface)
 
     def rate(q_tokens: int, kv_tokens: int) -> float:
@@ -245,7 +246,11 @@ def test_transfer_slowdown_is_held() -> None:
     ("rates", "other", "message"),
     [
         ({"x": table(figures="guessed")}, {}, "rates.x.figures=guessed: there is no such figures; .*published"),
-        ({"x": table(forward_full={})}, {}, "rates.x.forward_full={}: has no rates"),
+        (
+            {"x": table(forward_full={})},
+            {},
+            "rates.x.forward_full={}: must be a table of rates, with at least one",
+        ),
         ({"x": table(forward_full={"512x": 1})}, {}, "rates.x.forward_full=512x: must be a whole number"),
         ({"x": table(forward_full={0: 1})}, {}, "rates.x.forward_full=0: must be a whole number of at least 1"),
         ({"x": table(forward_full={512: -1})}, {}, "rates.x.forward_full.512=-1: must be a finite number above 0"),

@@ -38,5 +38,5 @@ def on_hosts(
         message_core_s=message_core_s,
     )
     where = cluster(gpus_per_node=per_host, bytes_per_s=4 * bytes_per_s)
-    inter = replace(where.topology.inter, latency_s=0.0, nics_per_node=1)
-    return replace(where, cores=cores, hosts=hosts, topology=replace(where.topology, inter=inter))
+    inter = where.topology.inter.replace(latency_s=0.0, nics_per_node=1)
+    return replace(where, cores=cores, hosts=hosts, topology=where.topology.replace(inter=inter))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from sp_bench.calibrating.cluster_file import rounded, scaled
 from sp_bench.calibrating.setting import Setting
@@ -50,7 +51,7 @@ def _measure(described: Hosts, setting: Setting, ranks: int, *, quick: bool) -> 
     host_of = [rank // described.ranks_per_host for rank in range(ranks)]
     for rate in link_rates(described):
         print(f"links of {rate:g} bytes/s between hosts of {described.ranks_per_host}", flush=True)
-        hosts = replace(described, link_bytes_per_s=rate, hosts_per_leaf=None, uplink_bytes_per_s=None)
+        hosts = described.replace(link_bytes_per_s=rate, hosts_per_leaf=None, uplink_bytes_per_s=None)
         with RankPool(ranks, hosts=make(hosts, host_of)) as pool:
             job = "sp_bench.labs.shaped.exchanges:measure_exchanges"
             pause_s = hosts.burst_bytes / rate  # until a link has saved all that it lets through at once
@@ -114,7 +115,7 @@ def with_hosts(
     return {
         **kept,
         "lab": hosts.lab,
-        "hosts": asdict(replace(hosts, **values)),
+        "hosts": structs.asdict(hosts.replace(**values)),
         "intra": config["intra"],
         "device": {
             **config["device"],

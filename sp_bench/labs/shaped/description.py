@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
+from msgspec import Meta
 
 from sp_bench.cluster.emulation import EmulatedHosts
 from sp_bench.cluster.topology import Network
-from sp_bench.cluster.values import count, number, section
 from sp_bench.errors import RequestError
 from sp_bench.labs.shaped.effects import ShapedEffects
+from sp_bench.reading import Count, NotNegative, Positive
 
-REQUIRED = ("link_bytes_per_s", "burst_bytes", "payload_share", "latency_s")
-OPTIONAL = (
-    "ranks_per_host",
-    "hosts_per_leaf",
-    "uplink_bytes_per_s",
-    "crowd_latency_s",
-    "uplink_latency_s",
-    "flow_bytes_per_s",
-    "byte_core_s",
-    "link_cores",
-    "message_core_s",
-    "turn_s",
-    "ahead_bytes",
-    "transfers_first",
-)
 OF_CORES = ("byte_core_s", "link_cores", "message_core_s")
 """What messages take of the cores that ranks share."""
 MOST_UNEVEN_RANKS = 64
@@ -38,8 +23,7 @@ MOST_AT_ONCE = 0.75
 """Of a message, where it is smaller than a burst: the rest comes only after what is owed for the one before."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hosts(EmulatedHosts):
+class Hosts(EmulatedHosts, frozen=True, kw_only=True):
     """Hosts that share this machine's cores, each with one link to a switch; leaf switches join over a spine.
 
     A host is a node of the simulated topology, its link the node's one NIC, and ranks on it talk over its loopback.
@@ -48,36 +32,36 @@ class Hosts(EmulatedHosts):
     lab: ClassVar[str] = "shaped"
     core_figures: ClassVar[tuple[str, ...]] = OF_CORES
 
-    link_bytes_per_s: float
+    link_bytes_per_s: Positive
     """Of a host's link in each direction, headers included."""
-    burst_bytes: int
+    burst_bytes: Count
     """What a shaped link that was idle lets through at once, headers included."""
-    payload_share: float
+    payload_share: Annotated[float, Meta(gt=0, le=1, examples=[0.95])]
     """Of a link's rate, what messages get."""
-    latency_s: float
+    latency_s: NotNegative
     """Before a message's first byte, where ranks have a core each."""
-    crowd_latency_s: float = 0.0
+    crowd_latency_s: NotNegative = 0.0
     """In addition, for every rank that a core has beyond its first: the message waits for the core as well."""
-    ranks_per_host: int = 1
-    hosts_per_leaf: int | None = None
+    ranks_per_host: Count = 1
+    hosts_per_leaf: Count | None = None
     """Consecutive hosts that share a leaf switch and its uplink; None: one switch for all."""
-    uplink_bytes_per_s: float | None = None
+    uplink_bytes_per_s: Positive | None = None
     """Of each leaf switch to the spine in each direction, headers included."""
-    uplink_latency_s: float = 0.0
+    uplink_latency_s: NotNegative = 0.0
     """Of going to another leaf, in addition."""
-    flow_bytes_per_s: float | None = None
+    flow_bytes_per_s: Positive | None = None
     """Most that one message takes, however fast its links: what this machine's cores can carry; None: no limit."""
-    byte_core_s: float = 0.0
+    byte_core_s: NotNegative = 0.0
     """Seconds of a core that a byte to another host takes from blocks, sending and receiving it."""
-    link_cores: float = 0.0
+    link_cores: NotNegative = 0.0
     """Cores that a link takes from them in addition while its host sends at the link's rate, whatever that is."""
-    message_core_s: float = 0.0
+    message_core_s: NotNegative = 0.0
     """Seconds of a core that each message, one tensor, takes in addition: lanes look up what to do, threads are woken,
     and caches used."""
-    turn_s: float = 0.0
+    turn_s: NotNegative = 0.0
     """Where ranks share cores, these are handed over in turns of about so long, so that blocks don't get the same
     (effects.Turns)."""
-    ahead_bytes: float = 0.0
+    ahead_bytes: NotNegative = 0.0
     """By so many bytes one of several messages that share a link is ahead of another (effects.Shares)."""
     transfers_first: bool = True
     """Whether transfers go before blocks on the cores that they share, as a network's hardware needs none. Simulated
@@ -98,18 +82,11 @@ class Hosts(EmulatedHosts):
         """
         return np.minimum(self.payload_share * self.burst_bytes / sharers, MOST_AT_ONCE * sent)
 
-    @classmethod
-    def build(cls, config: Any, path: str = "cluster.hosts") -> Self:
-        """The section that a conf/cluster file has at `path`. Raises RequestError for a key or value."""
-        given = {key: value for key, value in section(path, config, REQUIRED, OPTIONAL).items() if value is not None}
-        hosts = cls(**{key: _value(f"{path}.{key}", key, given.get(key)) for key in {*REQUIRED, *given}})
-        if (hosts.hosts_per_leaf is None) != (hosts.uplink_bytes_per_s is None):
-            rule = f"goes with uplink_bytes_per_s, which is {hosts.uplink_bytes_per_s}"
-            raise RequestError(f"{path}.hosts_per_leaf={hosts.hosts_per_leaf}", rule, "both or neither would work")
-        if hosts.payload_share > 1:
-            key = f"{path}.payload_share"
-            raise RequestError(f"{key}={hosts.payload_share}", "must be at most 1", f"{key}=0.95 would work")
-        return hosts
+    def __post_init__(self) -> None:
+        """Raises RequestError for one key of a pair."""
+        if (self.hosts_per_leaf is None) != (self.uplink_bytes_per_s is None):
+            rule = f"goes with uplink_bytes_per_s, which is {self.uplink_bytes_per_s}"
+            raise RequestError(f"hosts_per_leaf={self.hosts_per_leaf}", rule, "both or neither would work")
 
     def crowd_latency_s_of(self, ranks_per_core: float) -> float:
         return self.crowd_latency_s * (ranks_per_core - 1)
@@ -120,7 +97,7 @@ class Hosts(EmulatedHosts):
 
     @property
     def even(self) -> Self:
-        return replace(self, turn_s=0.0, ahead_bytes=0.0)
+        return self.replace(turn_s=0.0, ahead_bytes=0.0)
 
     def is_even(self, ranks: int, cores: int | None) -> bool:
         return not self.turn_s_of(ranks, cores) and not self.ahead_bytes_of(ranks)
@@ -157,13 +134,3 @@ class Hosts(EmulatedHosts):
         if self.flow_bytes_per_s:
             inter["flow_bytes_per_s"] = self.flow_bytes_per_s
         return {"gpus_per_node": self.ranks_per_host, "inter": inter, "fabric": fabric}
-
-
-def _value(path: str, key: str, value: Any) -> Any:
-    if key == "transfers_first":
-        if not isinstance(value, bool):
-            raise RequestError(f"{path}={value}", "must be true or false", f"{path}=true would work")
-        return value
-    if key in ("burst_bytes", "ranks_per_host", "hosts_per_leaf"):
-        return count(path, value)
-    return number(path, value, zero=key.endswith("latency_s") or key in (*OF_CORES, "turn_s", "ahead_bytes"))

@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -162,7 +161,7 @@ def make(hosts: Hosts, host_of: Sequence[int], *, transfers_first: bool = True) 
 
     `transfers_first` may take priority from transfers, not give it to them where the hosts don't.
     """
-    return ShapedHosts(replace(hosts, transfers_first=transfers_first and hosts.transfers_first), host_of)
+    return ShapedHosts(hosts.replace(transfers_first=transfers_first and hosts.transfers_first), host_of)
 
 
 @lru_cache(maxsize=8)

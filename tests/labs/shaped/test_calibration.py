@@ -172,7 +172,7 @@ def test_simulated_pairs_are_as_uneven_as_those_they_were_calibrated_by(spread: 
     size = p.chunk_bytes("kv", wire=True)
     where = on_hosts(n, 1e6, 0.0)
     assert where.hosts
-    where = replace(where, hosts=replace(where.hosts, ahead_bytes=spread * size))
+    where = replace(where, hosts=where.hosts.replace(ahead_bytes=spread * size))
     run = simulate(plan, p, where)
     ends = [sorted(span.end_s for span in run.spans(rank) if span.stream != BLOCKS) for rank in range(n)]
     assert ahead_bytes([first / last for first, last in ends], size) == pytest.approx(spread * size, rel=0.35)

@@ -83,7 +83,7 @@ def test_messages_inside_a_host_take_nothing() -> None:
 def test_messages_inside_a_host_are_in_no_queue() -> None:
     p, where = problem(2, tokens=1024), on_hosts(2, 1e6, 0.0, per_host=2)
     assert where.hosts
-    queues = replace(where, hosts=replace(where.hosts, ahead_bytes=1e9))
+    queues = replace(where, hosts=where.hosts.replace(ahead_bytes=1e9))
     plan = build("tokenring", {}).plan(p, "backward", where.profile(p))
     assert simulate(plan, p, queues).makespan_s == pytest.approx(simulate(plan, p, where).makespan_s, rel=1e-12)
 
@@ -92,7 +92,7 @@ def in_turns(cores: int, turn_s: float, seed: int = 0) -> Cluster:
     """Hosts with slow links, whose ranks get the cores in such turns."""
     where = on_hosts(cores, 1e6, 0.0)
     assert where.hosts
-    return replace(where, hosts=replace(where.hosts, turn_s=turn_s), stragglers=replace(where.stragglers, seed=seed))
+    return replace(where, hosts=where.hosts.replace(turn_s=turn_s), stragglers=replace(where.stragglers, seed=seed))
 
 
 def first_block(n: int, where: Cluster) -> tuple[np.ndarray, Run]:
@@ -141,7 +141,7 @@ def queued(name: str, n: int, ahead_bytes: float, seed: int = 0) -> Run:
     """A method on hosts whose links let some messages go ahead of others by so many bytes."""
     p, where = problem(n, tokens=1024), on_hosts(n, 1e6, 0.0)
     assert where.hosts
-    where = replace(where, hosts=replace(where.hosts, ahead_bytes=ahead_bytes), stragglers=Stragglers(seed=seed))
+    where = replace(where, hosts=where.hosts.replace(ahead_bytes=ahead_bytes), stragglers=Stragglers(seed=seed))
     return simulate(build(name, {}).plan(p, "forward", where.profile(p)), p, where)
 
 
@@ -180,7 +180,7 @@ def test_alike_ranks_that_send_stand_for_one_another_on_shared_cores_too(name: s
     assert one.makespan_s == pytest.approx(all_of_them.makespan_s, rel=1e-9)
     assert one.ended_s == pytest.approx(all_of_them.ended_s, rel=1e-9)
     free = simulate(
-        plan, dealt, replace(where, hosts=replace(where.hosts, link_cores=0.0, **dict.fromkeys(core_s, 0.0)))
+        plan, dealt, replace(where, hosts=where.hosts.replace(link_cores=0.0, **dict.fromkeys(core_s, 0.0)))
     )
     # Blocks of ulysses are beside no transfer, but for the byte that links owe.
     assert (free.makespan_s < one.makespan_s * (1 - 1e-6)) == (name != "ulysses")

@@ -1,0 +1,231 @@
+"""Values that users write, checked against types: `read(Count, "8k", "gpus")`, `read(Topology, {...}, "cluster")`.
+
+A type says what is allowed. `Section` is a mapping with known keys; `Annotated[..., Meta(...)]` has the bounds of a
+number, a `description` where words beat the derived ones, and `examples` of what would work.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Annotated, Any, Self, TypeVar
+
+import msgspec
+from msgspec import Meta, inspect, structs
+
+from sp_bench.errors import RequestError, unknown, unknown_key
+
+FINITE = sys.float_info.max
+Count = Annotated[int, Meta(ge=1, examples=[8])]
+Tokens = Annotated[int, Meta(ge=1, examples=[8, "8k", "1M"])]
+Natural = Annotated[int, Meta(ge=0, examples=[0])]
+Positive = Annotated[float, Meta(gt=0, le=FINITE, examples=[1.0])]
+NotNegative = Annotated[float, Meta(ge=0, le=FINITE, examples=[0.0])]
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+_PLACE = re.compile(r"(?P<message>.*?)(?: - at (?P<of_a_key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
+T = TypeVar("T")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of a config file: its fields are the keys, and those with a default may be missing or null.
+
+    Rules between keys stand in `__post_init__`, which raises RequestError with keys relative to the section.
+    """
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values of some keys."""
+        return structs.replace(self, **changes)
+
+
+def read(kind: type[T] | Any, value: Any, path: str) -> T:
+    """The value that a user wrote at `path`, as a `kind`. Whole numbers may be 256k or 1M, which are powers of two.
+
+    Raises RequestError with the path of what breaks a rule, the rule, and what would work.
+    """
+    plain = _plain(_info(kind), value)
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(error, kind, plain, path) from None
+
+
+def has_key(kind: Any, key: str) -> bool:
+    """Whether a section of this kind may have the dotted key, such as device.launch_s."""
+    kinds = [_info(kind)]
+    for name in key.split("."):
+        kinds = [below for each in kinds for below in _below(each, name)]
+    return bool(kinds)
+
+
+@lru_cache
+def _info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _members(info: inspect.Type) -> list[inspect.Type]:
+    """The types that a value may have, without null."""
+    if isinstance(info, inspect.Metadata):
+        return _members(info.type)
+    if isinstance(info, inspect.UnionType):
+        return [member for part in info.types for member in _members(part)]
+    return [] if isinstance(info, inspect.NoneType) else [info]
+
+
+def _section(info: inspect.Type, value: Any) -> inspect.StructType | None:
+    """The kind of section that a mapping is: the one that its tag names, or the first where it has none."""
+    sections = [member for member in _members(info) if isinstance(member, inspect.StructType)]
+    if not sections or not isinstance(value, Mapping):
+        return None
+    tag = value.get(sections[0].tag_field, sections[0].tag)
+    return next((section for section in sections if section.tag == tag), sections[0])
+
+
+def _below(info: inspect.Type, name: Any) -> list[inspect.Type]:
+    """The types of what stands at a key."""
+    found: list[inspect.Type] = []
+    for member in _members(info):
+        if isinstance(member, inspect.StructType):
+            found += [field.type for field in member.fields if field.encode_name == name]
+            found += [inspect.StrType()] if name == member.tag_field else []
+        elif isinstance(member, inspect.DictType):
+            found.append(member.value_type)
+        elif isinstance(member, inspect.AnyType):
+            found.append(member)
+    return found
+
+
+def _plain(info: inspect.Type, value: Any) -> Any:
+    """The value with defaults for nulls, the first of several kinds of section by name, and 256k as a number."""
+    if isinstance(value, str) and any(isinstance(member, inspect.IntType) for member in _members(info)):
+        number = re.fullmatch(r"(\d+)([km]?)", value.strip().lower())
+        return int(number[1]) * _UNITS[number[2]] if number else value
+    if not isinstance(value, Mapping):
+        return value
+    if section := _section(info, value):
+        optional = {field.encode_name for field in section.fields if not field.required}
+        tag = {section.tag_field: section.tag} if section.tag_field else {}
+        value = tag | {str(key): entry for key, entry in value.items() if entry is not None or key not in optional}
+    return {key: _plain(below[0], entry) if (below := _below(info, key)) else entry for key, entry in value.items()}
+
+
+def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str) -> RequestError:
+    place = _PLACE.fullmatch(str(error))
+    assert place
+    keys, value = _culprit(error, kind, value, re.findall(r"\.([^.\[]+)|\[(.+?)\]", place["path"] or ""))
+    info, dotted = _info(kind), path
+    for key in keys:
+        section = _section(info, value)
+        if section and key == section.tag_field:
+            known = [str(member.tag) for member in _members(info) if isinstance(member, inspect.StructType)]
+            return unknown(f"{dotted}.{key}", _text(value[key]), known)
+        info, value, dotted = _below(section or info, key)[0], value[key], f"{dotted}.{key}"
+    if isinstance(error.__cause__, RequestError):
+        return error.__cause__.under(dotted)
+    section = _section(info, value)
+    if section and (name := re.search(r"field `(.*)`", place["message"])):
+        names = [field.encode_name for field in section.fields]
+        if "unknown" in place["message"]:
+            return unknown_key(f"{dotted}.{name[1]}", [f"{dotted}.{known}" for known in names])
+        needed = ", ".join(field.encode_name for field in section.fields if field.required)
+        return RequestError(f"{dotted}.{name[1]}", "is missing", f"all of {needed} are needed")
+    members, would_work = _members(info), " or ".join(f"{dotted}={example}" for example in _examples(info))
+    if len(members) == 1 and isinstance(members[0], inspect.LiteralType) and isinstance(value, str):
+        return unknown(dotted, value, map(str, members[0].values))
+    if place["of_a_key"]:
+        table = next(member for member in members if isinstance(member, inspect.DictType))
+        info, value = table.key_type, next(iter(value))
+    return RequestError(f"{dotted}={_text(value)}", f"must be {_words(info)}", f"{would_work} would work")
+
+
+def _culprit(error: Exception, kind: Any, value: Any, found: list[tuple[str, str]]) -> tuple[list[Any], Any]:
+    """The keys to what is wrong, and the value with no other entry in the tables on the way there.
+
+    msgspec names the keys of sections alone, so that tables are tried entry by entry. A list is named as a whole.
+    """
+    keys: list[Any] = []
+    for name, index in found:
+        if index.isdigit():
+            break
+        keys.append(name or next(k for k in _at(value, keys) if _same(error, kind, _with_only(value, keys, k))))
+        value = value if name else _with_only(value, keys[:-1], keys[-1])
+    if "`key` in" in str(error):
+        wrong = next(k for k in _at(value, keys) if _same(error, kind, _with_only(value, keys, k)))
+        value = _with_only(value, keys, wrong)
+    return keys, value
+
+
+def _same(error: Exception, kind: Any, value: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as other:
+        return str(other) == str(error)
+    return False
+
+
+def _at(value: Any, keys: list[Any]) -> Any:
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def _with_only(value: Any, keys: list[Any], only: Any) -> Any:
+    """The value with no other entry than one in its table at `keys`."""
+    if not keys:
+        return {only: value[only]}
+    first, *rest = keys
+    return {**value, first: _with_only(value[first], rest, only)}
+
+
+def _text(value: Any) -> str:
+    """As YAML has it."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def _words(info: inspect.Type) -> str:
+    """What a value must be."""
+    if isinstance(info, inspect.Metadata):
+        return (info.extra_json_schema or {}).get("description") or _words(info.type)
+    if isinstance(info, inspect.UnionType):
+        return ", or ".join(_words(part) for part in info.types if not isinstance(part, inspect.NoneType))
+    if isinstance(info, inspect.IntType | inspect.FloatType):
+        above, least = f" above {info.gt}", f" of at least {info.ge}"
+        most = "" if info.le in (None, FINITE) else f" and at most {info.le}"
+        number = "a whole number" if isinstance(info, inspect.IntType) else "a finite number"
+        return number + (above if info.gt is not None else "") + (least if info.ge is not None else "") + most
+    if isinstance(info, inspect.LiteralType):
+        return " or ".join(map(str, info.values))
+    return {
+        inspect.BoolType: "true or false",
+        inspect.StrType: "a text",
+        inspect.DictType: "a table",
+        inspect.StructType: "a section of keys",
+        inspect.VarTupleType: "a list",
+        inspect.ListType: "a list",
+    }[type(info)]
+
+
+def _examples(info: inspect.Type) -> list[Any]:
+    """Values that would work."""
+    if isinstance(info, inspect.Metadata):
+        return (info.extra_json_schema or {}).get("examples") or _examples(info.type)
+    if isinstance(info, inspect.UnionType):
+        return _examples(info.types[0])
+    if isinstance(info, inspect.LiteralType):
+        return list(info.values)
+    if isinstance(info, inspect.StructType):
+        keys = [field.encode_name for field in info.fields if field.required]
+        return ["{" + ", ".join(f"{key}: ..." for key in keys) + "}"]
+    if isinstance(info, inspect.DictType):
+        (key, *_), (entry, *_) = _examples(info.key_type), _examples(info.value_type)
+        return [f"{{{key}: {entry}}}"]
+    return {
+        inspect.BoolType: ["true"],
+        inspect.StrType: ["WORD"],
+        inspect.IntType: [8],
+        inspect.FloatType: [1.0],
+        inspect.VarTupleType: ["[...]"],
+        inspect.ListType: ["[...]"],
+    }.get(type(info), ["..."])
