@@ -1,4 +1,4 @@
-# make bench: set up, then the main job. make test: set up, then the tests. make check: lint, format, types.
+# make bench: set up, then the main job. make test: set up, then the tests. make check: lint, format, types, floors.
 PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
@@ -16,6 +16,7 @@ check: $(VENV)/ready
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) pyright
+	$(VENV)/bin/lint-imports --no-cache
 
 format: $(VENV)/ready
 	$(RUN) ruff check --fix .
