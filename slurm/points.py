@@ -32,7 +32,8 @@ class Point:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Point:
         """The point of a composed config."""
-        return cls(id=records.run_id({k: v for k, v in config.items() if k not in NOT_IN_THE_RESULT}), config=config)
+        kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT}
+        return cls(id=records.digest({"config": kept, "code": records.code_version()}), config=config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,16 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
     there = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
+
+
+def gpus_and_driver() -> list[str]:
+    """The model of each NVIDIA GPU here and the version of its driver; empty where nvidia-smi can't tell."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def torch_has_cuda() -> bool:

@@ -245,7 +245,8 @@ def _point_id(
     kept["alone"] = config["alone"] if mode == "alone" else None
     # In a sweep, impl may be there for another point.
     kept |= {"impl": config["impl"] if config["method"]["name"] == peers.METHOD else None, "version": version}
-    return records.run_id({**kept, "machine": records.machine() if mode != "simulate" else None})
+    on_gpus = devices is not None and devices.kind == "cuda"
+    return records.run_id(kept, measured=mode != "simulate", on_gpus=on_gpus)
 
 
 def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:

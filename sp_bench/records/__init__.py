@@ -7,7 +7,8 @@ opens, in <run_id>.trace.json. Where ranks hung, <run_id>.hang.json says what ea
 """
 
 from sp_bench.records.files import BESIDE, OtherVersionError, beside, load, read, read_all, write, write_whole
-from sp_bench.records.provenance import KEPT_VARIABLES, code_version, machine, provenance, run_id
+from sp_bench.records.identity import code_version, digest, machine, run_id
+from sp_bench.records.provenance import KEPT_VARIABLES, provenance
 from sp_bench.records.record import MODES, SCHEMA_VERSION, STATUSES, Record
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Record",
     "beside",
     "code_version",
+    "digest",
     "load",
     "machine",
     "provenance",

@@ -1,77 +1,30 @@
-"""Which point a record is of, and where it comes from."""
+"""Where a record comes from."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sp_bench.machine import cores_here
-from sp_bench.resources import PACKAGE
+from sp_bench.records.identity import code_version, version
+from sp_bench.resources import ROOT
 
 KEPT_VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "SLURM_", "OMP_")
 """Prefixes of the environment variables that a record keeps; no other is."""
 
 
-def run_id(config: Mapping[str, Any]) -> str:
-    """The id of a point: a hash of its resolved config and of the code that runs it."""
-    text = json.dumps({"config": _text_keys(config), "code": code_version()}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _text_keys(value: Any) -> Any:
-    """The value with all keys of its mappings as text: numbers among texts can't be sorted."""
-    return {str(key): _text_keys(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
-
-
-@cache
-def machine() -> dict[str, Any]:
-    """What a measured number depends on beside its config: host, processor, cores, torch, thread settings."""
-    model = ""
-    if (info := Path("/proc/cpuinfo")).exists():
-        model = next((line for line in info.read_text().splitlines() if line.startswith("model name")), "")
-    return {
-        "host": platform.node(),
-        "cpu": model.partition(":")[2].strip() or platform.processor(),
-        "cores": cores_here(),
-        "torch": _version("torch"),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "GLOO_"))},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-@cache
-def code_version() -> str:
-    """A hash of the suite's sources: sp_bench/ and methods/."""
-    digest = hashlib.sha256()
-    for folder in (PACKAGE / "methods", PACKAGE):  # a checkout has links, which rglob doesn't follow
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 @cache
 def provenance() -> dict[str, Any]:
     """Where a record comes from: code, versions, command line, the few environment variables that matter."""
-    versions = {package: _version(package) for package in ("torch", "numpy", "numba", "hydra-core")}
+    versions = {package: version(package) for package in ("torch", "numpy", "numba", "hydra-core")}
     return {
         "code_version": code_version(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": None if (changed := _git("status", "--porcelain")) is None else bool(changed),
+        **git_state(ROOT),
         "versions": {"python": platform.python_version(), **versions},
         "argv": sys.argv[1:],
         "host": platform.node(),
@@ -80,10 +33,33 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+def git_state(root: Path) -> dict[str, Any]:
+    """The commit of the folder that holds the package, and whether files differ from it; None where it is no checkout.
+
+    An installed package may stand in somebody else's repository, whose state says nothing about this code.
+    """
+    if not _is_checkout(root):
+        return {"git_commit": None, "git_dirty": None}
+    changed = _git(root, "status", "--porcelain")
+    return {"git_commit": _git(root, "rev-parse", "HEAD"), "git_dirty": None if changed is None else bool(changed)}
+
+
+def _is_checkout(root: Path) -> bool:
+    """Whether the folder is the top of a repository, and that of this project."""
+    top = _git(root, "rev-parse", "--show-toplevel")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return project == "sp-bench" and top is not None and Path(top).resolve() == root.resolve()
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """What git says; None where it can't. A hook's GIT_DIR would name another repository."""
+    elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=elsewhere)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

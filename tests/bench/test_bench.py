@@ -17,6 +17,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import _cores, _overlap
 from sp_bench.errors import RequestError
 from sp_bench.measure.spec import Measured
+from sp_bench.records import identity
 from tests.support.made_records import made
 
 
@@ -37,7 +38,7 @@ def test_run_id_is_what_the_numbers_depend_on(monkeypatch: pytest.MonkeyPatch) -
     assert point(*local, "mode=simulate", "head_dim=64").run_id != measured
     simulated = ("cluster=local", "mode=simulate", "gpus=2", "seqlen=1k", "dtype=float32", "head_dim=64")
     assert point(*simulated, "cluster.cores=1").run_id != point(*simulated, "cluster.cores=2").run_id
-    monkeypatch.setattr(records, "machine", lambda: {"host": "another"})
+    monkeypatch.setattr(identity, "machine", lambda: {"host": "another"})
     assert point(*local).run_id != measured
     assert point("gpus=8", "seqlen=64k").run_id == base.run_id, "a simulated number is the same everywhere"
 

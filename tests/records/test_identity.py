@@ -1,0 +1,130 @@
+"""What a record's run_id depends on, and what its provenance says of git."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sp_bench.records import identity
+from sp_bench.records.provenance import git_state
+from sp_bench.resources import PACKAGE, ROOT
+
+OF_NO_NUMBER = {
+    *("analysis", "calibrating", "cli", "conf", "loggers", "records", "slurm"),
+    *("__init__.py", "__main__.py", "calibrate.py", "describe.py", "draw.py", "errors.py", "extras.py", "machine.py"),
+    *("markdown.py", "reading.py", "resources.py", "validate.py", "wandb_upload.py"),
+}
+"""What reads, writes, shows and refuses, and changes no number of a point."""
+
+Ids = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture
+def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ids:
+    """The ids of a simulated and a measured point by the package in tmp_path / "sp_bench", a copy of this one."""
+    shutil.copytree(PACKAGE, tmp_path / "sp_bench", ignore=shutil.ignore_patterns("__pycache__", "analysis", "slurm"))
+    monkeypatch.setattr(identity, "PACKAGE", tmp_path / "sp_bench")
+    monkeypatch.setattr(identity, "code_version", identity.code_version.__wrapped__)
+    return lambda: (identity.run_id({"gpus": 2}, measured=False), identity.run_id({"gpus": 2}, measured=True))
+
+
+@pytest.mark.parametrize(
+    ("path", "simulated", "measured"),
+    [
+        ("cli/report.py", False, False),
+        ("loggers/wandb_fields.py", False, False),
+        ("simulate/flows.py", True, True),
+        ("methods/mesh.py", True, True),
+        ("account.py", True, True),
+        ("kernels/fold.py", False, True),
+        ("run/executor.py", False, True),
+        ("measure/pool.py", False, True),
+    ],
+)
+def test_code_that_changes_a_number_changes_the_id(
+    path: str, simulated: bool, measured: bool, tmp_path: Path, ids: Ids
+) -> None:
+    before = ids()
+    with (tmp_path / "sp_bench" / path).open("a") as file:
+        file.write("# touched\n")
+    assert [new != old for new, old in zip(ids(), before, strict=True)] == [simulated, measured]
+
+
+def test_of_every_file_is_known_whether_it_changes_a_number() -> None:
+    there = {path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
+    assert there - set(identity.MEASURED_CODE) == OF_NO_NUMBER
+
+
+def test_versions_and_machines_change_the_ids_of_what_depends_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ids() -> list[str]:
+        return [
+            identity.run_id({}, measured=False),
+            identity.run_id({}, measured=True),
+            identity.run_id({}, measured=True, on_gpus=True),
+        ]
+
+    def changed(name: str, new: Callable) -> list[bool]:
+        with monkeypatch.context() as patch:
+            patch.setattr(identity, name, new)
+            identity.machine.cache_clear()
+            found = ids()
+        identity.machine.cache_clear()
+        return [new != old for new, old in zip(found, before, strict=True)]
+
+    monkeypatch.setattr(identity, "gpu_software", lambda: {"gpus": ["H200, 570.1"], "nccl": (2, 27)})
+    before = ids()
+    assert len(set(before)) == 3
+    version = identity.version
+    assert changed("version", lambda name: "0.0" if name == "torch" else version(name)) == [False, True, True]
+    assert changed("version", lambda name: "0.0" if name == "numpy" else version(name)) == [True, True, True]
+    assert changed("cores_here", lambda: 1000) == [False, True, True]
+    assert changed("gpu_software", lambda: {"gpus": ["H200, 580.2"], "nccl": (2, 27)}) == [False, False, True]
+
+
+def test_the_order_of_keys_changes_no_id() -> None:
+    assert identity.digest({"a": 1, "b": {2: 3, "x": 4}}) == identity.digest({"b": {"x": 4, "2": 3}, "a": 1})
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True
+    ).stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository of this project with one commit."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "sp_bench").mkdir()
+    (tmp_path / "sp_bench" / "__init__.py").touch()
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "all")
+    return tmp_path
+
+
+def test_a_checkout_has_its_commit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = git(checkout, "rev-parse", "HEAD").strip()
+    assert git_state(checkout) == {"git_commit": commit, "git_dirty": False}
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    (checkout / "new").touch()
+    assert git_state(checkout) == {"git_commit": commit, "git_dirty": True}
+
+
+def test_the_repository_around_an_installed_package_is_not_its_own(checkout: Path) -> None:
+    """As a virtual environment in somebody's checkout, even of this project, and a copy without one's own git."""
+    nothing = {"git_commit": None, "git_dirty": None}
+    site = checkout / ".venv" / "lib" / "site-packages"
+    site.mkdir(parents=True)
+    assert git_state(site) == nothing
+    shutil.copy(checkout / "pyproject.toml", site)
+    assert git_state(site) == nothing
+    (checkout / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    assert git_state(checkout) == nothing
+    (checkout / "pyproject.toml").unlink()
+    assert git_state(checkout) == nothing
