@@ -19,7 +19,6 @@ import yaml
 from benchmarks.reports import known
 from sp_bench.bench import resolve
 from sp_bench.bench.simulated import simulate_point
-from sp_bench.calibrate import CLUSTERS
 from sp_bench.calibrating.gpu_file import base_cluster
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.compose import Composer
@@ -28,6 +27,7 @@ from sp_bench.cluster.cluster import NETWORK_KEYS
 from sp_bench.errors import RequestError
 from sp_bench.markdown import of_rows
 from sp_bench.records import Record
+from sp_bench.resources import conf_files
 
 WOULD_WORK = "what python -m sp_bench.calibrate device=cuda out=FILE writes would work"
 GPUS, TOKENS = 256, ("256k", "1M")
@@ -38,7 +38,7 @@ MEASURED = "measured_kernels"
 def compare(path: Path, cluster: str | None = None, *, gpus: int = GPUS, tokens: Sequence[str] = TOKENS) -> str:
     """The table of a calibrated file. Raises RequestError for a file that is none, or has nothing to stand beside."""
     config = _calibrated(path)
-    base = base_cluster(config["device"]["name"], cluster, CLUSTERS)
+    base = base_cluster(config["device"]["name"], cluster, conf_files("cluster"))
     if any(base.get(key) != config.get(key) for key in NETWORK_KEYS):
         rule = f"has other links than {path}, so that steps would differ by more than kernels"
         raise RequestError(f"cluster={base['name']}", rule, "the cluster that the sources there name would work")

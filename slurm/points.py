@@ -19,7 +19,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError, unknown
 from sp_bench.measure.launch import Launch
 from sp_bench.records import Record
-from sp_bench.resources import CONF
+from sp_bench.resources import conf_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +84,10 @@ def by_gpus(tasks: Iterable[Task]) -> dict[int, list[Task]]:
 
 def _composed(name: str, changes: Sequence[str]) -> list[Point]:
     """Each point once."""
-    choices = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
-    if name not in choices:
-        raise unknown("sweep", name, choices)
-    content = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())
+    known = conf_files("sweep")
+    if name not in known:
+        raise unknown("sweep", name, known)
+    content = yaml.safe_load(known[name].read_text())
     values = {key: [value] for key, value in content["fixed"].items()} | content["axes"]
     arguments = {key: f"{key}={','.join(map(_text, choices))}" for key, choices in values.items()}
     arguments |= {change.partition("=")[0]: change for change in changes}

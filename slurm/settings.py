@@ -12,7 +12,7 @@ import yaml
 
 from sp_bench.bench.values import whole
 from sp_bench.errors import RequestError, unknown, unknown_key
-from sp_bench.resources import CONF
+from sp_bench.resources import conf_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +77,10 @@ class Settings:
 
 def load(name: str, changes: Sequence[str] = ()) -> Settings:
     """conf/slurm/<name>.yaml, with changes such as time=00:10:00. Raises RequestError."""
-    choices = sorted(path.stem for path in (CONF / "slurm").glob("*.yaml"))
-    if name not in choices:
-        raise unknown("slurm", name, choices)
-    config: dict[str, Any] = yaml.safe_load((CONF / "slurm" / f"{name}.yaml").read_text())
+    known = conf_files("slurm")
+    if name not in known:
+        raise unknown("slurm", name, known)
+    config: dict[str, Any] = yaml.safe_load(known[name].read_text())
     for change in changes:
         path, _, text = change.partition("=")
         section, _, key = path.rpartition(".")

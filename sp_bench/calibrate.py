@@ -24,7 +24,7 @@ from sp_bench.extras import require
 from sp_bench.machine import cores_here, gpus_here
 from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
-from sp_bench.resources import CONF
+from sp_bench.resources import CONF, conf_files, user_conf
 
 USAGE = """\
 python -m sp_bench.calibrate [key=value ...]
@@ -35,8 +35,9 @@ mode=simulate it simulates the machine. cluster=shaped also makes that cluster's
 On a GPU it measures one, without links between them: those are another cluster file's.
 
   name=calibrated   what the cluster is called
-  out=null          the file; null: conf/cluster/NAME.yaml, where cluster=NAME finds it. In a folder of your own it
-                    should be FOLDER/cluster/NAME.yaml, for --config-dir FOLDER
+  out=null          the file; null: cluster/NAME.yaml in $XDG_CONFIG_HOME/sp_bench, by default ~/.config/sp_bench,
+                    where cluster=NAME finds it. In any other folder it should be FOLDER/cluster/NAME.yaml, for
+                    --config-dir FOLDER
   cluster=null      one with hosts, which the file is for too; null: ranks talk over loopback.
                     With device=cuda the one whose links the file takes; null: one of such GPUs
   device=auto       cpu or cuda; auto: cuda if this machine has a GPU and cluster=null
@@ -52,7 +53,6 @@ DEFAULTS: dict[str, Any] = {
     "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
     "heads": None, "kv_heads": None, "ranks": "auto", "repetitions": None, "quick": False,
 }  # fmt: skip
-CLUSTERS = CONF / "cluster"
 SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096), (64, 128)
 GPU_SIZES, QUICK_GPU_SIZES = tuple(2**power for power in range(9, 17)), (512, 1024)
 MEMORY_TOKENS, GPU_MEMORY_TOKENS = 4096, 65536
@@ -157,10 +157,10 @@ def _hosts(cluster: Any) -> EmulatedHosts | None:
     """The hosts of a cluster. Raises RequestError where it has none, or they can't be made here."""
     if cluster is None:
         return None
-    names = [path.stem for path in CLUSTERS.glob("*.yaml")]
-    if cluster not in names:
-        raise unknown("cluster", str(cluster), names)
-    hosts = hosts_of(yaml.safe_load((CLUSTERS / f"{cluster}.yaml").read_text()))
+    known = conf_files("cluster")
+    if cluster not in known:
+        raise unknown("cluster", str(cluster), known)
+    hosts = hosts_of(yaml.safe_load(known[cluster].read_text()))
     if hosts is None:
         raise RequestError(f"cluster={cluster}", "has no hosts, which could be made here", "cluster=shaped would work")
     refuse_hosts(hosts)
@@ -185,8 +185,10 @@ def _path(options: dict[str, Any]) -> Path:
     name, out = str(options["name"]), options["out"]
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise RequestError(f"name={name}", "must be a word of letters, digits and _", "name=calibrated would work")
-    path = CLUSTERS / f"{name}.yaml" if out is None else Path(str(out))
+    path = user_conf() / "cluster" / f"{name}.yaml" if out is None else Path(str(out))
     key = f"name={name}" if out is None else f"out={out}"
+    if out is None and (CONF / "cluster" / path.name).exists():
+        raise RequestError(key, "the suite has a cluster of that name", "another name would work")
     if path.suffix != ".yaml":
         raise RequestError(key, "must be a .yaml file", f"out={path}/cluster/{name}.yaml would work")
     try:
@@ -221,7 +223,7 @@ def _measure(name: str, setting: Setting, ranks: int, command: str) -> dict[str,
 def _measure_gpu(name: str, setting: Setting, cluster: Any, command: str) -> dict[str, Any]:
     with RankPool(1, GPU_PATIENCE_S) as pool:
         gpu = pool.run("sp_bench.calibrating.kernels:describe_gpu")[0]
-        base = base_cluster(gpu.name, cluster, CLUSTERS)
+        base = base_cluster(gpu.name, cluster, conf_files("cluster"))
         print(f"{gpu.name}: blocks of {setting.sizes[0]} to {setting.sizes[-1]} tokens, folds, copies", flush=True)
         costs = pool.run("sp_bench.calibrating.kernels:measure_kernels", setting)[0]
     config = gpu_cluster_config(name, setting, costs, gpu, base, _provenance(command))
@@ -252,7 +254,7 @@ def _write(path: Path, config: dict[str, Any]) -> None:
 
 def _how_to_use(path: Path) -> str:
     use = f"python -m sp_bench cluster={path.stem}"
-    if path.parent.resolve() == CLUSTERS:
+    if path.parent == user_conf() / "cluster":
         return f"{use} gpus=2 would use it"
     if path.parent.name == "cluster":
         return f"{use} --config-dir {path.parent.parent} gpus=2 would use it"

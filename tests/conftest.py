@@ -28,6 +28,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_user_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No cluster files of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Nine rank processes for the whole session."""

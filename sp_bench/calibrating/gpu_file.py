@@ -56,12 +56,12 @@ def above_peak(device: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def base_cluster(gpu: str, asked: str | None, folder: Path) -> dict[str, Any]:
-    """The cluster file in `folder` whose links are taken: the one asked for, or one of such GPUs.
+def base_cluster(gpu: str, asked: str | None, files: Mapping[str, Path]) -> dict[str, Any]:
+    """The cluster among `files` whose links are taken: the one asked for, or one of such GPUs.
 
     Raises RequestError for one that there is not, or that has no GPUs.
     """
-    known = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
+    known = {name: yaml.safe_load(path.read_text()) for name, path in files.items()}
     of_gpus = {name: config for name, config in known.items() if _has_links_of_gpus(config)}
     if asked is not None:
         if asked not in known:

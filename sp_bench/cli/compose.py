@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sp_bench.errors import RequestError, unknown, unknown_key
-from sp_bench.resources import CONF
+from sp_bench.resources import CONF, conf_folders
 
 
 class Composer:
-    """conf/, and the user's own folder of the same form beside it if there is one. A context manager, as Hydra's is."""
+    """conf/, and folders of the same form beside it: the user's, and `own`. A context manager, as Hydra's is."""
 
     def __init__(self, own: Path | None = None) -> None:
         """Raises RequestError if `own` is not a folder."""
@@ -29,9 +29,10 @@ class Composer:
             raise RequestError(
                 f"--config-dir {own}", "is not a folder", "a folder with method/, cluster/ ... would work"
             )
-        self._folders = [*([own.resolve()] if own else []), CONF]
+        beside = [folder.resolve() for folder in (own, *conf_folders()[1:]) if folder]
+        self._folders = [CONF, *beside]
         self._hydra = initialize_config_dir(str(CONF), version_base="1.3")
-        self._search = [f"hydra.searchpath=[file://{own.resolve()}]"] if own else []
+        self._search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in beside)}]"] if beside else []
 
     def __enter__(self) -> Composer:
         self._hydra.__enter__()

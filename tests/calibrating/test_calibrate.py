@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from sp_bench.__main__ import main as bench
-from sp_bench.calibrate import CLUSTERS, main
+from sp_bench.calibrate import main
 from sp_bench.calibrating.clock import CLOCKS
 from sp_bench.calibrating.cluster_file import block_flops, cluster_config
 from sp_bench.calibrating.kernels import describe_gpu, measure_kernels
@@ -23,6 +23,7 @@ from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan import PHASES, Problem, layout_named
+from sp_bench.resources import conf_files
 from tests.calibrating.jobs import messages_of_10_ms
 from tests.support.calibration import LAUNCH_S, SETTING, samples
 from tests.support.ranks import WORLD, Ranks
@@ -123,6 +124,18 @@ def test_it_can_be_simulated_at_once(quick: Path, tmp_path: Path, capsys: pytest
     assert "SIMULATED" in capsys.readouterr().out
 
 
+def test_by_default_it_is_the_users_own_file_which_is_found_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["name=mine", "quick=true", "device=cpu", "head_dim=16", "heads=2", "ranks=2"]) == 0
+    path = tmp_path / "sp_bench" / "cluster" / "mine.yaml"
+    assert f"{path}: python -m sp_bench cluster=mine gpus=2 would use it" in capsys.readouterr().out
+    point = "cluster=mine mode=simulate method=ring gpus=2 seqlen=256 heads=2 head_dim=16 dtype=float32 logger=none"
+    assert bench([*point.split(), f"results_dir={tmp_path / 'results'}"]) == 0
+    assert "2 GPUs on mine" in capsys.readouterr().out
+
+
 def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = quick.with_name("other.yaml")
     other.write_text("name: other\n")
@@ -130,7 +143,7 @@ def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.
     assert "this command didn't write it" in capsys.readouterr().err
     assert other.read_text() == "name: other\n"
     assert main(["name=local"]) == 2
-    assert "name=local: there is such a file" in capsys.readouterr().err
+    assert "name=local: the suite has a cluster of that name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -222,7 +235,7 @@ def test_a_gpu_is_a_cluster_with_the_links_of_another(one_gpu: None, options: st
     assert main([*options.split(), f"out={path}"]) == 0
     config = yaml.safe_load(path.read_text())
     cluster = Cluster.build(config)
-    base = Cluster.build(yaml.safe_load((CLUSTERS / "h100_ndr400.yaml").read_text()))
+    base = Cluster.build(yaml.safe_load(conf_files("cluster")["h100_ndr400"].read_text()))
     assert cluster.topology == base.topology and not cluster.this_machine
     assert cluster.device.name == "NVIDIA H100 80GB HBM3" and cluster.device.memory_bytes == 80 * 2**30
     assert cluster.device.peak_tflops == base.device.peak_tflops

@@ -192,13 +192,22 @@ def test_a_sweep_is_one_table_and_reuses_finished_points(tmp_path: Path, capsys:
     assert one.exists()
 
 
-def test_a_config_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = tmp_path / "own" / "cluster"
-    own.mkdir(parents=True)
+def test_a_config_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the user's folder, or in the one that --config-dir names, which goes before it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     source = Path(__file__).parents[2] / "conf" / "cluster" / "h100_ndr400.yaml"
-    (own / "mine.yaml").write_text(source.read_text().replace("name: h100_ndr400", "name: mine"))
-    assert run(["--config-dir", str(own.parent), "cluster=mine", "gpus=8", "seqlen=64k"], tmp_path / "r") == 0
+    own, users = tmp_path / "own", tmp_path / "home" / "sp_bench"
+    for folder, name in ((own, "mine"), (users, "users")):
+        (folder / "cluster").mkdir(parents=True)
+        text = source.read_text().replace("name: h100_ndr400", f"name: {name}")
+        (folder / "cluster" / "mine.yaml").write_text(text)
+    point = ["cluster=mine", "gpus=8", "seqlen=64k"]
+    assert run(["--config-dir", str(own), *point], tmp_path / "r") == 0
     assert "8 GPUs on mine" in capsys.readouterr().out
+    assert run(point, tmp_path / "r") == 0
+    assert "8 GPUs on users" in capsys.readouterr().out
     assert main(["--cfg", "gpus=8"]) == 0
     assert "gpus: 8" in capsys.readouterr().out
 

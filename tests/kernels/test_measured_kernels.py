@@ -8,15 +8,16 @@ import pytest
 import yaml
 
 from benchmarks.measured_kernels import compare, main
-from sp_bench.calibrate import CLUSTERS
+from sp_bench.resources import conf_files
 
+H200 = conf_files("cluster")["h200_ndr400"]
 SIZE = ["8", "32k"]
 """GPUs and tokens."""
 
 
 def written(folder: Path, *, slower: float = 1.0, **device: object) -> Path:
     """What calibrate would write of an H200 whose cuDNN is so much slower than published."""
-    config = yaml.safe_load((CLUSTERS / "h200_ndr400.yaml").read_text())
+    config = yaml.safe_load(H200.read_text())
     cudnn = config["device"]["rates"]["cudnn"] | {"figures": "measured"}
     for phase in ("forward", "backward"):
         for mask in ("full", "causal"):
@@ -72,7 +73,7 @@ def test_slower_kernels_make_longer_steps(tmp_path: Path) -> None:
         ),
         (["a.yaml", "b.yaml"], "a.yaml b.yaml: must be one cluster file"),
         (["no_such.yaml"], "no_such.yaml: can't be read as a cluster file"),
-        ([str(CLUSTERS / "h200_ndr400.yaml")], "has figures that were not measured, of cudnn, flash_attn_4"),
+        ([str(H200)], "has figures that were not measured, of cudnn, flash_attn_4"),
         (["links=h200_ndr400"], "links: there is no such key"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from sp_bench.calibrate import CLUSTERS, main
+from sp_bench.calibrate import main
 from sp_bench.calibrating.cluster_file import cluster_config
 from sp_bench.cluster import Cluster
 from sp_bench.labs.shaped import calibration
@@ -27,6 +27,7 @@ from sp_bench.labs.shaped.exchanges import round_of, spread
 from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
 from sp_bench.plan import BLOCKS, DOWN, Attend, Chunk, Group, Pass, Steps
+from sp_bench.resources import conf_files
 from sp_bench.simulate import simulate
 from tests.support.calibration import SETTING, samples
 from tests.support.clusters import problem
@@ -229,7 +230,7 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
     path = tmp_path / "cluster" / "box.yaml"
     assert main(["cluster=shaped", "quick=true", "ranks=3", "head_dim=16", "heads=2", f"out={path}"]) == 0
     config = yaml.safe_load(path.read_text())
-    cluster, shaped = Cluster.build(config), yaml.safe_load((CLUSTERS / "shaped.yaml").read_text())["hosts"]
+    cluster, shaped = Cluster.build(config), yaml.safe_load(conf_files("cluster")["shaped"].read_text())["hosts"]
     measured = {
         "payload_share",
         "latency_s",
