@@ -1,16 +1,22 @@
-# make bench: set up, then the main job. make test: set up, then the tests. make check: lint, format, types, floors.
+# make bench: set up, then the main job. make test: set up, then the tests, less the exhaustive ones, which make
+# test-all runs too. make check: lint, format, types, floors.
 PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
 
-.PHONY: bench test check format clean
+WORKERS ?= 2
+
+.PHONY: bench test test-all check format clean
 
 bench: $(VENV)/ready
 	$(RUN) sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32 iters=5 warmup=1
 	$(RUN) sp_bench method=mesh gpus=256
 
 test: $(VENV)/ready
-	$(RUN) pytest
+	$(RUN) pytest -n $(WORKERS) -m 'not exhaustive'
+
+test-all: $(VENV)/ready
+	$(RUN) pytest -n $(WORKERS)
 
 check: $(VENV)/ready
 	$(RUN) ruff check .

@@ -8,14 +8,27 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.marks import NEEDS_A_GPU
 from tests.support.ranks import Ranks
-from tests.support.skips import NEEDS_A_GPU
 
 settings.register_profile("quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000, print_blob=True)
 # A change is judged by examples that depend on nothing but the test; new ones are looked for outside CI.
 settings.register_profile("ci", settings.get_profile("quick"), derandomize=True, database=None)
 settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.get("SP_BENCH_CI") else "quick"))
+
+
+SHARED = ("ranks", "world", "box", "can_be_made")
+"""Fixtures of which all workers together have one."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A worker runs all tests of a file, or all that share ranks, SLURM or hosts."""
+    for item in items:
+        used = getattr(item, "fixturenames", ())
+        group = next((name for name in SHARED if name in used), item.nodeid.partition("::")[0])
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,9 +20,9 @@ from sp_bench.run.nccl import NcclTransport, transport_for
 from sp_bench.run.transport import AloneTransport, GlooTransport, Turn
 from tests.run import device_jobs
 from tests.support.attention_cases import BOUNDS, Case, of_one_batch_entry, relative
+from tests.support.marks import NEEDS_A_GPU
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import Ranks
-from tests.support.skips import NEEDS_A_GPU
 
 
 def cases(n: int, dtype: str = "float32", wire: str = "") -> list[Case]:

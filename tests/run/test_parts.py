@@ -11,6 +11,7 @@ from sp_bench.plan import COMPUTE_BOUND, PHASES
 from sp_bench.run.executor import Does
 from tests.run import jobs
 from tests.support.attention_cases import Case, of_one_batch_entry
+from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import Ranks
 
@@ -35,9 +36,9 @@ def cases(n: int) -> list[Case]:
     return every + [replace(case, dtype=dtype) for case in in_place for dtype in ("float32", "bfloat16")]
 
 
-@pytest.fixture(scope="module")
-def found(ranks: Ranks) -> Found:
-    wanted = [case for n in (1, 4, 9) for case in cases(n)]
+@pytest.fixture(scope="module", params=[(1, 4), exhaustive((9,))], ids=str)
+def found(ranks: Ranks, request: pytest.FixtureRequest) -> Found:
+    wanted = [case for n in request.param for case in cases(n)]
     answers = ranks.run(jobs.run_parts, wanted)
     return {case: [answer[case] for answer in answers[: case.n]] for case in wanted}
 

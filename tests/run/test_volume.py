@@ -15,8 +15,9 @@ from sp_bench.methods.mesh import tiles
 from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
 from tests.run import jobs
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, Case
+from tests.support.marks import exhaustive, exhaustive_from
 from tests.support.problems import all_methods, splittable_problem
-from tests.support.ranks import SIZES, Ranks
+from tests.support.ranks import Ranks
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 LSE_BYTES = 4
@@ -67,7 +68,7 @@ def total_bytes(volume: Volume, *, statistics: bool) -> int:
     return sum(n_bytes for (_, _, field), n_bytes in volume.items() if (field == "lse") == statistics)
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", exhaustive_from(8))
 def test_every_lane_tensor_and_field_is_the_closed_form(ranks: Ranks, n: int) -> None:
     shapes = [Case(n=n, method="mesh", tile=tile, tokens=3) for tile in tiles(n)]
     cases = [
@@ -146,7 +147,7 @@ def cases_of(problem: Problem) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("n", [4, 6, 9])
+@pytest.mark.parametrize("n", [4, 6, exhaustive(9)])
 def test_every_rank_sends_what_the_plan_says(ranks: Ranks, n: int) -> None:
     """By lane, tensor and field; and on average the closed form that the records carry. Of n = 9 what has a side of 3.
 

@@ -1,0 +1,22 @@
+"""Which tests are skipped or left out, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import SIZES
+
+NEEDS_A_GPU = "needs a GPU"
+"""The reason of the only skips that CI has, whose machines have none."""
+
+
+def exhaustive(*case: object) -> Any:
+    """A case that `make test` leaves out."""
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
+def exhaustive_from(n: int) -> list[Any]:
+    """SIZES, of which `make test` leaves out those from n on."""
+    return [exhaustive(size) if size >= n else size for size in SIZES]
