@@ -195,5 +195,6 @@ def test_other_methods_are_beside_the_paper(runs: Runs) -> None:
     assert number.value is None and "heads=32" in number.why
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs(runs: Runs, tmp_path: Path) -> None:
     assert notebooks.execute("mesh", tmp_path, runs.folder) == ""

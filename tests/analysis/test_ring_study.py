@@ -81,5 +81,6 @@ def test_the_explainers_numbers(runs: Runs) -> None:
     assert len(table_of(explainer(runs)).rows) == 11
 
 
-def test_notebook_runs(tmp_path: Path) -> None:
-    assert notebooks.execute("ring", tmp_path / "out", tmp_path / "records") == ""
+@pytest.mark.exhaustive
+def test_notebook_runs(runs: Runs, tmp_path: Path) -> None:
+    assert notebooks.execute("ring", tmp_path, runs.folder) == ""

@@ -21,7 +21,7 @@ from tests.support.problems import all_methods, divisors, splittable_problem
 from tests.support.ranks import SIZES, WORLD, Ranks
 
 DTYPES = tuple(BOUNDS)
-LARGE = tuple(n for n in SIZES if n > 3)
+LARGE = tuple(n for n in SIZES if n > 2)
 
 UNEVEN = CostProfile(
     forward_block_s=1.0,
