@@ -15,9 +15,9 @@ def cores_here() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def gpus_here(environment: Mapping[str, str] = os.environ) -> int:
-    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted without loading a driver."""
-    there = sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted in `devices` without loading a driver."""
+    there = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
 

@@ -44,12 +44,13 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode, "torch_has_cuda", lambda: True)
 
 
-def test_gpus_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path(f"/dev/nvidia{i}") for i in range(4)]))
-    assert machine.gpus_here({}) == 4
-    assert machine.gpus_here({"CUDA_VISIBLE_DEVICES": "2,3"}) == 2
-    assert machine.gpus_here({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert machine.gpus_here({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}) == 4
+def test_gpus_are_those_that_are_visible(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert machine.gpus_here({}, tmp_path) == 4
+    assert machine.gpus_here({"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path) == 2
+    assert machine.gpus_here({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert machine.gpus_here({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, tmp_path) == 4
 
 
 @pytest.mark.parametrize(("cuda", "has"), [("'12.8'", True), ('"13.0"', True), ("None", False)])

@@ -6,7 +6,9 @@ import importlib.util
 
 import pytest
 
+from tests.run import torch_ring
 from tests.support.attention_cases import Case
+from tests.support.marks import exhaustive
 from tests.support.ranks import Ranks
 
 MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -20,11 +22,9 @@ def there() -> bool:
 
 
 @pytest.mark.skipif(not there(), reason=f"this torch has no {MODULE}: nothing independent to agree with")
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, exhaustive(8)])
 @pytest.mark.parametrize(("layout", "causal"), [("contiguous", True), ("contiguous", False), ("zigzag", True)])
 def test_ring_agrees_with_torch(ranks: Ranks, n: int, layout: str, causal: bool) -> None:
-    from tests.run import torch_ring
-
     case = Case(n=n, method="ring", layout=layout, causal=causal, dtype="float32", tokens=16)
     for found in ranks.run(torch_ring.disagreement, case)[:n]:
         assert max(found.values()) < 1e-6, found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 
 from tests.support.attention_cases import Case
 from tests.support.ranks import group_of
@@ -29,6 +28,9 @@ def torch_attention(
     group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, case: Case
 ) -> list[Tensor]:
     """(out, dq, dk, dv) of this rank's (B, S, H, D) tensors, contiguous or zigzag by the case's layout."""
+    # Importing it takes a second, which ranks outside the group don't spend.
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+
     options = context_parallel._cp_options
     options.enable_load_balance = case.layout == "zigzag"
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v, dout)]
