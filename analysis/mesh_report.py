@@ -52,7 +52,7 @@ def cluster_file(config: Mapping[str, Any], on_fitted: tuple[float, float], on_h
         *(_section("fabric", config["fabric"]) if "fabric" in config else []),
         "device:",
         f"  name: {device['name']}",
-        "  rates: # TFLOP/s, the same at all sizes (sp_bench/simulate/kernel_table.py)",
+        "  rates: # TFLOP/s, the same at all sizes (sp_bench/cluster/kernel_table.py)",
     ]
     for name, table_of in device["rates"].items():
         lines += [f"    {name}:", *(f"      {key}: {_flow(value)}" for key, value in table_of.items())]
