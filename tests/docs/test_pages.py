@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.walkthrough import follow, patched, run
+from tests.support.walkthrough import follow, patched, run, steps
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-CHECKOUT = ("sp_bench", "methods", "conf", "analysis", "slurm", "tests", "docs", "pyproject.toml")
+FOLDERS = ("sp_bench", "methods", "conf", "analysis", "slurm", "tests", "docs", "benchmarks")
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 RESULTS = sorted(path for path in (DOCS / "results").glob("*.md") if path.stem != "index")
 
 
@@ -23,21 +24,29 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "COLUMNS": "120", "XDG_CONFIG_HOME": str(tmp_path / "config"), "PYTHONPATH": str(ROOT)}
 
 
-def test_the_tutorial(tmp_path: Path, environment: dict[str, str]) -> None:
-    assert follow(DOCS / "tutorial" / "first_points.md", tmp_path, environment) >= 5
+@pytest.mark.parametrize("page", ["tutorial/first_points", "how-to/own_attention"])
+def test_pages_that_need_no_checkout(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    assert follow(DOCS / f"{page}.md", tmp_path, environment)
 
 
 @pytest.mark.parametrize("page", ["add_a_method", "add_a_cluster", "add_a_kernel"])
 def test_guides_in_a_checkout_of_their_own(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    for name in CHECKOUT:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.svg")
-            shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, checkout)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", checkout)
     assert follow(DOCS / "how-to" / f"{page}.md", checkout, environment | {"PYTHONPATH": str(checkout)})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
+    """But for names in capitals, which stand for any, and files that the page itself tells to write."""
+    text, made = page.read_text(), {step.path for step in steps(page)}
+    files = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
+    modules = [name.replace(".", "/") for name in re.findall(rf"python -m ((?:{'|'.join(FOLDERS)})[\w.]*)", text)]
+    files += [f"{name}/__main__.py" if (ROOT / name).is_dir() else f"{name}.py" for name in modules]
+    assert {name for name in files if not re.search("[A-Z]{2}", name) and not (ROOT / name).exists()} <= made
 
 
 @pytest.mark.parametrize("page", RESULTS, ids=lambda path: path.stem)
