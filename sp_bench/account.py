@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sp_bench.lower import Lowering, TensorSpec, lower
 from sp_bench.plan import (
     DTYPE_BYTES,
     FIELDS,
     Attend,
     AttendBackward,
-    Buffer,
     Bundle,
     Chunk,
     Dataflow,
@@ -30,8 +30,6 @@ from sp_bench.plan import (
     is_partial,
     messages,
     peers,
-    stages,
-    unsummed_partials,
 )
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -180,32 +178,30 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
 
 def buffer_bytes(plans: Iterable[Plan], problem: Problem) -> int:
     """The receive and staging buffers that plans share: as many of each kind as the one that needs most, in bytes."""
-    kept: Counter[Buffer] = Counter()
+    kept: Counter[TensorSpec] = Counter()
     for plan in plans:
         kept |= _buffers(plan, problem)
     return sum(math.prod(shape) * DTYPE_BYTES[dtype] * number for (shape, dtype), number in kept.items())
 
 
-def _buffers(plan: Plan, problem: Problem) -> Counter[Buffer]:
+def _buffers(plan: Plan, problem: Problem) -> Counter[TensorSpec]:
     """How many buffers of each shape and dtype a plan receives into and stages in."""
-    received = Counter(
-        (problem.field_shape(field), problem.field_dtype(field, wire=slot.arriving))
-        for slot in set(dataflow(plan).slots.values())
-        for field in FIELDS[slot.tensor]
-    )
-    return received + Counter(buffer for stage in stages(plan, problem).values() for buffer in stage)
+    lowering = lower(plan, problem)
+    received = (lowering.received_specs(buffer) for buffer in set(lowering.receive_buffers.values()))
+    return Counter(spec for specs in (*received, *lowering.staging_buffers.values()) for spec in specs)
 
 
 def _moving_bytes(plan: Plan, problem: Problem) -> int:
     """The most that inputs, partials, block results and outputs come to at one time."""
-    flow, unsummed = dataflow(plan), unsummed_partials(plan, problem)
-    elsewhere = {plan.ops[index].writes[0] for index in flow.slots} | set(plan.starts_with)
+    flow, lowering = dataflow(plan), lower(plan, problem)
+    unsummed = lowering.unsummed
+    elsewhere = {plan.ops[index].writes[0] for index in lowering.receive_buffers} | set(plan.starts_with)
     elsewhere |= {op.into for op in plan.ops if isinstance(op, Bundle)}
     inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in plan.starts_with)
     if problem.head_slices > 1:
         inputs *= 2  # a slice of the heads is a copy
     change = np.zeros(len(plan.ops) + 2, np.int64)
-    released = _released(plan)
+    released = _released(plan, lowering)
     for value in flow.first_use:
         if value.chunk not in elsewhere:
             last, summed = flow.last_use[value], value.chunk not in unsummed
@@ -224,19 +220,18 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     return int(inputs + max((alive + result).max(), alive[-1] + outputs))
 
 
-def _released(plan: Plan) -> dict[int, int]:
+def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
     """For each transfer, the first later block or fold that waits until its lane is past it: it may last till then.
 
     Blocks run ahead of the lanes, so that what it sends may be held much longer than its place in the plan says.
     """
-    flow = dataflow(plan)
     pending: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
     released: dict[int, int] = {}
     for index, op in plan:
         if isinstance(op, Transfer):
             pending[op.lane].append(index)
             continue
-        for lane, last in flow.waits[index]:
+        for lane, last in lowering.waits[index]:
             ended = [other for other in pending[lane] if other <= last]
             released |= dict.fromkeys(ended, index)
             pending[lane] = pending[lane][len(ended) :]

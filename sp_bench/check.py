@@ -3,7 +3,7 @@
 The plan is executed on facts in place of tensors. For each chunk on each rank: whose tokens it holds and which of their
 rows, and for a partial, the set of blocks that have been folded into it. Proven are:
 
-    each send meets its receive, of the same tensor           (with backward-only waits: no deadlock, see dataflow)
+    each send meets its receive, of the same tensor           (with backward-only waits: no deadlock: lower.schedule)
     nothing is read before it has arrived
     a chunk is what the index map says it is                   (Mesh paper, table 1; see Chunk)
     each unmasked Q-KV block is computed exactly once

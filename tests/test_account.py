@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sp_bench import account
+from sp_bench.lower import lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan import (
@@ -18,8 +19,6 @@ from sp_bench.plan import (
     AllToAll,
     Problem,
     layout_named,
-    packed_bytes,
-    unsummed_partials,
 )
 from tests.support.problems import all_methods, splittable_problem
 
@@ -250,7 +249,7 @@ def test_ulysses_stages_only_what_does_not_lie_as_it_travels(batch: int, dtype: 
     for plan in plans:
         for op in plan.ops:
             if isinstance(op, AllToAll):
-                packed, unit = packed_bytes(op, p, unsummed_partials(plan, p)), p.chunk_bytes(op.carries, wire=True)
+                packed, unit = lower(plan, p).packed_bytes(op), p.chunk_bytes(op.carries, wire=True)
                 copies[op.send.tensor] = [copied / unit for copied in packed]
     to_heads = {1: [1 - own, own], 2: [1 - own, 1]}[batch]
     assert copies["q"] == copies["kv"] == copies["do"] == to_heads

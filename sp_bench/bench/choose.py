@@ -111,4 +111,4 @@ def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
     # Noise may make blocks faster than they should be.
     compute_s = 0.0 if cluster.stragglers.jitter else least_s
     crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem))
-    return lower_bounds(plan, cluster, crossing, compute_s)
+    return lower_bounds(plan, problem, cluster, crossing, compute_s)

@@ -46,7 +46,9 @@ def _bounds_for(record: Record, request: Request, choice: Choice) -> None:
     for phase, run in choice.runs.items():
         plan = choice.plans[phase]
         crossing = link_bytes(network, account.traffic(plan, choice.problem))
-        bounds_s = lower_bounds(plan, request.cluster, crossing, request.cluster.least_compute_s(run.work_s))
+        bounds_s = lower_bounds(
+            plan, choice.problem, request.cluster, crossing, request.cluster.least_compute_s(run.work_s)
+        )
         name = max(bounds_s, key=lambda key: bounds_s[key])
         by_name[name] = by_name.get(name, 0.0) + bounds_s[name]
         crossed += crossing

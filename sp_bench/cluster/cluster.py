@@ -15,6 +15,7 @@ from sp_bench.cluster.emulation import DEFAULT_LAB, Effects, EmulatedHosts, host
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.cluster.topology import Fabric, Inter, Intra, Network, Placement, Topology
 from sp_bench.errors import RequestError
+from sp_bench.lower import GLOO, NCCL, TransportKind
 from sp_bench.machine import cores_here
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.reading import Count, Section, read
@@ -120,11 +121,9 @@ class Cluster:
         return self.hosts is None or self.hosts.is_even(ranks, self.cores)
 
     @property
-    def posts_ahead(self) -> bool:
-        """Whether lanes post what they can of transfers ahead of their turn, as they do over gloo: their receives
-        (plan.posted_ahead), and all of a hop while the one before comes (plan.begun_early).
-        """
-        return self.cores is not None
+    def transport(self) -> TransportKind:
+        """How tensors get from rank to rank."""
+        return NCCL if self.cores is None else GLOO
 
     @property
     def even(self) -> Cluster:

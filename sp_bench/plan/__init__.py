@@ -2,7 +2,7 @@
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
-from sp_bench.plan.dataflow import Dataflow, Slot, Value, Waits, dataflow
+from sp_bench.plan.dataflow import Dataflow, Value, dataflow
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
 from sp_bench.plan.method import PHASES, Method, Sized
@@ -37,21 +37,12 @@ from sp_bench.plan.patterns import (
 )
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_partial
 from sp_bench.plan.transfers import (
-    Buffer,
-    Posted,
-    Stage,
     adds_up,
-    begun_early,
     by_heads,
     messages,
-    packed_bytes,
     part_sent,
     peers,
     piece_shape,
-    posted_ahead,
-    previous_on_lane,
-    stages,
-    unsummed_partials,
 )
 
 __all__ = [
@@ -66,7 +57,6 @@ __all__ = [
     "AllToAll",
     "Attend",
     "AttendBackward",
-    "Buffer",
     "Bundle",
     "Chunk",
     "CostProfile",
@@ -88,21 +78,16 @@ __all__ = [
     "Place",
     "Plan",
     "PlanError",
-    "Posted",
     "Problem",
     "Region",
     "Regions",
     "RequestError",
     "Sized",
-    "Slot",
-    "Stage",
     "Steps",
     "Transfer",
     "Value",
-    "Waits",
     "adds_up",
     "all_gather",
-    "begun_early",
     "by_heads",
     "dataflow",
     "divisors",
@@ -112,18 +97,13 @@ __all__ = [
     "line_of",
     "messages",
     "outer",
-    "packed_bytes",
     "part_sent",
     "peers",
     "piece_shape",
-    "posted_ahead",
-    "previous_on_lane",
     "receive_next",
     "reduce_next",
     "reduce_scatter",
     "return_home",
-    "stages",
     "unknown",
-    "unsummed_partials",
     "window",
 ]

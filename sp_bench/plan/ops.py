@@ -5,10 +5,8 @@ within a group, so that what a given rank does follows from its rank by arithmet
 a single one or a numpy array of them.
 
 Rules of time, for every reader: an operation may start once its operands are there; the transfers of one lane run one
-at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises. Over gloo, a
-lane's next transfer may begin earlier if it goes to the same ranks, tensor by tensor, once the one before has come and
-gone (begun_early), and what it receives may come as soon as there is room (posted_ahead); run and simulate both have
-that.
+at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises. A transport may
+relax this where the data allows it (sp_bench.lower).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Kind(Enum):
     """An input of a kernel: the compute dtype, held and on the wire."""
     PARTIAL = "partial"
     """A partial output or gradient: accumulated in fp32, sent in the wire dtype. If nothing is added to it, the compute
-    dtype holds it (transfers.unsummed_partials)."""
+    dtype holds it (lower.staging)."""
     STATISTIC = "statistic"
     """One number for each row (the lse): fp32."""
 

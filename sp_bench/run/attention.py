@@ -52,7 +52,7 @@ class Engine:
         self.plans, self.problem = plans, problem
         self.kernel = choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
-        self._rank, self._device, self.buffers = rank, device, Buffers(problem, device)
+        self._rank, self._device, self.buffers = rank, device, Buffers(device)
         self._queues = queues or (Cuda(device) if device.type == "cuda" else None)
         self._executors: dict[str, Executor] = {}
 

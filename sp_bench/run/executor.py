@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sp_bench.kernels import BlockKernel
+from sp_bench.lower import lower
 from sp_bench.plan import (
     FIELDS,
     Attend,
@@ -28,8 +29,6 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Transfer,
-    dataflow,
-    unsummed_partials,
     window,
 )
 from sp_bench.run.buffers import Buffers
@@ -102,12 +101,12 @@ class Executor:
         """`queues` has the streams of a device that does its work behind the caller; None where there is none."""
         self._plan, self._problem, self._rank = plan, problem, rank
         self._transport, self._kernel, self._device = transport, kernel, device
-        flow = dataflow(plan)
-        self._streams: Streams = DeviceStreams(plan, flow, queues) if queues else ThreadStreams(plan, flow)
-        self._lanes = Lanes(plan, flow, problem, rank, transport, buffers, self._streams, device)
+        lowering = lower(plan, problem, transport.kind)
+        self._streams: Streams = DeviceStreams(plan, lowering, queues) if queues else ThreadStreams(plan, lowering)
+        self._lanes = Lanes(plan, lowering, problem, rank, transport, buffers, self._streams, device)
         self._mark = self._streams.clock.mark
         self._buffers, self._windows = buffers, cache(self._find_windows)
-        self._unsummed = unsummed_partials(plan, problem)
+        self._unsummed = lowering.unsummed
         self._live: LiveBytes | None = None
         self._marks = _Marks(self._streams.clock)
 

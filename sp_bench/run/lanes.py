@@ -10,24 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sp_bench.lower import Lowering, StagingUse
 from sp_bench.plan import (
     FIELDS,
     AllToAll,
     Chunk,
-    Dataflow,
     Op,
     Part,
     Pass,
     Plan,
     Problem,
-    Stage,
     Transfer,
     adds_up,
-    begun_early,
     by_heads,
     part_sent,
-    posted_ahead,
-    unsummed_partials,
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
@@ -56,7 +52,7 @@ class Lanes:
     def __init__(
         self,
         plan: Plan,
-        flow: Dataflow,
+        lowering: Lowering,
         problem: Problem,
         rank: int,
         transport: Transport,
@@ -64,41 +60,42 @@ class Lanes:
         streams: Streams,
         device: torch.device,
     ) -> None:
-        self._plan, self._flow, self._problem, self._rank = plan, flow, problem, rank
+        self._plan, self._lowering, self._problem, self._rank = plan, lowering, problem, rank
         self._transport, self._streams, self._device = transport, streams, device
-        self._slots, self._staging = buffers.of(plan, flow)
+        self._receiving, self._staging = buffers.of(lowering)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
         """Made before their transfer comes."""
-        self._unsummed = unsummed_partials(plan, problem)
-        self._ahead = posted_ahead(plan, problem)
         self._standing = cache(self._find_standing)
         self._followed_by = {
             before: index
-            for index, before in begun_early(plan).items()
+            for index, before in lowering.pipelined.items()
             if rank not in (self._standing(before).target, self._standing(index).target)
         }
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
         if self._streams.behind:
-            received = ((i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._flow.slots)
+            received = (
+                (i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._lowering.receive_buffers
+            )
             self._results = {index: self._new(op.recv) for index, op in received if op.recv}
 
     def prepare(self, index: int, op: Op, beside: bool) -> bool:
-        """Post the receives of a transfer, where there is room for them, before there is anything to send.
+        """Post the receives of a transfer, whose buffers are free, before there is anything to send.
 
         Their senders learn of them from messages that would else wait behind those that this rank sends them meanwhile.
-        Returns whether it could, `beside` the lane's transfer before it (plan.posted_ahead).
+        Returns whether it could, `beside` the lane's transfer before it (Lowering.preposted).
         """
         assert isinstance(op, Transfer)
-        if index not in self._ahead or (beside and not self._ahead[index].beside):
+        posted = self._lowering.preposted.get(index)
+        if posted is None or (beside and not posted.beside):
             return False
         if isinstance(op, AllToAll) and (staged := self._received_in(op)):
             receives = self._with_others(op, staged)
         else:
             into = self._into(index, op)
-            if index not in self._flow.slots:
+            if index not in self._lowering.receive_buffers:
                 self._results[index] = into
             receives = self._receives(index, op, into)
         self._transport.expect(self._standing(index).turn, receives)
@@ -116,20 +113,20 @@ class Lanes:
     def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Hold what was received last time, or nothing but zeros, as if it had come now. Nothing is sent."""
         into = self._into(index, op)
-        if index not in self._flow.slots:
+        if index not in self._lowering.receive_buffers:
             for tensor in into:
                 tensor.zero_()
         self._arrived(index, op, into, holdings)
 
     def _find_standing(self, index: int) -> _Standing:
-        op, slot = self._plan.ops[index], self._flow.slots.get(index)
+        op, buffer = self._plan.ops[index], self._lowering.receive_buffers.get(index)
         assert isinstance(op, Transfer)
         assert op.recv is not None
         source, target, part = self._rank, self._rank, Part.WHOLE
         if isinstance(op, Pass):
             source, target = int(op.source(self._rank)), int(op.target(self._rank))
             part = part_sent(op, self._problem, source)
-        into = self._first_rows(self._slots[slot], op.recv, part) if slot else None
+        into = self._first_rows(self._receiving[buffer], op.recv, part) if buffer else None
         counted_as = [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]
         return _Standing(Turn(self._ids[op.lane], index), counted_as, source, target, part, into)
 
@@ -185,7 +182,7 @@ class Lanes:
 
     def _all_to_all(self, index: int, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
         """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
-        sent = self._staging.get(Stage(op.lane, op.send.tensor, "send"))
+        sent = self._staging.get(StagingUse(op.lane, op.send.tensor, "send"))
         own, held = int(op.group.position(self._rank)), self._held(op.send, holdings)[: len(into)]
         mine = self._pieces(op, held, of_tokens=not op.to_heads)
         places = self._pieces(op, into, of_tokens=op.to_heads)
@@ -214,7 +211,7 @@ class Lanes:
 
     def _received_in(self, op: AllToAll) -> Tensors | None:
         """By field, where each member's piece arrives if that isn't where it stays."""
-        return self._staging.get(Stage(op.lane, op.send.tensor, "recv"))
+        return self._staging.get(StagingUse(op.lane, op.send.tensor, "recv"))
 
     def _pieces(self, op: AllToAll, tensors: Tensors, *, of_tokens: bool) -> list[list[Tensor]]:
         """By field, each member's tokens of a chunk by heads, or each member's heads of a chunk by tokens."""
@@ -233,11 +230,10 @@ class Lanes:
         assert op.send is not None
         chunk, part = op.send, part_sent(op, self._problem, self._rank)
         held, rows = self._held(chunk, holdings), holdings.among(chunk, part.slice(self._problem.block_tokens))
-        staged = self._staging.get(Stage(op.lane, chunk.tensor, "pass"))
+        staged = self._staging.get(StagingUse(op.lane, chunk.tensor, "pass"))
         if staged is None:
             return held
-        casts = self._problem.needs_cast(chunk.tensor, summed=chunk not in self._unsummed)
-        if part is holdings.part(chunk) and not casts:
+        if part is holdings.part(chunk) and not self._lowering.casts(chunk):
             return held
         staged = self._first_rows(staged, chunk, part)
         for wire, tensor in zip(staged, held, strict=True):
@@ -262,6 +258,6 @@ class Lanes:
         """Tensors for a chunk that outlives the plan."""
         problem, found = self._problem, []
         for field in FIELDS[chunk.tensor]:
-            dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._unsummed)
+            dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._lowering.unsummed)
             found.append(torch.empty(problem.field_shape(field), dtype=getattr(torch, dtype), device=self._device))
         return tuple(found)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sp_bench.lower import NCCL
 from sp_bench.plan import Plan
 from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport, Turn
 
@@ -32,6 +33,7 @@ class NcclTransport(Transport):
     work.wait() has the current stream wait for it: the caller goes on at once.
     """
 
+    kind = NCCL
     lanes: Sequence[Any] = ()
     """A process group of NCCL for each lane, of the ranks of `group` in their order."""
 

@@ -1,7 +1,7 @@
 """Streams of one rank: blocks and folds on one, each lane's transfers on one of their own.
 
 Who does an operation, and how one waits for another, is told here, once for CPUs (ThreadStreams) and once for devices
-that queue their work (DeviceStreams); the waits themselves are the plan's (Dataflow). So a transfer starts as soon as
+that queue their work (DeviceStreams); the waits themselves are the lowering's. So a transfer starts as soon as
 its operands and its buffer are there, however far the blocks are, and the other way round.
 """
 
@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 
-from sp_bench.plan import BLOCKS, Dataflow, Op, Plan, Waits
+from sp_bench.lower import Lowering, Waits
+from sp_bench.plan import BLOCKS, Op, Plan
 from sp_bench.run.devices import Clock, Device, HostClock
 from sp_bench.run.home import home
 
 Perform = Callable[[int, Op], None]
 """Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
 Prepare = Callable[[int, Op, bool], bool]
-"""Does what a lane can do of operation `index` once there is room for what it receives; returns whether it could. With
-True, while the operation before it on its lane hasn't ended."""
+"""Does what a lane can do of operation `index` once its buffer is free; returns whether it could. With True, while the
+operation before it on its lane hasn't ended."""
 
 
 class Aborted(RuntimeError):
@@ -44,7 +45,7 @@ class Streams(ABC):
     def run(self, perform: Perform, prepare: Prepare) -> None:
         """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised.
 
-        Where work isn't behind, lanes prepare an operation, and the one after it, as soon as there is room.
+        Where work isn't behind, lanes prepare an operation, and the one after it, as soon as its buffer is free.
         """
 
     @abstractmethod
@@ -88,23 +89,25 @@ class ThreadStreams(Streams):
 
     behind = False
 
-    def __init__(self, plan: Plan, flow: Dataflow) -> None:
+    def __init__(self, plan: Plan, lowering: Lowering) -> None:
         self.clock, self._plan = HostClock(), plan
-        self._waits, self._room, self._streams = flow.waits, flow.room, (BLOCKS, *plan.lanes)
+        self._waits, self._buffer_free = lowering.waits, lowering.buffer_free
+        self._streams = (BLOCKS, *plan.lanes)
         self._by_stream = {name: [(i, op) for i, op in plan if op.stream == name] for name in self._streams}
         self._progress = Progress(self._streams)
-        self._by_caller = _is_sequence(plan, flow) and not (plan.lanes and home().transfers_first)
+        self._by_caller = _is_sequence(plan, lowering) and not (plan.lanes and home().transfers_first)
         self._threads = None if self._by_caller else lane_threads(len(plan.lanes))
 
     def run(self, perform: Perform, prepare: Prepare) -> None:
         progress = self._progress = Progress(self._streams)
-        ahead = {lane: _Ahead(self._by_stream[lane], self._room, prepare, progress) for lane in self._streams[1:]}
+        free, names = self._buffer_free, self._streams[1:]
+        ahead = {lane: _Ahead(self._by_stream[lane], free, prepare, progress) for lane in names}
         if self._by_caller:
             self._follow_all(perform, ahead, progress)
             return
         lanes = []
         try:
-            for lane in self._streams[1:]:
+            for lane in names:
                 assert self._threads
                 lanes.append(self._threads.submit(self._lane, lane, perform, ahead[lane], progress))
             self._follow(BLOCKS, perform, progress)
@@ -129,10 +132,10 @@ class ThreadStreams(Streams):
         try:
             with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
                 for index, op in self._by_stream[name]:
-                    progress.wait(self._room[index])
+                    progress.wait(self._buffer_free[index])
                     ahead.look(index)
                     progress.wait(self._waits[index])
-                    ahead.look(index)  # there may be room for the next one by now
+                    ahead.look(index)  # the next one's buffer may be free by now
                     perform(index, op)
                     progress.end(name, index)
         except BaseException as error:
@@ -169,28 +172,28 @@ class _Ahead:
     """What a lane prepares ahead of its operations, in their order: each one, and the next one beside it."""
 
     def __init__(
-        self, ops: Sequence[tuple[int, Op]], room: Sequence[Waits], prepare: Prepare, progress: Progress
+        self, ops: Sequence[tuple[int, Op]], buffer_free: Sequence[Waits], prepare: Prepare, progress: Progress
     ) -> None:
-        self._ops, self._room, self._prepare, self._progress = ops, room, prepare, progress
+        self._ops, self._buffer_free, self._prepare, self._progress = ops, buffer_free, prepare, progress
         self._places = {index: place for place, (index, _) in enumerate(ops)}
         self._prepared = 0
         """How many of them."""
 
     def look(self, index: int) -> None:
-        """Prepare what there is room for while the lane comes to operation `index`."""
+        """Prepare what has a free buffer while the lane comes to operation `index`."""
         here = self._places[index]
         self._prepared = max(self._prepared, here)
         for place, (other, op) in enumerate(self._ops[self._prepared : here + 2], start=self._prepared):
-            if not self._progress.has_reached(self._room[other]) or not self._prepare(other, op, place > here):
+            if not self._progress.has_reached(self._buffer_free[other]) or not self._prepare(other, op, place > here):
                 break
             self._prepared = place + 1
 
 
-def _is_sequence(plan: Plan, flow: Dataflow) -> bool:
+def _is_sequence(plan: Plan, lowering: Lowering) -> bool:
     """Whether no operation may start before the one that it follows in the plan has ended."""
     streams = [op.stream for op in plan.ops]
     follows = enumerate(pairwise(streams), start=1)
-    return all(here == before or (before, index - 1) in flow.waits[index] for index, (before, here) in follows)
+    return all(here == before or (before, index - 1) in lowering.waits[index] for index, (before, here) in follows)
 
 
 class Progress:
@@ -260,13 +263,13 @@ class DeviceStreams(Streams):
 
     behind = True
 
-    def __init__(self, plan: Plan, flow: Dataflow, device: Device) -> None:
+    def __init__(self, plan: Plan, lowering: Lowering, device: Device) -> None:
         self.clock = self._device = device
-        self._plan, self._waits = plan, flow.waits
+        self._plan, self._waits = plan, lowering.waits
         self._lanes = {name: device.lane(number) for number, name in enumerate(plan.lanes)}
         last = {op.stream: index for index, op in plan}
         self._last = {lane: last[lane] for lane in plan.lanes}
-        self._awaited = {wait for waits in flow.waits for wait in waits} | set(self._last.items())
+        self._awaited = {wait for waits in lowering.waits for wait in waits} | set(self._last.items())
         self._blocks: Any = None
         self._here: tuple[str, int] = (BLOCKS, -1)
         self._kept: dict[str, list[tuple[int, Any]]] = {}

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sp_bench.lower import ALONE, GLOO, STAGED, TransportKind
 
 FIRST_TAG = 7_000
 """Message tags start here, out of the way of the caller's own messages on the same group."""
@@ -39,6 +41,8 @@ _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 class Transport(ABC):
     """Point-to-point messages, matched by lane, number of the tensor and order."""
 
+    kind: ClassVar[TransportKind]
+    """To which plans are lowered that it executes."""
     group: dist.ProcessGroup | None
     """None where there is one rank and nothing to send."""
     sent_bytes: Counter[Key] = field(default_factory=Counter)
@@ -57,14 +61,18 @@ class Transport(ABC):
     def exchange_and_go_on(
         self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
     ) -> None:
-        """An exchange, after which each tensor that has come and gone may be taken up by the lane's next one."""
-        self.exchange(turn, [receive], [send], counted_as)
+        """An exchange, beside which each tensor that has come and gone may be taken up by the lane's next one.
 
-    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:  # noqa: B027  # not all can
-        """Ahead of its `exchange`, what a transfer will receive, which may come from now on.
+        Of a pipelined send's predecessor, so only where `kind.pipelines`.
+        """
+        raise NotImplementedError(self.kind.name)
+
+    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
+        """Pre-post the receives of a transfer, ahead of its `exchange`. Only where `kind.preposts`.
 
         A lane expects its transfers in their order. Messages that were begun with already are left alone.
         """
+        raise NotImplementedError(self.kind.name)
 
     def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
         """Add up what each tensor really weighs."""
@@ -85,6 +93,8 @@ class Transport(ABC):
 @dataclass
 class GlooTransport(Transport):
     """Between CPUs, by one message of torch.distributed for each tensor."""
+
+    kind = GLOO
 
     _ahead: dict[tuple[bool, Turn, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
     """What was posted ahead of its exchange: (whether it is sent, turn, peer, tensor's number in the chunk). Of a
@@ -149,6 +159,8 @@ class HostTransport(Transport):
     Nothing is received ahead: what came would have to be copied to the device, which is for `exchange`.
     """
 
+    kind = STAGED
+
     def __post_init__(self) -> None:
         self._between_hosts = GlooTransport(self.group, self.sent_bytes)
 
@@ -167,6 +179,7 @@ class HostTransport(Transport):
 class AloneTransport(Transport):
     """For one rank without its peers: it receives copies of what it sends, as large as what would have come."""
 
+    kind = ALONE
     group: dist.ProcessGroup | None = None
 
     def exchange(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.topology import Network
-from sp_bench.plan import Plan, Transfer, begun_early, peers
+from sp_bench.lower import lower
+from sp_bench.plan import Plan, Problem, Transfer, peers
 
 Traffic = Iterable[tuple[np.ndarray, np.ndarray]]
 """(target, bytes) of what ranks send, each (n,) by rank (account.traffic)."""
 
 
-def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: float) -> dict[str, float]:
+def lower_bounds(
+    plan: Plan, problem: Problem, cluster: Cluster, crossing: np.ndarray, compute_s: float
+) -> dict[str, float]:
     """Seconds that one phase takes at least, by what sets the bound; `crossing` are the bytes on each link: (L,).
 
     compute     blocks and folds of the busiest rank, `compute_s`
     latency     the latencies of a lane's transfers, which run one after the other; none where noise may shorten them,
-                or where one begins while the one before comes
+                or of those that begin while the one before comes
     port, nic   and other classes of links: the bytes on the busiest one of them at its full rate, but for those that
                 emulated links may carry after the end (emulation.EmulatedHosts)
     """
@@ -31,7 +34,8 @@ def lower_bounds(plan: Plan, cluster: Cluster, crossing: np.ndarray, compute_s: 
         if hosts and name in between:
             carried = hosts.least_carried_bytes(carried, lanes)
         by_class[name] = float((carried / network.link_bytes_per_s[links]).max(initial=0.0))
-    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, cluster.posts_ahead)
+    pipelined = lower(plan, problem, cluster.transport).pipelined
+    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, pipelined)
     return {"compute": compute_s, "latency": latency_s, **by_class}
 
 
@@ -58,12 +62,11 @@ def link_classes(network: Network) -> dict[str, np.ndarray]:
     return {name: names == name for name in dict.fromkeys(names.tolist())}
 
 
-def _latency_s(plan: Plan, network: Network, posts_ahead: bool) -> float:
+def _latency_s(plan: Plan, network: Network, pipelined: Container[int]) -> float:
     """The most latency that a rank's lane adds up, but for that which passes while other messages come."""
     ranks, known, lanes = np.arange(plan.n), {}, {}
-    early = begun_early(plan) if posts_ahead else {}
     for index, op in plan:
-        if isinstance(op, Transfer) and index not in early and (pairs := peers(op)):
+        if isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):
             for group, shift in pairs:
                 if (group, shift) not in known:
                     known[group, shift] = network.routes(ranks, group.member(ranks, shift)).latency_s

@@ -17,13 +17,13 @@ import numpy as np
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.emulation import Carried, Message
 from sp_bench.errors import RequestError
+from sp_bench.lower import Lowering, Waits, lower
 from sp_bench.plan import (
     BLOCKS,
     FIELDS,
     AllToAll,
     Attend,
     AttendBackward,
-    Dataflow,
     Exchange,
     Fold,
     Group,
@@ -32,15 +32,10 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Transfer,
-    Waits,
-    begun_early,
     dataflow,
     is_partial,
     messages,
-    packed_bytes,
     peers,
-    posted_ahead,
-    unsummed_partials,
 )
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
@@ -114,16 +109,16 @@ def build_graph(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry:
     return _Builder(plan, problem, cluster, use_symmetry).build()
 
 
-def segments(plan: Plan, flow: Dataflow) -> dict[int, Segment]:
+def segments(plan: Plan, lowering: Lowering) -> dict[int, Segment]:
     """The segments of a plan, by the index of their first operation."""
-    awaited = {index for waits in flow.waits for stream, index in waits if stream == BLOCKS}
+    awaited = {index for waits in lowering.waits for stream, index in waits if stream == BLOCKS}
     found: dict[int, Segment] = {}
     current: Segment | None = None
     satisfied: dict[str, int] = {}
     for index, op in plan:
         if isinstance(op, Transfer):
             continue
-        new = {lane: last for lane, last in flow.waits[index] if last > satisfied.get(lane, -1)}
+        new = {lane: last for lane, last in lowering.waits[index] if last > satisfied.get(lane, -1)}
         if current is None or new:
             current = found[index] = Segment(waits=new)
             satisfied |= new
@@ -134,9 +129,9 @@ def segments(plan: Plan, flow: Dataflow) -> dict[int, Segment]:
 
 
 class Early(NamedTuple):
-    """How a transfer begins while the one before on its lane is under way (plan.begun_early).
+    """How a pipelined send begins while the transfer before on its lane is under way.
 
-    The moment that all it waits for is there; lanes look only when a tensor has come.
+    Here it begins the moment that all it waits for is there; lanes look only when a tensor has come.
     """
 
     hidden_s: np.ndarray
@@ -148,7 +143,8 @@ class Early(NamedTuple):
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.device = plan, problem, cluster.device
-        self.flow, self.unsummed = dataflow(plan), unsummed_partials(plan, problem)
+        self.flow, self.lowering = dataflow(plan), lower(plan, problem, cluster.transport)
+        self.unsummed = self.lowering.unsummed
         self.case_s = cluster.device.block_s(problem, plan.phase)
         # A plan has thousands of operations, of few kinds.
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
@@ -162,8 +158,6 @@ class _Builder:
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
         self.effects = cluster.effects(self.network, self.ranks, plan.phase)
-        self.early = begun_early(plan) if cluster.posts_ahead else {}
-        self.posted = posted_ahead(plan, problem) if cluster.posts_ahead else {}
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
         self.carried: dict[int, list[Carried]] = {}
@@ -176,20 +170,21 @@ class _Builder:
         """After which messages links carry how many bytes, and over what."""
 
     def build(self) -> PlanGraph:
-        starts = segments(self.plan, self.flow)
+        starts = segments(self.plan, self.lowering)
         wanted = [starts.get(i, i) for i, op in self.plan if i in starts or isinstance(op, Transfer)]
         self._refuse(wanted)
         last = next(item for item in reversed(wanted) if isinstance(item, Segment))
         items, previous = [], {}
         for item in wanted:
-            early = self._begin_early(item) if isinstance(item, int) and item in self.early else None
-            first = len(self.rows.delays)
             if isinstance(item, Segment):
+                first = len(self.rows.delays)
                 stream, ended = BLOCKS, self._segment(item, previous.get(BLOCKS, []), last=item is last)
                 self.ended |= dict.fromkeys(item.ops, ended)
             else:
                 op = self.plan.ops[item]
                 assert isinstance(op, Transfer)
+                early = self._begin_early(item) if item in self.lowering.pipelined else None
+                first = len(self.rows.delays)
                 stream, ended = op.lane, self._transfer(item, op, previous.get(op.lane, []), early)
                 self.ended[item] = ended
             previous[stream] = ended
@@ -202,7 +197,7 @@ class _Builder:
     def _refuse(self, items: Sequence[Segment | int]) -> None:
         n, ops = self.ranks.size, self.plan.ops
         rows = sum(op.group.size if isinstance(i, int) and isinstance(op := ops[i], AllToAll) else 1 for i in items)
-        rows += len(self.early)
+        rows += len(self.lowering.pipelined)
         rows *= 2 if self.effects.defers else 1  # what links carry after a message is a row too
         if n * rows > MAX_TASKS:
             raise RequestError(
@@ -271,11 +266,12 @@ class _Builder:
 
     def _begin_early(self, index: int) -> Early:
         """How a rank begins with a transfer when the first tensor of the one before has come, and not yet the last."""
-        op, previous = (self.plan.ops[i] for i in (index, self.early[index]))
+        before = self.lowering.pipelined[index]
+        op, previous = self.plan.ops[index], self.plan.ops[before]
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
         path = self._path(*peers(op)[0])  # which is that of the one before, too
-        (sizes,), (carried,) = messages(previous, self.problem, self.ranks), self.carried[self.early[index]]
+        (sizes,), (carried,) = messages(previous, self.problem, self.ranks), self.carried[before]
         whole = sum(sizes.values())
         rest_s = np.minimum(whole - next(iter(sizes.values())), whole - carried.later_bytes) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
@@ -284,7 +280,7 @@ class _Builder:
 
     def _elsewhere(self, index: int) -> list[np.ndarray]:
         """What an operation waits for on other streams."""
-        return self._tasks(self.flow.waits[index])
+        return self._tasks(self.lowering.waits[index])
 
     def _tasks(self, waits: Waits) -> list[np.ndarray]:
         return [tasks for _, other in waits for tasks in self.ended[other]]
@@ -292,13 +288,13 @@ class _Builder:
     def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray], early: Early | None) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
-        Some may begin `early`, and the receives of some are posted ahead.
+        A pipelined send begins `early`, and the receives of some transfers are pre-posted.
         """
         hidden_s, begun = early or (0.0, [])
         before = [*previous, *([] if early else self._elsewhere(index))]
         expecting = before
-        if ahead := self.posted.get(index):
-            expecting = [*(self.ended[ahead.after] if ahead.after is not None else []), *self._tasks(ahead.waits)]
+        if posted := self.lowering.preposted.get(index):
+            expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]
         staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
         paths = [self._path(*pair) for pair in peers(op)]
@@ -316,14 +312,14 @@ class _Builder:
                 self.later.append(([tasks[-1]], carried.later_bytes, over))
             arrived.append(tasks[-1][path.source])
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
-            unpacked_s = self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[1])
+            unpacked_s = self.device.copy_s(self.lowering.packed_bytes(op)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
     def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
-            return self.device.copy_s(packed_bytes(op, self.problem, self.unsummed)[0])
+            return self.device.copy_s(self.lowering.packed_bytes(op)[0])
         cast_s = self.cast_s(op.carries, op.send not in self.unsummed)
         if not isinstance(op.group, Exchange):
             return cast_s

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sp_bench.lower.schedule import schedule
 from sp_bench.methods import build
-from sp_bench.plan import BLOCKS, COMPUTE_BOUND, PHASES, Attend, AttendBackward, Pass, dataflow
+from sp_bench.plan import BLOCKS, COMPUTE_BOUND, PHASES, Attend, AttendBackward, Pass
 from tests.support.problems import splittable_problem
 
 
@@ -14,7 +15,7 @@ from tests.support.problems import splittable_problem
 def test_a_slice_is_there_as_a_whole_before_what_came_of_it_is_used(n: int, stride: int, phase: str) -> None:
     method = build("all_gather", {"stride": stride})
     plan = method.plan(splittable_problem(n), phase, COMPUTE_BOUND)
-    waits, last_hop, began = dataflow(plan).waits, {}, set[int]()
+    waits, last_hop, began = schedule(plan).waits, {}, set[int]()
     for index, op in plan:
         if isinstance(op, Pass) and op.lane == "kv":
             assert op.recv
@@ -31,12 +32,12 @@ def test_a_slice_is_gathered_while_the_one_before_is_computed_with(phase: str) -
     """It waits for blocks with the slice before that, whose buffers it takes, and never more than two are held."""
     n = 4
     plan = build("all_gather", {"stride": 1}).plan(splittable_problem(n), phase, COMPUTE_BOUND)
-    flow = dataflow(plan)
+    order = schedule(plan)
     hops = [index for index, op in plan if isinstance(op, Pass) and op.lane == "kv"]
-    assert len({flow.slots[index] for index in hops}) == 2 * (n - 1)
+    assert len({order.receive_buffers[index] for index in hops}) == 2 * (n - 1)
     for index in hops:
         recv = plan.ops[index].writes[0]
-        for stream, last in flow.waits[index]:
+        for stream, last in order.waits[index]:
             assert stream == BLOCKS
             block = plan.ops[last]
             assert isinstance(block, Attend | AttendBackward)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sp_bench.lower import NCCL
 from sp_bench.run.transport import Message, Transport, Turn
 
 STREAMS_PER_RANK = 8
@@ -342,6 +343,8 @@ def _is(x: object) -> bool:
 
 class Wires(Transport):
     """Messages between the ranks of a machine, each transfer one batch on its lane's stream."""
+
+    kind = NCCL
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(None)

@@ -15,19 +15,18 @@ from torch import Tensor
 
 from sp_bench.kernels import KERNELS
 from sp_bench.kernels.aten_cpu import AtenCpu
+from sp_bench.lower import Lowering, TransportKind, lower
 from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
     LAYOUTS,
     PHASES,
     CostProfile,
-    Dataflow,
     Join,
     Mask,
     Method,
     Plan,
     Problem,
-    dataflow,
 )
 from sp_bench.run import executor, streams
 from sp_bench.run.attention import Engine
@@ -167,16 +166,16 @@ def known(plan: Plan, waits: tuple) -> list[dict[str, int]]:
     return found
 
 
-def without_one_wait(plan: Plan) -> Iterator[tuple[str, Dataflow]]:
-    """The plan's dataflow less a wait: each one that doesn't follow from others, but those that a Join is there for."""
-    flow = dataflow(plan)
+def without_one_wait(plan: Plan, problem: Problem) -> Iterator[tuple[str, Lowering]]:
+    """The plan's lowering less a wait: each one that doesn't follow from others, but those that a Join is there for."""
+    lowering = lower(plan, problem)
     for index, op in plan:
-        for stream, last in flow.waits[index]:
-            waits = list(flow.waits)
+        for stream, last in lowering.waits[index]:
+            waits = list(lowering.waits)
             waits[index] = tuple(wait for wait in waits[index] if wait != (stream, last))
             follows = known(plan, tuple(waits))[index].get(stream, -1) >= last
             if not follows and not isinstance(op, Join) and not isinstance(plan.ops[last], Join):
-                yield f"{plan.phase} {index}, {op}, without {plan.ops[last]}", replace(flow, waits=tuple(waits))
+                yield f"{plan.phase} {index}, {op}, without {plan.ops[last]}", replace(lowering, waits=tuple(waits))
 
 
 MUTATED = [
@@ -204,10 +203,14 @@ def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, method: str, o
     plans = execution.plans
     assert execution.wrong(plans) == ""
     for plan in plans.values():
-        for which, flow in without_one_wait(plan):
-            monkeypatch.setattr(
-                executor, "dataflow", lambda asked, flow=flow, plan=plan: flow if asked is plan else dataflow(asked)
-            )
+        for which, broken in without_one_wait(plan, execution.method.dealt(execution.problem)):
+
+            def lowered(
+                asked: Plan, problem: Problem, kind: TransportKind, plan: Plan = plan, broken: Lowering = broken
+            ) -> Lowering:
+                return broken if asked is plan else lower(asked, problem, kind)
+
+            monkeypatch.setattr(executor, "lower", lowered)
             assert any(replace(execution, order=order).wrong(plans) for order in range(3)), which
             tried += 1
     assert tried >= 4
@@ -271,7 +274,8 @@ def test_an_execution_begins_and_ends_with_the_caller_s_stream(monkeypatch: pyte
     shared_key_heads = replace(small(4, causal=True, dtype="bfloat16"), kv_heads=2)
     execution = fitting(build("ulysses", {}), shared_key_heads)
     lanes = {phase: len(plan.lanes) for phase, plan in execution.plans.items()}
-    inside = {phase: sum(map(len, dataflow(plan).waits)) for phase, plan in execution.plans.items()}
+    dealt = execution.method.dealt(execution.problem)
+    inside = {phase: sum(map(len, lower(plan, dealt).waits)) for phase, plan in execution.plans.items()}
     # A backward's first wait is for the forward's end.
     total = sum(2 * lanes[phase] + inside[phase] for phase in PHASES) + 1
     left_out = range(lanes["forward"]) if end == "first" else range(total - lanes["backward"], total)
@@ -289,7 +293,7 @@ def two_calls_on_two_streams() -> None:
     for rank, device in enumerate(machine.ranks):
         engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
         with device:
-            engine.buffers.of(plans["forward"], dataflow(plans["forward"]))
+            engine.buffers.of(lower(plans["forward"], problem))
         made = device.record(device.current())
         for _ in range(2):
             stream = machine.stream(device)

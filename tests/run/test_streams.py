@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sp_bench.lower import GLOO, PrepostedReceive, TransportKind, Waits, lower
 from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
@@ -22,11 +23,7 @@ from sp_bench.plan import (
     Method,
     Op,
     Plan,
-    Posted,
     Problem,
-    Waits,
-    dataflow,
-    posted_ahead,
 )
 from sp_bench.run import home, streams
 from sp_bench.run.attention import Engine
@@ -50,6 +47,8 @@ def one_rank(method: Method, problem: Problem, transport: Transport) -> tuple[En
 
 class Expecting(AloneTransport):
     """Alone, and tells when a receive is posted ahead."""
+
+    kind = TransportKind(name="expecting", preposts=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +199,7 @@ class Known(streams.Progress):
         return all(last <= self.ended.get(stream, -1) for stream, last in waits)
 
 
-def preparing(ahead: dict[int, Posted], posts: list[int]) -> streams.Prepare:
+def preparing(ahead: Mapping[int, PrepostedReceive], posts: list[int]) -> streams.Prepare:
     """Posts what lanes may, into a list."""
 
     def prepare(index: int, op: Op, beside: bool) -> bool:
@@ -215,13 +214,14 @@ def preparing(ahead: dict[int, Posted], posts: list[int]) -> streams.Prepare:
 @pytest.mark.parametrize(("n", "layout"), [(4, "striped"), (8, "contiguous"), (9, "zigzag")])
 @pytest.mark.parametrize("phase", PHASES)
 def test_lanes_post_when_the_plan_says(n: int, layout: str, phase: str) -> None:
-    """As soon as what posted_ahead names has ended, even if nothing else has."""
+    """As soon as what Lowering.preposted names has ended, even if nothing else has."""
     problem, beside = splittable_problem(n, layout), Counter[str]()
     for method in all_methods(problem):
         method = replace(method, layout=layout if layout in method.layouts else method.layouts[0])
         dealt = method.dealt(problem)
         plan = method.plan(dealt, phase, COMPUTE_BOUND)
-        flow, ahead = dataflow(plan), posted_ahead(plan, dealt)
+        lowering = lower(plan, dealt, GLOO)
+        ahead = lowering.preposted
         for lane in plan.lanes:
             ops = [(index, op) for index, op in plan if op.stream == lane]
             order = [index for index, _ in ops]
@@ -229,7 +229,7 @@ def test_lanes_post_when_the_plan_says(n: int, layout: str, phase: str) -> None:
                 _, after, waits = ahead[index]
                 here = order.index(after) + 1 if after is not None else 0
                 known, posts = Known(dict(waits)), list[int]()
-                streams._Ahead(ops, flow.room, preparing(ahead, posts), known).look(order[here])
+                streams._Ahead(ops, lowering.buffer_free, preparing(ahead, posts), known).look(order[here])
                 assert index in posts, (method, str(plan.ops[index]))
                 beside[method.name] += order[here] != index
     assert all(beside[name] > 0 for name in ("ulysses", "usp", "startrail", "mesh") if name in beside), beside
@@ -290,6 +290,8 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
 
 class Onwards(AloneTransport):
     """Alone, and notes what could be begun with beside each transfer."""
+
+    kind = TransportKind(name="onwards", pipelines=True)
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
+from sp_bench.lower import GLOO, NCCL, lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan import (
@@ -24,10 +25,7 @@ from sp_bench.plan import (
     Pass,
     Plan,
     Problem,
-    begun_early,
-    dataflow,
     layout_named,
-    posted_ahead,
 )
 from sp_bench.simulate import simulate
 from sp_bench.simulate.graph import Segment, segments
@@ -127,10 +125,10 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
 
     With one lane no two flows ever share a port, so that a transfer takes latency + bytes / bandwidth. On cores, of the
     latency of one that may begin early no more is left than the one before takes for all but its first tensor, and who
-    receives may have posted that before (posted_ahead, which tests/run holds lanes to).
+    receives may have posted that before (Lowering.preposted, which tests/run holds lanes to).
     """
-    flow, cost = dataflow(plan), on.device.block_s(p, plan.phase)
-    early, ahead = (begun_early(plan), posted_ahead(plan, p)) if on.cores else ({}, {})
+    lowering, cost = lower(plan, p, GLOO if on.cores else NCCL), on.device.block_s(p, plan.phase)
+    early, ahead = lowering.pipelined, lowering.preposted
     end = np.zeros((len(plan.ops), p.n))
 
     def posted(index: int, otherwise: np.ndarray) -> np.ndarray:
@@ -145,7 +143,7 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
     free = {stream: np.zeros(p.n) for stream in (BLOCKS, *plan.lanes)}
     for index, op in plan:
         mine, elsewhere = free[op.stream], np.zeros(p.n)
-        for _, other in flow.waits[index]:
+        for _, other in lowering.waits[index]:
             elsewhere = np.maximum(elsewhere, end[other])
         ready = np.maximum(mine, elsewhere)
         if isinstance(op, Pass):
@@ -194,13 +192,13 @@ def test_segments_hold_every_block_once_and_end_where_others_wait(data: st.DataO
     p = problem(n)
     method = data.draw(st.sampled_from([build("ring", {}), *build("mesh", {}).candidates(p)]))
     plan = method.plan(p, data.draw(st.sampled_from(PHASES)), cluster().profile(p))
-    flow = dataflow(plan)
-    found = segments(plan, flow)
+    lowering = lower(plan, method.dealt(p))
+    found = segments(plan, lowering)
     ops = [index for segment in found.values() for index in segment.ops]
     assert ops == [index for index, op in plan if not isinstance(op, Pass)]
     last_of = {segment.ops[-1] for segment in found.values()}
     for index, _ in plan:
-        assert all(other in last_of for stream, other in flow.waits[index] if stream == BLOCKS)
+        assert all(other in last_of for stream, other in lowering.waits[index] if stream == BLOCKS)
     assert all(isinstance(segment, Segment) and segment.ops for segment in found.values())
 
 
@@ -209,7 +207,7 @@ def test_many_blocks_are_few_tasks() -> None:
     p = Problem(n=4096, seqlen=4096 * 256, heads=4, kv_heads=4, head_dim=64, layout=layout_named("auto", causal=True))
     plan = build("mesh", {"tile": (64, 64)}).plan(p, "forward", cluster().profile(p))
     assert len(plan.ops) > 4096
-    assert len(segments(plan, dataflow(plan))) < 400
+    assert len(segments(plan, lower(plan, p))) < 400
 
 
 def test_folds_and_casts_cost_memory_traffic() -> None:

@@ -1,4 +1,4 @@
-"""Which partials need no accumulator, and which transfers are posted ahead, by hand and against walks through plans."""
+"""Which partials need no accumulator, and which receives are pre-posted, by hand and against walks through plans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from sp_bench.lower import GLOO, lower
+from sp_bench.lower.early import previous_on_lane
 from sp_bench.methods import build
 from sp_bench.plan import (
     COMPUTE_BOUND,
@@ -22,12 +24,8 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Transfer,
-    dataflow,
     is_partial,
     peers,
-    posted_ahead,
-    previous_on_lane,
-    unsummed_partials,
 )
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
 
@@ -35,7 +33,8 @@ from tests.support.problems import Planned, plans, small_problem, splittable_pro
 def names(method: str, phase: str, problem: Problem, **options: object) -> set[str]:
     """The partials of a method's plan that nothing is added to."""
     built = build(method, options)
-    return {str(chunk) for chunk in unsummed_partials(built.plan(problem, phase, COMPUTE_BOUND), built.dealt(problem))}
+    plan = built.plan(problem, phase, COMPUTE_BOUND)
+    return {str(chunk) for chunk in lower(plan, built.dealt(problem)).unsummed}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -107,7 +106,7 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
     regions = [region for i in ranks for j in ranks for region in problem.regions(i, j)]
     covers = all(r.mask is not Mask.STRICT and (r.q, r.kv) == (Part.WHOLE, Part.WHOLE) for r in regions)
     found = contributions(plan)
-    unsummed = unsummed_partials(plan, problem)
+    unsummed = lower(plan, problem).unsummed
     assert unsummed <= {chunk for chunk in found if not chunk.is_arriving}
     for chunk, times in found.items():
         if chunk.is_arriving:
@@ -129,7 +128,7 @@ def ahead(method: str, phase: str, problem: Problem, **options: object) -> dict[
     """By what a transfer brings, whether its receive is posted ahead of its turn."""
     built = build(method, options)
     plan = built.plan(problem, phase, COMPUTE_BOUND)
-    found = posted_ahead(plan, built.dealt(problem))
+    found = lower(plan, built.dealt(problem), GLOO).preposted
     words = {index: "beside" if posted.beside else "after" for index, posted in found.items()}
     return {str(op.recv): words.get(index, "in its turn") for index, op in plan if isinstance(op, Transfer)}
 
@@ -146,18 +145,18 @@ def test_receives_are_posted_beside_the_transfer_before_from_the_same_ranks_into
 def test_nothing_is_received_ahead_into_what_the_transfer_before_uses(planned: Planned) -> None:
     """Nor from others than it receives from, nor what has no buffer yet."""
     plan, problem = planned.plan, planned.problem
-    flow, before, found = dataflow(plan), previous_on_lane(plan), posted_ahead(plan, problem)
-    slots = flow.slots
+    lowering, before = lower(plan, problem, GLOO), previous_on_lane(plan)
+    found, buffers = lowering.preposted, lowering.receive_buffers
     everyone = np.arange(problem.n)
     for index, op in plan:
         if not isinstance(op, Transfer):
             continue
-        assert (index in found) == (index in slots or isinstance(op, AllToAll))
+        assert (index in found) == (index in buffers or isinstance(op, AllToAll))
         if index not in found:
             continue
         beside, after, waits = found[index]
         assert after in (before.get(index), before.get(before.get(index, -1)))
-        assert all(last <= dict(waits).get(stream, -1) for stream, last in flow.room[index])
+        assert all(last <= dict(waits).get(stream, -1) for stream, last in lowering.buffer_free[index])
         if beside:
             assert before[index] in found, "lanes post in their order"
             other = plan.ops[before[index]]
@@ -166,4 +165,4 @@ def test_nothing_is_received_ahead_into_what_the_transfer_before_uses(planned: P
                 {tuple(group.member(everyone, -shift).tolist()) for group, shift in peers(x)} for x in (op, other)
             )
             assert mine == its
-            assert slots.get(index) is None or slots.get(index) != slots.get(before[index])
+            assert buffers.get(index) is None or buffers.get(index) != buffers.get(before[index])

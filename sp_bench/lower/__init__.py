@@ -1,0 +1,22 @@
+"""From a plan to what one transport does: buffers, staging, pre-posted receives, pipelined sends."""
+
+from sp_bench.lower.early import PrepostedReceive
+from sp_bench.lower.lowering import Lowering, lower
+from sp_bench.lower.schedule import ReceiveBuffer, Waits
+from sp_bench.lower.staging import StagingUse, TensorSpec
+from sp_bench.lower.transports import ALONE, GLOO, NCCL, STAGED, TransportKind
+
+__all__ = [
+    "ALONE",
+    "GLOO",
+    "NCCL",
+    "STAGED",
+    "Lowering",
+    "PrepostedReceive",
+    "ReceiveBuffer",
+    "StagingUse",
+    "TensorSpec",
+    "TransportKind",
+    "Waits",
+    "lower",
+]
