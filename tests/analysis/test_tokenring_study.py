@@ -18,7 +18,7 @@ from sp_bench.analysis.table import Table
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("records"))
+    return Runs(tmp_path_factory.mktemp("records"), workers=1)
 
 
 def table_of(section: object) -> Table:
