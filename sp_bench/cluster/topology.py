@@ -32,7 +32,7 @@ from sp_bench.reading import FINITE, Count, Natural, NotNegative, Positive, Sect
 MAX_LINKS = 20_000_000
 """What fits a few GB of memory."""
 
-Hop = tuple[str, np.ndarray]
+Crossing = tuple[str, np.ndarray]
 """A class of links, and the one in its block that each flow crosses, -1 for none: (F,)."""
 
 
@@ -45,17 +45,17 @@ class Level:
     """How many share one."""
     bytes_per_s: float
 
-    def hops(self, a: np.ndarray, b: np.ndarray) -> tuple[Hop, Hop]:
+    def crossings(self, a: np.ndarray, b: np.ndarray) -> tuple[Crossing, Crossing]:
         """The link out and the link in that flows from GPU a to GPU b cross."""
         out, into = a // self.gpus, b // self.gpus
         same = out == into
         return (f"{self.name} out", np.where(same, -1, out)), (f"{self.name} in", np.where(same, -1, into))
 
 
-def climb(levels: Sequence[Level], a: np.ndarray, b: np.ndarray) -> list[Hop]:
+def climb(levels: Sequence[Level], a: np.ndarray, b: np.ndarray) -> list[Crossing]:
     """What flows from GPU a to GPU b cross: up the levels, as far as they differ, and down again."""
-    hops = [level.hops(a, b) for level in levels]
-    return [out for out, _ in hops] + [into for _, into in reversed(hops)]
+    pairs = [level.crossings(a, b) for level in levels]
+    return [out for out, _ in pairs] + [into for _, into in reversed(pairs)]
 
 
 class Tier(Section, frozen=True, kw_only=True):
@@ -328,17 +328,17 @@ class Network:
         rates = np.append(self.link_bytes_per_s, math.inf)  # which -1 stands for
         return np.minimum(rates[routes.links].min(axis=1), routes.rate_cap)
 
-    def _across(self, a: np.ndarray, b: np.ndarray) -> list[Hop]:
+    def _across(self, a: np.ndarray, b: np.ndarray) -> list[Crossing]:
         """What flows from GPU a to GPU b of another node cross, in order."""
         intra, (nic, *leaf) = self.topology.intra, self.topology.between(self.gpus_per_node)
         path = climb([nic, *leaf], a, b)
         if not isinstance(intra, PcieTree):
             return path
         (port, *above), nic_a, nic_b = intra.levels(), a // nic.gpus * nic.gpus, b // nic.gpus * nic.gpus
-        port_out, port_in = port.hops(a, b)
+        port_out, port_in = port.crossings(a, b)
         return [port_out, *climb(above, a, nic_a), *path, *climb(above, nic_b, b), port_in]
 
-    def _numbers(self, path: list[Hop], crosses: np.ndarray) -> list[np.ndarray]:
+    def _numbers(self, path: list[Crossing], crosses: np.ndarray) -> list[np.ndarray]:
         """The links of a path by their numbers in the network, -1 for flows that don't cross it: [(F,), ...]."""
         return [np.where(crosses & (place >= 0), self.first_link[name] + place, -1) for name, place in path]
 

@@ -160,7 +160,7 @@ class Executor:
 
         try:
             self._lanes.begin()
-            self._streams.run(perform, self._lanes.prepare)
+            self._streams.run(perform, self._lanes.prepost)
         except BaseException as error:
             self._transport.give_up(repr(error))
             self._streams.abandon(self._holdings)
@@ -169,7 +169,7 @@ class Executor:
 
     def _run_without_lanes(self) -> None:
         """Operations in the order of the plan, which is one of those that the waits allow, on the caller's stream."""
-        with self._streams.turn():
+        with self._streams.execution():
             for index, op in self._plan:
                 if isinstance(op, Transfer):
                     self._lanes.pretend(index, op, self._holdings)

@@ -29,7 +29,7 @@ from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, tokens_of
 from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Key, Message, Onward, Transport, Turn
+from sp_bench.run.transport import Key, Message, NextTransfer, Transport, Turn
 
 
 class _Standing(NamedTuple):
@@ -75,13 +75,13 @@ class Lanes:
 
     def begin(self) -> None:
         """Before an execution: make what lanes may not make when they come to it."""
-        if self._streams.behind:
+        if self._streams.queued:
             received = (
                 (i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._lowering.receive_buffers
             )
             self._results = {index: self._new(op.recv) for index, op in received if op.recv}
 
-    def prepare(self, index: int, op: Op, beside: bool) -> bool:
+    def prepost(self, index: int, op: Op, beside: bool) -> bool:
         """Post the receives of a transfer, whose buffers are free, before there is anything to send.
 
         Their senders learn of them from messages that would else wait behind those that this rank sends them meanwhile.
@@ -98,7 +98,7 @@ class Lanes:
             if index not in self._lowering.receive_buffers:
                 self._results[index] = into
             receives = self._receives(index, op, into)
-        self._transport.expect(self._standing(index).turn, receives)
+        self._transport.prepost(self._standing(index).turn, receives)
         return True
 
     def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
@@ -163,10 +163,10 @@ class Lanes:
         if (after := self._followed_by.get(index)) is None:
             self._transport.exchange(here.turn, [receive], [send], here.counted_as)
         else:
-            onward = self._onward(after, op, into, holdings)
-            self._transport.exchange_and_go_on(here.turn, receive, send, here.counted_as, onward)
+            next_transfer = self._next_transfer(after, op, into, holdings)
+            self._transport.exchange_pipelined(here.turn, receive, send, here.counted_as, next_transfer)
 
-    def _onward(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> Onward:
+    def _next_transfer(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> NextTransfer:
         """What operation `after` receives and sends, to be begun with while `op` receives `into`."""
         then, there = self._plan.ops[after], self._standing(after)
         assert isinstance(then, Pass)

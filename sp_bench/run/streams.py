@@ -1,8 +1,8 @@
 """Streams of one rank: blocks and folds on one, each lane's transfers on one of their own.
 
-Who does an operation, and how one waits for another, is told here, once for CPUs (ThreadStreams) and once for devices
-that queue their work (DeviceStreams); the waits themselves are the lowering's. So a transfer starts as soon as
-its operands and its buffer are there, however far the blocks are, and the other way round.
+Which thread or queue does an operation, and how one waits for another, is decided here, once for CPUs (ThreadStreams)
+and once for devices that queue their work (DeviceStreams). What waits for what is the lowering's: a transfer starts as
+soon as its operands and its buffer are there, however far the blocks are, and the other way round.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sp_bench.run.home import home
 
 Perform = Callable[[int, Op], None]
 """Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
-Prepare = Callable[[int, Op, bool], bool]
-"""Does what a lane can do of operation `index` once its buffer is free; returns whether it could. With True, while the
-operation before it on its lane hasn't ended."""
+Prepost = Callable[[int, Op, bool], bool]
+"""Posts the receives of transfer `index`, whose buffer is free; returns whether it could. With True, while the transfer
+before it on its lane hasn't ended."""
 
 
 class Aborted(RuntimeError):
@@ -38,14 +38,15 @@ class Streams(ABC):
 
     clock: Clock
     """By which the work of blocks is timed."""
-    behind: bool
+    queued: bool
     """Whether work is queued, and done after the caller has gone on."""
 
     @abstractmethod
-    def run(self, perform: Perform, prepare: Prepare) -> None:
+    def run(self, perform: Perform, prepost: Prepost) -> None:
         """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised.
 
-        Where work isn't behind, lanes prepare an operation, and the one after it, as soon as its buffer is free.
+        Where work isn't queued, lanes pre-post the receives of a transfer, and of the one after it, as soon as their
+        buffer is free.
         """
 
     @abstractmethod
@@ -53,7 +54,7 @@ class Streams(ABC):
         """Whether all that operation `index` waits for on other streams is known to have ended."""
 
     @abstractmethod
-    def turn(self) -> Any:
+    def execution(self) -> Any:
         """A context for an execution on the caller's stream, after whatever the last one left to be done."""
 
     @abstractmethod
@@ -87,7 +88,7 @@ class ThreadStreams(Streams):
     handing over to another thread takes milliseconds. It can then be interrupted only between messages.
     """
 
-    behind = False
+    queued = False
 
     def __init__(self, plan: Plan, lowering: Lowering) -> None:
         self.clock, self._plan = HostClock(), plan
@@ -98,10 +99,10 @@ class ThreadStreams(Streams):
         self._by_caller = _is_sequence(plan, lowering) and not (plan.lanes and home().transfers_first)
         self._threads = None if self._by_caller else lane_threads(len(plan.lanes))
 
-    def run(self, perform: Perform, prepare: Prepare) -> None:
+    def run(self, perform: Perform, prepost: Prepost) -> None:
         progress = self._progress = Progress(self._streams)
         free, names = self._buffer_free, self._streams[1:]
-        ahead = {lane: _Ahead(self._by_stream[lane], free, prepare, progress) for lane in names}
+        ahead = {lane: _Preposting(self._by_stream[lane], free, prepost, progress) for lane in names}
         if self._by_caller:
             self._follow_all(perform, ahead, progress)
             return
@@ -118,7 +119,7 @@ class ThreadStreams(Streams):
             assert progress.cause is not None
             raise progress.cause from None
 
-    def _follow_all(self, perform: Perform, ahead: dict[str, _Ahead], progress: Progress) -> None:
+    def _follow_all(self, perform: Perform, ahead: dict[str, _Preposting], progress: Progress) -> None:
         """The whole plan, in its order."""
         with torch.no_grad():
             for index, op in self._plan:
@@ -127,7 +128,7 @@ class ThreadStreams(Streams):
                 perform(index, op)
                 progress.end(op.stream, index)
 
-    def _lane(self, name: str, perform: Perform, ahead: _Ahead, progress: Progress) -> None:
+    def _lane(self, name: str, perform: Perform, ahead: _Preposting, progress: Progress) -> None:
         """One lane. Only its own thread, which may have priority, touches its messages."""
         try:
             with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
@@ -151,7 +152,7 @@ class ThreadStreams(Streams):
     def ready(self, index: int) -> bool:
         return self._progress.has_reached(self._waits[index])
 
-    def turn(self) -> Any:
+    def execution(self) -> Any:
         return nullcontext()
 
     def making(self) -> Any:
@@ -168,25 +169,25 @@ class ThreadStreams(Streams):
             self._threads.shutdown()
 
 
-class _Ahead:
-    """What a lane prepares ahead of its operations, in their order: each one, and the next one beside it."""
+class _Preposting:
+    """A lane's receives, pre-posted in the order of its transfers: of each one, and of the next one beside it."""
 
     def __init__(
-        self, ops: Sequence[tuple[int, Op]], buffer_free: Sequence[Waits], prepare: Prepare, progress: Progress
+        self, ops: Sequence[tuple[int, Op]], buffer_free: Sequence[Waits], prepost: Prepost, progress: Progress
     ) -> None:
-        self._ops, self._buffer_free, self._prepare, self._progress = ops, buffer_free, prepare, progress
+        self._ops, self._buffer_free, self._prepost, self._progress = ops, buffer_free, prepost, progress
         self._places = {index: place for place, (index, _) in enumerate(ops)}
-        self._prepared = 0
-        """How many of them."""
+        self._posted = 0
+        """How many of them have been posted, or have ended."""
 
     def look(self, index: int) -> None:
-        """Prepare what has a free buffer while the lane comes to operation `index`."""
+        """Pre-post what has a free buffer while the lane comes to transfer `index`."""
         here = self._places[index]
-        self._prepared = max(self._prepared, here)
-        for place, (other, op) in enumerate(self._ops[self._prepared : here + 2], start=self._prepared):
-            if not self._progress.has_reached(self._buffer_free[other]) or not self._prepare(other, op, place > here):
+        self._posted = max(self._posted, here)
+        for place, (other, op) in enumerate(self._ops[self._posted : here + 2], start=self._posted):
+            if not self._progress.has_reached(self._buffer_free[other]) or not self._prepost(other, op, place > here):
                 break
-            self._prepared = place + 1
+            self._posted = place + 1
 
 
 def _is_sequence(plan: Plan, lowering: Lowering) -> bool:
@@ -261,7 +262,7 @@ class DeviceStreams(Streams):
       that, by whomever, was used by nobody else.
     """
 
-    behind = True
+    queued = True
 
     def __init__(self, plan: Plan, lowering: Lowering, device: Device) -> None:
         self.clock = self._device = device
@@ -274,8 +275,8 @@ class DeviceStreams(Streams):
         self._here: tuple[str, int] = (BLOCKS, -1)
         self._kept: dict[str, list[tuple[int, Any]]] = {}
 
-    def run(self, perform: Perform, prepare: Prepare) -> None:
-        with self.turn():
+    def run(self, perform: Perform, prepost: Prepost) -> None:
+        with self.execution():
             self._run(perform)
 
     def ready(self, index: int) -> bool:
@@ -283,7 +284,7 @@ class DeviceStreams(Streams):
         return False
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def execution(self) -> Iterator[None]:
         device = self._device
         self._blocks = device.current()
         if device.finished is not None:

@@ -22,17 +22,20 @@ FIELDS_PER_LANE = 8
 
 
 class Turn(NamedTuple):
-    """A lane's number, and which of its transfers it is: a number that no other one of the execution has."""
+    """Which transfer of an execution a message belongs to."""
 
     lane: int
+    """The lane's number."""
     number: int
+    """The transfer's, which no other one of the execution has."""
 
 
 Message = tuple[int, Sequence[Tensor]]
 """The peer's rank in the group, and the tensors of one chunk, which are contiguous."""
 Key = tuple[str, str, str]
-Onward = Callable[[], tuple[Turn, Message, Message] | None]
-"""A lane's next transfer, what it receives and what it sends; None before all that it waits for elsewhere has ended."""
+"""(lane, tensor, field), by which bytes are counted."""
+NextTransfer = Callable[[], tuple[Turn, Message, Message] | None]
+"""Returns a lane's next transfer, what it receives and what it sends; None while it still waits for other streams."""
 
 _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
@@ -42,7 +45,7 @@ class Transport(ABC):
     """Point-to-point messages, matched by lane, number of the tensor and order."""
 
     kind: ClassVar[TransportKind]
-    """To which plans are lowered that it executes."""
+    """What plans must be lowered to."""
     group: dist.ProcessGroup | None
     """None where there is one rank and nothing to send."""
     sent_bytes: Counter[Key] = field(default_factory=Counter)
@@ -58,19 +61,18 @@ class Transport(ABC):
         message is counted under one of the keys, in their order.
         """
 
-    def exchange_and_go_on(
-        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+    def exchange_pipelined(
+        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer
     ) -> None:
-        """An exchange, beside which each tensor that has come and gone may be taken up by the lane's next one.
-
-        Of a pipelined send's predecessor, so only where `kind.pipelines`.
+        """An exchange beside which the lane's next transfer begins: with each tensor, once its predecessor has come and
+        gone. Only where `kind.pipelines`.
         """
         raise NotImplementedError(self.kind.name)
 
-    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
+    def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         """Pre-post the receives of a transfer, ahead of its `exchange`. Only where `kind.preposts`.
 
-        A lane expects its transfers in their order. Messages that were begun with already are left alone.
+        A lane does so in the order of its transfers. Receives that are posted already stay as they are.
         """
         raise NotImplementedError(self.kind.name)
 
@@ -100,10 +102,10 @@ class GlooTransport(Transport):
     """What was posted ahead of its exchange: (whether it is sent, turn, peer, tensor's number in the chunk). Of a
     failed execution it stays: what is late may still come."""
 
-    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
+    def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         for source, tensors in receives:
             for i, x in enumerate(tensors):
-                self._expect(turn, source, i, x)
+                self._prepost(turn, source, i, x)
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
@@ -113,8 +115,8 @@ class GlooTransport(Transport):
         for work in works:
             work.wait()
 
-    def exchange_and_go_on(
-        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+    def exchange_pipelined(
+        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer
     ) -> None:
         """The link isn't idle until a thread has woken that waits for the last tensor: milliseconds on busy cores.
 
@@ -124,10 +126,10 @@ class GlooTransport(Transport):
         for i, (came, gone) in enumerate(zip(received, sent, strict=True)):
             came.wait()
             gone.wait()
-            if then := onward():
+            if then := next_transfer():
                 after, (source, into), (target, outgoing) = then
                 if i < len(into):  # the next transfer may be of another tensor, of fewer fields
-                    self._expect(after, source, i, into[i])
+                    self._prepost(after, source, i, into[i])
                     self._ahead[True, after, target, i] = self._send(after.lane, target, i, outgoing[i])
 
     def receive(self, turn: Turn, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
@@ -141,7 +143,7 @@ class GlooTransport(Transport):
         ahead = [self._ahead.pop((True, turn, target, i), None) for i in range(len(tensors))]
         return [ahead[i] or self._send(turn.lane, target, i, x) for i, x in enumerate(tensors)]
 
-    def _expect(self, turn: Turn, source: int, number: int, x: Tensor) -> None:
+    def _prepost(self, turn: Turn, source: int, number: int, x: Tensor) -> None:
         if (False, turn, source, number) not in self._ahead:
             self._ahead[False, turn, source, number] = self._receive(turn.lane, source, number, x)
 

@@ -128,7 +128,7 @@ def segments(plan: Plan, lowering: Lowering) -> dict[int, Segment]:
     return found
 
 
-class Early(NamedTuple):
+class PipelinedStart(NamedTuple):
     """How a pipelined send begins while the transfer before on its lane is under way.
 
     Here it begins the moment that all it waits for is there; lanes look only when a tensor has come.
@@ -183,7 +183,7 @@ class _Builder:
             else:
                 op = self.plan.ops[item]
                 assert isinstance(op, Transfer)
-                early = self._begin_early(item) if item in self.lowering.pipelined else None
+                early = self._pipelined_start(item) if item in self.lowering.pipelined else None
                 first = len(self.rows.delays)
                 stream, ended = op.lane, self._transfer(item, op, previous.get(op.lane, []), early)
                 self.ended[item] = ended
@@ -264,7 +264,7 @@ class _Builder:
     def _cast_s(self, tensor: str, summed: bool) -> float:
         return self.device.cast_s(self.problem, tensor, wire=True, summed=summed)
 
-    def _begin_early(self, index: int) -> Early:
+    def _pipelined_start(self, index: int) -> PipelinedStart:
         """How a rank begins with a transfer when the first tensor of the one before has come, and not yet the last."""
         before = self.lowering.pipelined[index]
         op, previous = self.plan.ops[index], self.plan.ops[before]
@@ -276,7 +276,7 @@ class _Builder:
         rest_s = np.minimum(whole - next(iter(sizes.values())), whole - carried.later_bytes) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
-        return Early(hidden_s, begun)
+        return PipelinedStart(hidden_s, begun)
 
     def _elsewhere(self, index: int) -> list[np.ndarray]:
         """What an operation waits for on other streams."""
@@ -285,7 +285,9 @@ class _Builder:
     def _tasks(self, waits: Waits) -> list[np.ndarray]:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
-    def _transfer(self, index: int, op: Transfer, previous: list[np.ndarray], early: Early | None) -> list[np.ndarray]:
+    def _transfer(
+        self, index: int, op: Transfer, previous: list[np.ndarray], early: PipelinedStart | None
+    ) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
         A pipelined send begins `early`, and the receives of some transfers are pre-posted.

@@ -127,7 +127,7 @@ def receive_ahead(tokens: int) -> tuple[list[list[float]], int]:
     source, target = (rank - 1) % n, (rank + 1) % n
     into = [torch.zeros(tokens + turn) for turn in range(3)]
     for turn in range(2):
-        transport.expect(Turn(1, turn), [(source, [into[turn]])])
+        transport.prepost(Turn(1, turn), [(source, [into[turn]])])
     dist.barrier()
     for turn, value in enumerate((100.0, 200.0, 300.0)):
         sent = torch.full((tokens + turn,), value + rank)
@@ -149,10 +149,10 @@ def go_onward(tokens: int, ready: tuple[bool, bool], all_ranks: bool) -> tuple[l
     mine, other, last = ([torch.full((tokens,), x + y + rank) for x in (100.0, 200.0)] for y in (0.0, 20.0, 40.0))
     into, found = [torch.zeros(tokens) for _ in keys], []
 
-    def onward() -> tuple[Turn, Message, Message] | None:
+    def next_transfer() -> tuple[Turn, Message, Message] | None:
         return (Turn(1, 3), (source, mine), (target, into)) if next(begin) else None
 
-    transport.exchange_and_go_on(Turn(1, 2), (source, into), (target, mine), keys, onward)
+    transport.exchange_pipelined(Turn(1, 2), (source, into), (target, mine), keys, next_transfer)
     transport.exchange(Turn(1, 3), [(source, mine)], [(target, other)], keys)
     found += [x.unique().tolist() for x in mine]
     transport.exchange(Turn(1, 5), [(source, into)], [(target, last)], keys)

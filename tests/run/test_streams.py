@@ -27,7 +27,7 @@ from sp_bench.plan import (
 )
 from sp_bench.run import home, streams
 from sp_bench.run.attention import Engine
-from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, Onward, Transport, Turn
+from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, NextTransfer, Transport, Turn
 from tests.run import jobs
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import WORLD, Ranks
@@ -56,7 +56,7 @@ class Expecting(AloneTransport):
         self.ahead = threading.Event()
         self.matched: list[bool] = []
 
-    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
+    def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         self.expected[turn] = receives
         self.ahead.set()
 
@@ -130,7 +130,7 @@ class Overwriting(Expecting):
         lanes = [[i for i, op in plan if op.stream == lane] for lane in plan.lanes]
         self.undone = dict(enumerate(lanes))
 
-    def expect(self, turn: Turn, receives: Sequence[Message]) -> None:
+    def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         place = self.undone[turn.lane].index(turn.number)
         assert place <= 1, "a lane's next transfer, or the one after it"
         self.beside += place
@@ -140,7 +140,7 @@ class Overwriting(Expecting):
         for _, tensors in receives:
             for tensor in tensors:
                 tensor.fill_(torch.nan)
-        super().expect(turn, receives)
+        super().prepost(turn, receives)
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
@@ -199,16 +199,16 @@ class Known(streams.Progress):
         return all(last <= self.ended.get(stream, -1) for stream, last in waits)
 
 
-def preparing(ahead: Mapping[int, PrepostedReceive], posts: list[int]) -> streams.Prepare:
+def preposting(ahead: Mapping[int, PrepostedReceive], posts: list[int]) -> streams.Prepost:
     """Posts what lanes may, into a list."""
 
-    def prepare(index: int, op: Op, beside: bool) -> bool:
+    def prepost(index: int, op: Op, beside: bool) -> bool:
         if index not in ahead or (beside and not ahead[index].beside):
             return False
         posts.append(index)
         return True
 
-    return prepare
+    return prepost
 
 
 @pytest.mark.parametrize(("n", "layout"), [(4, "striped"), (8, "contiguous"), (9, "zigzag")])
@@ -229,7 +229,7 @@ def test_lanes_post_when_the_plan_says(n: int, layout: str, phase: str) -> None:
                 _, after, waits = ahead[index]
                 here = order.index(after) + 1 if after is not None else 0
                 known, posts = Known(dict(waits)), list[int]()
-                streams._Ahead(ops, lowering.buffer_free, preparing(ahead, posts), known).look(order[here])
+                streams._Preposting(ops, lowering.buffer_free, preposting(ahead, posts), known).look(order[here])
                 assert index in posts, (method, str(plan.ops[index]))
                 beside[method.name] += order[here] != index
     assert all(beside[name] > 0 for name in ("ulysses", "usp", "startrail", "mesh") if name in beside), beside
@@ -263,14 +263,14 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
     transport, begin = Noting(), iter(ready)
     out, into, back = ([torch.tensor(x + i) for i in range(3)] for x in (10, 20, 30))
 
-    def onward() -> tuple[Turn, Message, Message] | None:
+    def next_transfer() -> tuple[Turn, Message, Message] | None:
         return (Turn(1, 1), (0, back[:then]), (2, into[:then])) if next(begin) else None
 
     if expected == "before":
-        transport.expect(Turn(1, 1), [(0, back[:then])])
+        transport.prepost(Turn(1, 1), [(0, back[:then])])
         assert transport.notes == [f"post in {30 + i}" for i in range(then)]
         transport.notes.clear()
-    transport.exchange_and_go_on(Turn(1, 0), (0, into[:now]), (2, out[:now]), [("l", "t", "f")] * now, onward)
+    transport.exchange_pipelined(Turn(1, 0), (0, into[:now]), (2, out[:now]), [("l", "t", "f")] * now, next_transfer)
     begun = [i for i in range(min(now, then)) if ready[i]]
     notes = [f"post in {20 + i}" for i in range(now)] + [f"post out {10 + i}" for i in range(now)]
     for i in range(now):
@@ -280,7 +280,7 @@ def test_a_tensor_goes_onward_when_its_predecessor_has_come_and_gone(
     assert transport.notes == notes
     transport.notes.clear()
     if expected == "after":
-        transport.expect(Turn(1, 1), [(0, back[:then])])
+        transport.prepost(Turn(1, 1), [(0, back[:then])])
     transport.exchange(Turn(1, 1), [(0, back[:then])], [(2, into[:then])], [("l", "t", "f")] * then)
     rest = [i for i in range(then) if i not in begun]
     notes = [f"post in {30 + i}" for i in rest if expected != "before"] + [f"post out {20 + i}" for i in rest]
@@ -307,10 +307,10 @@ class Onwards(AloneTransport):
         self.lonely.add(len(self.transfers))
         self._transfer(turn, receives[0], sends[0], counted_as)
 
-    def exchange_and_go_on(
-        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], onward: Onward
+    def exchange_pipelined(
+        self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer
     ) -> None:
-        if (messages := onward()) is not None:
+        if (messages := next_transfer()) is not None:
             self.begun[len(self.transfers)] = messages
         self._transfer(turn, receive, send, counted_as)
 

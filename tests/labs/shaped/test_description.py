@@ -107,3 +107,10 @@ def test_all_of_it_must_be_there() -> None:
 def test_what_follows_from_hosts_is_not_given_twice() -> None:
     with pytest.raises(RequestError, match="cluster.inter: follows from cluster.hosts; cluster without inter would"):
         Cluster.build(SHAPED | {"inter": {"bytes_per_s": 1.0, "latency_s": 1.0}})
+
+
+def test_a_laboratory_is_found_by_its_name() -> None:
+    """Files that name none have hosts of this one."""
+    assert Cluster.build(SHAPED) == Cluster.build({key: value for key, value in SHAPED.items() if key != "lab"})
+    with pytest.raises(RequestError, match=r"cluster.lab=shape: there is no such lab; did you mean shaped\?"):
+        Cluster.build(SHAPED | {"lab": "shape"})
