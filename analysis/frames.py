@@ -16,6 +16,7 @@ import pandas as pd
 from sp_bench import records
 from sp_bench.analysis.figure import METHOD_ORDER
 from sp_bench.analysis.number import RECORD_KINDS
+from sp_bench.measure.samples import STEP
 from sp_bench.records import Record
 
 PHASES = ("forward", "backward")
@@ -48,20 +49,15 @@ def methods_in_order(names: Iterable[str]) -> list[str]:
 
 
 def samples(record: Record, path: Path) -> pd.DataFrame:
-    """Raw samples of a measured point: columns run_id, method, variant, mode, rank, iteration, phase and seconds.
+    """Raw samples of a measured point's step: run_id, method, variant, mode, rank, iteration, phase and seconds.
 
     `path` is the record's file. No rows where none stand beside it: of simulated points, and those that failed.
     """
     file = records.beside(path).get("samples")
-    stored = json.loads(file.read_text()) if file else {}
-    phases = PHASES if record.phase == "forward_backward" else PHASES[:1]
-    rows = [
-        (rank, iteration, phase, milliseconds / 1e3)
-        for phase in phases
-        for rank, of_rank in enumerate(stored.get(f"{phase}_ms", []))
-        for iteration, milliseconds in enumerate(of_rank)
-    ]
-    found = pd.DataFrame(rows, columns=["rank", "iteration", "phase", "seconds"])
+    columns = ["rank", "iteration", "phase", "part", "seconds"]
+    stored = pd.DataFrame(json.loads(file.read_text()) if file else None, columns=columns)
+    found = stored[stored["part"] == STEP].drop(columns="part").reset_index(drop=True)
+    phases = [phase for phase in PHASES if phase in set(found["phase"])]
     found["phase"] = pd.Categorical(found["phase"], phases, ordered=True)
     about = {"run_id": record.run_id, "method": record.method, "variant": record.variant or ""}
     for at, (name, value) in enumerate({**about, "mode": RECORD_KINDS[record.mode]}.items()):

@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from benchmarks.gpu_kernels import Row, with_failures
@@ -27,9 +27,11 @@ from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.kernels import choose
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.pool import RankFailure, RankPool
-from sp_bench.measure.spec import Measured, Spec
+from sp_bench.measure.samples import STEP
+from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, RequestError, layout_named
+from sp_bench.workload import Attention
 
 # Options that are functions are of the number of ranks.
 METHODS: tuple[tuple[str, dict[str, object]], ...] = (
@@ -65,20 +67,11 @@ def spec(
     )
     chosen = built.candidates(problem)[0]
     plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-    return Spec(
-        phases=PHASES,
-        plans=plans,
-        peer=None,
-        problem=chosen.dealt(problem),
-        kernel=kernel,
-        verify=alone is None,
-        parts=True,
-        seed=0,
-        alone=alone,
-    )
+    workload = Attention(phases=PHASES, problem=chosen.dealt(problem), plans=plans, kernel=kernel, alone=alone)
+    return Spec(workload=workload, verify=alone is None, parts=True)
 
 
-def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup: int) -> list[Measured | str]:
+def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup: int) -> list[RankResult | str]:
     """What rank 0 saw of each, or what is wrong with it; where something fails each is measured by itself."""
     job = "sp_bench.measure.job:measure"
     try:
@@ -98,11 +91,11 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
             asked.append((method, spec(method, options, n, 1024 * n, kernel=kernel, wire=wire, alone=None)))
     results = measured(n, Devices(kind="cuda", shared=True), [one for _, one in asked], 1, 0)
     for (method, one), found in zip(asked, results, strict=True):
-        wire = one.problem.wire_dtype
+        wire = one.workload.problem.wire_dtype
         if isinstance(found, str):
             yield f"{method}, {n} ranks, {wire} on the wire: {found}"
         else:
-            errors = {name: f"{error:.1e}" for name, error in found.errors.items()}
+            errors = {name: f"{error:.1e}" for name, error in found.gate.overall.items()}
             yield {"method": method, "ranks": str(n), "wire": wire, "kernel": found.kernel, **errors}
 
 
@@ -118,19 +111,21 @@ def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
             yield {"method": method, "GPUs": str(n), **_taken(one, found)}
 
 
-def _taken(one: Spec, found: Measured) -> Row:
-    device_s = statistics.median(map(sum, zip(found.forward_s, found.backward_s, strict=True)))
-    parts = {"kernels": found.kernels_s, "folds": found.folds_s, "waiting": found.waits_s}
-    operations = sum(len(plan.ops) for plan in one.plans.values())
-    caller_s = statistics.median(found.caller_s)
-    expected = account.peak_bytes(one.plans.values(), one.problem)
+def _taken(one: Spec, found: RankResult) -> Row:
+    plans, problem = one.workload.plans.values(), one.workload.problem
+    device_s, caller_s, *parts_s = (
+        float(np.median(found.samples.by_rank(part))) for part in (STEP, "caller", "kernels", "folds", "waits")
+    )
+    parts = dict(zip(("kernels", "folds", "waiting"), parts_s, strict=True))
+    operations = sum(len(plan.ops) for plan in plans)
+    expected = account.peak_bytes(plans, problem)
     return {
-        "tokens of a block": str(one.problem.block_tokens),
+        "tokens of a block": str(problem.block_tokens),
         "device": f"{1e3 * device_s:.2f} ms",
-        **{name: f"{statistics.median(seconds) / device_s:.1%}" for name, seconds in parts.items()},
+        **{name: f"{part_s / device_s:.1%}" for name, part_s in parts.items()},
         "queueing": f"{1e3 * caller_s:.2f} ms ({caller_s / device_s:.1%} of the device's time)",
         "each operation": f"{1e6 * caller_s / operations:.0f} us",
-        "memory over the plans'": f"{found.device_bytes / expected:.2f}",
+        "memory over the plans'": f"{found.memory.device_bytes / expected:.2f}",
     }
 
 

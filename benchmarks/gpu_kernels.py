@@ -32,9 +32,9 @@ from sp_bench.kernels import KERNELS, BlockKernel, auto_order, fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import fold_bytes, fold_unfused_
 from sp_bench.markdown import of_rows
-from sp_bench.measure.exactness import NAMES, relative_error, squared_norms
-from sp_bench.measure.spec import Measured
 from sp_bench.plan import PHASES, Mask
+from sp_bench.workload import GateErrors
+from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 
 PUBLISHED = Path(__file__).with_name("published_kernels.csv")
 SAME_CODE = {"aten_flash": "flash_attn"}
@@ -150,14 +150,14 @@ def _errors(bench: Bench, kernel: BlockKernel, mask: Mask, kv_heads: int) -> Row
     by_size, counts = torch.stack(norms, dim=2), torch.stack(elements, dim=1)
     together = relative_error(by_size.sum(dim=2), counts.sum(dim=1)).tolist()
     largest = relative_error(by_size, counts).amax(dim=1).tolist()
-    judged = Measured(
-        errors={**dict(zip(NAMES, together, strict=True)), "lse": max(lse_errors)},
-        worst_head_errors=dict(zip(NAMES, largest, strict=True)),
+    judged = GateErrors(
+        overall={**dict(zip(NAMES, together, strict=True)), "lse": max(lse_errors)},
+        worst_head=dict(zip(NAMES, largest, strict=True)),
     )
     if wrong := judged.wrong(bench.dtype):
         raise ArithmeticError(wrong)
     row = {"kernel": kernel.name, "mask": mask.value, "heads/kv": f"{bench.heads}/{kv_heads}"}
-    shown = {**judged.worst_head_errors, "lse": max(lse_errors)}
+    shown = {**judged.worst_head, "lse": max(lse_errors)}
     return row | {name: f"{error:.1e}" for name, error in shown.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sp_bench import records, wandb_upload
-from tests.support.made_records import made
+from tests.support.made_records import columns, made
 from tests.support.wandb_runs import FAKE, read_runs, shadow_wandb
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +78,7 @@ def test_a_record_that_changed_is_uploaded_again(uploads: Uploads):
     assert uploads() == 0
     uploads.runs()
     records.write(uploads.folder, made("b", step_ms_median=1.0))
-    records.write(uploads.folder, made("c"), samples={"forward_ms": [[1.0]]})
+    records.write(uploads.folder, made("c"), samples=columns({"forward": [[1.0]]}))
     assert uploads() == 0
     assert uploads.runs() == ["b", "c"]
 
@@ -213,7 +213,9 @@ def test_the_group_is_the_sweep_of_the_record_unless_one_is_given(tmp_path: Path
     pytest.importorskip("wandb")
     config = {"logger": {"name": "none", "group": "mesh_table3"}}
     for run_id in "ab":
-        records.write(tmp_path, made(run_id, config=config), samples={"forward_ms": [[1.0]]}, trace={"traceEvents": []})
+        records.write(
+            tmp_path, made(run_id, config=config), samples=columns({"forward": [[1.0]]}), trace={"traceEvents": []}
+        )
     assert wandb_upload.main([str(tmp_path)]) == 0
     assert wandb_upload.main([str(tmp_path), "group=mine", "project=p", f"dir={tmp_path / 'out'}"]) == 0
     for folder, group, project in ((tmp_path, "mesh_table3", "sp_bench"), (tmp_path / "out", "mine", "p")):
@@ -222,7 +224,7 @@ def test_the_group_is_the_sweep_of_the_record_unless_one_is_given(tmp_path: Path
             ("a", group, project),
             ("b", group, project),
         ]
-        assert all(run.table["data"] == [[0, 0, "forward", 1.0]] for run in found)
+        assert all(run.table["data"] == [[0, 0, "forward", "step", 0.001]] for run in found)
         assert all(set(run.artifacts) == {"run_table", "timeline"} for run in found)
     remembered: dict[str, Any] = json.loads((tmp_path / "a.wandb.json").read_text())
     assert set(remembered) == {"offline /sp_bench", "offline /p"}

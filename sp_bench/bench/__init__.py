@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sp_bench import records
-from sp_bench.bench.choose import Choice, DeviceMemoryError
-from sp_bench.bench.measured import Samples, measure_points
+from sp_bench.bench.choose import DeviceMemoryError
+from sp_bench.bench.measured import measure_points
+from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request, resolve
 from sp_bench.bench.simulated import simulate_point, time_by_rank, trace_of
 from sp_bench.errors import RequestError
@@ -18,22 +17,6 @@ from sp_bench.measure.termination import raise_if_terminated
 from sp_bench.records import Record
 
 __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A finished point: its record, and what tables and timelines can draw from this run."""
-
-    record: Record
-    choice: Choice | None = None
-    samples: Samples | None = None
-    hang: dict[str, Any] | None = None
-    """Where each rank was when none answered any more, by rank."""
-    trace: dict[str, Any] | None = None
-    """The simulated timeline, for Perfetto."""
-    ranks: dict[str, list[float]] | None = None
-    """What each simulated rank's time went to, in milliseconds."""
-    reused: bool = False
 
 
 def work_of(requests: Sequence[Request | Record]) -> int:
@@ -89,8 +72,7 @@ def run_points(
             outcomes[record.run_id] = Outcome(record, reused=outcome.reused)
             try:
                 if not outcome.reused:
-                    beside = {name: getattr(outcome, name) for name in records.BESIDE}
-                    records.write(folder, record, **beside)
+                    _write(folder, outcome)
                 finished(outcome)
             except OSError as error:
                 errors.append((record, error))
@@ -124,13 +106,19 @@ def _together(request: Request) -> tuple:
     """Points that are equal in this run together: those that tables compare. Each such group is kept when it ends."""
     p, cluster = request.problem, request.cluster
     problem = (p.n, p.seqlen, p.batch, p.heads, p.kv_heads, p.head_dim, p.causal, p.dtype, p.wire_dtype)
-    settings = (request.phase, request.iters, request.warmup, request.devices.kind, *request.devices.nccl.items())
-    return (request.mode, problem, cluster.name, cluster.hosts, request.alone, settings)
+    asked = (request.workload.name, request.phase)
+    settings = (
+        request.iters,
+        request.warmup,
+        request.devices.kind,
+        *request.devices.nccl.items(),
+    )
+    return (request.mode, problem, cluster.name, cluster.hosts, request.alone, asked, settings)
 
 
 def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
     try:
-        return [Outcome(*point) for point in measure_points(requests, progress)]
+        return measure_points(requests, progress)
     except Exception as error:
         raise_if_terminated()
         if len(requests) > 1:
@@ -153,6 +141,11 @@ def _failed(request: Request, error: Exception) -> Outcome:
     if isinstance(error, RequestError):
         return Outcome(request.record("unsupported", str(error)))
     return Outcome(request.record("failed", f"{type(error).__name__}: {error}"))
+
+
+def _write(folder: Path, outcome: Outcome) -> None:
+    samples = outcome.samples.columns() if outcome.samples else None
+    records.write(folder, outcome.record, samples=samples, trace=outcome.trace, ranks=outcome.ranks, hang=outcome.hang)
 
 
 def _kept(folder: Path, request: Request) -> Record | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,12 @@ from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import PHASES, Method, Problem, layout_named
+from sp_bench.plan import Method, Problem, layout_named
 from sp_bench.records import MODES, Record
+from sp_bench.records.parts import Asked, Setup
+from sp_bench.records.record import Part
+from sp_bench.workload import Workload, workload_named
 
-RUN_PHASES = {"forward": PHASES[:1], "forward_backward": PHASES}
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't change what a point's numbers are, and so are left out of its run_id."""
 RANKS_PER_CORE = 64
@@ -42,7 +44,9 @@ class Request:
     """measure, alone or simulate."""
     why: str
     """Why it is that mode."""
+    workload: type[Workload]
     phase: str
+    """One of the workload's phase_choices."""
     notes: list[str]
     """What a reader of the numbers must know."""
     kernel: str
@@ -66,22 +70,17 @@ class Request:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """forward, or forward and backward."""
-        return RUN_PHASES[self.phase]
+        """The phases that are timed, or simulated, in order."""
+        return self.workload.phase_choices[self.phase]
 
-    def record(self, status: str, error: str | None = None) -> Record:
-        """A record of this point with nothing but what was asked."""
+    def asked(self) -> Asked:
+        """The part of this point's record that says what was asked for."""
         problem = self.problem
-        return Record(
-            run_id=self.run_id,
-            status=status,
-            error=error,
-            mode=self.mode,
+        return Asked(
+            workload=self.workload.name,
             method=self.method.name,
             impl=self.method.impl if isinstance(self.method, Peer) else None,
-            layout=problem.layout.name,
             gpus=problem.n,
-            nodes=self.cluster.nodes(problem.n),
             seqlen=problem.seqlen,
             batch=problem.batch,
             heads=problem.heads,
@@ -92,11 +91,36 @@ class Request:
             wire_dtype=problem.wire_dtype,
             phase=self.phase,
             cluster=self.cluster.name,
-            device_name=self.cluster.device.name,
             seed=self.seed,
             stragglers=self.cluster.stragglers.as_record(),
             config=dict(self.config),
-            provenance=records.provenance(),
+        )
+
+    def setup(self) -> Setup:
+        """The part that says what runs, as far as the request knows."""
+        return Setup(
+            layout=self.problem.layout.name,
+            nodes=self.cluster.nodes(self.problem.n),
+            device_name=self.cluster.device.name,
+        )
+
+    def record(
+        self,
+        status: str,
+        error: str | None = None,
+        *parts: Part,
+        notes: Sequence[str] = (),
+        provenance: Mapping[str, Any] | None = None,
+    ) -> Record:
+        """The record of this point. Without `parts` it says what was asked for, and no more."""
+        return Record.of(
+            *(parts or (self.asked(), self.setup())),
+            run_id=self.run_id,
+            status=status,
+            mode=self.mode,
+            error=error,
+            notes=list(notes) or None,
+            provenance=dict(provenance or records.provenance()),
         )
 
 
@@ -106,6 +130,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     `config` is what conf/config.yaml composes to: keys as there, and the groups method, cluster, kernel, logger.
     `launch` has the ranks that the point is measured on; None starts them on this machine.
     """
+    workload = workload_named(str(config["workload"]))
     numbers, causal = _numbers(config), truth("causal", config["causal"])
     options = {key: value for key, value in config["method"].items() if key != "name"}
     method = _implementation(config["method"]["name"], options, config["impl"], causal)
@@ -130,7 +155,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         cluster=cluster,
         mode=mode.name,
         why=mode.why,
-        phase=choice("phase", config["phase"], tuple(RUN_PHASES)),
+        workload=workload,
+        phase=choice("phase", config["phase"], tuple(workload.phase_choices)),
         kernel=config["kernel"]["name"],
         iters=numbers["iters"],
         warmup=numbers["warmup"],
@@ -191,11 +217,8 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     numbers, cluster = _numbers(config), config["cluster"]
     measured = config["mode"] == "auto" and cluster.get("this_machine") is True
     mode = config["mode"] if config["mode"] in MODES else "measure" if measured else "simulate"
-    return Record(
-        run_id=_point_id(config, mode, cores=None),
-        status="unsupported",
-        error=str(error),
-        mode=mode,
+    asked = Asked(
+        workload=str(config["workload"]),
         method=config["impl"] or peers.METHOD if config["method"]["name"] == peers.METHOD else config["method"]["name"],
         gpus=numbers["gpus"],
         seqlen=numbers["seqlen"],
@@ -209,8 +232,9 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
         phase=str(config["phase"]),
         cluster=cluster["name"],
         config=dict(config),
-        provenance=records.provenance(),
     )
+    run_id, provenance = _point_id(config, mode, cores=None), records.provenance()
+    return Record.of(asked, run_id=run_id, status="unsupported", mode=mode, error=str(error), provenance=provenance)
 
 
 def _numbers(config: Mapping[str, Any]) -> dict[str, int]:

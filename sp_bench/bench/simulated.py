@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from sp_bench import account, draw
 from sp_bench.bench.choose import Choice, choose
-from sp_bench.bench.outcome import account_for, rates_for
+from sp_bench.bench.counted import counted, rates
 from sp_bench.bench.request import Request
 from sp_bench.check import check_all
 from sp_bench.records import Record
+from sp_bench.records.parts import Breakdown, Timing
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 
 
@@ -22,24 +24,40 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     """
     choice = choose(request)
     check_all(choice.plans, choice.problem)
-    record = request.record("ok")
-    account_for(record, request, choice)
-    record.kernel = request.cluster.device.figures(choice.problem)
+    plans, device = counted(request, choice), request.cluster.device
     times_ms = {phase: run.makespan_s * 1e3 for phase, run in choice.runs.items()}
-    _bounds_for(record, request, choice)
+    step_ms = sum(times_ms.values())
+    times = Timing(
+        step_ms_median=step_ms,
+        forward_ms_median=times_ms.get("forward"),
+        backward_ms_median=times_ms.get("backward"),
+    )
+    by_link, bound_ms, bound_by = _bounds(request, choice)
     busy_ms = 1e3 * np.sum([run.busy_s for run in choice.runs.values()], axis=0)
-    record.forward_ms_median = times_ms["forward"]
-    record.backward_ms_median = times_ms.get("backward")
-    record.step_ms_median = sum(times_ms.values())
-    record.compute_ms = float(busy_ms.max())
-    record.exposed_comm_ms = record.step_ms_median - record.compute_ms
-    record.rank_imbalance = float(busy_ms.max() / busy_ms.mean())
-    rates_for(record, request)
-    return record, choice
+    inside = Breakdown(
+        bound_ms=bound_ms,
+        bound_by=bound_by,
+        compute_ms=float(busy_ms.max()),
+        exposed_comm_ms=step_ms - float(busy_ms.max()),
+        rank_idle_ms_max=1e3 * sum(float(run.idle_s.max()) for run in choice.runs.values()),
+        rank_imbalance=float(busy_ms.max() / busy_ms.mean()),
+    )
+    parts = (
+        request.asked(),
+        replace(plans.setup, kernel=device.figures(choice.problem)),
+        times,
+        rates(request, step_ms, plans.setup.device_name),
+        replace(plans.traffic, comm_bytes_by_link=by_link),
+        inside,
+        plans.memory,
+    )
+    notes = [*request.notes, *device.notes(choice.problem)]
+    status = "incorrect" if plans.wrong else "ok"
+    return request.record(status, plans.wrong or None, *parts, notes=notes), choice
 
 
-def _bounds_for(record: Record, request: Request, choice: Choice) -> None:
-    """What the step takes at least and why, and what its links carry."""
+def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, str]:
+    """Bytes that cross each class of links, over the number of GPUs; what the step takes at least, in ms; and why."""
     network = request.cluster.network(choice.problem.n)
     by_name: dict[str, float] = {}
     crossed = np.zeros(network.link_bytes_per_s.size)
@@ -52,11 +70,8 @@ def _bounds_for(record: Record, request: Request, choice: Choice) -> None:
         name = max(bounds_s, key=lambda key: bounds_s[key])
         by_name[name] = by_name.get(name, 0.0) + bounds_s[name]
         crossed += crossing
-    record.bound_ms, record.bound_by = 1e3 * sum(by_name.values()), max(by_name, key=lambda key: by_name[key])
-    record.rank_idle_ms_max = 1e3 * sum(float(run.idle_s.max()) for run in choice.runs.values())
-    record.comm_bytes_by_link = {
-        name: sent / choice.problem.n for name, sent in by_link_class(network, crossed).items()
-    }
+    by_link = {name: sent / choice.problem.n for name, sent in by_link_class(network, crossed).items()}
+    return by_link, 1e3 * sum(by_name.values()), max(by_name, key=lambda key: by_name[key])
 
 
 def time_by_rank(choice: Choice) -> dict[str, list[float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -245,13 +244,12 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
         console.print(Text.assemble("\n", (record.method, "bold"), about))
         for stream, bar in draw.timeline(spans, start_s, width).items():
             console.print(f"  {stream:>8} |{bar}|")
-    elif outcome.samples and "blocks_ms" in outcome.samples and not record.alone_ranks:
+    elif outcome.samples and record.mode == "measure" and (blocks_s := outcome.samples.by_rank("blocks")).size:
         about = ", every rank's mean step, measured: █ blocks and folds, ░ waiting"
         console.print(Text.assemble("\n", (record.method, "bold"), about))
-        for rank, (blocks, waits) in enumerate(
-            zip(outcome.samples["blocks_ms"], outcome.samples["waits_ms"], strict=True)
-        ):
-            parts = [("█", float(np.mean(blocks))), ("░", float(np.mean(waits)))]
+        waits_s = outcome.samples.by_rank("waits")
+        for rank, means in enumerate(zip(blocks_s.mean(axis=1), waits_s.mean(axis=1), strict=True)):
+            parts = list(zip("█░", map(float, means), strict=True))
             console.print(f"  rank {rank:>3} |{draw.shares(parts, width)}|")
 
 

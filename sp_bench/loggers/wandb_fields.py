@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sp_bench.records.schema import columns
 
 CONFIG = (
-    *("schema_version", "method", "impl", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
+    *("schema_version", "workload", "method", "impl", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
     *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "wire_dtype"),
     *("cluster", "alone_ranks", "kernel", "device_name", "iters", "warmup", "seed", "stragglers"),
 )
@@ -17,7 +17,7 @@ PROVENANCE = ("code_version", "git_commit", "git_dirty", "versions")
 """What goes to the config of where a record comes from: nothing of the machine and its user."""
 SUMMARY = ("status", "error", "bound_by", "peak_mem_source", "comm_bytes_by_lane", "comm_bytes_by_link")
 """The fields that say what came out and are no numbers."""
-SAMPLE_COLUMNS = ("rank", "iteration", "phase", "ms")
+SAMPLE_COLUMNS = ("rank", "iteration", "phase", "part", "seconds")
 MAX_TAG = 64
 """Characters that W&B allows in a tag."""
 TIMELINE = ("trace", "ranks")
@@ -66,16 +66,6 @@ def name(record: Mapping[str, Any]) -> str:
     return f"{record.get('method')}{variant} {record.get('gpus')}gpu"
 
 
-def sample_rows(samples: Mapping[str, Any]) -> list[tuple[int | None, int, str, float | None]]:
-    """The rows of the table of raw times (`SAMPLE_COLUMNS`), from what <run_id>.samples.json has.
-
-    That is a name that ends in the unit, and one list of iterations per rank: {"forward_ms": [[rank 0's iterations],
-    [rank 1's]], "backward_ms": ...}. One flat list of numbers stands for times that belong to no single rank, such as
-    the maximum over ranks; their rank is None. The phase is the name without its unit.
-    """
-    rows = []
-    for key, times in samples.items():
-        per_rank = enumerate(times) if any(isinstance(item, list) for item in times) else [(None, times)]
-        for rank, iterations in per_rank:
-            rows += [(rank, i, key.removesuffix("_ms"), time) for i, time in enumerate(iterations)]
-    return rows
+def sample_rows(samples: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """The rows of the table of raw times, in the order of `SAMPLE_COLUMNS`, from what <run_id>.samples.json has."""
+    return list(zip(*(samples[name] for name in SAMPLE_COLUMNS), strict=True))

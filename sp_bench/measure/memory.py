@@ -5,26 +5,31 @@ from __future__ import annotations
 import torch
 
 from sp_bench.measure.resident import forget_peak, peak_resident_bytes, resident_bytes
-from sp_bench.measure.spec import Measured
+from sp_bench.measure.spec import MemoryPeak
 
 
 class MemoryWatch:
-    """From its making on: by the kernel's own accounts of this process or, on a GPU, by torch's allocator."""
+    """The growth of this process's memory since the watch was made: resident memory by the kernel's own accounts or, on
+    a GPU, what torch's allocator has given out."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
-        else:
-            forget_peak()
-            self._before = resident_bytes()
+        self.forget_peak()
+        on_gpu = device.type == "cuda"
+        self._before = torch.cuda.memory_allocated(device) if on_gpu else resident_bytes()
 
-    def tell(self, result: Measured) -> None:
-        """The growth up to the peak so far."""
+    def forget_peak(self) -> None:
+        """Count the peak from now on; the growth is still since the watch was made."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            result.device_bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+            torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            result.grown_bytes = max(0, peak_resident_bytes() - self._before)
+            forget_peak()
+
+    def peak(self, live_bytes: int) -> MemoryPeak:
+        """The growth up to the peak, beside the executor's own figure."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            grown = torch.cuda.max_memory_allocated(self._device) - self._before
+            return MemoryPeak(live_bytes=live_bytes, device_bytes=grown)
+        return MemoryPeak(live_bytes=live_bytes, grown_bytes=max(0, peak_resident_bytes() - self._before))

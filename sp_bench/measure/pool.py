@@ -20,14 +20,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sp_bench.machine import oom_kills
 from sp_bench.measure.devices import CPUS, Devices, settle
-from sp_bench.measure.homes import Homes
 from sp_bench.measure.termination import deferred
 from sp_bench.measure.where import Where, answering, ask
 from sp_bench.run.home import Home, move_to
+
+if TYPE_CHECKING:
+    from sp_bench.measure.homes import Homes
 
 GRACE_S = 2.0
 """How long the other ranks have to answer once one has failed."""

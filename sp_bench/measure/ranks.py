@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sp_bench.measure.agents import LaunchedRanks, agents_of_launch, run_agent
 from sp_bench.measure.devices import CPUS, Devices
-from sp_bench.measure.homes import Homes
 from sp_bench.measure.launch import Launch, launched
 from sp_bench.measure.pool import RankPool
 from sp_bench.measure.termination import Terminated, terminable
+
+if TYPE_CHECKING:
+    from sp_bench.measure.homes import Homes
 
 
 def drive(answer: Callable[[], int]) -> int:

@@ -1,10 +1,12 @@
-"""Statistics of raw samples."""
+"""Statistics of samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from sp_bench.measure.samples import Samples
 
 RESAMPLES = 2000
 
@@ -28,3 +30,13 @@ def summarise(samples: np.ndarray, seed: int = 0) -> Summary:
     low, high = np.percentile(np.median(resampled, axis=1), [2.5, 97.5])
     p25, median, p75 = np.percentile(samples, [25, 50, 75])
     return Summary(float(median), float(p25), float(p75), float(low), float(high))
+
+
+def slowest_ms(samples: Samples, part: str, phase: str) -> np.ndarray:
+    """What a phase takes in each iteration: its slowest rank's time, (iterations,). All ranks start it together."""
+    return 1e3 * samples.by_rank(part, phase).max(axis=0)
+
+
+def rank_medians_ms(samples: Samples, part: str) -> np.ndarray:
+    """The median over iterations of each rank's phases together: (ranks,)."""
+    return 1e3 * np.median(samples.by_rank(part), axis=1)

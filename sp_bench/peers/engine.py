@@ -15,7 +15,7 @@ from sp_bench.peers.peer import Peer
 from sp_bench.peers.traffic import Traffic
 from sp_bench.plan import Problem
 from sp_bench.run.attention import Saved
-from sp_bench.run.executor import Does, Spent
+from sp_bench.run.executor import Does
 from sp_bench.run.holdings import LiveBytes
 
 
@@ -65,9 +65,8 @@ class PeerEngine:
         self.transport.sent_bytes.update(self._sent_bytes["backward"])
         return gradients
 
-    def spent(self, phase: str) -> Spent:
-        """Nothing: where a package's time goes is not known."""
-        return Spent()
+    def spent(self, phase: str) -> None:
+        """Where a package's time goes is not known."""
 
     def close(self) -> None:
         """A package's own state stays in the process."""

@@ -27,7 +27,7 @@ SOURCE = (formula("test", "a test", "this file"),)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("records"), workers=1)
+    return Runs(tmp_path_factory.mktemp("records"))
 
 
 @pytest.fixture(autouse=True)

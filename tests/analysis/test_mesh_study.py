@@ -46,7 +46,7 @@ LONG256 = Cell(True, cells.LONG, 256, "mesh")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("records"), workers=1)
+    return Runs(tmp_path_factory.mktemp("records"))
 
 
 @pytest.fixture(scope="module")

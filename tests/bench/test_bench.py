@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +11,16 @@ import pytest
 from sp_bench import records
 from sp_bench.bench import Request, resolve, run_points
 from sp_bench.bench.choose import DeviceMemoryError, choose
-from sp_bench.bench.measured import _cores_for
+from sp_bench.bench.simulated import simulate_point
+from sp_bench.bench.timed import cores
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import _cores, _overlap
 from sp_bench.errors import RequestError
-from sp_bench.measure.spec import Measured
+from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORES, STEP, Row, Samples
+from sp_bench.measure.spec import RankResult
 from sp_bench.records import identity
+from sp_bench.records.parts import Breakdown
+from sp_bench.workload import GateErrors
 from tests.support.made_records import made
 
 
@@ -78,6 +81,20 @@ def test_bounds_are_bounds(overrides: str) -> None:
     assert choice.problem == choice.method.dealt(choice.problem), "the problem is as the variant deals it out"
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses", "mesh method.tile=[4,4]", "all_gather"])
+def test_a_simulated_backward_is_that_of_both(method: str) -> None:
+    only, both, forward = (
+        simulate_point(point(f"phase={phase}", "gpus=16", "seqlen=64k", *f"method={method}".split()))[0]
+        for phase in ("backward", "forward_backward", "forward")
+    )
+    assert only.forward_ms_median is None
+    assert only.step_ms_median == only.backward_ms_median == both.backward_ms_median
+    for name in ("comm_bytes_per_gpu", "comm_bytes_expected", "comm_bytes_lower_bound", "bound_ms"):
+        assert getattr(only, name) == pytest.approx(getattr(both, name) - getattr(forward, name)), name
+    assert only.peak_mem_bytes_expected <= both.peak_mem_bytes_expected
+    assert (only.status, only.workload) == ("ok", "attention")
+
+
 def test_an_error_in_one_point_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [point("gpus=8", "seqlen=64k", f"method={name}") for name in ("ring", "mesh")]
     monkeypatch.setattr(
@@ -125,9 +142,7 @@ def test_outcomes_are_in_the_order_asked_though_some_are_there_already(tmp_path:
 
 
 def record(low: float, high: float, iters: int = 9) -> records.Record:
-    one = point("gpus=8", "seqlen=64k").record("ok")
-    one.step_ms_ci95_low, one.step_ms_ci95_high, one.iters = low, high, iters
-    return one
+    return made(step_ms_ci95_low=low, step_ms_ci95_high=high, iters=iters)
 
 
 def test_overlapping_intervals_are_not_ranked() -> None:
@@ -137,33 +152,38 @@ def test_overlapping_intervals_are_not_ranked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "wrong"),
+    ("overall", "worst_head", "wrong"),
     [
-        ({"errors": {"out": 1e-7}, "worst_head_errors": {"out": 2e-6}}, ""),
-        ({"errors": {"out": 3e-6}, "worst_head_errors": {"out": 3e-6}}, "out is off by 3.0e-06 (at most 2e-06)"),
-        ({"errors": {"dq": 1e-6}, "worst_head_errors": {"dq": 9e-6}}, "dq is off by 9.0e-06 (at most 8e-06)"),
-        ({"errors": {"dk": float("nan")}}, "dk is off by nan (at most 2e-06)"),
-        ({"finite": False}, "a timed result is not finite"),
+        ({"out": 1e-7}, {"out": 2e-6}, ""),
+        ({"out": 3e-6}, {"out": 3e-6}, "out is off by 3.0e-06 (at most 2e-06)"),
+        ({"dq": 1e-6}, {"dq": 9e-6}, "dq is off by 9.0e-06 (at most 8e-06)"),
+        ({"dk": float("nan")}, {}, "dk is off by nan (at most 2e-06)"),
     ],
 )
-def test_the_gate(fields: dict[str, Any], wrong: str) -> None:
-    assert Measured(**fields).wrong("float32") == wrong
+def test_the_gate(overall: dict[str, float], worst_head: dict[str, float], wrong: str) -> None:
+    errors = GateErrors(overall=overall, worst_head=worst_head)
+    assert errors.wrong("float32") == RankResult(gate=errors).wrong("float32") == wrong
+
+
+def test_results_that_are_not_finite_are_wrong() -> None:
+    assert RankResult(finite=False).wrong("float32") == "a timed result is not finite"
 
 
 def test_cores_are_counted_once_for_each_machine() -> None:
     """Three ranks on two of them; no transfers were timed alone, and of a GPU nothing is known."""
-    ranks = [
-        Measured(machine="a", core_s=[1.0, 3.0], compute_only_core_s=[0.5, 0.5]),
-        Measured(machine="a", core_s=[1.1, 3.1], compute_only_core_s=[0.6, 0.4]),  # a tick later
-        Measured(machine="b", core_s=[10.0, 20.0], compute_only_core_s=[7.0, 7.0]),
+    core_s = [[1.0, 3.0], [1.1, 3.1], [10.0, 20.0]]  # the second rank tells a tick later
+    compute_only_s = [[0.5, 0.5], [0.6, 0.4], [7.0, 7.0]]
+    rows = [
+        Row(rank, iteration, ALL_PHASES, part, seconds[rank][iteration])
+        for part, seconds in ((CORES[STEP], core_s), (CORES[COMPUTE_ONLY], compute_only_s))
+        for rank in range(3)
+        for iteration in range(2)
     ]
-    record = made()
-    _cores_for(record, ranks)
-    assert record.core_ms_mean == pytest.approx(17e3)
-    assert record.compute_only_core_ms_mean == pytest.approx(7.5e3)
-    assert record.communication_only_core_ms_mean is None
-    _cores_for(on_gpu := made(), [Measured(machine="a")])
-    assert on_gpu.core_ms_mean is None
+    found = cores(Breakdown(), Samples.of(rows), ["a", "a", "b"])
+    assert found.core_ms_mean == pytest.approx(17e3)
+    assert found.compute_only_core_ms_mean == pytest.approx(7.5e3)
+    assert found.communication_only_core_ms_mean is None
+    assert cores(Breakdown(), Samples.of([]), ["a"]).core_ms_mean is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
+import pandas as pd
 import pytest
 
 from sp_bench import records
@@ -101,7 +101,8 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("baseline=rign", "baseline=rign: there is no such baseline; did you mean ring"),
         ("logger=wand", "logger=wand: there is no such logger; did you mean wandb"),
         ("kernel=flesh", "kernel=flesh: there is no such kernel"),
-        ("phase=backward", "phase=backward: there is no such phase; .*forward, forward_backward"),
+        ("phase=backwards", "phase=backwards: there is no such phase; did you mean backward.*forward_backward"),
+        ("workload=training", "workload=training: there is no such workload; .*known: attention"),
         ("mode=measured", "mode=measured: there is no such mode; did you mean measure"),
         ("mode=measure", "mode=measure on cluster=h100_ndr400: this machine has"),
         ("dtype=float32", "dtype=float32: there are no kernel figures for it on NVIDIA H100 SXM.*bfloat16, float16"),
@@ -230,26 +231,51 @@ def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert record.step_ms_ci95_low <= record.step_ms_median <= record.step_ms_ci95_high
         assert record.provenance["ranks_by_host"] == {os.uname().nodename: [0, 1, 2, 3]}
         samples = json.loads((tmp_path / f"{record.run_id}.samples.json").read_text())
-        parts = [[f"{part}_{phase}_ms" for phase in PHASES] for part in ("compute_only", "communication_only")]
-        inside = {"blocks_ms", "waits_ms", "kernels_ms", "folds_ms", "caller_ms"}
-        cores = {"core_ms", "compute_only_core_ms", "communication_only_core_ms"}
-        assert set(samples) == {"forward_ms", "backward_ms", *parts[0], *parts[1]} | inside | cores
-        slowest = {name: np.max(by_rank, axis=0) for name, by_rank in samples.items()}
-        assert record.step_ms_median == np.median(slowest["forward_ms"] + slowest["backward_ms"])
-        for name in (*parts[0], *parts[1]):
-            assert getattr(record, f"{name}_median") == np.median(slowest[name]) > 0
-        assert record.compute_only_ms_median == np.median(sum(slowest[name] for name in parts[0]))
-        assert record.communication_only_ms_median == np.median(sum(slowest[name] for name in parts[1]))
-        for name in cores:
-            assert getattr(record, f"{name}_mean") == pytest.approx(np.mean(samples[name][0])), "of one machine, once"
+        samples = pd.DataFrame(samples)
+        whole = {"step", "compute_only", "communication_only"}
+        cores = {"core", "compute_only_core", "communication_only_core"}
+        assert set(samples.part) == whole | cores | {"blocks", "waits", "kernels", "folds", "caller"}
+        assert (samples.groupby(["phase", "part"]).size() == 4 * 3).all(), "ranks and iterations"
+        slowest_ms = 1e3 * samples.groupby(["part", "phase", "iteration"]).seconds.max()
+        for part in whole:
+            for phase in PHASES:
+                name = f"{phase}_ms_median" if part == "step" else f"{part}_{phase}_ms_median"
+                assert (
+                    getattr(record, name) == pytest.approx(slowest_ms[part][phase].median())
+                    and getattr(record, name) > 0
+                )
+            name = "step_ms_median" if part == "step" else f"{part}_ms_median"
+            assert getattr(record, name) == pytest.approx(slowest_ms[part].groupby("iteration").sum().median())
+        for part in cores:
+            mean_ms = 1e3 * samples[(samples.part == part) & (samples["rank"] == 0)].seconds.mean()
+            assert getattr(record, f"{part}_ms_mean") == pytest.approx(mean_ms), "of one machine, once"
         assert record.exposed_comm_ms == record.step_ms_median - record.compute_only_ms_median
         assert 0 < record.rank_step_ms_min <= record.rank_step_ms_max
         assert 0 < record.peak_mem_bytes_min <= record.peak_mem_bytes_max <= record.peak_mem_bytes_expected
         assert record.peak_mem_source == "the executor's live tensors"
         assert record.peak_rss_growth_bytes_max > 0
-        assert all(len(ranks) == 4 and all(len(rank) == 3 for rank in ranks) for ranks in samples.values())
-        phases = [[max(c) for c in zip(*samples[name], strict=True)] for name in ("forward_ms", "backward_ms")]
-        assert record.step_ms_median == pytest.approx(sorted(map(sum, zip(*phases, strict=True)))[1])
+
+
+def test_measured_backward_only(tmp_path: Path) -> None:
+    """The forward gives it its inputs, also those that ulysses keeps, and is in no figure."""
+    arguments = ["-m", "method=ring,ulysses", "gpus=2", "seqlen=256", "phase=backward,forward_backward", "iters=1"]
+    assert run([*LOCAL[:-2], "warmup=0", *arguments], tmp_path) == 0
+    found = {(r.method, r.phase): r for r in records.read_all(tmp_path)}
+    for method in ("ring", "ulysses"):
+        only, both = found[method, "backward"], found[method, "forward_backward"]
+        assert (only.status, both.status) == ("ok", "ok")
+        assert only.forward_ms_median is only.compute_only_forward_ms_median is None
+        assert only.step_ms_median == only.backward_ms_median > 0 and only.compute_only_backward_ms_median > 0
+        assert 0 < max(only.err_out, only.err_dq, only.err_dk, only.err_dv) < 2e-6
+        backward = {name: sent for name, sent in both.comm_bytes_by_lane.items() if name.startswith("backward/")}
+        assert only.comm_bytes_by_lane == backward
+        assert only.comm_bytes_per_gpu == only.comm_bytes_expected == sum(backward.values())
+        assert 0 < only.peak_mem_bytes_max <= only.peak_mem_bytes_expected <= both.peak_mem_bytes_expected
+        assert only.tflops_per_gpu * only.step_ms_median == pytest.approx(
+            both.tflops_per_gpu * both.step_ms_median * 2.5 / 3.5
+        )
+        samples = pd.read_json(tmp_path / f"{only.run_id}.samples.json")
+        assert set(samples.phase) == {"backward", "all"}
 
 
 def test_measured_forward_only_on_one_rank(tmp_path: Path) -> None:

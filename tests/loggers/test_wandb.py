@@ -18,7 +18,7 @@ import pytest
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.loggers import WandbLogger, open_logger
-from tests.support.made_records import made
+from tests.support.made_records import columns, made
 from tests.support.wandb_runs import FAKE, read_runs, shadow_wandb
 
 NOT_INSTALLED = 'raise ModuleNotFoundError("No module named wandb", name="wandb")'
@@ -48,9 +48,9 @@ def kept(folder: Path, run_id: str = "3fa2c0de", samples: dict[str, Any] | None 
 
 
 @needs_wandb
-def test_names_and_samples_that_belong_to_no_rank(tmp_path: Path):
+def test_names_and_samples(tmp_path: Path):
     logger = open_logger(settings(tmp_path, group="mesh_table3"))
-    logger.log(kept(tmp_path, samples={"forward_ms": [[1, 2.5], [3.0, None]], "step_ms": [4.0]}, mfu=None))
+    logger.log(kept(tmp_path, samples=columns({"forward": [[1000, 2500], [3000]]}), mfu=None))
     assert logger.close() is None
     (found,) = read_runs(tmp_path)
     run = found.run
@@ -58,11 +58,9 @@ def test_names_and_samples_that_belong_to_no_rank(tmp_path: Path):
     assert (run.display_name, run.project) == ("mesh 16x16 256gpu", "p")
     assert found.summary.items() >= {"status": "ok", "error": None, "step_ms_median": 12.5, "mfu": None}.items()
     assert found.table["data"] == [
-        [0, 0, "forward", 1],
-        [0, 1, "forward", 2.5],
-        [1, 0, "forward", 3.0],
-        [1, 1, "forward", None],
-        [None, 0, "step", 4.0],
+        [0, 0, "forward", "step", 1],
+        [0, 1, "forward", "step", 2.5],
+        [1, 0, "forward", "step", 3.0],
     ]
 
 
@@ -95,7 +93,7 @@ def test_the_same_run_again_is_another_folder(tmp_path: Path):
 @needs_wandb
 def test_more_samples_than_a_table_usually_takes(tmp_path: Path):
     with open_logger(settings(tmp_path)) as logger:
-        logger.log(kept(tmp_path, samples={"forward_ms": [[1.0] * 50] * 240}))
+        logger.log(kept(tmp_path, samples=columns({"forward": [[1.0] * 50] * 240})))
     (found,) = read_runs(tmp_path)
     assert len(found.table["data"]) == 12_000
 
@@ -128,7 +126,7 @@ def test_a_record_that_fails_leaves_the_others(tmp_path: Path):
 def test_a_wandb_that_fails_is_one_line(tmp_path: Path, shadow: Any, code: str, says: str):
     shadow(code)
     logger = open_logger(settings(tmp_path))
-    logger.log(kept(tmp_path, samples={"forward_ms": [[1.0]]}))
+    logger.log(kept(tmp_path, samples=columns({"forward": [[1.0]]})))
     warning = logger.close() or ""
     assert warning.startswith("logger=wandb: ")
     assert says in warning
@@ -182,7 +180,7 @@ def test_a_writer_that_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_long_sweep_costs_the_benchmark_no_memory(tmp_path: Path):
-    samples = {"forward_ms": [[float(i) for i in range(1000)]] * 4}
+    samples = columns({"forward": [[float(i) for i in range(1000)]] * 4})
     paths = [kept(tmp_path, f"{i:04}", samples) for i in range(500)]
     logger = open_logger(settings(tmp_path, timeout_s=0.5))
     assert isinstance(logger, WandbLogger)

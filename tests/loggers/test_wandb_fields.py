@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sp_bench.loggers import wandb_fields as fields
+from tests.support.made_records import columns
 
 RECORD = {
     "run_id": "3fa2",
@@ -71,10 +72,9 @@ def test_tags_leave_out_what_is_none_and_fit():
     assert fields.tags({"mode": "measure", "cluster": None, "status": "x" * 99}) == ["measure", "x" * 64]
 
 
-def test_samples_of_each_rank_and_of_none():
-    assert fields.sample_rows({"forward_ms": [[1.0, 2.0], [3.0]], "step_ms": [4.0], "backward_ms": []}) == [
-        (0, 0, "forward", 1.0),
-        (0, 1, "forward", 2.0),
-        (1, 0, "forward", 3.0),
-        (None, 0, "step", 4.0),
+def test_samples_are_rows_in_the_order_of_the_columns():
+    assert fields.sample_rows(columns({"forward": [[1.0, 2.0], [3.0]]})) == [
+        (0, 0, "forward", "step", 0.001),
+        (0, 1, "forward", "step", 0.002),
+        (1, 0, "forward", "step", 0.003),
     ]

@@ -17,7 +17,8 @@ from sp_bench.errors import RequestError
 from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure import job
 from sp_bench.measure.pool import report
-from sp_bench.measure.spec import Measured, Spec
+from sp_bench.measure.spec import Spec
+from sp_bench.workload import GateErrors
 
 BAD = 1
 """The rank that goes wrong."""
@@ -119,9 +120,9 @@ def report_then_fail(who: int) -> None:
     report("further on")
 
 
-def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0) -> Measured:
+def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0) -> GateErrors:
     """What the gate says of a point whose kernel fills one head of one tensor with a number."""
-    result, methods = Measured(), {"_forward": ("out", "lse"), "_backward": ("dq", "dk", "dv")}
+    methods = {"_forward": ("out", "lse"), "_backward": ("dq", "dk", "dv")}
 
     def spoiling(method: str, names: tuple[str, ...]) -> Any:
         right = getattr(AtenCpu, method)
@@ -135,5 +136,4 @@ def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0
         return patch.object(AtenCpu, method, wrong)
 
     with spoiling("_forward", methods["_forward"]), spoiling("_backward", methods["_backward"]):
-        job._gate(0, spec, result)
-    return result
+        return job._gate(0, spec)

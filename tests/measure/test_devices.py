@@ -17,7 +17,7 @@ from benchmarks import gpu_executor
 from sp_bench import machine, records
 from sp_bench.__main__ import main
 from sp_bench.bench import Outcome, Request, mode, resolve, run_points
-from sp_bench.bench.inside import same_model
+from sp_bench.bench.counted import same_model
 from sp_bench.bench.mode import nccl_settings
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import make_console, print_points, print_sweep
@@ -26,7 +26,7 @@ from sp_bench.measure import devices
 from sp_bench.measure.devices import CPUS, Devices, device_here, local_number, settle
 from sp_bench.measure.launch import Launch
 from sp_bench.measure.pool import RankError, RankPool
-from sp_bench.measure.spec import Measured
+from sp_bench.measure.spec import RankResult
 
 ALONE = ("seqlen=1k", "heads=2", "head_dim=128", "iters=3", "warmup=1")
 SMALL = ("seqlen=1k", "heads=2", "head_dim=16", "dtype=float32", "iters=3", "warmup=1")
@@ -237,11 +237,10 @@ def test_ranks_alone_have_the_volume_of_the_plan_and_no_step(alone: Outcome) -> 
     assert record.device_name == "CPU"
     assert record.kernels_ms and record.folds_ms and record.interpreter_ms and record.compute_only_ms_median
     assert record.compute_ms and record.alone_ms_median
-    for rank in (0, 1):
-        inside = zip(*(samples[f"{name}_ms"][rank] for name in ("blocks", "kernels", "folds", "caller")), strict=True)
-        assert all(kernels + folds <= blocks <= caller for blocks, kernels, folds, caller in inside)
+    assert set(samples.rank) == {0, 63} and set(samples.iteration) == {0, 1, 2}
+    blocks, kernels, folds, caller = (samples.by_rank(part) for part in ("blocks", "kernels", "folds", "caller"))
+    assert blocks.shape == (2, 3) and (kernels + folds <= blocks).all() and (blocks <= caller).all()
     assert 0 < record.peak_mem_bytes_min <= record.peak_mem_bytes_max <= record.peak_mem_bytes_expected
-    assert {len(by_rank) for by_rank in samples.values()} == {2}
     assert any(note.startswith("ranks 0, 63 of 64, alone") for note in record.notes or ())
     assert json.dumps(record.provenance)
 
@@ -288,10 +287,10 @@ def test_what_fails_on_the_gpu_is_said_and_the_rest_is_measured(monkeypatch: pyt
     kernels = ("aten_cpu", "cudnn", "reference")
     specs = [gpu_executor.spec("ring", {}, 2, 128, kernel=kernel, alone=None) for kernel in kernels]
     first, failed, last = gpu_executor.measured(2, CPUS, specs, 1, 0)
-    assert isinstance(first, Measured) and isinstance(last, Measured) and not first.wrong("float32")
+    assert isinstance(first, RankResult) and isinstance(last, RankResult) and not first.wrong("float32")
     assert isinstance(failed, str) and "kernel=cudnn: it runs on cuda only, not on cpu" in failed
     monkeypatch.setattr(gpu_executor, "Devices", lambda **_: CPUS)
     monkeypatch.setattr(gpu_executor, "METHODS", gpu_executor.METHODS[:1])
     assert all(isinstance(found, dict) for found in gpu_executor.exactness(2, "aten_cpu"))
-    monkeypatch.setattr(Measured, "wrong", lambda self, dtype: f"wrong in {dtype}")
+    monkeypatch.setattr(RankResult, "wrong", lambda self, dtype: f"wrong in {dtype}")
     assert [*gpu_executor.alone(4, "256", "aten_cpu")] == ["ring, rank 0 of 4: wrong in float32"]

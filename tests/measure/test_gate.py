@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from sp_bench.measure.exactness import NAMES
 from sp_bench.measure.pool import RankPool
 from sp_bench.measure.spec import Spec
 from sp_bench.methods import build
 from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, layout_named
+from sp_bench.workload import Attention
+from sp_bench.workload.exactness import NAMES
 
 RANKS, HEADS = 3, 4
 
@@ -29,34 +30,37 @@ def spec(kv_heads: int, phases: tuple[str, ...] = PHASES) -> Spec:
         layout=layout_named("striped", causal=True),
     )  # fmt: skip
     method = build("ring", {})
-    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in phases}
-    return Spec(
-        phases=phases, plans=plans, peer=None, problem=method.dealt(problem), kernel="aten_cpu", verify=True,
-        parts=False, seed=0, alone=None,
-    )  # fmt: skip
+    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
+    workload = Attention(phases=phases, plans=plans, problem=method.dealt(problem), kernel="aten_cpu")
+    return Spec(workload=workload, verify=True, parts=False)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_right_plans_pass(pool: RankPool, kv_heads: int) -> None:
     """With more key heads than ranks, and with fewer."""
     first, *others = pool.run("tests.measure.jobs:gated", spec(kv_heads))
-    assert tuple(first.errors) == tuple(first.worst_head_errors) == NAMES
+    assert tuple(first.overall) == tuple(first.worst_head) == NAMES
     for name in NAMES:
-        assert 1e-8 < first.errors[name] <= first.worst_head_errors[name] < 1e-6
-    assert all((x.errors, x.worst_head_errors) == (first.errors, first.worst_head_errors) for x in others)
+        assert 1e-8 < first.overall[name] <= first.worst_head[name] < 1e-6
+    assert all((x.overall, x.worst_head) == (first.overall, first.worst_head) for x in others)
+
+
+def test_a_backward_by_itself_is_held_against_what_its_forward_makes_too(pool: RankPool) -> None:
+    found = pool.run("tests.measure.jobs:gated", spec(2, ("backward",)))[0]
+    assert tuple(found.overall) == NAMES and all(1e-8 < error < 1e-6 for error in found.overall.values())
 
 
 def test_forward_alone(pool: RankPool) -> None:
     found = pool.run("tests.measure.jobs:gated", spec(2, ("forward",)))[0]
-    assert list(found.errors) == ["out"] and 1e-8 < found.errors["out"] < 1e-6
+    assert list(found.overall) == ["out"] and 1e-8 < found.overall["out"] < 1e-6
 
 
 @pytest.mark.parametrize("head", range(HEADS))
 def test_no_head_of_the_output_escapes(pool: RankPool, head: int) -> None:
     """Whichever rank holds it against the exact result: one of four heads is nothing but zeros."""
     for found in pool.run("tests.measure.jobs:gated", spec(HEADS), ("out", head)):
-        assert found.worst_head_errors["out"] == pytest.approx(1.0)
-        assert found.errors["out"] == pytest.approx(0.5, abs=0.1)
+        assert found.worst_head["out"] == pytest.approx(1.0)
+        assert found.overall["out"] == pytest.approx(0.5, abs=0.1)
         assert "out" in (found.wrong("float32") or "")
 
 
@@ -65,14 +69,14 @@ def test_nor_does_one_of_a_gradient(pool: RankPool, kv_heads: int, name: str, he
     """With GQA, too."""
     heads = HEADS if name == "dq" else kv_heads
     for found in pool.run("tests.measure.jobs:gated", spec(kv_heads), (name, head)):
-        assert found.worst_head_errors[name] == pytest.approx(1.0)
-        assert found.errors[name] == pytest.approx(heads**-0.5, abs=0.2)
-        assert all(found.errors[other] < 1e-6 for other in NAMES if other != name)
+        assert found.worst_head[name] == pytest.approx(1.0)
+        assert found.overall[name] == pytest.approx(heads**-0.5, abs=0.2)
+        assert all(found.overall[other] < 1e-6 for other in NAMES if other != name)
 
 
 def test_what_is_not_finite_is_infinitely_wrong(pool: RankPool) -> None:
     found = pool.run("tests.measure.jobs:gated", spec(2), ("out", 1), float("nan"))[1]
-    assert found.errors["out"] == found.worst_head_errors["out"] == float("inf")
+    assert found.overall["out"] == found.worst_head["out"] == float("inf")
 
 
 def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sp_bench.measure import job
+from sp_bench.measure.spec import RankResult
 
 
 def order(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int) -> list[int]:
@@ -16,27 +17,25 @@ def order(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int)
     reported: list[Any] = []
     timed: list[int] = []
 
-    class Bench:
-        engine = SimpleNamespace(kernel_name=lambda: "none", close=lambda: None)
+    class TimedPoint:
+        def __init__(self, index: int, spec: Any) -> None:
+            self.index = index
 
-        def __init__(self, spec: Any) -> None:
-            self.spec = spec
+        def iterate(self, iteration: int | None) -> None:
+            assert reported[-1] == self.index
+            timed.append(self.index)
+            numbers.append(iteration)
 
-        def watch_memory(self, result: Any) -> None: ...
+        def result(self, gate: Any) -> RankResult:
+            return RankResult(gate=gate)
 
-        def step(self, result: Any) -> None:
-            assert reported[-1] == self.spec.index
-            timed.append(self.spec.index)
-
-        def finite(self) -> bool:
-            return True
-
-    monkeypatch.setattr(job, "_Bench", Bench)
+    numbers: list[int | None] = []
+    monkeypatch.setattr(job, "TimedPoint", TimedPoint)
     monkeypatch.setattr(job, "report", lambda point, step=True: reported.append(point))
-    monkeypatch.setattr(job, "described", dict)
-    problem = SimpleNamespace(dtype="float32")
-    specs = [SimpleNamespace(index=i, verify=False, alone=None, problem=problem) for i in range(points)]
+    workload = SimpleNamespace(problem=SimpleNamespace(dtype="float32"))
+    specs = [SimpleNamespace(verify=False, workload=workload)] * points
     job.measure(specs, iters, warmup)  # type: ignore[arg-type]
+    assert numbers == [None] * warmup * points + [i for i in range(iters) for _ in range(points)]
     return timed
 
 

@@ -12,9 +12,9 @@ import torch
 
 from sp_bench.errors import RequestError
 from sp_bench.measure.pool import RankError, RankPool
-from sp_bench.measure.spec import TOLERANCE
 from sp_bench.methods import build
 from sp_bench.peers.registry import PEERS
+from sp_bench.workload import TOLERANCE
 from tests.peers import jobs
 from tests.peers.jobs import NAMES, Case
 

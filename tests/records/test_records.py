@@ -21,7 +21,7 @@ from sp_bench import records
 from sp_bench.records import Record
 from sp_bench.records.__main__ import main
 from sp_bench.records.tables import write_tables
-from tests.support.made_records import PLAIN, made
+from tests.support.made_records import PLAIN, columns, made
 
 FIELDS = [field.name for field in dataclasses.fields(Record)]
 NESTED = ("comm_bytes_by_lane", "comm_bytes_by_link", "candidates", "stragglers", "notes", "config", "provenance")
@@ -124,7 +124,7 @@ def test_both_tables_say_what_the_records_say(tmp_path: Path):
         made("c", config={"b": 1, "a": {"16": [None, 1.5, "ü"]}}, candidates=[{"variant": "1x2", "ms": 1}, {}]),
     ]
     for record in reversed(there):
-        records.write(tmp_path, record, samples={"forward_ms": [[1.0]]}, trace={}, ranks={})
+        records.write(tmp_path, record, samples=columns({"forward": [[1.0]]}), trace={}, ranks={})
     assert collect(tmp_path) == 0
     assert parquet(tmp_path / "records.parquet") == [record.to_dict() for record in there]
     with (tmp_path / "records.csv").open(newline="") as file:
@@ -267,7 +267,7 @@ def test_the_command_line(tmp_path: Path):
 
 
 def test_what_an_earlier_record_left_beside_it_goes(tmp_path: Path):
-    path = records.write(tmp_path, made("a"), samples={"forward_ms": [[1.0]]}, trace={"traceEvents": []})
+    path = records.write(tmp_path, made("a"), samples=columns({"forward": [[1.0]]}), trace={"traceEvents": []})
     assert set(records.beside(path)) == {"samples", "trace"}
     records.write(tmp_path, made("a", status="failed"), ranks={"forward_busy_ms": [1.0]})
     assert {name: other.name for name, other in records.beside(path).items()} == {"ranks": "a.ranks.json"}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sp_bench import records
+from sp_bench.measure.samples import STEP, Row, Samples
 from sp_bench.records import Record
 
 PLAIN: dict[str, Any] = {
     "status": "ok",
     "mode": "simulate",
+    "workload": "attention",
     "method": "mesh",
     "tile_a": 16,
     "tile_b": 16,
@@ -42,6 +45,17 @@ def made(run_id: str = "3fa2c0de", **changes: Any) -> Record:
     return Record(run_id=run_id, **(PLAIN | changes))
 
 
+def columns(steps_ms: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[Any]]:
+    """What stands beside a record whose phases took so long, by phase, rank and iteration."""
+    rows = [
+        Row(rank, iteration, phase, STEP, milliseconds / 1e3)
+        for phase, by_rank in steps_ms.items()
+        for rank, of_rank in enumerate(by_rank)
+        for iteration, milliseconds in enumerate(of_rank)
+    ]
+    return Samples.of(rows).columns()
+
+
 SHAPE = {"mode": "measure", "gpus": 2, "cluster": "local", "iters": 8}
 
 
@@ -51,7 +65,7 @@ def written(folder: Path, run_id: str, steps_ms: list[float] | None = None, **ch
     samples = None
     if steps_ms:
         by_phase = {"forward": np.array(steps_ms) / 4, "backward": 3 * np.array(steps_ms) / 4}
-        samples = {f"{phase}_ms": [(0.9 * x).tolist(), x.tolist()] for phase, x in by_phase.items()}
+        samples = columns({phase: [(0.9 * x).tolist(), x.tolist()] for phase, x in by_phase.items()})
         medians = {f"{phase}_ms_median": float(np.median(x)) for phase, x in by_phase.items()}
         changes = {"step_ms_median": float(np.median(steps_ms)), **medians, **changes}
     return records.write(folder, made(run_id, **changes), samples=samples)

@@ -1,4 +1,4 @@
-"""How far results are from exact ones."""
+"""How far tensors are from exact ones."""
 
 from __future__ import annotations
 

@@ -1,0 +1,100 @@
+"""The parts of a record that are counted from plans, and what the median step amounts to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from sp_bench import account
+from sp_bench.bench.choose import Choice
+from sp_bench.bench.request import Request
+from sp_bench.peers.peer import Peer
+from sp_bench.records.parts import Memory, Rates, Setup, Traffic
+
+FORMS = ("PCIe", "NVL")
+"""Forms of one GPU model, with different clocks and peaks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What plans say before anything runs."""
+
+    setup: Setup
+    traffic: Traffic = field(default_factory=Traffic)
+    memory: Memory = field(default_factory=Memory)
+    wrong: str = ""
+    """Where the plans don't send what the method's closed form says; else empty."""
+
+
+def counted(request: Request, choice: Choice | None) -> Counted:
+    """Tile, volume, bounds and memory, from the plans of the chosen variant; little of a peer, which has none."""
+    if choice is None:
+        assert isinstance(request.method, Peer)
+        return Counted(setup=replace(request.setup(), variant=request.method.variant(request.problem) or None))
+    problem, method = choice.problem, choice.method
+    tile_a, tile_b = method.tile_shape(problem.n) or (None, None)
+    variant = method.variant(problem.n) or None
+    setup = replace(request.setup(), tile_a=tile_a, tile_b=tile_b, variant=variant, candidates=choice.candidates)
+    traffic = _traffic(request, choice)
+    peak_bytes = account.peak_bytes(choice.plans.values(), problem)
+    memory = Memory(
+        peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
+    )
+    found, formula = traffic.comm_bytes_per_gpu, traffic.comm_bytes_expected
+    wrong = f"the plan sends {found} bytes, the closed form says {formula}" if found != formula else ""
+    return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
+
+
+def _traffic(request: Request, choice: Choice) -> Traffic:
+    problem = choice.problem
+    volumes = {phase: account.volume(plan, problem) for phase, plan in choice.plans.items()}
+    network = request.cluster.network(problem.n)
+    across = [account.sent_across_nodes(plan, problem, network.node_of) for plan in choice.plans.values()]
+    return Traffic(
+        comm_bytes_per_gpu=plain(sum(volume.total_bytes for volume in volumes.values())),
+        comm_bytes_busiest_gpu=sum(volume.max_bytes for volume in volumes.values()),
+        comm_bytes_expected=plain(sum(choice.method.bytes_sent(problem, phase) for phase in request.phases)),
+        comm_bytes_lower_bound=sum(
+            account.lower_bound_bytes(problem, phase, kept=bool(plan.kept)) for phase, plan in choice.plans.items()
+        ),
+        comm_bytes_statistics=plain(sum(volume.statistic_bytes for volume in volumes.values())),
+        comm_bytes_by_lane=by_lane({phase: volume.sent_bytes for phase, volume in volumes.items()}),
+        comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
+    )
+
+
+def by_lane(sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, float]:
+    """Sent bytes with their keys as text: phase/lane/tensor/field, or phase/operation of a peer."""
+    return {"/".join((phase, *key)): plain(size) for phase, counts in sent.items() for key, size in counts.items()}
+
+
+def plain(size: float) -> float:
+    """A mean over ranks as a whole number where it is one."""
+    return int(size) if size == int(size) else size
+
+
+def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
+    """Throughput and MFU of a step. `device_name` is what ranks ran on, which may not be what the figures are of."""
+    if not step_ms:
+        return Rates()
+    step_s, problem = step_ms / 1e3, request.problem
+    flops = sum(request.workload.flops(problem, phase) for phase in request.phases)
+    tflops_per_gpu = flops / step_s / problem.n / 1e12
+    found, figures = device_name or "", request.cluster.device.name
+    known = found == figures or same_model(found, figures)
+    peak_tflops = request.cluster.device.peak_tflops.get(problem.dtype) if known else None
+    return Rates(
+        iters_per_s=1 / step_s,
+        tokens_per_s=problem.batch * problem.seqlen / step_s,
+        tflops_per_gpu=tflops_per_gpu,
+        mfu=tflops_per_gpu / peak_tflops if peak_tflops else None,
+    )
+
+
+def same_model(found: str, figures: str) -> bool:
+    """Whether a device is the one that a cluster's figures are for: by its model, such as H100, and its form."""
+    models, words = set(re.findall(r"[A-Za-z]+[0-9]+\w*", figures)), set(re.findall(r"\w+", found))
+    return bool(models) and models <= words and all((form in found) == (form in figures) for form in FORMS)

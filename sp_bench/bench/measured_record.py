@@ -1,0 +1,124 @@
+"""The record of a measured point, composed of what its plans say and of what its ranks saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sp_bench import account, records
+from sp_bench.bench.choose import Choice
+from sp_bench.bench.counted import Counted, by_lane, counted, rates, same_model
+from sp_bench.bench.outcome import Outcome
+from sp_bench.bench.request import Request
+from sp_bench.bench.timed import (
+    breakdown,
+    breakdown_alone,
+    cores,
+    interface_bytes,
+    memory,
+    sent_per_gpu,
+    timing,
+    timing_alone,
+    traffic_of_peer,
+)
+from sp_bench.measure.samples import Samples
+from sp_bench.measure.spec import RankResult
+from sp_bench.records.parts import Breakdown, Exactness, Setup
+from sp_bench.records.record import Part
+
+
+def outcome_of(
+    request: Request,
+    choice: Choice | None,
+    ranks: Sequence[RankResult],
+    hosts: Mapping[str, Sequence[int]],
+    started: str,
+) -> Outcome:
+    """The record of a point that all ranks have finished, from what each of `ranks` saw, and its samples.
+
+    `hosts` has the ranks on each host. `started` is when this run of points began: equal for points timed in turn.
+    """
+    asked = replace(request.asked(), iters=request.iters, warmup=request.warmup)
+    provenance = {**records.provenance(), "ranks_by_host": hosts, "measured_at": started}
+    plans = counted(request, choice)
+    setup = replace(plans.setup, nodes=len(hosts)) if request.launch else plans.setup
+    errors = ranks[0].gate.overall
+    exactness = Exactness(
+        err_out=errors.get("out"), err_dq=errors.get("dq"), err_dk=errors.get("dk"), err_dv=errors.get("dv")
+    )
+    if wrong := next(filter(None, (rank.wrong(request.problem.dtype) for rank in ranks)), ""):
+        parts = (asked, setup, plans.traffic, plans.memory, exactness)
+        error = f"the correctness gate: {wrong}"
+        return Outcome(request.record("incorrect", error, *parts, notes=request.notes, provenance=provenance), choice)
+    provenance |= {"device": {**ranks[0].device, "nccl_settings": request.devices.nccl}}
+    setup, notes = _ran_on(request, setup, ranks)
+    wrong = plans.wrong
+    if choice:
+        wrong = _sent_otherwise(choice, ranks, request.alone or range(len(ranks))) or wrong
+    samples = Samples.joined(rank.samples for rank in ranks)
+    if request.alone:
+        found: tuple[Part, ...] = (
+            timing_alone(samples), breakdown_alone(request, samples, ranks), memory(plans.memory, ranks), plans.traffic
+        )  # fmt: skip
+    else:
+        machines = [rank.machine for rank in ranks]
+        samples = samples.from_first_start(dict(enumerate(machines)))
+        found = _measured_parts(request, choice, plans, setup, samples, ranks, hosts)
+    status = "incorrect" if wrong else "ok"
+    parts = (asked, setup, exactness, *found)
+    return Outcome(request.record(status, wrong or None, *parts, notes=notes, provenance=provenance), choice, samples)
+
+
+def _measured_parts(
+    request: Request,
+    choice: Choice | None,
+    plans: Counted,
+    setup: Setup,
+    samples: Samples,
+    ranks: Sequence[RankResult],
+    hosts: Mapping[str, Sequence[int]],
+) -> tuple[Part, ...]:
+    """What came of ranks that ran together."""
+    times = timing(request, samples)
+    assert times.step_ms_median is not None
+    inside = breakdown(request, samples, ranks, times.step_ms_median) if choice else Breakdown()
+    inside = cores(inside, samples, [rank.machine for rank in ranks])
+    traffic = replace(plans.traffic, comm_bytes_per_gpu=sent_per_gpu(ranks)) if choice else traffic_of_peer(ranks)
+    traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
+    return (
+        times, inside, traffic, memory(plans.memory, ranks),
+        rates(request, times.step_ms_median, setup.device_name),
+    )  # fmt: skip
+
+
+def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tuple[Setup, list[str]]:
+    """The kernel and device that ranks ran on, and what is to be said of that."""
+    found, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
+    setup = replace(setup, kernel=ranks[0].kernel)
+    if request.devices.kind == "cuda" or request.alone:
+        setup = replace(setup, device_name=found)
+        if not same_model(found, figures):
+            notes.append(
+                f"ranks are on {found}; the figures of cluster={request.cluster.name} are of {figures}, and chose the"
+                " variant"
+            )
+    if request.alone:
+        setup = replace(setup, alone_ranks=list(request.alone), nodes=None)
+        listed, gpus = ", ".join(map(str, request.alone)), request.problem.n
+        notes.append(
+            f"rank{'s' * (len(ranks) > 1)} {listed} of {gpus}, alone: what was to come is a copy of what was to go, so"
+            " that these are times of kernels, folds, copies and interpreter, not of a step; results were not checked"
+        )
+    return setup, notes
+
+
+def _sent_otherwise(choice: Choice, ranks: Sequence[RankResult], numbers: Sequence[int]) -> str:
+    """The last rank whose tensors were other bytes than its plan says; empty if there is none."""
+    volumes = {phase: account.volume(plan, choice.problem) for phase, plan in choice.plans.items()}
+    wrong = ""
+    for rank, result in zip(numbers, ranks, strict=True):
+        sent = by_lane(result.sent_bytes)
+        planned = by_lane({phase: volume.of(rank) for phase, volume in volumes.items()})
+        if sent != planned:
+            wrong = f"rank {rank} sent {sent}, and the plan says {planned}"
+    return wrong

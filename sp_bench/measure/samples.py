@@ -1,0 +1,90 @@
+"""Times in long form: one row for each rank, iteration, phase and part of a step. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+STEP = "step"
+"""The part that is a whole phase, with everything in it."""
+COMPUTE_ONLY, COMMUNICATION_ONLY = "compute_only", "communication_only"
+"""A phase without its transfers, and without its blocks."""
+INSIDE = ("blocks", "waits", "kernels", "folds", "caller")
+"""Parts of a phase's `STEP`, in the order of run.executor.Spent: blocks and folds together, waiting for transfers,
+block kernels, folds, and the thread that executes (on a GPU: that queues the work)."""
+CORES = {STEP: "core", COMPUTE_ONLY: "compute_only_core", COMMUNICATION_ONLY: "communication_only_core"}
+"""How long the cores of the rank's machine were busy, with whatever, in all phases together and the barriers around
+them; not sampled on a GPU."""
+ALL_PHASES = "all"
+
+
+class Row(NamedTuple):
+    """One sample."""
+
+    rank: int
+    iteration: int
+    phase: str
+    part: str
+    seconds: float
+    began_s: float = np.nan
+    """When it began, by a clock that all ranks of its machine share; NaN where there is none, as on a GPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Columns of equal length: (rows,)."""
+
+    rank: np.ndarray
+    iteration: np.ndarray
+    phase: np.ndarray
+    part: np.ndarray
+    seconds: np.ndarray
+    began_s: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """The samples of some rows; there may be none."""
+        columns = zip(*rows, strict=True) if rows else [()] * len(Row._fields)
+        kinds = (int, int, str, str, float, float)
+        return cls(*(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))
+
+    @classmethod
+    def joined(cls, several: Iterable[Self]) -> Self:
+        """All rows of several."""
+        several = list(several)
+        return cls(*(np.concatenate([getattr(one, f.name) for one in several]) for f in fields(cls)))
+
+    def by_rank(self, part: str, phase: str | None = None) -> np.ndarray:
+        """Seconds of a part, of one phase or of all of its phases added up: (ranks, iterations), ranks in order.
+
+        Shape (0, 0) where it was not sampled.
+        """
+        chosen = self.part == part if phase is None else (self.part == part) & (self.phase == phase)
+        ranks, row = np.unique(self.rank[chosen], return_inverse=True)
+        iterations, column = np.unique(self.iteration[chosen], return_inverse=True)
+        total = np.zeros((ranks.size, iterations.size))
+        np.add.at(total, (row, column), self.seconds[chosen])
+        return total
+
+    def from_first_start(self, machines: Mapping[int, str]) -> Self:
+        """The same, counted from when the first rank on the same machine began. `machines` are by rank.
+
+        Ranks that share cores may wait for their first turn on one after a barrier, while others already compute. By
+        its own clock a rank would be spared that wait.
+        """
+        _, machine = np.unique([machines[rank] for rank in self.rank.tolist()], return_inverse=True)
+        _, phase = np.unique(self.phase, return_inverse=True)
+        _, part = np.unique(self.part, return_inverse=True)
+        _, together = np.unique(np.stack([machine, phase, part, self.iteration]), axis=1, return_inverse=True)
+        first_s = np.full(len(self.rank), np.nan)
+        np.fmin.at(first_s, together.ravel(), self.began_s)
+        first_s = first_s[together.ravel()]
+        later_s = np.nan_to_num(self.began_s - first_s)  # NaN where there is no common clock
+        return type(self)(self.rank, self.iteration, self.phase, self.part, self.seconds + later_s, first_s)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of the file beside a record: rank, iteration, phase, part, seconds."""
+        return {name: getattr(self, name).tolist() for name in ("rank", "iteration", "phase", "part", "seconds")}

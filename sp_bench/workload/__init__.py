@@ -1,0 +1,18 @@
+"""Workloads: what is timed. Each is a file here and a line in the registry below. Imports no torch."""
+
+from sp_bench.errors import unknown
+from sp_bench.workload.attention import Attention
+from sp_bench.workload.base import RankContext, Step, Workload
+from sp_bench.workload.gate import TOLERANCE, GateErrors
+
+__all__ = ["TOLERANCE", "WORKLOADS", "Attention", "GateErrors", "RankContext", "Step", "Workload", "workload_named"]
+
+WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (Attention,)}
+"""Every workload by the value of the key `workload`. A new one is imported above and listed here."""
+
+
+def workload_named(name: str) -> type[Workload]:
+    """The workload of that name. Raises RequestError with the nearest name for an unknown one."""
+    if name not in WORKLOADS:
+        raise unknown("workload", name, WORKLOADS)
+    return WORKLOADS[name]

@@ -1,0 +1,48 @@
+"""workload=attention: one exact attention over the whole sequence, forward, backward or both. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from sp_bench import account
+from sp_bench.plan import PHASES, Problem
+from sp_bench.workload.base import RankContext, Step, Workload
+from sp_bench.workload.gate import GateErrors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Workload):
+    """softmax(q k^T / sqrt(D)) v of a method's plans, or of a peer's code."""
+
+    name: ClassVar[str] = "attention"
+    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "forward": ("forward",),
+        "backward": ("backward",),
+        "forward_backward": PHASES,
+    }
+
+    @classmethod
+    def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
+        """The forward, and the backward where that is timed."""
+        return PHASES if "backward" in phases else PHASES[:1]
+
+    @classmethod
+    def flops(cls, problem: Problem, phase: str) -> float:
+        """account.model_flops."""
+        return account.model_flops(problem, phase)
+
+    def gate(self, context: RankContext) -> GateErrors:
+        """Errors of out, dq, dk and dv, as far as they are executed."""
+        from sp_bench.workload.attention_gate import gate
+
+        return gate(self, context)
+
+    def prepare(self, context: RankContext) -> Step:
+        """This rank's random q, k, v and dout, and an engine for the plans or the peer."""
+        from sp_bench.workload.attention_step import AttentionStep
+
+        return AttentionStep(self, context)

@@ -1,0 +1,100 @@
+"""The correctness gate of workload=attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_bench.kernels import KERNELS
+from sp_bench.plan import Mask, Problem
+from sp_bench.run.sharding import shard, unshard
+from sp_bench.workload.attention_step import make_engine
+from sp_bench.workload.base import RankContext, Workload
+from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
+from sp_bench.workload.gate import GateErrors
+
+GATE_TOKENS = 32
+"""Tokens of a rank in the gate's problem."""
+
+
+def gate(workload: Workload, context: RankContext) -> GateErrors:
+    """Errors of the workload's plans, or peer, on its problem scaled down in the sequence only. All ranks must call it.
+
+    Everything runs twice with the same buffers, and the second run is judged. Each rank computes the exact results of
+    some of the key heads, one query head after the other: those of all would take one rank minutes where ranks are
+    many.
+    """
+    problem = workload.problem
+    small = replace(problem, seqlen=min(GATE_TOKENS, problem.local_seqlen) * problem.n)
+    generator = torch.Generator().manual_seed(workload.seed)
+    dtype = getattr(torch, small.dtype)
+    inputs = [
+        torch.randn((small.batch, small.seqlen, heads, small.head_dim), generator=generator).to(dtype)
+        for heads in (small.heads, small.kv_heads, small.kv_heads, small.heads)
+    ]
+    found = _executed(workload, small, inputs, context)
+    squares = _squares(found, small, inputs, context)
+    if dist.is_initialized():
+        dist.all_reduce(squares)
+    return _errors(squares, found)
+
+
+def _executed(workload: Workload, small: Problem, inputs: Sequence[Tensor], context: RankContext) -> list[Tensor]:
+    """(out, dq, dk, dv) of all ranks together, or out alone, given the full (q, k, v, dout)."""
+    q, k, v, dout = (shard(x, small.layout, context.rank, small.n).to(context.device) for x in inputs)
+    engine = make_engine(workload, small, context)
+    found: list[Tensor] = []
+    for _ in range(2):
+        context.alive()
+        out, saved = engine.forward(q, k, v)
+        found = [out]
+        if "backward" in workload.executed(workload.phases):
+            context.alive()
+            found += engine.backward(dout, saved)
+    engine.close()
+    return [unshard(x.cpu(), small.layout, None, small.n) for x in found]
+
+
+def _squares(found: Sequence[Tensor], small: Problem, inputs: Sequence[Tensor], context: RankContext) -> Tensor:
+    """(2, tensors, heads): squared norms of errors and of exact results, of the heads that this rank looks at."""
+    q, k, v, dout = inputs
+    squares, sharing = torch.zeros(2, len(found), small.heads, dtype=torch.float64), small.heads // small.kv_heads
+
+    def compare(tensor: int, head: int, wanted: Tensor) -> None:
+        if tensor < len(found):
+            squares[:, tensor, head] = squared_norms(found[tensor][:, :, head], wanted.squeeze(2).cpu())
+
+    for kv_head in range(context.rank, small.kv_heads, small.n):
+        of_keys: list[Tensor] = []
+        for head in range(kv_head * sharing, (kv_head + 1) * sharing):
+            context.alive()
+            of_head = ((q, head), (k, kv_head), (v, kv_head), (dout, head))
+            out, dq, *dkv = _exact(*(x[:, :, i : i + 1].to(context.device) for x, i in of_head), causal=small.causal)
+            compare(0, head, out)
+            compare(1, head, dq)
+            of_keys = [x + y for x, y in zip(of_keys, dkv, strict=True)] if of_keys else dkv
+        for tensor, wanted in enumerate(of_keys, start=2):
+            compare(tensor, kv_head, wanted)
+    return squares
+
+
+def _errors(squares: Tensor, found: Sequence[Tensor]) -> GateErrors:
+    """`squares` as in `_squares`, of all heads."""
+    overall, worst_head = {}, {}
+    for i, (name, x) in enumerate(zip(NAMES, found, strict=False)):
+        of_heads = squares[:, i, : x.shape[2]]
+        overall[name] = float(relative_error(of_heads.sum(1), x.numel()))
+        worst_head[name] = float(relative_error(of_heads, x.numel() // x.shape[2]).max())
+    return GateErrors(overall=overall, worst_head=worst_head)
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) in fp64."""
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    kernel, mask = KERNELS["reference"](), Mask.CAUSAL if causal else Mask.FULL
+    out, lse = kernel.forward(q, k, v, mask)
+    return (out, *kernel.backward(dout, q, k, v, out, lse, mask))

@@ -1,0 +1,103 @@
+"""A step of workload=attention on one rank: q and dout are (B, S / n, H, D), k and v (B, S / n, kv_heads, D)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sp_bench.peers.engine import PeerEngine
+from sp_bench.plan import Plan, Problem
+from sp_bench.run.attention import Engine
+from sp_bench.run.executor import Does, Spent
+from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.transport import AloneTransport
+from sp_bench.workload.base import RankContext, Workload
+
+
+class AttentionStep:
+    """Random inputs, and the engine of the timed phases."""
+
+    def __init__(self, workload: Workload, context: RankContext) -> None:
+        """All ranks must call it. A forward that is not timed is executed here, where its plan allows that."""
+        problem, rank = workload.problem, context.rank if workload.alone is None else workload.alone
+        generator = torch.Generator(context.device).manual_seed(workload.seed * 1_000_003 + rank)
+        self._q, self._dout = (_random(problem, problem.heads, generator) for _ in range(2))
+        self._k, self._v = (_random(problem, problem.kv_heads, generator) for _ in range(2))
+        self._results: dict[str, tuple[Tensor, ...]] = {}
+        self._forward_each_time = bool(workload.peer) and "forward" not in workload.phases
+        if workload.peer:
+            self._engine = make_engine(workload, workload.problem, context)
+            return
+        if "forward" not in workload.phases:
+            # An engine of its own, so that its buffers are gone before the backward's memory is looked at.
+            forward = make_engine(workload, problem, context)
+            self._saved = forward.forward(self._q, self._k, self._v)[1]
+            forward.close()
+        plans = {phase: workload.plans[phase] for phase in workload.phases}
+        self._engine = make_engine(workload, problem, context, plans)
+
+    @property
+    def kernel_name(self) -> str:
+        """What computes its attention blocks."""
+        return self._engine.kernel_name
+
+    @property
+    def sent_bytes(self) -> Counter[tuple[str, ...]]:
+        """Bytes sent so far, of untimed executions too."""
+        return self._engine.transport.sent_bytes
+
+    def untimed(self) -> None:
+        """Autograd frees a peer's graph with each backward, so that a backward needs a forward of its own."""
+        if self._forward_each_time:
+            self.run("forward", Does.EVERYTHING)
+
+    def run(self, phase: str, does: Does, live: LiveBytes | None = None) -> None:
+        """Execute a phase. Only an execution of everything leaves results, and what the backward starts with."""
+        if phase == "forward":
+            out, saved = self._engine.forward(self._q, self._k, self._v, does, live)
+            results = (out,)
+            if does is Does.EVERYTHING:
+                self._saved = saved
+        else:
+            results = self._engine.backward(self._dout, self._saved, does, live)
+        if does is Does.EVERYTHING:
+            self._results[phase] = results
+
+    def spent(self, phase: str) -> Spent | None:
+        """Where the time of the last execution of a phase went; None of a peer's."""
+        return self._engine.spent(phase)
+
+    def finite(self) -> bool:
+        """Whether the last outputs and gradients are."""
+        return all(bool(x.isfinite().all()) for results in self._results.values() for x in results)
+
+    def close(self) -> None:
+        """Release the engine's threads and streams."""
+        self._engine.close()
+
+
+def make_engine(
+    workload: Workload, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None
+) -> Engine | PeerEngine:
+    """What executes the workload's plans (or only some), or its peer, on `problem`. All ranks must call it."""
+    if workload.peer:
+        return PeerEngine(workload.peer, problem, workload.executed(workload.phases))
+    plans = plans or workload.plans
+    rank, transport = context.rank, None
+    if workload.alone is not None:
+        rank, transport = workload.alone, AloneTransport()
+    elif problem.n > 1:
+        transport = context.transport(plans)
+    return Engine(plans, problem, workload.kernel, context.device, rank=rank, transport=transport)
+
+
+def _random(problem: Problem, heads: int, generator: torch.Generator) -> Tensor:
+    shape = (problem.batch, problem.local_seqlen, heads, problem.head_dim)
+    dtype, device = getattr(torch, problem.dtype), generator.device
+    if device.type == "cpu":
+        return torch.randn(shape, generator=generator).to(dtype)
+    # A cast would take memory, which is watched there.
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype)
