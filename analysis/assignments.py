@@ -17,7 +17,7 @@ from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import Source, formula, record_source
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan import Attend, AttendBackward, Method, Plan, Problem, layout_named
+from sp_bench.plan import Attend, AttendBackward, Method, Plan, Problem, mask_named
 from sp_bench.records import Record
 
 BY = ("rank", "step", "cost")
@@ -83,11 +83,10 @@ def matrix(plan: Plan, problem: Problem, by: str, cluster: Cluster | None = None
     if cluster:
         costs, label = 1e3 * cluster.device.block_s(problem, plan.phase), labelled("ms for a block", "simulated")
     else:
-        cases = problem.layout.cases(problem.causal)
-        costs = np.array([sum(region.pairs(problem.block_tokens) for region in case) for case in cases])
+        costs = np.array(problem.blocks.pairs)
         label = labelled("query-key pairs for a head", "computed")
     ranks = np.arange(0, problem.n, problem.layout.shared)
-    found = costs[problem.layout.order(ranks[:, None], ranks)]
+    found = costs[problem.blocks.of(ranks[:, None], ranks)]
     return Matrix(np.where(owners < 0, np.nan, found), label, whole=False)
 
 
@@ -159,9 +158,11 @@ def of_record(record: Record, phase: str = "forward", by: Sequence[str] = BY) ->
 
 
 def _problem(record: Record) -> Problem:
-    keys = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "wire_dtype")
-    layout = layout_named(record.layout or "", causal=record.causal)
-    return Problem(n=record.gpus, layout=layout, **{key: getattr(record, key) for key in keys})
+    keys = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "wire_dtype")
+    mask = mask_named(record.mask)
+    return Problem(
+        n=record.gpus, mask=mask, layout=mask.layout(record.layout or ""), **{key: getattr(record, key) for key in keys}
+    )
 
 
 def _variant(record: Record, problem: Problem) -> Method:

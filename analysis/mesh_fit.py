@@ -22,7 +22,7 @@ from sp_bench.analysis.least_squares import fit
 from sp_bench.analysis.paper_tables import rows
 from sp_bench.analysis.templates import Template
 from sp_bench.cluster import Cluster
-from sp_bench.plan import PHASES, Method, Plan, Problem, layout_named
+from sp_bench.plan import CAUSAL, FULL, PHASES, Mask, Method, Plan, Problem
 from sp_bench.simulate import simulate
 
 HERE = Path(__file__).parent
@@ -48,17 +48,22 @@ class Cell:
         return self.method == "ring" or self.gpus == FITTED_MESH_GPUS
 
     @property
+    def mask(self) -> Mask:
+        """As our problems say it."""
+        return CAUSAL if self.causal else FULL
+
+    @property
     def problem(self) -> Problem:
         """Its attention: striped if causal (section 3.7), else contiguous."""
-        layout = layout_named("auto", causal=self.causal)
+        mask = self.mask
         return Problem(
             n=self.gpus,
             seqlen=self.seqlen,
             heads=HEADS,
             kv_heads=HEADS,
             head_dim=HEAD_DIM,
-            causal=self.causal,
-            layout=layout,
+            mask=mask,
+            layout=mask.layout("auto"),
         )
 
     @property
@@ -211,7 +216,7 @@ class Simulator:
         """Of each cell, as `predict` says."""
 
         def makespan_s(plan: Plan, problem: Problem) -> float:
-            key = (plan.phase, plan.ops, problem.seqlen, problem.causal)
+            key = (plan.phase, plan.ops, problem.seqlen, problem.mask)
             if key not in self.templates:
                 self.templates[key] = Template.build(plan, problem, cluster)
             return self.templates[key].makespan_s(cluster)

@@ -14,7 +14,7 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.cluster.kernel_table import Curve, KernelTable
-from sp_bench.plan import Plan, Problem
+from sp_bench.plan import Mask, Plan, Problem
 from sp_bench.simulate import settle
 from sp_bench.simulate.graph import PlanGraph, build_graph
 
@@ -22,9 +22,9 @@ UNIT_TFLOPS, NO_WORK_TFLOPS = 1.0, 1e30
 """Rates at which blocks take their FLOPs in 1e-12 s, and no time at all."""
 
 
-def flat_rate(device: DeviceCosts, phase: str, causal: bool) -> float:
+def flat_rate(device: DeviceCosts, phase: str, mask: Mask) -> float:
     """The TFLOP/s of a device whose kernels have one rate for each phase and mask."""
-    curve = device.tables[0].rates[f"{phase}_{'causal' if causal else 'full'}"]
+    curve = device.tables[0].rates[f"{phase}_{mask.name}"]
     assert isinstance(curve, Curve) and curve.rates.size == 1
     return float(curve.rates[0])
 
@@ -74,7 +74,7 @@ class Template:
         """What simulate would say on a cluster of this shape, with one latency for all transfers."""
         topology, device = cluster.topology, cluster.device
         assert topology.inter and topology.inter.latency_s == topology.intra.latency_s
-        rate = flat_rate(device, self.phase, self.problem.causal)
+        rate = flat_rate(device, self.phase, self.problem.mask)
         base, quotient = self.graph.tasks, self.graph.quotient
         rates = np.empty(base.link_bytes_per_s.size)
         rates[quotient.link_orbit] = cluster.network(self.problem.n).link_bytes_per_s

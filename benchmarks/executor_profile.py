@@ -21,7 +21,7 @@ from sp_bench.analysis.verdict import Ratio, of_medians
 from sp_bench.kernels import choose
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Mask, Problem, layout_named
+from sp_bench.plan import CAUSAL, COMPUTE_BOUND, FULL, PHASES, Mask, Problem, RegionKind
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Does
 from sp_bench.run.transport import AloneTransport
@@ -31,7 +31,7 @@ HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 9
 OVERHEAD_TOKENS = 1024
 """Of a block, where the interpreter is looked at."""
 EFFICIENCY_SEQLENS = (4096, 8192)
-EFFICIENCY_OF = ((False, HEADS), (False, HEADS // 4), (True, HEADS))
+EFFICIENCY_OF = ((FULL, HEADS), (FULL, HEADS // 4), (CAUSAL, HEADS))
 """Causal or not, and key heads."""
 METHODS: tuple[tuple[str, dict[str, object]], ...] = (
     ("ring", {}),
@@ -45,14 +45,11 @@ METHODS: tuple[tuple[str, dict[str, object]], ...] = (
 class Rank:
     """A rank of n, alone."""
 
-    def __init__(
-        self, method: str, options: dict[str, object], seqlen: int, *, causal: bool, kv_heads: int = HEADS
-    ) -> None:
+    def __init__(self, method: str, options: dict[str, object], seqlen: int, mask: Mask, kv_heads: int = HEADS) -> None:
         chosen = build(method, options)
-        layout = layout_named(chosen.layout, causal=causal)
         whole = Problem(
-            n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, causal=causal, dtype="float32",
-            layout=layout,
+            n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, mask=mask, dtype="float32",
+            layout=mask.layout(chosen.layout),
         )  # fmt: skip
         self.problem = chosen.dealt(whole)
         plans = {phase: chosen.plan(self.problem, phase, COMPUTE_BOUND) for phase in PHASES}
@@ -117,28 +114,28 @@ def inputs(tokens: int, kv_heads: int) -> list[torch.Tensor]:
     return [torch.randn(1, tokens, heads, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
 
 
-def monolithic_s(seqlen: int, *, causal: bool, kv_heads: int) -> tuple[float, float]:
+def monolithic_s(seqlen: int, mask: Mask, kv_heads: int) -> tuple[float, float]:
     """Seconds of one call of the kernel on the whole sequence, forward and backward."""
     kernel = choose("auto", "cpu", "float32", HEAD_DIM)
     q, k, v, dout = inputs(seqlen, kv_heads)
-    mask = Mask.CAUSAL if causal else Mask.FULL
+    kind = RegionKind(mask.name)
     started = time.perf_counter()
-    out, lse = kernel.forward(q, k, v, mask)
+    out, lse = kernel.forward(q, k, v, kind)
     between = time.perf_counter()
-    kernel.backward(dout, q, k, v, out, lse, mask)
+    kernel.backward(dout, q, k, v, out, lse, kind)
     return between - started, time.perf_counter() - between
 
 
-def efficiency(seqlen: int, *, causal: bool, kv_heads: int) -> list[Ratio]:
+def efficiency(seqlen: int, mask: Mask, kv_heads: int) -> list[Ratio]:
     """The monolithic call's time over that of all ranks' blocks and folds, one rank's RANKS times: by phase.
 
     First those of the forward's kernels alone.
     """
-    rank = Rank("ring", {}, seqlen, causal=causal, kv_heads=kv_heads)
+    rank = Rank("ring", {}, seqlen, mask, kv_heads)
     rank.step()
     whole, blocks = [], []
     for _ in range(REPETITIONS):
-        forward, backward = monolithic_s(seqlen, causal=causal, kv_heads=kv_heads)
+        forward, backward = monolithic_s(seqlen, mask, kv_heads)
         whole.append((forward, forward, backward))
         blocks.append(np.sum([_kernels_and_step(rank) for _ in range(RANKS)], axis=0))
     return [of_medians(*(np.array(x)[:, part] for x in (blocks, whole)), in_turn=True) for part in range(3)]
@@ -153,7 +150,7 @@ def overhead_rows() -> list[dict[str, str]]:
     """A row for each method, of blocks of OVERHEAD_TOKENS."""
     rows = []
     for method, options in METHODS:
-        rank = Rank(method, options, OVERHEAD_TOKENS * RANKS, causal=False)
+        rank = Rank(method, options, OVERHEAD_TOKENS * RANKS, FULL)
         found, (count, megabytes) = overhead(rank), allocations(rank)
         parts = {"kernels": found.kernels_s, "folds": found.folds_s, "waiting for lanes": found.waits_s}
         parts |= {"interpreter": found.interpreter_s}
@@ -168,11 +165,10 @@ def overhead_rows() -> list[dict[str, str]]:
 def efficiency_rows() -> list[dict[str, str]]:
     """A row for each sequence length, mask and number of key heads."""
     rows = []
-    for seqlen, (causal, kv_heads) in itertools.product(EFFICIENCY_SEQLENS, EFFICIENCY_OF):
-        found = [ratio(each, digits=3) for each in efficiency(seqlen, causal=causal, kv_heads=kv_heads)]
-        mask, layout = ("causal", "striped") if causal else ("full", "contiguous")
+    for seqlen, (mask, kv_heads) in itertools.product(EFFICIENCY_SEQLENS, EFFICIENCY_OF):
+        found = [ratio(each, digits=3) for each in efficiency(seqlen, mask, kv_heads)]
         row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "key heads": str(kv_heads)}
-        row |= {"mask": mask, "layout": layout}
+        row |= {"mask": mask.name, "layout": mask.balanced_layout}
         parts = ("forward, kernels alone [95%]", "forward [95%]", "backward [95%]")
         rows.append(row | dict(zip(parts, found, strict=True)))
         print(rows[-1], flush=True)

@@ -30,7 +30,7 @@ from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.samples import STEP
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, RequestError, layout_named
+from sp_bench.plan import CAUSAL, COMPUTE_BOUND, PHASES, Problem, RequestError
 from sp_bench.workload import Attention
 
 # Options that are functions are of the number of ranks.
@@ -63,7 +63,7 @@ def spec(
         head_dim=HEAD_DIM,
         dtype=DTYPE,
         wire_dtype=wire,
-        layout=layout_named(built.layout, causal=True),
+        layout=CAUSAL.layout(built.layout),
     )
     chosen = built.candidates(problem)[0]
     plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}

@@ -32,7 +32,7 @@ from sp_bench.kernels import KERNELS, BlockKernel, auto_order, fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import fold_bytes, fold_unfused_
 from sp_bench.markdown import of_rows
-from sp_bench.plan import PHASES, Mask
+from sp_bench.plan import PHASES, RegionKind
 from sp_bench.workload import GateErrors
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 
@@ -124,7 +124,7 @@ def attempts(case: Callable[..., Row], *choices: Iterable[Any]) -> Iterator[Row 
         try:
             yield case(*chosen)
         except Exception as error:  # what others do is still to be seen
-            names = (x.value if isinstance(x, Mask) else getattr(x, "name", x) for x in chosen)
+            names = (x.value if isinstance(x, RegionKind) else getattr(x, "name", x) for x in chosen)
             yield f"{', '.join(map(str, names))}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -134,10 +134,10 @@ def errors(bench: Bench) -> Iterator[Row | str]:
     They are judged as the correctness gate judges: a single size, like a single head, may be off by more than all sizes
     together. With two tokens the exact dq and dk nearly cancel.
     """
-    return attempts(partial(_errors, bench), kernels(bench), Mask, (bench.heads, bench.kv_heads))
+    return attempts(partial(_errors, bench), kernels(bench), RegionKind, (bench.heads, bench.kv_heads))
 
 
-def _errors(bench: Bench, kernel: BlockKernel, mask: Mask, kv_heads: int) -> Row:
+def _errors(bench: Bench, kernel: BlockKernel, mask: RegionKind, kv_heads: int) -> Row:
     """Raises ArithmeticError where the kernel is wrong."""
     norms, elements, lse_errors = [], [], []
     for tokens in bench.error_tokens:
@@ -167,7 +167,9 @@ def _lse_error(found: Tensor, exact: Tensor) -> float:
     return float(error.nan_to_num(nan=math.inf).max())
 
 
-def _all_results(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> dict[str, Tensor]:
+def _all_results(
+    kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: RegionKind
+) -> dict[str, Tensor]:
     if kernel.name == "reference":
         q, k, v, dout = (x.double() for x in (q, k, v, dout))
     out, lse = kernel.forward(q, k, v, mask)
@@ -177,14 +179,15 @@ def _all_results(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, dout: Ten
 
 def rates(bench: Bench) -> Iterator[Row | str]:
     """TFLOP/s of batches of square blocks, by the pairs of tokens that their masks leave, or half of all if causal."""
-    return attempts(partial(_rates, bench), kernels(bench), Mask, bench.rate_tokens)
+    return attempts(partial(_rates, bench), kernels(bench), RegionKind, bench.rate_tokens)
 
 
-def _rates(bench: Bench, kernel: BlockKernel, mask: Mask, tokens: int) -> Row:
+def _rates(bench: Bench, kernel: BlockKernel, mask: RegionKind, tokens: int) -> Row:
     batch = max(bench.total_tokens // tokens, 1)
     q, k, v, dout = (bench.random(tokens, batch=batch, seed=seed) for seed in range(4))
     out, lse = kernel.forward(q, k, v, mask)
-    pairs = {Mask.FULL: tokens**2, Mask.CAUSAL: tokens**2 / 2, Mask.STRICT: tokens * (tokens - 1) / 2}[mask]
+    strict = tokens * (tokens - 1) / 2
+    pairs = {RegionKind.FULL: tokens**2, RegionKind.CAUSAL: tokens**2 / 2, RegionKind.STRICT: strict}[mask]
     row = {"kernel": kernel.name, "mask": mask.value, "tokens": str(tokens), "batch": str(batch)}
     calls = partial(kernel.forward, q, k, v, mask), partial(kernel.backward, dout, q, k, v, out, lse, mask)
     for phase, call in zip(PHASES, calls, strict=True):
@@ -215,10 +218,10 @@ def efficiency(bench: Bench) -> Iterator[Row | str]:
 def _efficiency(bench: Bench, kernel: BlockKernel, tokens: int) -> Row:
     q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
     k, v = (bench.random(tokens * bench.blocks, seed=seed) for seed in (1, 2))
-    out, lse = kernel.forward(q, k, v, Mask.FULL)
+    out, lse = kernel.forward(q, k, v, RegionKind.FULL)
     whole = (
-        partial(kernel.forward, q, k, v, Mask.FULL),
-        partial(kernel.backward, dout, q, k, v, out, lse, Mask.FULL),
+        partial(kernel.forward, q, k, v, RegionKind.FULL),
+        partial(kernel.backward, dout, q, k, v, out, lse, RegionKind.FULL),
     )
     blocks = (
         partial(_forward_blocks, kernel, q, k, v, tokens),
@@ -237,7 +240,7 @@ def _forward_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, tokens
     """As an execution does them: the first block becomes the accumulator."""
     out, lse = empty_output(q[:, :0])
     for i, (k_block, v_block) in enumerate(zip(k.split(tokens, dim=1), v.split(tokens, dim=1), strict=True)):
-        part, part_lse = kernel.forward(q, k_block, v_block, Mask.FULL)
+        part, part_lse = kernel.forward(q, k_block, v_block, RegionKind.FULL)
         if i == 0:
             out, lse = part.float(), part_lse
         else:
@@ -251,7 +254,7 @@ def _backward_blocks(
     """The same backward; each block of keys has accumulators of its own."""
     dq, dkv = torch.zeros(0), []
     for i, (k_block, v_block) in enumerate(zip(k.split(tokens, dim=1), v.split(tokens, dim=1), strict=True)):
-        part, *part_dkv = kernel.backward(dout, q, k_block, v_block, out, lse, Mask.FULL)
+        part, *part_dkv = kernel.backward(dout, q, k_block, v_block, out, lse, RegionKind.FULL)
         dq = part.float() if i == 0 else dq.add_(part)
         dkv += [x.float() for x in part_dkv]
     return (dq.to(q.dtype), *(x.to(k.dtype) for x in dkv))

@@ -130,10 +130,17 @@ class TokenRing(Method):
         return {"odoq": within, "dq": within, "kv": between, "dkv": between}
 
     def _trims(self, problem: Problem) -> bool:
-        return self.trim and problem.causal and problem.layout.name == "zigzag"
+        return self.trim and problem.skips_queries and problem.layout.name == "zigzag"
 
     def _share(self, problem: Problem) -> Fraction:
-        return Fraction(3, 4) if self._trims(problem) else Fraction(1)
+        """The part of Q that is sent on average, of what goes to the other ranks' KV: 3/4, where halves are equal."""
+        if not self._trims(problem) or problem.n == self.nodes:
+            return Fraction(1)
+        n, ring, sent = problem.n, problem.n // self.nodes, 0
+        for rank in range(n):  # ranks of one place in all nodes exchange no Q
+            before, behind = rank - rank // ring, n - 1 - rank - (self.nodes - 1 - rank // ring)
+            sent += before * problem.rows_seen(rank, 0) + behind * problem.rows_seen(rank, n - 1)
+        return Fraction(sent, (n - self.nodes) * problem.seqlen)
 
     def _move(self, problem: Problem) -> int:
         """The way that Q goes round."""

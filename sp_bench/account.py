@@ -124,16 +124,18 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     4 N d (n - 1) / n^2, which DeepSpeed-Ulysses reaches.
     """
     split = problem.layout.shared
-    q = problem.chunk_bytes("q_h", wire=True) / split
-    kv = problem.chunk_bytes("kv_h", wire=True) / split
+
+    def payload_bytes(tensor: str) -> float:
+        return float(problem.mean_wire_bytes(tensor, statistics=False))
+
+    q, kv = payload_bytes("q_h") / split, payload_bytes("kv_h") / split
     if phase == "forward":
-        partial = problem.chunk_bytes("o_h", wire=True) - problem.wire_statistic_bytes("o_h")
-        per_row = q + min(partial, problem.chunk_bytes("out_h", wire=True)) / split
+        per_row = q + min(payload_bytes("o_h"), payload_bytes("out_h")) / split
         per_column = kv
     else:
-        per_row = (1 if kept else 2) * q + problem.chunk_bytes("dq_h", wire=True) / split
-        per_column = problem.chunk_bytes("dkv_h", wire=True) / split + (0 if kept else kv)
-    blocks = (problem.n / 2 if problem.causal else problem.n) * split
+        per_row = (1 if kept else 2) * q + payload_bytes("dq_h") / split
+        per_column = payload_bytes("dkv_h") / split + (0 if kept else kv)
+    blocks = problem.n * problem.mask.flops_share * split
     least, most = max(blocks / problem.n, 1.0), max(min(blocks, problem.n), 1.0)
     rows = min(max(math.sqrt(blocks * per_column / per_row), least), most)
     columns = max(blocks / rows, 1.0)
@@ -142,27 +144,24 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
 
 def model_flops(problem: Problem, phase: str) -> float:
     """FLOPs of the whole attention as MFU counts them: 4 N^2 H D forward, half of it if causal, 2.5 times backward."""
-    forward = 4.0 * problem.batch * problem.seqlen**2 * problem.heads * problem.head_dim
-    forward /= 2 if problem.causal else 1
+    forward = 4.0 * problem.batch * problem.seqlen**2 * problem.heads * problem.head_dim * problem.mask.flops_share
     return forward if phase == "forward" else forward * BACKWARD_OVER_FORWARD
 
 
 def blocks(plan: Plan, problem: Problem) -> np.ndarray:
-    """Blocks that each rank computes, by q chunk below, equal to, above kv chunk: (n, 3)."""
+    """Blocks that each rank computes, by class of `Problem.blocks`: (n, classes)."""
     ranks = np.arange(problem.n)
-    counts = np.zeros((problem.n, 3), np.int64)
+    counts = np.zeros((problem.n, len(problem.blocks.regions)), np.int64)
     computed = [op for op in plan.ops if isinstance(op, Attend | AttendBackward)]
     owner = {chunk: chunk.owner(ranks) for chunk in {c for op in computed for c in (op.q, op.kv)}}
     for op in computed:
-        counts[ranks, problem.layout.order(owner[op.q], owner[op.kv])] += 1
+        counts[ranks, problem.blocks.of(owner[op.q], owner[op.kv])] += 1
     return counts
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:
     """(query, key) pairs that each rank computes for each batch entry, added up over the heads: (n,)."""
-    cases = problem.layout.cases(problem.causal)
-    by_case = [sum(region.pairs(problem.block_tokens) for region in case) for case in cases]
-    return blocks(plan, problem) @ np.array(by_case) * problem.block_heads
+    return blocks(plan, problem) @ np.array(problem.blocks.pairs) * problem.block_heads
 
 
 def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:

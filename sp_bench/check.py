@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,6 @@ from sp_bench.plan import (
     Group,
     Join,
     Op,
-    Part,
     Pass,
     Plan,
     PlanError,
@@ -48,6 +48,32 @@ from sp_bench.plan import (
 Ranks = np.ndarray
 
 
+class Rows(NamedTuple):
+    """A run of a chunk's rows on each rank: from `start` to before `stop`, (n,) each; none where they are equal."""
+
+    start: np.ndarray
+    stop: np.ndarray
+
+    def within(self, other: Rows) -> np.ndarray:
+        """Whether all of them are among the others: (n,)."""
+        return (self.start >= self.stop) | ((self.start >= other.start) & (self.stop <= other.stop))
+
+    def around(self, other: Rows) -> Rows:
+        """The least run that has both."""
+        start = np.where(self.start >= self.stop, other.start, np.minimum(self.start, other.start))
+        start = np.where(other.start >= other.stop, self.start, start)
+        stop = np.where(self.start >= self.stop, other.stop, np.maximum(self.stop, other.stop))
+        return Rows(start, np.where(other.start >= other.stop, self.stop, stop))
+
+    def where(self, there: np.ndarray) -> Rows:
+        """Those of some ranks, and none on the others."""
+        return Rows(np.where(there, self.start, 0), np.where(there, self.stop, 0))
+
+    def at(self, ranks: Ranks) -> Rows:
+        """Those that these ranks have."""
+        return Rows(self.start[ranks], self.stop[ranks])
+
+
 @dataclass
 class _Facts:
     """What every rank holds, as of the operation under way."""
@@ -56,8 +82,8 @@ class _Facts:
     ranks: Ranks
     content: dict[Chunk, Ranks] = field(default_factory=dict)
     """The global chunk that a chunk is on each rank: (n,)."""
-    halves: dict[Chunk, np.ndarray] = field(default_factory=dict)
-    """Which halves of its rows a chunk has on each rank, bit 0 the first and bit 1 the second; both if not in here."""
+    rows: dict[Chunk, Rows] = field(default_factory=dict)
+    """The rows that a chunk has on each rank, or of a partial, that a block was folded into; all if not in here."""
     last: dict[Chunk, str] = field(default_factory=dict)
     """The operation that was the last to add to a partial."""
     kept: tuple[Chunk, ...] = ()
@@ -65,19 +91,20 @@ class _Facts:
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each."""
     visible: np.ndarray = field(init=False)
-    """Whether a block has anything to compute, for q chunk below, equal to, above kv chunk: (3,)."""
-    rows: np.ndarray = field(init=False)
-    """The halves of its queries that it reads, in the same order: (3,)."""
+    """By class of blocks, whether there is anything to compute."""
+    needed: np.ndarray = field(init=False)
+    """By class, the first query that a block reads and the one after the last: (2, classes)."""
 
     def __post_init__(self) -> None:
-        self.visible = np.array([bool(regions) for regions in self.problem.layout.cases(self.problem.causal)])
-        self.rows = np.array([_HALVES[part] for part in self.problem.rows_seen()])
+        blocks = self.problem.blocks
+        self.visible = np.array([bool(regions) for regions in blocks.regions])
+        self.needed = np.array([(rows.start, rows.stop) for rows in blocks.rows_seen]).T
 
     def sees(self, q: Ranks, kv: Ranks) -> np.ndarray:
-        return self.visible[self.problem.layout.order(q, kv)]
+        return self.visible[self.problem.blocks.of(q, kv)]
 
-    def rows_seen(self, q: Ranks, kv: Ranks) -> np.ndarray:
-        return self.rows[self.problem.layout.order(q, kv)]
+    def rows_seen(self, q: Ranks, kv: Ranks) -> Rows:
+        return Rows(*self.needed[:, self.problem.blocks.of(q, kv)])
 
     def partial(self, chunk: Chunk) -> np.ndarray:
         """The blocks of a partial, which begins without any."""
@@ -86,15 +113,17 @@ class _Facts:
             self.blocks[chunk] = np.zeros((self.problem.n, -(-self.problem.n // 64)), np.uint64)
         return self.blocks[chunk]
 
-    def halves_of(self, chunk: Chunk) -> np.ndarray:
+    def rows_of(self, chunk: Chunk) -> Rows:
         """The rows that a chunk has, or of a partial, that a block was folded into."""
-        return self.halves.get(chunk, np.full(self.problem.n, 0b11))
+        return self.rows.get(chunk) or self.all_rows(self.content[chunk])
+
+    def all_rows(self, owner: Ranks) -> Rows:
+        """Those of the layout's chunks that have the tokens of these ranks."""
+        tokens = self.problem.block_tokens_of(owner)
+        return Rows(np.zeros_like(owner), np.broadcast_to(tokens, owner.shape))
 
     def bit(self, counterpart: Ranks) -> tuple[Ranks, np.ndarray]:
         return counterpart // 64, np.uint64(1) << (counterpart % 64).astype(np.uint64)
-
-
-_HALVES = {Part.FIRST: 0b01, Part.SECOND: 0b10, Part.WHOLE: 0b11}
 
 
 def check_all(plans: Mapping[str, Plan], problem: Problem) -> None:
@@ -219,20 +248,20 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
     """Which rows arrive; of a query chunk, none that the sender hasn't got, of a partial, all that hold anything."""
     assert op.send is not None
     assert op.recv is not None
-    held = arriving = facts.halves_of(op.send)
-    sent = np.full_like(held, 0b11)
+    held = arriving = facts.rows_of(op.send)
+    sent = facts.all_rows(facts.content[op.send])
     if op.against is not None:
         if op.against.tensor not in ("kv", "kv_h") or op.send.tensor not in ("q", "odoq", "o", "dq"):
             raise PlanError(f"{where}: no rows of {op.send} can be left out against {op.against}")
         sent = arriving = facts.rows_seen(*op.seen_by(facts.ranks))
     if is_partial(op.send.tensor):
-        wrong, what = held & ~sent, "has rows that stay behind"
-        facts.halves.pop(op.send, None)
+        right, what = held.within(sent), "has rows that stay behind"
+        facts.rows.pop(op.send, None)
     else:
-        wrong, what = sent & ~held, "lacks rows that are to be sent"
-    if (rank := _first(wrong != 0)) is not None:
+        right, what = sent.within(held), "lacks rows that are to be sent"
+    if (rank := _first(~right)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {op.send} {what}")
-    facts.halves[op.recv] = arriving[source]
+    facts.rows[op.recv] = arriving.at(source)
 
 
 def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
@@ -301,15 +330,15 @@ def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
 
 def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -> None:
     """A block reads no rows that were left behind, and both its chunks must hold the same heads."""
-    shared, rows = facts.problem.layout.shared, facts.content[q]
-    if (rank := _first(rows % shared != facts.content[kv] % shared)) is not None:
+    shared, owners, keys = facts.problem.layout.shared, facts.content[q], facts.content[kv]
+    if (rank := _first(owners % shared != keys % shared)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
-    needed = facts.rows_seen(rows, facts.content[kv]) * facts.sees(rows, facts.content[kv])
-    if (rank := _first((needed & ~facts.halves_of(q)) != 0)) is not None:
+    if not facts.problem.skips_queries:  # then no rows are ever left out
+        return
+    needed = facts.rows_seen(owners, keys).where(facts.sees(owners, keys))
+    if (rank := _first(~needed.within(facts.rows_of(q)))) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} lacks rows that see {kv}")
-    if partial in facts.blocks:
-        needed = needed | facts.halves.get(partial, 0b11)
-    facts.halves[partial] = needed
+    facts.rows[partial] = needed.around(facts.rows_of(partial)) if partial in facts.blocks else needed
 
 
 def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
@@ -327,8 +356,8 @@ def _fold(facts: _Facts, op: Fold, where: str) -> None:
     _serves(facts, op.into, facts.content[op.part], where)
     _one_slice(facts, where, (op.part, op.into))
     part = facts.blocks.pop(op.part)
-    old = facts.halves_of(op.into) if op.into in facts.blocks else 0
-    facts.halves[op.into] = facts.halves_of(op.part) | old
+    rows = facts.rows_of(op.part)
+    facts.rows[op.into] = rows.around(facts.rows_of(op.into)) if op.into in facts.blocks else rows
     into = facts.partial(op.into)
     if (rank := _first((into & part).any(axis=1))) is not None:
         raise PlanError(f"{where}: on rank {rank}, a block of {op.part} is in {op.into} already")

@@ -21,7 +21,7 @@ from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Method, Problem, layout_named
+from sp_bench.plan import COMPUTE_BOUND, FULL, LAYOUTS, MASKS, PHASES, Method, Problem
 
 MOST_RANKS = 40
 """Wider matrices don't fit a terminal."""
@@ -140,7 +140,7 @@ class Volumes(NamedTuple):
 
 def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
     """A row of the table at n GPUs, for the variant that sends least."""
-    problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, causal=False, layout=LAYOUTS["contiguous"])
+    problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, mask=FULL, layout=LAYOUTS["contiguous"])
     method = least_volume(build(paper.method, {}), problem, PHASES[:1])
     problem = method.dealt(problem)
     volume = account.volume(method.plan(problem, "forward", COMPUTE_BOUND), problem)
@@ -190,12 +190,12 @@ def _row(name: str) -> str:
     unit = problem.chunk_bytes("q", wire=True) * problem.head_slices
     memory = [f"{account.peak_bytes(chosen, problem) / unit:.1f}" for chosen in (plans[:1], plans)]
     volumes = [_as_text(cls.formula[phase]) for phase in PHASES]
-    cells = (f"`{name}`", *volumes, *memory, cls.limit, ", ".join(cls.layouts), "full, causal", cls.citation)
+    cells = (f"`{name}`", *volumes, *memory, cls.limit, ", ".join(cls.layouts), ", ".join(MASKS), cls.citation)
     return f"| {' | '.join(cells)} |"
 
 
 def _problem(cls: type[Method], n: int) -> Problem:
-    layout = layout_named(cls.layouts[-1], causal=True)
+    layout = LAYOUTS[cls.layouts[-1]]
     return Problem(n=n, seqlen=64 * n, heads=16, kv_heads=16, head_dim=64, layout=layout)
 
 

@@ -12,15 +12,8 @@ from sp_bench import account
 from sp_bench.lower import lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import (
-    COMPUTE_BOUND,
-    LAYOUTS,
-    PHASES,
-    AllToAll,
-    Problem,
-    layout_named,
-)
-from tests.support.problems import all_methods, splittable_problem
+from sp_bench.plan import CAUSAL, COMPUTE_BOUND, LAYOUTS, PHASES, AllToAll, Problem
+from tests.support.problems import all_methods, mask_of, splittable_problem
 
 
 def problem(n: int, *, k: int = 1, causal: bool = False, dtype: str = "bfloat16", layout: str = "auto") -> Problem:
@@ -31,9 +24,9 @@ def problem(n: int, *, k: int = 1, causal: bool = False, dtype: str = "bfloat16"
         heads=4,
         kv_heads=4 // k,
         head_dim=16,
-        causal=causal,
+        mask=mask_of(causal),
         dtype=dtype,
-        layout=layout_named(layout, causal=causal),
+        layout=mask_of(causal).layout(layout),
     )
 
 
@@ -87,7 +80,7 @@ def test_ulysses_reaches_the_lower_bound_exactly(n: int, k: int) -> None:
 def unmasked(p: Problem) -> int:
     """(query, key) pairs that the mask lets through, counted from token positions."""
     ids = np.arange(p.seqlen)
-    return int((ids[:, None] >= ids[None, :]).sum()) if p.causal else p.seqlen**2
+    return int((ids[:, None] >= ids[None, :]).sum()) if p.mask == CAUSAL else p.seqlen**2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

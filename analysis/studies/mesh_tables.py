@@ -14,7 +14,7 @@ from sp_bench.analysis.studies import mesh_cells as cells
 from sp_bench.analysis.table import Column, Table
 from sp_bench.describe import PaperVolume, Volumes, counted_volumes
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, Problem
+from sp_bench.plan import COMPUTE_BOUND, FULL, LAYOUTS, Problem
 
 TABLE2 = "mesh_table2_comm_volume.csv"
 COUNTED = formula(
@@ -84,7 +84,7 @@ def nine_gpus() -> dict[str, Number]:
 
 
 def _units(method: str, n: int) -> Number:
-    problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, causal=False, layout=LAYOUTS["contiguous"])
+    problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, mask=FULL, layout=LAYOUTS["contiguous"])
     options = {"tile": [3, 3]} if method == "mesh" else {}
     plan = build(method, options).plan(problem, "forward", COMPUTE_BOUND)
     sent = n * account.volume(plan, problem).payload_bytes / problem.chunk_bytes("q", wire=True)

@@ -11,7 +11,7 @@ from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies.ring_model import ring_plan, transfers_ms
 from sp_bench.analysis.table import Column, Table
-from sp_bench.plan import LAYOUTS, Problem, Transfer
+from sp_bench.plan import FULL, LAYOUTS, Problem, Transfer
 from sp_bench.records import Record
 
 FILE = "ring_explainer"
@@ -56,7 +56,7 @@ def example() -> Problem:
         heads=heads,
         kv_heads=heads,
         head_dim=128,
-        causal=False,
+        mask=FULL,
         layout=LAYOUTS["contiguous"],
     )
 

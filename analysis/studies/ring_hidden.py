@@ -14,7 +14,7 @@ from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies.ring_model import STEP, Setting, cluster_named, transfers_ms
 from sp_bench.analysis.table import Column, Table
-from sp_bench.plan import LAYOUTS, Problem
+from sp_bench.plan import CAUSAL, LAYOUTS, Problem
 from sp_bench.records import Record
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "h200_ndr400", "b200", "h20", "ascend_oam", "mesh_paper", "a10_pcie")
@@ -112,7 +112,7 @@ def condition(runs: Runs) -> Section:
                 by_rates,
                 simulated,
                 ratios[-1],
-                setting.least_tokens(causal=True),
+                setting.least_tokens(CAUSAL),
             ]
         )
     factor = max(b / a for a, b in zip(FACTORS, FACTORS[1:], strict=False) if a >= 0.8 and b <= 1.1)
@@ -200,10 +200,10 @@ def hidden(runs: Runs) -> Section:
     shares: dict[str, list[Number]] = {cluster: [] for cluster in SWEEP}
     for (cluster, n), record in zip(grid, records, strict=True):
         problem = Problem(
-            n=n, seqlen=SWEEP_SEQLEN, heads=32, kv_heads=32, head_dim=128, causal=True, layout=LAYOUTS["striped"]
+            n=n, seqlen=SWEEP_SEQLEN, heads=32, kv_heads=32, head_dim=128, mask=CAUSAL, layout=LAYOUTS["striped"]
         )
         transfers = transfers_ms(cluster, problem, ("forward", "backward"))
-        share, least = hidden_share(record, transfers), Setting(cluster, 2).least_tokens(causal=True)
+        share, least = hidden_share(record, transfers), Setting(cluster, 2).least_tokens(CAUSAL)
         shares[cluster].append(share)
         agree += (SWEEP_SEQLEN // n >= least.known) == (share.known >= MOSTLY)
         step, exposed = of_record(record, "step_ms_median"), of_record(record, "exposed_comm_ms")

@@ -12,7 +12,7 @@ from sp_bench.analysis.number import Number, formula
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, Plan, Problem
+from sp_bench.plan import COMPUTE_BOUND, FULL, LAYOUTS, Mask, Plan, Problem
 from sp_bench.simulate.bounds import link_bytes
 
 PAPER = "Liu et al. 2023, section 3"
@@ -61,12 +61,10 @@ class Setting:
         assert self._cluster.topology.gpus_per_node
         return self._cluster.topology.gpus_per_node * self.nodes
 
-    def problem(self, block: int, *, causal: bool = False) -> Problem:
+    def problem(self, block: int, mask: Mask = FULL) -> Problem:
         """32 heads of 128 in bfloat16, blocks of that many tokens."""
-        layout = LAYOUTS["striped" if causal else "contiguous"]
-        return Problem(
-            n=self.gpus, seqlen=self.gpus * block, heads=32, kv_heads=32, head_dim=128, causal=causal, layout=layout
-        )
+        seqlen, layout = self.gpus * block, mask.layout("auto")
+        return Problem(n=self.gpus, seqlen=seqlen, heads=32, kv_heads=32, head_dim=128, mask=mask, layout=layout)
 
     @property
     def peak_flops(self) -> float | None:
@@ -87,21 +85,21 @@ class Setting:
             return Number(None, "computed", (CONDITION,), f"cluster={self.cluster} has no peak")
         return Number(self.peak_flops / self.hop_bytes_per_s(), "computed", (CONDITION,))
 
-    def least_tokens(self, *, causal: bool = False) -> Number:
+    def least_tokens(self, mask: Mask = FULL) -> Number:
         """The same with the kernel's rates."""
-        hop_s, latency_s = self._hop(causal=causal)
+        hop_s, latency_s = self._hop(mask)
         blocks = range(STEP, FARTHEST, STEP)
-        short = [c for c in blocks if self._block_s(c, causal=causal) < latency_s + c * hop_s]
+        short = [c for c in blocks if self._block_s(c, mask) < latency_s + c * hop_s]
         return Number((short[-1] if short else 0) + STEP, "computed", (CONDITION_BY_RATES,))
 
-    def _hop(self, *, causal: bool) -> tuple[float, float]:
+    def _hop(self, mask: Mask) -> tuple[float, float]:
         """Seconds of a hop for each token of a block, and its latency."""
-        problem = self.problem(STEP, causal=causal)
+        problem = self.problem(STEP, mask)
         load_s, latency_s = load(self._cluster, ring_plan(problem, "forward"), problem)
         return load_s / (problem.n - 1) / STEP, latency_s / (problem.n - 1)
 
-    def _block_s(self, block: int, *, causal: bool) -> float:
-        device, problem = self._cluster.device, self.problem(block, causal=causal)
+    def _block_s(self, block: int, mask: Mask) -> float:
+        device, problem = self._cluster.device, self.problem(block, mask)
         return float(device.block_s(problem, "forward").min()) + device.fold_s(problem, "o")
 
 
@@ -114,7 +112,7 @@ def cluster_named(name: str) -> Cluster:
 
 @cache
 def _ring_plan(n: int, phase: str) -> Plan:
-    problem = Problem(n=n, seqlen=n, heads=1, kv_heads=1, head_dim=1, causal=False, layout=LAYOUTS["contiguous"])
+    problem = Problem(n=n, seqlen=n, heads=1, kv_heads=1, head_dim=1, mask=FULL, layout=LAYOUTS["contiguous"])
     return getattr(build("ring", {"layout": "contiguous"}), phase)(problem, COMPUTE_BOUND)
 
 

@@ -36,14 +36,13 @@ def planned(name: str, n: int, block: int) -> tuple[Plan, Problem]:
 def work_by_round(plan: Plan, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """(pairs, keys): what each device computes in each round, and whose keys: (rounds, n) each."""
     devices = np.arange(problem.n)
-    cases = problem.layout.cases(problem.causal)
-    by_case = np.array([sum(region.pairs(problem.block_tokens) for region in case) for case in cases])
+    by_class = np.array(problem.blocks.pairs)
     rounds = max(plan.steps) + 1
     pairs, keys = np.zeros((rounds, problem.n), np.int64), np.full((rounds, problem.n), -1)
     for op, step in zip(plan.ops, plan.steps, strict=True):
         if isinstance(op, Attend):
             queries, keys[step] = op.q.owner(devices), op.kv.owner(devices)
-            pairs[step] += by_case[problem.layout.order(queries, keys[step])]
+            pairs[step] += by_class[problem.blocks.of(queries, keys[step])]
     return pairs, keys
 
 

@@ -105,7 +105,7 @@ def run_points(
 def _together(request: Request) -> tuple:
     """Points that are equal in this run together: those that tables compare. Each such group is kept when it ends."""
     p, cluster = request.problem, request.cluster
-    problem = (p.n, p.seqlen, p.batch, p.heads, p.kv_heads, p.head_dim, p.causal, p.dtype, p.wire_dtype)
+    problem = (p.n, p.seqlen, p.batch, p.heads, p.kv_heads, p.head_dim, p.mask, p.dtype, p.wire_dtype)
     asked = (request.workload.name, request.phase)
     settings = (
         request.iters,

@@ -19,7 +19,7 @@ from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import Method, Problem, layout_named
+from sp_bench.plan import CAUSAL, FULL, Mask, Method, Problem, mask_named
 from sp_bench.records import MODES, Record
 from sp_bench.records.parts import Asked, Setup
 from sp_bench.records.record import Part
@@ -86,7 +86,8 @@ class Request:
             heads=problem.heads,
             kv_heads=problem.kv_heads,
             head_dim=problem.head_dim,
-            causal=problem.causal,
+            mask=problem.mask.name,
+            causal=problem.mask == CAUSAL,
             dtype=problem.dtype,
             wire_dtype=problem.wire_dtype,
             phase=self.phase,
@@ -131,11 +132,11 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     `launch` has the ranks that the point is measured on; None starts them on this machine.
     """
     workload = workload_named(str(config["workload"]))
-    numbers, causal = _numbers(config), truth("causal", config["causal"])
+    numbers, mask = _numbers(config), mask_of(config)
     options = {key: value for key, value in config["method"].items() if key != "name"}
-    method = _implementation(config["method"]["name"], options, config["impl"], causal)
+    method = _implementation(config["method"]["name"], options, config["impl"], mask)
     peer = method if isinstance(method, Peer) else None
-    problem = _problem(config, numbers, method, causal=causal)
+    problem = _problem(config, numbers, method, mask)
     cluster = replace(
         Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], numbers["seed"])
     )
@@ -174,16 +175,16 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     )
 
 
-def _problem(config: Mapping[str, Any], numbers: Mapping[str, int], method: Method | Peer, *, causal: bool) -> Problem:
+def _problem(config: Mapping[str, Any], numbers: Mapping[str, int], method: Method | Peer, mask: Mask) -> Problem:
     """The problem, with its tokens dealt as the method wants them. Raises RequestError for one that can't be served."""
     shape = {key: numbers[key] for key in ("seqlen", "batch", "heads", "kv_heads", "head_dim")}
     problem = Problem(
         n=numbers["gpus"],
         **shape,
-        causal=causal,
+        mask=mask,
         dtype=str(config["dtype"]),
         wire_dtype=str(config["wire_dtype"] or ""),
-        layout=layout_named(method.layout, causal=causal),
+        layout=mask.layout(method.layout),
     )
     method.refuse(problem)
     return method.dealt(problem) if isinstance(method, Peer) else problem
@@ -207,9 +208,9 @@ def _refuse_measuring(
     return [f"{here} ranks share {cores} cores: their compute time includes waiting for one"] if crowded else []
 
 
-def _implementation(name: str, options: Mapping[str, Any], impl: str | None, causal: bool) -> Method | Peer:
+def _implementation(name: str, options: Mapping[str, Any], impl: str | None, mask: Mask) -> Method | Peer:
     """A method of ours, or with method=peer somebody else's. Raises RequestError for one that there is not."""
-    return peers.build(impl, options, causal=causal) if name == peers.METHOD else methods.build(name, options)
+    return peers.build(impl, options, mask=mask) if name == peers.METHOD else methods.build(name, options)
 
 
 def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
@@ -226,7 +227,8 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
         heads=numbers["heads"],
         kv_heads=numbers["kv_heads"],
         head_dim=numbers["head_dim"],
-        causal=truth("causal", config["causal"]),
+        mask=mask_of(config).name,
+        causal=mask_of(config) == CAUSAL,
         dtype=str(config["dtype"]),
         wire_dtype=str(config["wire_dtype"] or config["dtype"]),
         phase=str(config["phase"]),
@@ -235,6 +237,21 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     )
     run_id, provenance = _point_id(config, mode, cores=None), records.provenance()
     return Record.of(asked, run_id=run_id, status="unsupported", mode=mode, error=str(error), provenance=provenance)
+
+
+def mask_of(config: Mapping[str, Any]) -> Mask:
+    """The mask of a composed config. Raises RequestError for an unknown one, or where `causal` contradicts it."""
+    mask = mask_named(str(config["mask"]))
+    if config["causal"] is None:
+        return mask
+    short = CAUSAL if truth("causal", config["causal"]) else FULL
+    if mask not in (short, CAUSAL):
+        raise RequestError(
+            f"causal={config['causal']}",
+            f"is short for mask={short.name}, and mask={mask.name}",
+            "one of them would work",
+        )
+    return short
 
 
 def _numbers(config: Mapping[str, Any]) -> dict[str, int]:
@@ -260,6 +277,7 @@ def _point_id(
     """
     kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT} | _numbers(config)
     kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
+    kept |= {"mask": mask_of(config).name, "causal": None}
     if mode == "measure" and launch and len(launch.ranks_by_node) > 1:
         kept["ranks_by_node"] = launch.ranks_by_node
     if mode == "simulate":

@@ -14,7 +14,7 @@ from sp_bench.errors import RequestError
 from sp_bench.kernels import BlockKernel, choose, fold_
 from sp_bench.kernels.fold import fold_bytes
 from sp_bench.measure.pool import report
-from sp_bench.plan import Mask
+from sp_bench.plan import RegionKind
 
 LAUNCHES = 20
 """Tiny blocks for each repetition."""
@@ -62,8 +62,8 @@ def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
     costs.kernel = kernel.name
     q, dout = (random(setting, max(setting.sizes), dtype) for _ in range(2))
     k, v = (random(setting, max(setting.sizes), dtype, heads=setting.kv_heads) for _ in range(2))
-    cases = [(Mask.FULL, *pair) for pair in itertools.product(setting.sizes, repeat=2)]
-    cases += [(Mask.CAUSAL, size, size) for size in setting.sizes]
+    cases = [(RegionKind.FULL, *pair) for pair in itertools.product(setting.sizes, repeat=2)]
+    cases += [(RegionKind.CAUSAL, size, size) for size in setting.sizes]
     # Case by case within a repetition, so that drift of the machine meets all of them alike.
     for repetition in range(1 + setting.repetitions):
         for mask, rows, columns in cases:
@@ -82,7 +82,7 @@ def _launches(setting: Setting, costs: Costs) -> None:
     kernel, clock = kernel_for(setting, setting.dtypes[0]), CLOCKS[setting.device]
     tiny = [random(setting, setting.launch_tokens, setting.dtypes[0], heads=1) for _ in range(3)]
     for repetition in range(LAUNCHES * (1 + setting.repetitions)):
-        seconds, _ = clock(kernel.forward, *tiny, Mask.FULL)
+        seconds, _ = clock(kernel.forward, *tiny, RegionKind.FULL)
         if repetition >= LAUNCHES:
             costs.launch_s.append(seconds)
 

@@ -16,7 +16,7 @@ from sp_bench.calibrating.clock import CLOCKS
 from sp_bench.calibrating.kernels import kernel_for, random
 from sp_bench.calibrating.setting import Links, Samples, Setting
 from sp_bench.measure.pool import report
-from sp_bench.plan import Mask
+from sp_bench.plan import RegionKind
 from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport, Turn
 
@@ -109,7 +109,7 @@ def block_clock(setting: Setting, tokens: int) -> Callable[[], float]:
     kernel, clock = kernel_for(setting, setting.dtypes[0]), CLOCKS[setting.device]
     heads = (setting.heads, setting.kv_heads, setting.kv_heads)
     block = [random(setting, tokens, setting.dtypes[0], heads=count) for count in heads]
-    return lambda: clock(kernel.forward, *block, Mask.FULL)[0]
+    return lambda: clock(kernel.forward, *block, RegionKind.FULL)[0]
 
 
 def messages_lasting(seconds: float, message_s: float, *, least: int) -> int:

@@ -46,7 +46,7 @@ def amount(size: float | None) -> str:
 
 def title(record: Record) -> str:
     """The problem in one line."""
-    mask = "causal" if record.causal else "full"
+    mask = record.mask
     heads = f"{record.heads} heads" + (f" ({record.kv_heads} kv)" if record.kv_heads != record.heads else "")
     ranks = f"{record.gpus} GPUs"
     if record.alone_ranks:
@@ -61,7 +61,7 @@ def shape(record: Record) -> str:
     """Batch, heads, mask and dtype in a few letters."""
     kv = f"/{record.kv_heads}" if record.kv_heads != record.heads else ""
     batch = f"{record.batch}x" if record.batch > 1 else ""
-    mask, dtype = "causal" if record.causal else "full", record.dtype.replace("bfloat", "bf").replace("float", "fp")
+    mask, dtype = record.mask, record.dtype.replace("bfloat", "bf").replace("float", "fp")
     return f"{batch}{record.heads}{kv}x{record.head_dim} {mask} {dtype}"
 
 
@@ -368,7 +368,7 @@ def _problem(record: Record) -> tuple:
     """What two points must share to be compared, the mode among it."""
     return (
         record.mode, record.cluster, record.gpus, record.seqlen, record.batch, record.heads, record.kv_heads,
-        record.head_dim, record.causal, record.dtype, record.wire_dtype, record.phase,
+        record.head_dim, record.mask, record.dtype, record.wire_dtype, record.phase,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan import DTYPE_BYTES, FIELDS, Kind, Mask, Problem, Region
+from sp_bench.plan import DTYPE_BYTES, FIELDS, Kind, Problem, Region, RegionKind
 from sp_bench.reading import Count, NotNegative, Positive, Section, read
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
@@ -127,12 +127,12 @@ class DeviceCosts:
         return notes
 
     def block_s(self, problem: Problem, phase: str) -> np.ndarray:
-        """Seconds of one block without its fold, for q chunk below, equal to, above kv chunk: (3,).
+        """Seconds of one block without its fold, by class of `Problem.blocks`: (classes,).
 
         As all that a device takes: where a rank has it, or a core, to itself.
         """
-        cases = problem.layout.cases(problem.causal)
-        return np.array([sum(self._region_s(problem, phase, region) for region in case) for case in cases])
+        classes = problem.blocks.regions
+        return np.array([sum(self._region_s(problem, phase, region) for region in regions) for regions in classes])
 
     def fold_s(
         self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False, summed: bool = True
@@ -181,16 +181,14 @@ class DeviceCosts:
         )
 
     def _region_s(self, problem: Problem, phase: str, region: Region) -> float:
-        tokens, batch_heads = problem.block_tokens, problem.batch * problem.block_heads
-        if not region.pairs(tokens):
-            return 0.0
+        full, batch_heads = region.kind is RegionKind.FULL, problem.batch * problem.block_heads
         # A kernel works on tiles of rows: STRICT, which is one row less, takes as long as CAUSAL.
-        pairs = replace(region, mask=Mask.CAUSAL if region.mask is Mask.STRICT else region.mask).pairs(tokens)
+        pairs = region.pairs if full else region._replace(kind=RegionKind.CAUSAL).pairs
         flops_per_s = self._table(problem).flops_per_s(
             phase,
-            "full" if region.mask is Mask.FULL else "causal",
-            region.q.tokens(tokens),
-            region.kv.tokens(tokens),
+            "full" if full else "causal",
+            len(region.q),
+            len(region.kv),
             batch_heads=batch_heads,
             dtype=problem.dtype,
         )

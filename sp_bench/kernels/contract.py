@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_bench.plan import Mask, window
+from sp_bench.plan import Region, RegionKind
 
 
 class BlockKernel(ABC):
@@ -41,7 +41,7 @@ class BlockKernel(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
         """(out_BSHD in q's dtype, lse_BHS) of scores scaled by 1/sqrt(head_dim).
 
         The lse is a natural logarithm, in fp32 (fp64 where q is fp64). On a GPU it is contiguous, so that what a
@@ -50,23 +50,23 @@ class BlockKernel(ABC):
         A row that saw no key is out = 0, lse = -inf. CAUSAL and STRICT need as many keys as queries.
         """
         _square(q, k, mask)
-        if mask is not Mask.STRICT and q.shape[1] and k.shape[1]:
-            return self._forward(q, k, v, mask is Mask.CAUSAL)
+        if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
+            return self._forward(q, k, v, mask is RegionKind.CAUSAL)
         out, lse = empty_output(q)
-        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
+        rows, columns = _seen(q, k, mask)
         if rows.stop > rows.start and columns.stop > columns.start:
             out[:, rows], lse[:, :, rows] = self._forward(q[:, rows], k[:, columns], v[:, columns], True)
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: RegionKind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this block, given the *global* out and lse of its rows; shapes and dtypes of q, k, v."""
         _square(q, k, mask)
-        if mask is not Mask.STRICT and q.shape[1] and k.shape[1]:
-            return self._backward(dout, q, k, v, out, _harmless(lse), mask is Mask.CAUSAL)
+        if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
+            return self._backward(dout, q, k, v, out, _harmless(lse), mask is RegionKind.CAUSAL)
         grads = tuple(torch.zeros_like(x) for x in (q, k, v))
-        rows, columns = window(mask, slice(0, q.shape[1]), slice(0, k.shape[1]))
+        rows, columns = _seen(q, k, mask)
         if rows.stop > rows.start and columns.stop > columns.start:
             inner_lse = _harmless(lse[:, :, rows])
             parts = self._backward(
@@ -90,9 +90,15 @@ def heads_first(x_BSHD: Tensor) -> Tensor:
     return (x_BSHD if x_BSHD.stride(3) == 1 else x_BSHD.contiguous()).transpose(1, 2)
 
 
-def _square(q: Tensor, k: Tensor, mask: Mask) -> None:
+def _seen(q: Tensor, k: Tensor, mask: RegionKind) -> tuple[slice, slice]:
+    """The queries that see any key, and the keys that any query sees."""
+    region = Region(mask, range(q.shape[1]), range(k.shape[1])).plain
+    return slice(region.q.start, region.q.stop), slice(region.kv.start, region.kv.stop)
+
+
+def _square(q: Tensor, k: Tensor, mask: RegionKind) -> None:
     # Backends align a causal mask to different corners of a block that is not square.
-    if mask is not Mask.FULL and q.shape[1] != k.shape[1]:
+    if mask is not RegionKind.FULL and q.shape[1] != k.shape[1]:
         raise ValueError(f"{q.shape[1]} queries and {k.shape[1]} keys: a {mask.value} block must be square")
 
 

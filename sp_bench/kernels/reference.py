@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from sp_bench.kernels.contract import BlockKernel
+from sp_bench.kernels.contract import BlockKernel, empty_output
+from sp_bench.kernels.fold import fold_unfused_
+from sp_bench.plan import Mask
 
 
 class Reference(BlockKernel):
@@ -47,6 +49,27 @@ class Reference(BlockKernel):
                 dk[b, :, h // group] += ds.T @ q64
                 dv[b, :, h // group] += p.T @ dout64
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) in fp64 of a whole sequence: q_BSHD, k_BSHD, ... in order of their positions."""
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    kernel, everything = Reference(), (range(q.shape[1]),)
+    windows = [
+        (slice(r.q.start, r.q.stop), slice(r.kv.start, r.kv.stop), r.kind) for r in mask.regions(everything, everything)
+    ]
+    out, lse = empty_output(q)
+    for rows, columns, kind in windows:
+        part = kernel.forward(q[:, rows], k[:, columns], v[:, columns], kind)
+        fold_unfused_(out[:, rows], lse[:, :, rows], *part)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for rows, columns, kind in windows:
+        inputs = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows], lse[:, :, rows]
+        for gradient, part in zip(
+            (dq[:, rows], dk[:, columns], dv[:, columns]), kernel.backward(*inputs, kind), strict=True
+        ):
+            gradient += part
+    return out, dq, dk, dv
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Chunk, Op, Pass, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Problem, is_partial
-from sp_bench.plan.transfers import adds_up, by_heads, piece_bytes, piece_shape
+from sp_bench.plan.transfers import adds_up, by_heads, piece_bytes
 
 
 class TensorSpec(NamedTuple):
@@ -55,7 +55,10 @@ def staging_buffers(plan: Plan, problem: Problem, unsummed: Container[Chunk]) ->
     for op in plan.ops:
         if isinstance(op, AllToAll):
             pieces = tuple(
-                TensorSpec((op.group.size, *piece_shape(problem, field)), problem.field_dtype(field, wire=True))
+                TensorSpec(
+                    (op.group.size, *problem.field_shape(field, problem.local_seqlen)),
+                    problem.field_dtype(field, wire=True),
+                )
                 for field in by_heads(op)
             )
             by_tokens, other = ("send", "recv") if op.to_heads else ("recv", "send")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan import Problem, layout_named
+from sp_bench.plan import CAUSAL, Mask, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +37,13 @@ class Peer(ABC):
     algorithms: ClassVar[tuple[str, ...]]
     """The first is what `auto` stands for, unless a subclass knows better."""
 
-    causal: bool
+    mask: Mask
     algorithm: str = AUTO
     layout: str = AUTO
     """The name of one of our layouts: the one that the algorithm wants."""
 
     @classmethod
-    def build(cls, options: Mapping[str, Any], *, causal: bool) -> Self:
+    def build(cls, options: Mapping[str, Any], *, mask: Mask) -> Self:
         """The peer with these options; those that it doesn't have must be left at auto.
 
         Raises RequestError for any other, for a bad value, and for a package that is not installed.
@@ -54,7 +54,7 @@ class Peer(ABC):
                 raise RequestError(
                     f"method.{key}={value}", f"impl={cls.name} has no such option", f"method.{key}={AUTO} would work"
                 )
-        peer = cls(causal=causal, **own)
+        peer = cls(mask=mask, **own)
         peer.refuse_absence()
         return peer
 
@@ -72,6 +72,11 @@ class Peer(ABC):
             )
         object.__setattr__(self, "layout", wanted)
 
+    @property
+    def causal(self) -> bool:
+        """Whether the mask is causal, as packages say it."""
+        return self.mask == CAUSAL
+
     def preferred(self) -> str:
         """The algorithm that `auto` stands for."""
         return self.algorithms[0]
@@ -86,6 +91,15 @@ class Peer(ABC):
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a problem that the algorithm can't do, with what it could do."""
+        unit = problem.n * (2 if self.layout == "zigzag" else 1)
+        if problem.seqlen % unit:
+            low, high = problem.seqlen // unit * unit, (problem.seqlen // unit + 1) * unit
+            choices = f"seqlen={low} or {high}" if low else f"seqlen={high}"
+            raise RequestError(
+                f"seqlen={problem.seqlen}",
+                f"{self.name} deals it out in {unit} equal pieces, so {unit} must divide it",
+                f"{choices} would work",
+            )
         if problem.wire_dtype != problem.dtype:
             raise RequestError(
                 f"wire_dtype={problem.wire_dtype}",
@@ -111,7 +125,7 @@ class Peer(ABC):
 
     def dealt(self, problem: Problem) -> Problem:
         """The problem with its tokens dealt out as the algorithm wants them."""
-        layout = layout_named(self.layout, causal=self.causal)
+        layout = self.mask.layout(self.layout)
         return replace(problem, layout=replace(layout, shared=self.ranks_per_chunk(problem)))
 
     def variant(self, problem: Problem) -> str:
@@ -141,7 +155,7 @@ def refuse_full_mask(peer: Peer, other: str) -> None:
     """Raise RequestError where an algorithm for causal masks is asked for a full one; `other` takes any."""
     if not peer.causal:
         raise RequestError(
-            "causal=false",
+            f"mask={peer.mask.name}",
             f"{peer.name}'s {peer.algorithm} is for causal masks only",
             f"method.algorithm={other} would work",
         )
@@ -152,7 +166,7 @@ def refuse_mixed_rings(peer: Peer, problem: Problem) -> None:
 
     What decides is whether a rank has added a block to those that it got, which under a causal mask not all have.
     """
-    if problem.dtype == "float64" and problem.causal and peer.algorithm in ("ring", "stripe"):
+    if problem.dtype == "float64" and peer.causal and peer.algorithm in ("ring", "stripe"):
         raise RequestError(
             "dtype=float64",
             f"in {peer.name}'s {peer.algorithm} some ranks send gradients of float64 to ranks that await fp32",

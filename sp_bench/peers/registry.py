@@ -12,6 +12,7 @@ from sp_bench.peers.ring_flash_attn import RingFlashAttn
 from sp_bench.peers.torch_context_parallel import TorchContextParallel
 from sp_bench.peers.user import User
 from sp_bench.peers.yunchang import Yunchang
+from sp_bench.plan import Mask
 
 METHOD = "peer"
 """The method=... that runs the peer which impl=... names."""
@@ -22,18 +23,18 @@ PEERS: dict[str, type[Peer]] = {
 """Every package by the name that `impl` has for it. A new one is imported above and listed here."""
 
 
-def build(impl: str | None, options: Mapping[str, Any], *, causal: bool) -> Peer:
+def build(impl: str | None, options: Mapping[str, Any], *, mask: Mask) -> Peer:
     """The peer of that name, or the user's own function where it is module:name, with the options of method=peer.
 
     Raises RequestError for a name that there is not, a package that is not installed, and an option it doesn't have.
     """
     if impl and ":" in impl:
-        return User.named(impl, options, causal=causal)
+        return User.named(impl, options, mask=mask)
     if impl not in PEERS:
         rule = f"method={METHOD} needs an implementation to run" if impl is None else "there is no such implementation"
         known = nearest(impl or "", PEERS)
         raise RequestError(f"impl={'null' if impl is None else impl}", rule, f"{known}, or your_module:your_function")
-    return PEERS[impl].build(options, causal=causal)
+    return PEERS[impl].build(options, mask=mask)
 
 
 def refuse_run(peer: Peer, *, mode: str, kernel: str) -> None:

@@ -73,7 +73,7 @@ class RingFlashAttn(Peer):
                     stripe_flash_attn_func as function,
                 )
             case "llama3":
-                return _llama3(problem)
+                return _llama3(problem, self.causal)
             case _:
                 from ring_flash_attn.ring_flash_attn import (  # pyright: ignore[reportMissingImports]
                     ring_flash_attn_func as function,
@@ -81,7 +81,7 @@ class RingFlashAttn(Peer):
         return lambda q, k, v: function(q, k, v, causal=self.causal)
 
 
-def _llama3(problem: Problem) -> Attention:
+def _llama3(problem: Problem, causal: bool) -> Attention:
     import torch
     import torch.distributed as dist
     from ring_flash_attn.llama3_flash_attn_varlen import (  # pyright: ignore[reportMissingImports]
@@ -91,9 +91,7 @@ def _llama3(problem: Problem) -> Attention:
 
     whole = torch.tensor([0, problem.seqlen], dtype=torch.int32)
     rank = dist.get_rank()
-    q_ends, k_ends, q_most, k_most, k_slice = llama3_flash_attn_prepare_cu_seqlens(
-        whole, problem.causal, rank, problem.n
-    )
+    q_ends, k_ends, q_most, k_most, k_slice = llama3_flash_attn_prepare_cu_seqlens(whole, causal, rank, problem.n)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = llama3_flash_attn_varlen_func(
@@ -106,7 +104,7 @@ def _llama3(problem: Problem) -> Attention:
             k_most,
             heads_k_stride=HEADS_STRIDE,
             local_k_slice=k_slice,
-            causal=problem.causal,
+            causal=causal,
         )
         return out[None]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sp_bench.kernels import KERNELS, fold_
-from sp_bench.plan import Mask
+from sp_bench.plan import RegionKind
 
 __version__ = "2.8.0"
 """Peers branch on flash_attn's version; this is the interface that they find here."""
@@ -176,10 +176,10 @@ class _FlashAttn(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """(out, lse). Our kernels do a causal mask on as many keys as queries: keys before those are a full block."""
     before, own = _parts(q, k, causal)
-    out, lse = KERNEL.forward(q, k[:, own], v[:, own], Mask.CAUSAL if causal else Mask.FULL)
+    out, lse = KERNEL.forward(q, k[:, own], v[:, own], RegionKind.CAUSAL if causal else RegionKind.FULL)
     if before.stop:
         accumulated = out.to(lse.dtype)
-        fold_(accumulated, lse, *KERNEL.forward(q, k[:, before], v[:, before], Mask.FULL))
+        fold_(accumulated, lse, *KERNEL.forward(q, k[:, before], v[:, before], RegionKind.FULL))
         out = accumulated.to(q.dtype)
     return out, lse
 
@@ -190,10 +190,12 @@ def _backward(
     """(dq, dk, dv), given the out and lse of all keys that the queries see anywhere."""
     before, own = _parts(q, k, causal)
     lse = lse.contiguous()
-    mask = Mask.CAUSAL if causal else Mask.FULL
+    mask = RegionKind.CAUSAL if causal else RegionKind.FULL
     dq, dk, dv = KERNEL.backward(dout, q, k[:, own], v[:, own], out, lse, mask)
     if before.stop:
-        dq_before, dk_before, dv_before = KERNEL.backward(dout, q, k[:, before], v[:, before], out, lse, Mask.FULL)
+        dq_before, dk_before, dv_before = KERNEL.backward(
+            dout, q, k[:, before], v[:, before], out, lse, RegionKind.FULL
+        )
         dq = (dq.to(lse.dtype) + dq_before).to(q.dtype)
         dk, dv = torch.cat((dk_before, dk), dim=1), torch.cat((dv_before, dv), dim=1)
     return dq, dk, dv

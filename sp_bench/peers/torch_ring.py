@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 
 from sp_bench.kernels import KERNELS
-from sp_bench.plan import Mask
+from sp_bench.plan import RegionKind
 
 TOKENS_DIM = 2
 KERNEL = KERNELS["aten_cpu"]()
@@ -68,5 +68,5 @@ def _backward_block(query: Tensor, key: Tensor, value: Tensor, **kwargs: object)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _mask(kwargs: dict[str, object]) -> Mask:
-    return Mask.CAUSAL if kwargs["is_causal"] else Mask.FULL
+def _mask(kwargs: dict[str, object]) -> RegionKind:
+    return RegionKind.CAUSAL if kwargs["is_causal"] else RegionKind.FULL

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sp_bench.errors import RequestError, nearest
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import Problem, layout_named
+from sp_bench.plan import Mask, Problem
 
 if TYPE_CHECKING:
     from sp_bench.peers.peer import Attention
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class User(Peer):
-    """`function` is what `impl` says. Layouts are our own; auto is striped if causal, else contiguous."""
+    """`function` is what `impl` says. Layouts are our own; auto is the one that balances the mask."""
 
     name: ClassVar[str] = "user"
     distribution: ClassVar[str] = ""
@@ -39,12 +39,12 @@ class User(Peer):
     """module:name, as `impl` has it."""
 
     @classmethod
-    def named(cls, function: str, options: Mapping[str, Any], *, causal: bool) -> User:
+    def named(cls, function: str, options: Mapping[str, Any], *, mask: Mask) -> User:
         """The user's function with these options."""
-        return cls.build({**options, "function": function}, causal=causal)
+        return cls.build({**options, "function": function}, mask=mask)
 
     def wanted_layout(self) -> str:
-        return layout_named(self.layout, causal=self.causal).name
+        return self.mask.layout(self.layout).name
 
     def refuse_absence(self) -> None:
         """Finds the file; whether the function is in it is seen inside the ranks, where it is imported."""

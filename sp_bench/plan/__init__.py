@@ -4,7 +4,8 @@ from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
-from sp_bench.plan.layout import LAYOUTS, Layout, Mask, Part, Region, Regions, layout_named, window
+from sp_bench.plan.layout import LAYOUTS, Layout
+from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Blocks, Mask, Region, RegionKind, Regions, mask_named
 from sp_bench.plan.method import PHASES, Method, Sized
 from sp_bench.plan.ops import (
     BLOCKS,
@@ -40,23 +41,26 @@ from sp_bench.plan.transfers import (
     adds_up,
     by_heads,
     messages,
-    part_sent,
     peers,
-    piece_shape,
+    rows_sent,
 )
 
 __all__ = [
     "BLOCKS",
+    "CAUSAL",
     "COMPUTE_BOUND",
     "DOWN",
     "DTYPE_BYTES",
     "FIELDS",
+    "FULL",
     "LAYOUTS",
+    "MASKS",
     "PHASES",
     "UP",
     "AllToAll",
     "Attend",
     "AttendBackward",
+    "Blocks",
     "Bundle",
     "Chunk",
     "CostProfile",
@@ -73,13 +77,13 @@ __all__ = [
     "Mask",
     "Method",
     "Op",
-    "Part",
     "Pass",
     "Place",
     "Plan",
     "PlanError",
     "Problem",
     "Region",
+    "RegionKind",
     "Regions",
     "RequestError",
     "Sized",
@@ -93,17 +97,15 @@ __all__ = [
     "divisors",
     "inner",
     "is_partial",
-    "layout_named",
     "line_of",
+    "mask_named",
     "messages",
     "outer",
-    "part_sent",
     "peers",
-    "piece_shape",
     "receive_next",
     "reduce_next",
     "reduce_scatter",
     "return_home",
+    "rows_sent",
     "unknown",
-    "window",
 ]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import ClassVar, Self
 
-from sp_bench.errors import RequestError, unknown_key
+from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.layout import Layout, layout_named
+from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 
@@ -32,7 +32,7 @@ class Method(ABC):
     """How many GPUs it can use."""
 
     layout: str = "auto"
-    """The layout's name; auto is striped if causal, else contiguous."""
+    """The layout's name; auto is the one that balances the mask."""
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -49,7 +49,8 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         if self.layout not in (*self.layouts, "auto"):
-            layout_named(str(self.layout), causal=True)
+            if self.layout not in LAYOUTS:
+                raise unknown("method.layout", str(self.layout), [*LAYOUTS, "auto"])
             raise RequestError(
                 f"method.layout={self.layout}",
                 f"{self.name} is not defined on that layout",
@@ -116,7 +117,7 @@ class Method(ABC):
         """The closed form in bytes for each GPU, statistics included."""
         problem = self.dealt(problem)
         sent = self.chunks_sent(problem, phase)
-        return float(sum(count * problem.chunk_bytes(tensor, wire=True) for tensor, count in sent.items()))
+        return float(sum(count * problem.mean_wire_bytes(tensor) for tensor, count in sent.items()))
 
 
 @dataclass(frozen=True, kw_only=True)

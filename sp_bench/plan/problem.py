@@ -1,15 +1,19 @@
 """The problem that a plan solves: shapes, dtypes, mask, how many ranks, and what each tensor weighs.
 
-Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim; local shapes have S = seqlen / n.
+Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim. A rank owns S = seqlen / n tokens, or where n
+doesn't divide seqlen one more or less than others; what ranks differ in takes the owner's rank, or an array of ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from fractions import Fraction
+from functools import cached_property
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.layout import Layout, Mask, Part, Regions
+from sp_bench.plan.layout import Layout
+from sp_bench.plan.mask import CAUSAL, Blocks, Mask, RegionKind
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -74,7 +78,7 @@ class Problem:
     kv_heads: int
     head_dim: int
     batch: int = 1
-    causal: bool = True
+    mask: Mask = CAUSAL
     dtype: str = "bfloat16"
     """The compute dtype: of q, k, v, out and their gradients."""
     wire_dtype: str = ""
@@ -105,13 +109,18 @@ class Problem:
 
     @property
     def local_seqlen(self) -> int:
-        """Tokens that a rank owns: S."""
-        return self.seqlen // self.n
+        """Tokens that a rank owns: S, of the rank that owns most."""
+        return -(-self.seqlen // self.n)
 
     @property
     def block_tokens(self) -> int:
-        """Queries, and keys, of one whole block: the tokens of a chunk of the layout."""
-        return self.local_seqlen * self.layout.shared
+        """Queries, and keys, of one whole block: the tokens of the largest chunk of the layout."""
+        return self.layout.largest(self.n, self.seqlen)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The classes of blocks that the mask leaves between chunks, and which class each pair of ranks has."""
+        return self.mask.blocks(self.layout, self.n, self.seqlen)
 
     @property
     def block_heads(self) -> int:
@@ -128,13 +137,14 @@ class Problem:
         """k of the volume formulas: kv_heads / heads."""
         return self.kv_heads / self.heads
 
-    @property
+    @cached_property
     def narrows(self) -> bool:
         """Whether the result of some block covers only a part of its chunks."""
-        cases = self.layout.cases(self.causal)
-        alone = self.n == self.layout.shared  # with one chunk, each block is of that and itself
-        regions = [region for case in (cases[1:2] if alone else cases) for region in case]
-        return any(r.mask is Mask.STRICT or r.q is not Part.WHOLE or r.kv is not Part.WHOLE for r in regions)
+        for q, kv, regions in self.blocks.examples:
+            whole = (range(self.block_tokens_of(q)), range(self.block_tokens_of(kv)))
+            if any(r.kind is RegionKind.STRICT or (r.q, r.kv) != whole for r in regions):
+                return True
+        return False
 
     def field_dtype(self, field: Field, *, wire: bool, summed: bool = True) -> str:
         """The dtype of a field, on the wire or held by a rank; a partial there as a sum, or never `summed`."""
@@ -149,46 +159,59 @@ class Problem:
         heads = self.kv_heads if field.kv else self.heads
         return max(heads // self.layout.shared, 1) if field.by_heads else heads // self.head_slices
 
-    def field_tokens(self, field: Field) -> int:
-        """Tokens of a field of one chunk."""
-        return self.block_tokens if field.by_heads else self.local_seqlen
+    def tokens(self, owner):
+        """How many tokens a rank owns, or an array of ranks."""
+        return self.layout.tokens(owner, self.n, self.seqlen)
 
-    def field_shape(self, field: Field, part: Part = Part.WHOLE) -> tuple[int, ...]:
-        """The shape of a field of one chunk, or of a half of it."""
-        tokens = part.tokens(self.field_tokens(field))
+    def block_tokens_of(self, owner):
+        """How many tokens the chunk of the layout has that a rank owns, alone or with others."""
+        shared = self.layout.shared
+        return self.layout.chunk_tokens(owner // shared, self.n // shared, self.seqlen)
+
+    def field_tokens(self, field: Field, owner=None):
+        """Tokens of a field of the chunk of that owner, or array of owners; of the largest chunk without one."""
+        if owner is None:
+            return self.block_tokens if field.by_heads else self.local_seqlen
+        return self.block_tokens_of(owner) if field.by_heads else self.tokens(owner)
+
+    def field_shape(self, field: Field, tokens: int | None = None) -> tuple[int, ...]:
+        """The shape of so many tokens of a field; of the largest chunk without a number."""
+        tokens = self.field_tokens(field) if tokens is None else tokens
         heads = self.field_heads(field)
         if field.kind is Kind.STATISTIC:
             return (self.batch, heads, tokens)
         return (self.batch, tokens, heads, self.head_dim)
 
-    def field_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
-        """What one field of a chunk weighs."""
-        elements = 1
-        for size in self.field_shape(field):
-            elements *= size
+    def token_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
+        """What one token of a field of a chunk weighs, in all batch entries."""
+        elements = self.batch * self.field_heads(field) * (1 if field.kind is Kind.STATISTIC else self.head_dim)
         return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, summed=summed)]
 
+    def field_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
+        """What one field of the largest chunk weighs."""
+        return self.field_tokens(field) * self.token_bytes(field, wire=wire, summed=summed)
+
     def chunk_bytes(self, tensor: str, *, wire: bool, summed: bool = True) -> int:
-        """What one chunk of `tensor` weighs, its statistics included."""
+        """What the largest chunk of `tensor` weighs, its statistics included."""
         return sum(self.field_bytes(field, wire=wire, summed=summed) for field in FIELDS[tensor])
 
-    def wire_statistic_bytes(self, tensor: str) -> int:
-        """The part of `chunk_bytes(tensor, wire=True)` that is statistics, which the papers leave out."""
-        return sum(self.field_bytes(f, wire=True) for f in FIELDS[tensor] if f.kind is Kind.STATISTIC)
+    def mean_wire_bytes(self, tensor: str, *, statistics: bool = True) -> Fraction:
+        """What a chunk of `tensor` weighs on the wire on average; papers leave its statistics out."""
+        fields = [field for field in FIELDS[tensor] if statistics or field.kind is not Kind.STATISTIC]
+        ranks = {field: self.layout.shared if field.by_heads else 1 for field in fields}
+        total = sum(self.seqlen * ranks[field] * self.token_bytes(field, wire=True) for field in fields)
+        return Fraction(total, self.n)
 
     def needs_cast(self, tensor: str, *, summed: bool = True) -> bool:
         """Whether the held form of a chunk differs from its wire form, so that sending it takes a staging buffer."""
         held, sent = ([self.field_dtype(f, wire=w, summed=summed) for f in FIELDS[tensor]] for w in (False, True))
         return held != sent
 
-    def regions(self, q_chunk: int, kv_chunk: int) -> Regions:
-        """What is computed between two chunks, by their global indices."""
-        return self.layout.regions(q_chunk, kv_chunk, self.causal)
+    def rows_seen(self, q_owner: int, kv_owner: int) -> int:
+        """How many queries of a chunk see any key of another one, from the first such to the last."""
+        return len(self.blocks.rows_seen[self.blocks.of(q_owner, kv_owner)])
 
-    def rows_seen(self) -> list[Part]:
-        """The queries of a block that see any of its keys, by Layout.order; all of them where none does."""
-        return [_union([region.q for region in case]) for case in self.layout.cases(self.causal)]
-
-
-def _union(parts: list[Part]) -> Part:
-    return parts[0] if len(set(parts)) == 1 else Part.WHOLE
+    @cached_property
+    def skips_queries(self) -> bool:
+        """Whether some block needs only a part of its queries."""
+        return any(self.rows_seen(q, kv) < self.block_tokens_of(q) for q, kv, _ in self.blocks.examples)

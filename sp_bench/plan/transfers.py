@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.layout import Part
 from sp_bench.plan.ops import AllToAll, Pass, Transfer
 from sp_bench.plan.problem import FIELDS, Field, Problem
 
@@ -25,39 +24,40 @@ def messages(op: Transfer, problem: Problem, rank) -> list[Mapping[str, Any]]:
     All of them are under way at once. Nothing is sent where the peer is the rank itself.
     """
     if isinstance(op, AllToAll):
-        pieces = {field.name: piece_bytes(problem, field) for field in by_heads(op)}
-        return [pieces] * (op.group.size - 1)
+        found = []
+        for group, shift in peers(op):
+            tokens = problem.tokens(rank if op.to_heads else group.member(rank, shift))
+            found.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
+        return found
     if op.send is None:
         return []
-    whole = _wire_bytes(problem, op.send.tensor)
-    if op.against is None and not isinstance(op.group, Exchange):
-        return [whole]
-    tokens = problem.field_tokens(FIELDS[op.send.tensor][0])
-    share = tokens if op.against is None else _rows_seen(op, problem, rank)
+    tokens = _rows_sent(op, problem, rank)
     if isinstance(op.group, Exchange):
-        share = share * (op.target(rank) != rank)
-    return [{name: share * size // tokens for name, size in whole.items()}]
+        tokens = tokens * (op.target(rank) != rank)
+    return [{name: tokens * size for name, size in _token_bytes(problem, op.send.tensor).items()}]
 
 
 @lru_cache(maxsize=64)
-def _wire_bytes(problem: Problem, tensor: str) -> Mapping[str, int]:
-    """What each field of a chunk weighs on the wire. Plans have thousands of messages, of few tensors."""
-    return {field.name: problem.field_bytes(field, wire=True) for field in FIELDS[tensor]}
+def _token_bytes(problem: Problem, tensor: str) -> Mapping[str, int]:
+    """What a token of each field weighs on the wire. Plans have thousands of messages, of few tensors."""
+    return {field.name: problem.token_bytes(field, wire=True) for field in FIELDS[tensor]}
 
 
-def _rows_seen(op: Pass, problem: Problem, rank):
-    """How many tokens of its chunk a rank sends, where it sends only those that something sees."""
+def _rows_sent(op: Pass, problem: Problem, rank):
+    """How many tokens of its chunk a rank sends: all, or those that something sees."""
     assert op.send is not None
-    tokens = problem.field_tokens(FIELDS[op.send.tensor][0])
-    order = problem.layout.order(*op.seen_by(rank))
-    return sum((order == i) * part.tokens(tokens) for i, part in enumerate(problem.rows_seen()))
-
-
-def part_sent(op: Pass, problem: Problem, rank: int) -> Part:
-    """The part of its chunk that one rank sends."""
     if op.against is None:
-        return Part.WHOLE
-    return problem.rows_seen()[problem.layout.order(*op.seen_by(rank))]
+        return problem.field_tokens(FIELDS[op.send.tensor][0], op.send.owner(rank))
+    kind = problem.blocks.of(*op.seen_by(rank))
+    return sum((kind == i) * len(rows) for i, rows in enumerate(problem.blocks.rows_seen))
+
+
+def rows_sent(op: Pass, problem: Problem, rank: int) -> range:
+    """The tokens of its chunk that one rank sends."""
+    assert op.send is not None
+    if op.against is None:
+        return range(problem.field_tokens(FIELDS[op.send.tensor][0], op.send.owner(rank)))
+    return problem.blocks.rows_seen[problem.blocks.of(*op.seen_by(rank))]
 
 
 def by_heads(op: AllToAll) -> tuple[Field, ...]:
@@ -66,14 +66,9 @@ def by_heads(op: AllToAll) -> tuple[Field, ...]:
     return FIELDS[tensor if op.to_heads else f"{tensor}_h"]
 
 
-def piece_shape(problem: Problem, field: Field) -> tuple[int, ...]:
-    """One rank's heads of another rank's tokens: what two ranks exchange of a field by heads."""
-    return (problem.batch, problem.local_seqlen, problem.field_heads(field), problem.head_dim)
-
-
 def piece_bytes(problem: Problem, field: Field) -> int:
-    """What they weigh on the wire."""
-    return problem.field_bytes(field, wire=True) // problem.layout.shared
+    """What one rank's heads of another rank's tokens weigh on the wire, where that one owns most."""
+    return problem.local_seqlen * problem.token_bytes(field, wire=True)
 
 
 def adds_up(op: AllToAll, problem: Problem, field: Field) -> bool:

@@ -21,7 +21,10 @@ class Asked:
     heads: int
     kv_heads: int
     head_dim: int
+    mask: str = ""
+    """Which keys a query sees: causal or full. Follows from `causal` in files that lack it."""
     causal: bool
+    """Whether the mask is the causal one."""
     dtype: str
     wire_dtype: str
     phase: str

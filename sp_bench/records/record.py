@@ -37,6 +37,8 @@ class Record(Exactness, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked)
             raise ValueError(f"status={self.status}: must be one of {', '.join(STATUSES)}")
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode}: must be one of {', '.join(MODES)}")
+        if not self.mask:
+            object.__setattr__(self, "mask", "causal" if self.causal else "full")
 
     @classmethod
     def of(

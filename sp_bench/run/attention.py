@@ -16,7 +16,18 @@ from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, FIELDS, PHASES, Chunk, CostProfile, Kind, Layout, Plan, Problem, layout_named
+from sp_bench.plan import (
+    COMPUTE_BOUND,
+    FIELDS,
+    PHASES,
+    Chunk,
+    CostProfile,
+    Kind,
+    Layout,
+    Plan,
+    Problem,
+    mask_named,
+)
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Cuda, Device
@@ -163,7 +174,7 @@ class SequenceParallelAttention(torch.nn.Module):
     """Exact attention over a sequence that is dealt out over the ranks of `group`.
 
     attn = SequenceParallelAttention("mesh", causal=True, tile=(2, 2)); options are those of the method. `tile="auto"`
-    takes the tile that sends least. softmax(q k^T / sqrt(D)) v, causal by global token position.
+    takes the tile that sends least. softmax(q k^T / sqrt(D)) v, masked by global token position.
     """
 
     def __init__(
@@ -171,17 +182,24 @@ class SequenceParallelAttention(torch.nn.Module):
         method: str,
         *,
         causal: bool = True,
+        mask: str = "",
         group: dist.ProcessGroup | None = None,
         kernel: str = "auto",
         wire_dtype: str = "",
         costs: CostProfile = COMPUTE_BOUND,
         **method_options: object,
     ) -> None:
-        """Raises RequestError for an unknown method, option or kernel, or one that doesn't fit the group."""
+        """`mask` is causal or full, and `causal` is short for it.
+
+        Raises RequestError for an unknown method, mask, option or kernel, or one that doesn't fit the group.
+        """
         super().__init__()
         self.method = build(method, method_options)
-        self.causal, self.group, self.kernel, self.wire_dtype, self.costs = causal, group, kernel, wire_dtype, costs
-        self._layout = layout_named(self.method.layout, causal=causal)
+        self.mask = mask_named(mask or ("causal" if causal else "full"))
+        self.group, self.kernel, self.wire_dtype, self.costs = group, kernel, wire_dtype, costs
+        self._layout = self.mask.layout(self.method.layout)
+        self._uneven: dict[int, int] = {}
+        """By local length, the last sequence that `shard` could not deal evenly."""
         self._engines: dict[tuple, Engine] = {}
 
     @property
@@ -199,24 +217,28 @@ class SequenceParallelAttention(torch.nn.Module):
         """How tokens are dealt out. Raises RequestError where an option left at auto decides that."""
         return self.method.dealt_by(self._layout, self.n)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """This rank's attention: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D), S = seqlen / n.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Tensor:
+        """This rank's attention: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
 
-        Differentiable in q, k and v. All ranks must call it, with equal shapes. Raises RequestError for shapes or
-        dtypes that the method or kernel refuses.
+        `seqlen` is the length of the whole sequence, by default S * n: only needed where n doesn't divide it.
+        Differentiable in q, k and v. All ranks must call it, with shapes that are equal but for S. Raises RequestError
+        for shapes or dtypes that the method or kernel refuses.
         """
-        return _Attention.apply(q, k, v, self.engine(q, k, v))
+        return _Attention.apply(q, k, v, self.engine(q, k, v, seqlen=seqlen))
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's tokens of a full tensor: (B, S, H, D) -> (B, S / n, H, D)."""
-        return sharding.shard(x, self.layout, self.rank, self.n)
+        """This rank's tokens of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
+        local, seqlen = sharding.shard(x, self.layout, self.rank, self.n), x.shape[1]
+        self._uneven.pop(local.shape[1], None)
+        self._uneven |= {local.shape[1]: seqlen} if seqlen % self.n else {}
+        return local
 
     def unshard(self, x: Tensor) -> Tensor:
-        """The full tensor, on every rank: (B, S / n, H, D) -> (B, S, H, D). Not differentiable."""
+        """The full tensor, on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
         return sharding.unshard(x, self.layout, self.group, self.n)
 
     def positions(self, seqlen: int) -> Tensor:
-        """The global ids of the tokens that this rank owns of a sequence of `seqlen`: (seqlen / n,)."""
+        """The global ids of the tokens that this rank owns of a sequence of `seqlen`: (S,)."""
         return sharding.positions(self.layout, self.rank, self.n, seqlen)
 
     @property
@@ -224,7 +246,7 @@ class SequenceParallelAttention(torch.nn.Module):
         """What this rank has sent so far, by (lane, tensor, field)."""
         return sum((engine.transport.sent_bytes for engine in self._engines.values()), Counter())
 
-    def engine(self, q: Tensor, k: Tensor, v: Tensor) -> Engine:
+    def engine(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Engine:
         """The engine for these shapes and dtypes, made at their first use."""
         if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
             raise RequestError(
@@ -238,16 +260,20 @@ class SequenceParallelAttention(torch.nn.Module):
                 "k and v must be alike, and like q but for the number of heads",
                 "(B, S, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D) would work",
             )
-        key = (q.shape, k.shape, q.dtype, q.device)
+        if seqlen is None and (uneven := self._uneven.get(q.shape[1])):
+            rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say seqlen"
+            raise RequestError(f"q {tuple(q.shape)}", rule, f"seqlen={uneven} would work")
+        seqlen = seqlen or q.shape[1] * self.n
+        key = (q.shape, k.shape, q.dtype, q.device, seqlen)
         if key not in self._engines:
             problem = Problem(
                 n=self.n,
-                seqlen=q.shape[1] * self.n,
+                seqlen=seqlen,
                 batch=q.shape[0],
                 heads=q.shape[2],
                 kv_heads=k.shape[2],
                 head_dim=q.shape[3],
-                causal=self.causal,
+                mask=self.mask,
                 dtype=str(q.dtype).removeprefix("torch."),
                 wire_dtype=self.wire_dtype,
                 layout=self.layout,
@@ -258,6 +284,12 @@ class SequenceParallelAttention(torch.nn.Module):
                 key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES),
             )
             problem = method.dealt(problem)
+            if q.shape[1] != problem.tokens(self.rank):
+                raise RequestError(
+                    f"q {tuple(q.shape)}",
+                    f"rank {self.rank} of {self.n} owns {problem.tokens(self.rank)} tokens of {seqlen}",
+                    "what `shard` returns would work",
+                )
             plans = {phase: method.plan(problem, phase, self.costs) for phase in PHASES}
             check_all(plans, problem)
             group = (self.group or dist.group.WORLD) if self.n > 1 else None

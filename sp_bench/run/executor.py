@@ -23,13 +23,12 @@ from sp_bench.plan import (
     Bundle,
     Chunk,
     Fold,
-    Mask,
     Op,
     Place,
     Plan,
     Problem,
+    RegionKind,
     Transfer,
-    window,
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock, Device
@@ -119,7 +118,7 @@ class Executor:
         each block. Raises what a transfer raises (RuntimeError from torch.distributed when a peer is gone or late).
         """
         self._transport.check()
-        self._holdings, self._live = Holdings(inputs, self._problem, self._device, self._unsummed), live
+        self._holdings, self._live = Holdings(inputs, self._problem, self._rank, self._device, self._unsummed), live
         self._marks = _Marks(self._streams.clock)
         started = time.perf_counter()
         try:
@@ -131,7 +130,7 @@ class Executor:
             return {chunk: self._holdings.packed(chunk) for chunk in self._plan.ends_with}
         finally:
             self._marks.caller_s = time.perf_counter() - started
-            self._holdings = Holdings({}, self._problem, self._device)
+            self._holdings = Holdings({}, self._problem, self._rank, self._device)
 
     @property
     def spent(self) -> Spent:
@@ -196,9 +195,9 @@ class Executor:
     def _attend(self, op: Attend) -> None:
         held = self._holdings
         (q,), (k, v) = held.received(op.q), held.received(op.kv)
-        for rows, columns, mask in self._windows(op.q.place, op.kv.place):
+        for rows, columns, kind in self._windows(op.q.place, op.kv.place):
             there, started = held.among(op.q, rows), self._mark()
-            out, lse = self._kernel.forward(tokens_of(q, there), tokens_of(k, columns), tokens_of(v, columns), mask)
+            out, lse = self._kernel.forward(tokens_of(q, there), tokens_of(k, columns), tokens_of(v, columns), kind)
             ended = self._mark()
             self._see(out, lse)
             held.partials.add_output(op.o, rows, out, lse)
@@ -208,11 +207,11 @@ class Executor:
     def _attend_backward(self, op: AttendBackward) -> None:
         held = self._holdings
         (q, out, dout, lse), (k, v) = held.received(op.odoq), held.received(op.kv)
-        for rows, columns, mask in self._windows(op.odoq.place, op.kv.place):
+        for rows, columns, kind in self._windows(op.odoq.place, op.kv.place):
             there, started = held.among(op.odoq, rows), self._mark()
             my_dout, my_q, my_out, my_lse = (tokens_of(x, there) for x in (dout, q, out, lse))
             dq, dk, dv = self._kernel.backward(
-                my_dout, my_q, tokens_of(k, columns), tokens_of(v, columns), my_out, my_lse, mask
+                my_dout, my_q, tokens_of(k, columns), tokens_of(v, columns), my_out, my_lse, kind
             )
             ended = self._mark()
             self._see(dq, dk, dv)
@@ -232,11 +231,8 @@ class Executor:
         if self._live is not None:
             self._live.see([*self._holdings.tensors(), *self._buffers.tensors(), *results])
 
-    def _find_windows(self, q: Place, kv: Place) -> list[tuple[slice, slice, Mask]]:
-        """A block's regions as slices of both chunks, narrowed so that each mask is FULL or CAUSAL and none empty."""
-        windows, tokens = [], self._problem.block_tokens
-        for region in self._problem.regions(int(q.owner(self._rank)), int(kv.owner(self._rank))):
-            rows, columns = window(region.mask, region.q.slice(tokens), region.kv.slice(tokens))
-            if rows.start < rows.stop and columns.start < columns.stop:
-                windows.append((rows, columns, Mask.FULL if region.mask is Mask.FULL else Mask.CAUSAL))
-        return windows
+    def _find_windows(self, q: Place, kv: Place) -> list[tuple[range, range, RegionKind]]:
+        """A block's regions as token ranges of both chunks, each FULL or CAUSAL."""
+        blocks = self._problem.blocks
+        regions = blocks.regions[blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank)))]
+        return [(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]

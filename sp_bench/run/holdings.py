@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from sp_bench.plan import Chunk, Part, Problem
+from sp_bench.plan import Chunk, Problem
 from sp_bench.run.partials import Partials, Tensors
 
 
@@ -15,17 +15,21 @@ class Holdings:
     """Tensors by chunk. Lanes put down what they received, and blocks and lanes read it, in the order of the waits."""
 
     def __init__(
-        self, inputs: Mapping[Chunk, Tensors], problem: Problem, device: torch.device, unsummed: Container[Chunk] = ()
+        self,
+        inputs: Mapping[Chunk, Tensors],
+        problem: Problem,
+        rank: int,
+        device: torch.device,
+        unsummed: Container[Chunk] = (),
     ) -> None:
         """`unsummed` are the partials that nothing is added to."""
-        self.partials = Partials(problem, device, unsummed)
-        self._tokens = problem.block_tokens
+        self.partials = Partials(problem, rank, device, unsummed)
         self._held = dict(inputs)
-        self._parts: dict[Chunk, Part] = {}
+        self._first_rows: dict[Chunk, int] = {}
 
-    def put(self, chunk: Chunk, tensors: Tensors, part: Part = Part.WHOLE) -> None:
-        """Hold a chunk, or a part of its rows."""
-        self._held[chunk], self._parts[chunk] = tensors, part
+    def put(self, chunk: Chunk, tensors: Tensors, first_row: int = 0) -> None:
+        """Hold a chunk, or the rows of it from `first_row` on, as many as there are."""
+        self._held[chunk], self._first_rows[chunk] = tensors, first_row
 
     def received(self, chunk: Chunk) -> Tensors:
         """A chunk that was an input, received or bundled."""
@@ -39,18 +43,15 @@ class Holdings:
         """Whether `packed` would find it, rather than make it."""
         return chunk in self._held or self.partials.is_packed(chunk)
 
-    def part(self, chunk: Chunk) -> Part:
-        """Which rows of a chunk are there."""
-        return self._parts.get(chunk, Part.WHOLE)
+    def rows(self, chunk: Chunk) -> range:
+        """Which rows of a received chunk are there, counted from the first of the chunk."""
+        first = self._first_rows.get(chunk, 0)
+        return range(first, first + self._held[chunk][0].shape[1])
 
-    def rows(self, chunk: Chunk) -> slice:
-        """Those rows, counted from the first of the chunk."""
-        return self.part(chunk).slice(self._tokens)
-
-    def among(self, chunk: Chunk, rows: slice) -> slice:
+    def among(self, chunk: Chunk, rows: range) -> range:
         """Rows of a chunk, counted among those that are there."""
-        first = self.rows(chunk).start
-        return slice(rows.start - first, rows.stop - first)
+        first = self._first_rows.get(chunk, 0)
+        return range(rows.start - first, rows.stop - first)
 
     def tensors(self) -> list[Tensor]:
         """All that is held at this moment. Other threads may add to it meanwhile."""

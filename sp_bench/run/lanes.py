@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,13 @@ from sp_bench.plan import (
     AllToAll,
     Chunk,
     Op,
-    Part,
     Pass,
     Plan,
     Problem,
     Transfer,
     adds_up,
     by_heads,
-    part_sent,
+    rows_sent,
 )
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
@@ -40,7 +39,7 @@ class _Standing(NamedTuple):
     source: int
     target: int
     """Of a Pass; this rank of an AllToAll."""
-    part: Part
+    rows: range
     """Of the chunk, what it brings."""
     into: Tensors | None
     """Its receive buffers; None where its result outlives the plan."""
@@ -91,7 +90,7 @@ class Lanes:
         posted = self._lowering.preposted.get(index)
         if posted is None or (beside and not posted.beside):
             return False
-        if isinstance(op, AllToAll) and (staged := self._received_in(op)):
+        if isinstance(op, AllToAll) and (staged := self._staged(op, "recv")):
             receives = self._with_others(op, staged)
         else:
             into = self._into(index, op)
@@ -122,13 +121,14 @@ class Lanes:
         op, buffer = self._plan.ops[index], self._lowering.receive_buffers.get(index)
         assert isinstance(op, Transfer)
         assert op.recv is not None
-        source, target, part = self._rank, self._rank, Part.WHOLE
+        source, target = self._rank, self._rank
+        rows = range(self._problem.field_tokens(FIELDS[op.recv.tensor][0], self._rank))
         if isinstance(op, Pass):
             source, target = int(op.source(self._rank)), int(op.target(self._rank))
-            part = part_sent(op, self._problem, source)
-        into = self._first_rows(self._receiving[buffer], op.recv, part) if buffer else None
+            rows = rows_sent(op, self._problem, source)
+        into = self._first_rows(self._receiving[buffer], op.recv, len(rows)) if buffer else None
         counted_as = [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]
-        return _Standing(Turn(self._ids[op.lane], index), counted_as, source, target, part, into)
+        return _Standing(Turn(self._ids[op.lane], index), counted_as, source, target, rows, into)
 
     def _into(self, index: int, op: Transfer) -> Tensors:
         """Where a transfer receives: the rows that it brings."""
@@ -136,7 +136,7 @@ class Lanes:
         if standing.into is not None:
             return standing.into
         assert op.recv is not None
-        return self._first_rows(self._results.pop(index, None) or self._new(op.recv), op.recv, standing.part)
+        return self._first_rows(self._results.pop(index, None) or self._new(op.recv), op.recv, len(standing.rows))
 
     def _receives(self, index: int, op: Transfer, into: Tensors) -> list[Message]:
         """From whom a transfer receives what into a chunk. What a rank has from itself isn't received."""
@@ -149,7 +149,7 @@ class Lanes:
         """Returns what was sent on, and is held no more."""
         assert op.send is not None
         assert op.recv is not None
-        holdings.put(op.recv, tensors, self._standing(index).part)
+        holdings.put(op.recv, tensors, self._standing(index).rows.start)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
     def _pass(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> None:
@@ -182,11 +182,11 @@ class Lanes:
 
     def _all_to_all(self, index: int, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
         """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
-        sent = self._staging.get(StagingUse(op.lane, op.send.tensor, "send"))
+        sent = self._staged(op, "send")
         own, held = int(op.group.position(self._rank)), self._held(op.send, holdings)[: len(into)]
         mine = self._pieces(op, held, of_tokens=not op.to_heads)
         places = self._pieces(op, into, of_tokens=op.to_heads)
-        incoming = self._received_in(op) or places
+        incoming = self._staged(op, "recv") or places
         for staged, pieces in zip(sent, mine, strict=True) if sent else ():
             for member, piece in enumerate(pieces):
                 if member != own:
@@ -209,16 +209,30 @@ class Lanes:
         ranks = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
         return [(rank, [field[int(op.group.position(rank))] for field in pieces]) for rank in ranks]
 
-    def _received_in(self, op: AllToAll) -> Tensors | None:
-        """By field, where each member's piece arrives if that isn't where it stays."""
-        return self._staging.get(StagingUse(op.lane, op.send.tensor, "recv"))
+    def _staged(self, op: AllToAll, use: Literal["send", "recv"]) -> list[list[Tensor]] | None:
+        """By field, where each member's piece is sent from or arrives (`use`) if that isn't where it lies."""
+        buffers = self._staging.get(StagingUse(op.lane, op.send.tensor, use))
+        if buffers is None:
+            return None
+        own = self._problem.tokens(self._rank)
+        of_members = op.to_heads == (use == "recv")
+        tokens = [len(run) if of_members else own for run in self._runs(op)]
+        return [
+            [_as_shape(x[i], self._problem.field_shape(field, count)) for i, count in enumerate(tokens)]
+            for field, x in zip(by_heads(op), buffers, strict=True)
+        ]
+
+    def _runs(self, op: AllToAll) -> list[range]:
+        """Each member's tokens in the chunk that they own together."""
+        problem, first = self._problem, self._rank - int(op.group.position(self._rank))
+        return [problem.layout.run(first + i, problem.n, problem.seqlen) for i in range(op.group.size)]
 
     def _pieces(self, op: AllToAll, tensors: Tensors, *, of_tokens: bool) -> list[list[Tensor]]:
         """By field, each member's tokens of a chunk by heads, or each member's heads of a chunk by tokens."""
-        tokens, members = self._problem.local_seqlen, range(op.group.size)
         if of_tokens:
-            return [[x[:, member * tokens : (member + 1) * tokens] for member in members] for x in tensors]
-        found = []
+            runs = self._runs(op)
+            return [[x[:, run.start : run.stop] for run in runs] for x in tensors]
+        found, members = [], range(op.group.size)
         for field, x in zip(by_heads(op), tensors, strict=True):
             heads = self._problem.field_heads(field)
             firsts = [member * x.shape[2] // op.group.size for member in members]
@@ -228,16 +242,16 @@ class Lanes:
     def _outgoing(self, op: Pass, holdings: Holdings) -> Tensors:
         """What a rank sends, in its wire form: the chunk itself, or rows of it or a cast of it, in a staging buffer."""
         assert op.send is not None
-        chunk, part = op.send, part_sent(op, self._problem, self._rank)
-        held, rows = self._held(chunk, holdings), holdings.among(chunk, part.slice(self._problem.block_tokens))
+        chunk, rows = op.send, rows_sent(op, self._problem, self._rank)
+        held = self._held(chunk, holdings)
         staged = self._staging.get(StagingUse(op.lane, chunk.tensor, "pass"))
         if staged is None:
             return held
-        if part is holdings.part(chunk) and not self._lowering.casts(chunk):
+        if len(rows) == held[0].shape[1] and not self._lowering.casts(chunk):
             return held
-        staged = self._first_rows(staged, chunk, part)
+        staged = self._first_rows(staged, chunk, len(rows))
         for wire, tensor in zip(staged, held, strict=True):
-            wire.copy_(tokens_of(tensor, rows))
+            wire.copy_(tokens_of(tensor, holdings.among(chunk, rows)))
         return staged
 
     def _held(self, chunk: Chunk, holdings: Holdings) -> Tensors:
@@ -247,12 +261,10 @@ class Lanes:
         with self._streams.making():
             return holdings.packed(chunk)
 
-    def _first_rows(self, buffers: Tensors, chunk: Chunk, part: Part) -> Tensors:
-        """As much of a chunk's buffers as a part of it takes, contiguous."""
-        if part is Part.WHOLE:
-            return buffers
-        shapes = [self._problem.field_shape(field, part) for field in FIELDS[chunk.tensor]]
-        return tuple(x.view(-1)[: math.prod(s)].view(s) for x, s in zip(buffers, shapes, strict=True))
+    def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:
+        """As much of a chunk's buffers as so many tokens of it take, contiguous."""
+        shapes = [self._problem.field_shape(field, tokens) for field in FIELDS[chunk.tensor]]
+        return tuple(_as_shape(x, shape) for x, shape in zip(buffers, shapes, strict=True))
 
     def _new(self, chunk: Chunk) -> Tensors:
         """Tensors for a chunk that outlives the plan."""
@@ -261,3 +273,8 @@ class Lanes:
             dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._lowering.unsummed)
             found.append(torch.empty(problem.field_shape(field), dtype=getattr(torch, dtype), device=self._device))
         return tuple(found)
+
+
+def _as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first elements of a contiguous buffer as a tensor of that shape, which is no larger."""
+    return x if x.shape == shape else x.view(-1)[: math.prod(shape)].view(shape)

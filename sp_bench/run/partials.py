@@ -22,27 +22,27 @@ class Partials:
     The first block of a chunk becomes its accumulator where shapes and dtypes allow, so that nothing is copied.
     """
 
-    def __init__(self, problem: Problem, device: torch.device, unsummed: Container[Chunk] = ()) -> None:
-        self._problem, self._device, self._unsummed = problem, device, unsummed
+    def __init__(self, problem: Problem, rank: int, device: torch.device, unsummed: Container[Chunk] = ()) -> None:
+        self._problem, self._rank, self._device, self._unsummed = problem, rank, device, unsummed
         self._held: dict[Chunk, Tensors] = {}
 
-    def add_output(self, chunk: Chunk, rows: slice, out: Tensor, lse: Tensor) -> None:
+    def add_output(self, chunk: Chunk, rows: range, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS), which cover the tokens `rows` of the chunk, into it."""
-        if chunk not in self._held and out.shape[1] == self._problem.block_tokens:
+        if chunk not in self._held and len(rows) == self._tokens(chunk):
             self._held[chunk] = (in_dtype(out, self._dtype(chunk)).contiguous(), lse)
             return
         into_out, into_lse = self._sum(chunk)
         fold_(tokens_of(into_out, rows), tokens_of(into_lse, rows), out, lse)
 
-    def add_gradients(self, chunk: Chunk, rows: slice, gradients: Tensors) -> None:
+    def add_gradients(self, chunk: Chunk, rows: range, gradients: Tensors) -> None:
         """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
-        if chunk not in self._held and gradients[0].shape[1] == self._problem.block_tokens:
+        if chunk not in self._held and len(rows) == self._tokens(chunk):
             self._held[chunk] = tuple(in_dtype(x, self._dtype(chunk)).contiguous() for x in gradients)
             return
         for into, gradient in zip(self._sum(chunk), gradients, strict=True):
             tokens_of(into, rows).add_(gradient)
 
-    def add(self, chunk: Chunk, rows: slice, part: Tensors) -> None:
+    def add(self, chunk: Chunk, rows: range, part: Tensors) -> None:
         """Fold what a peer sent of the tokens `rows` of the same chunk into it."""
         # Never adopted as the accumulator, unlike a block's: it stands in a receive buffer.
         if _is_output(chunk):
@@ -55,7 +55,8 @@ class Partials:
     def get(self, chunk: Chunk) -> Tensors:
         """The accumulator; of a chunk that no block has touched, the neutral one."""
         if chunk not in self._held:
-            shapes, dtype = [self._problem.field_shape(field) for field in FIELDS[chunk.tensor]], self._dtype(chunk)
+            tokens, dtype = self._tokens(chunk), self._dtype(chunk)
+            shapes = [self._problem.field_shape(field, tokens) for field in FIELDS[chunk.tensor]]
             if _is_output(chunk):
                 self._held[chunk] = empty_output(torch.empty(shapes[0], dtype=dtype, device=self._device))
             else:
@@ -84,15 +85,18 @@ class Partials:
         assert chunk not in self._unsummed, f"{chunk} is no sum: it may be held in a dtype too narrow for one"
         return self.get(chunk)
 
+    def _tokens(self, chunk: Chunk) -> int:
+        """Rows of the whole chunk on this rank."""
+        return self._problem.field_tokens(FIELDS[chunk.tensor][0], int(chunk.owner(self._rank)))
+
     def _dtype(self, chunk: Chunk) -> torch.dtype:
         return getattr(torch, self._problem.dtype if chunk in self._unsummed else self._problem.accumulate_dtype)
 
 
-def tokens_of(x: Tensor, rows: slice) -> Tensor:
+def tokens_of(x: Tensor, rows: range) -> Tensor:
     """The tokens `rows` of an x_BSHD or x_BHS. All of them are x itself: beside a short block a view takes its time."""
     dim = 1 if x.ndim == 4 else 2
-    whole = rows.start == 0 and rows.stop == x.shape[dim]
-    return x if whole else x.narrow(dim, rows.start, rows.stop - rows.start)
+    return x if len(rows) == x.shape[dim] else x.narrow(dim, rows.start, len(rows))
 
 
 def _is_output(chunk: Chunk) -> bool:

@@ -10,30 +10,41 @@ from sp_bench.plan import Layout
 
 
 def positions(layout: Layout, rank: int, n: int, seqlen: int) -> Tensor:
-    """The global ids of the tokens that `rank` owns, in its local order: (seqlen / n,) int64.
+    """The global ids of the tokens that `rank` owns, in its local order: (S,) int64.
 
-    Raises RequestError where the layout can't deal `seqlen` tokens out over n ranks.
+    Raises RequestError for a sequence with fewer tokens than the layout deals to n ranks.
     """
     layout.refuse(n, seqlen)
     return torch.cat([torch.arange(r.start, r.stop, r.step) for r in layout.positions(rank, n, seqlen)])
 
 
 def shard(x_BSHD: Tensor, layout: Layout, rank: int, n: int) -> Tensor:
-    """This rank's tokens of a full tensor: (B, S, H, D) -> (B, S / n, H, D), contiguous."""
+    """This rank's tokens of a full tensor, contiguous: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
     index = positions(layout, rank, n, x_BSHD.shape[1]).to(x_BSHD.device)
     return x_BSHD.index_select(1, index)
 
 
 def unshard(x_BSHD: Tensor, layout: Layout, group: dist.ProcessGroup | None, n: int) -> Tensor:
-    """The full tensor from every rank's part, on every rank: (B, S / n, H, D) -> (B, S, H, D). Not differentiable."""
+    """The full tensor from every rank's part, on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
     local = x_BSHD.detach().contiguous()
-    parts = [torch.empty_like(local) for _ in range(n)]
     if n == 1:
-        parts = [local]
-    else:
-        dist.all_gather(parts, local, group=group)
-    seqlen = local.shape[1] * n
-    full = local.new_empty((local.shape[0], seqlen, *local.shape[2:]))
+        return _whole([local], layout)
+    count = torch.tensor([local.shape[1]], device=local.device)
+    counts = [torch.empty_like(count) for _ in range(n)]
+    dist.all_gather(counts, count, group=group)
+    tokens = [int(x) for x in counts]
+    # Collectives take parts of one size.
+    padded = local.new_zeros((local.shape[0], max(tokens), *local.shape[2:]))
+    padded[:, : local.shape[1]] = local
+    parts = [torch.empty_like(padded) for _ in range(n)]
+    dist.all_gather(parts, padded, group=group)
+    return _whole([part[:, :size] for part, size in zip(parts, tokens, strict=True)], layout)
+
+
+def _whole(parts: list[Tensor], layout: Layout) -> Tensor:
+    """Every rank's part at its positions."""
+    n, seqlen = len(parts), sum(part.shape[1] for part in parts)
+    full = parts[0].new_empty((parts[0].shape[0], seqlen, *parts[0].shape[2:]))
     for rank, part in enumerate(parts):
         full[:, positions(layout, rank, n, seqlen).to(full.device)] = part
     return full

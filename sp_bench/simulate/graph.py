@@ -256,7 +256,7 @@ class _Builder:
     def _block_s(self, q: Place, kv: Place) -> np.ndarray:
         """What the block of two chunks takes on each rank: (n,)."""
         everyone = np.arange(self.problem.n)
-        return self.case_s[self.problem.layout.order(q.owner(everyone), kv.owner(everyone))]
+        return self.case_s[self.problem.blocks.of(q.owner(everyone), kv.owner(everyone))]
 
     def _fold_s(self, tensor: str, first: bool, summed: bool) -> float:
         return self.device.fold_s(self.problem, tensor, first=first, summed=summed)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_bench.kernels import KERNELS
-from sp_bench.plan import Mask, Problem
+from sp_bench.kernels.reference import exact
+from sp_bench.plan import Problem
 from sp_bench.run.sharding import shard, unshard
 from sp_bench.workload.attention_step import make_engine
 from sp_bench.workload.base import RankContext, Workload
@@ -29,7 +29,8 @@ def gate(workload: Workload, context: RankContext) -> GateErrors:
     many.
     """
     problem = workload.problem
-    small = replace(problem, seqlen=min(GATE_TOKENS, problem.local_seqlen) * problem.n)
+    tokens, more = divmod(problem.seqlen, problem.n)  # the small one is as uneven
+    small = replace(problem, seqlen=min(GATE_TOKENS, tokens) * problem.n + more)
     generator = torch.Generator().manual_seed(workload.seed)
     dtype = getattr(torch, small.dtype)
     inputs = [
@@ -73,7 +74,7 @@ def _squares(found: Sequence[Tensor], small: Problem, inputs: Sequence[Tensor], 
         for head in range(kv_head * sharing, (kv_head + 1) * sharing):
             context.alive()
             of_head = ((q, head), (k, kv_head), (v, kv_head), (dout, head))
-            out, dq, *dkv = _exact(*(x[:, :, i : i + 1].to(context.device) for x, i in of_head), causal=small.causal)
+            out, dq, *dkv = exact(*(x[:, :, i : i + 1].to(context.device) for x, i in of_head), mask=small.mask)
             compare(0, head, out)
             compare(1, head, dq)
             of_keys = [x + y for x, y in zip(of_keys, dkv, strict=True)] if of_keys else dkv
@@ -90,11 +91,3 @@ def _errors(squares: Tensor, found: Sequence[Tensor]) -> GateErrors:
         overall[name] = float(relative_error(of_heads.sum(1), x.numel()))
         worst_head[name] = float(relative_error(of_heads, x.numel() // x.shape[2]).max())
     return GateErrors(overall=overall, worst_head=worst_head)
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) in fp64."""
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    kernel, mask = KERNELS["reference"](), Mask.CAUSAL if causal else Mask.FULL
-    out, lse = kernel.forward(q, k, v, mask)
-    return (out, *kernel.backward(dout, q, k, v, out, lse, mask))

@@ -24,8 +24,8 @@ class AttentionStep:
         """All ranks must call it. A forward that is not timed is executed here, where its plan allows that."""
         problem, rank = workload.problem, context.rank if workload.alone is None else workload.alone
         generator = torch.Generator(context.device).manual_seed(workload.seed * 1_000_003 + rank)
-        self._q, self._dout = (_random(problem, problem.heads, generator) for _ in range(2))
-        self._k, self._v = (_random(problem, problem.kv_heads, generator) for _ in range(2))
+        self._q, self._dout = (_random(problem, rank, problem.heads, generator) for _ in range(2))
+        self._k, self._v = (_random(problem, rank, problem.kv_heads, generator) for _ in range(2))
         self._results: dict[str, tuple[Tensor, ...]] = {}
         self._forward_each_time = bool(workload.peer) and "forward" not in workload.phases
         if workload.peer:
@@ -94,8 +94,8 @@ def make_engine(
     return Engine(plans, problem, workload.kernel, context.device, rank=rank, transport=transport)
 
 
-def _random(problem: Problem, heads: int, generator: torch.Generator) -> Tensor:
-    shape = (problem.batch, problem.local_seqlen, heads, problem.head_dim)
+def _random(problem: Problem, rank: int, heads: int, generator: torch.Generator) -> Tensor:
+    shape = (problem.batch, problem.tokens(rank), heads, problem.head_dim)
     dtype, device = getattr(torch, problem.dtype), generator.device
     if device.type == "cpu":
         return torch.randn(shape, generator=generator).to(dtype)

@@ -18,7 +18,7 @@ from sp_bench.analysis.studies import choosing_grid, choosing_limits, choosing_m
 from sp_bench.analysis.studies.choosing_grid import METHODS, SPLIT_HEADS, TIE, best, grid, leanest, payload_over_bound
 from sp_bench.analysis.studies.choosing_limits import GAIN, Ladder
 from sp_bench.analysis.table import Table
-from sp_bench.plan import Problem, layout_named
+from sp_bench.plan import CAUSAL, LAYOUTS, Problem
 
 CLUSTERS, SEQLENS, GPUS = ("h100_ndr400",), ("128k", "512k"), (8, 64)
 KEYS = tuple((cluster, 32, seqlen, gpus) for cluster in CLUSTERS for seqlen in SEQLENS for gpus in GPUS)
@@ -90,7 +90,7 @@ def test_payload_over_the_bound(runs: Runs) -> None:
     record = grid(runs)[("h100_ndr400", 32, "512k", 64), "striped"]
     ratio = payload_over_bound(record)
     shape = {"n": 64, "seqlen": record.seqlen, "heads": 32, "kv_heads": 32, "head_dim": 128, "dtype": "bfloat16"}
-    problem = Problem(**shape, causal=True, layout=layout_named("striped", causal=True))
+    problem = Problem(**shape, mask=CAUSAL, layout=LAYOUTS["striped"])
     bound = sum(lower_bound_bytes(problem, phase) for phase in ("forward", "backward"))
     chunk = 2 * record.seqlen / 64 * 32 * 128
     assert ratio.kind == "computed"

@@ -16,16 +16,14 @@ from sp_bench.analysis.figure import Figure
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.timelines import timeline
 from sp_bench.errors import RequestError
-from sp_bench.plan import COMPUTE_BOUND, Plan, Problem, layout_named
+from sp_bench.plan import CAUSAL, COMPUTE_BOUND, Plan, Problem
 from sp_bench.records import Record
 from tests.support.made_records import made, spread, written
 
 
 def planned(name: str, n: int = 4, *, layout: str = "auto", **options: object) -> tuple[Plan, Problem]:
     method = methods.build(name, {"layout": layout, **options})
-    problem = Problem(
-        n=n, seqlen=64 * n, heads=4, kv_heads=4, head_dim=8, layout=layout_named(method.layout, causal=True)
-    )
+    problem = Problem(n=n, seqlen=64 * n, heads=4, kv_heads=4, head_dim=8, layout=CAUSAL.layout(method.layout))
     (method,) = method.candidates(problem)
     return method.plan(problem, "forward", COMPUTE_BOUND), method.dealt(problem)
 

@@ -22,10 +22,11 @@ from sp_bench.calibrating.links import MOST_MESSAGES
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.plan import PHASES, Problem, layout_named
+from sp_bench.plan import LAYOUTS, PHASES, Problem
 from sp_bench.resources import conf_files
 from tests.calibrating.jobs import messages_of_10_ms
 from tests.support.calibration import LAUNCH_S, SETTING, samples
+from tests.support.problems import mask_of
 from tests.support.ranks import WORLD, Ranks
 
 
@@ -33,13 +34,13 @@ def block_s(cluster: Cluster, tokens: int, phase: str, *, causal: bool, dtype: s
     p = Problem(
         n=1,
         seqlen=tokens,
-        causal=causal,
+        mask=mask_of(causal),
         dtype=dtype,
         kv_heads=shape["heads"],
-        layout=layout_named("contiguous", causal=causal),
+        layout=LAYOUTS["contiguous"],
         **shape,
     )
-    return float(cluster.device.block_s(p, phase)[1])
+    return float(cluster.device.block_s(p, phase)[p.blocks.of(0, 0)])
 
 
 def test_medians_come_back_from_the_table() -> None:

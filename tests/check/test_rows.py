@@ -14,11 +14,10 @@ from sp_bench.plan import (
     PHASES,
     Chunk,
     Group,
-    Part,
     Pass,
     PlanError,
     Problem,
-    part_sent,
+    rows_sent,
 )
 from tests.support.plan_edits import (
     assert_names_what_is_wrong,
@@ -60,8 +59,8 @@ def test_rows_are_told_by_the_right_keys(n: int, nodes: int, phase: str) -> None
     problem = small_problem(n, "zigzag")
     plan, lost = TokenRing(nodes=nodes).plan(problem, phase, COMPUTE_BOUND), set()
 
-    def parts(op: Pass) -> list[Part]:
-        return [part_sent(op, problem, rank) for rank in range(n)]
+    def parts(op: Pass) -> list[range]:
+        return [rows_sent(op, problem, rank) for rank in range(n)]
 
     for index, op in plan:
         if not isinstance(op, Pass) or op.against is None or op.send is None:
@@ -72,7 +71,7 @@ def test_rows_are_told_by_the_right_keys(n: int, nodes: int, phase: str) -> None
             broken = with_changed(plan, index, against=Chunk("kv", u, Group(1, n)))
             wrong = broken.plan.ops[index]
             assert isinstance(wrong, Pass)
-            if not any(p is Part.WHOLE and w is not p for p, w in zip(parts(op), parts(wrong), strict=True)):
+            if not any(p == range(2) != w for p, w in zip(parts(op), parts(wrong), strict=True)):
                 continue
             lost.add(is_reduce(op))
             with pytest.raises(PlanError) as refused:

@@ -51,7 +51,9 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("method.tile=[0,256]", r"method.tile=\[0,256\]: must be auto or two integers"),
         ("method.tile=[4]", r"method.tile=\[4\]: must be auto or two"),
         ("method.tile=4", "method.tile=4: must be auto or two"),
-        ("seqlen=1000001", "seqlen=1000001: .*striped layout.*; seqlen=999936 or 1000192 would work"),
+        ("seqlen=255", "seqlen=255: the striped layout for 256 ranks .*; seqlen=256 or more would work"),
+        ("mask=casual", "mask=casual: there is no such mask; did you mean causal"),
+        ("mask=full causal=true", "causal=True: is short for mask=causal, beside mask=full; one of them would work"),
         ("seqlen=10q", "seqlen=10q: must be a whole number; .*8k"),
         ("seqlen=-4", "seqlen=-4: must be at least 1"),
         ("kv_heads=5", "kv_heads=5: must divide heads=32 .*; one of 1, 2, 4, 8, 16, 32 would work"),
@@ -121,7 +123,7 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("--config-dir /nowhere", "--config-dir /nowhere: is not a folder"),
         ("-m method=ring,mehs", "method=mehs: there is no such method"),
         ("-m seqlen=8k,10q", "seqlen=10q: must be a whole number"),
-        ("-m gpus=3,5", "none of 2 points: .*would work"),
+        ("-m gpus=12,20", "none of 2 points: .*would work"),
     ],
 )
 def test_bad_requests(arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,10 +182,10 @@ def test_records_have_the_contract_s_fields(tmp_path: Path) -> None:
 
 
 def test_a_sweep_is_one_table_and_reuses_finished_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["-m", "method=ring,mesh", "gpus=6,8,16", "seqlen=64k"]
-    assert run(arguments, tmp_path) == 0, "6 GPUs can't take 64k tokens, which is a row"
+    arguments = ["-m", "method=ring,mesh", "gpus=8,12,16", "seqlen=64k"]
+    assert run(arguments, tmp_path) == 0, "12 GPUs don't fill nodes of 8, which is a row"
     text = capsys.readouterr().out
-    assert text.count("unsupported: seqlen=65536") == 2
+    assert text.count("unsupported: gpus=12") == 2
     assert text.count("│ ok") == 4
     assert "reused" not in text
     (tmp_path / "broken.json").write_text("{")

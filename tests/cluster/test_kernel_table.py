@@ -17,9 +17,10 @@ from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
 from sp_bench.cluster.kernel_table import KernelTable, Rates, Surface, Waves
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
-from sp_bench.plan import PHASES, Problem, layout_named
+from sp_bench.plan import PHASES, Problem
 from sp_bench.reading import read
 from sp_bench.simulate import simulate
+from tests.support.problems import mask_of
 
 CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
 PRESETS = {"a10_pcie", "a100_hdr200", "ascend_oam", "b200", "h20", "h100_ndr400", "h200_ndr400"}
@@ -43,17 +44,22 @@ def device(rates: Any = None, **other: Any) -> DeviceCosts:
 
 
 def problem(tokens: int, *, batch: int = 1, heads: int = 16, causal: bool = False, **other: Any) -> Problem:
-    layout = layout_named(other.pop("layout", "contiguous"), causal=causal)
+    layout = mask_of(causal).layout(other.pop("layout", "contiguous"))
     shape: dict[str, Any] = {"n": 1, "seqlen": tokens, "kv_heads": heads, "head_dim": 128, **other}
-    return Problem(heads=heads, batch=batch, causal=causal, layout=layout, **shape)
+    return Problem(heads=heads, batch=batch, mask=mask_of(causal), layout=layout, **shape)
 
 
 def full_s(costs: DeviceCosts, tokens: int, phase: str = "forward", **shape: Any) -> float:
-    return float(costs.block_s(problem(tokens, **shape), phase)[1])
+    return own_block_s(costs, problem(tokens, **shape), phase)
+
+
+def own_block_s(costs: DeviceCosts, p: Problem, phase: str) -> float:
+    """Seconds of the block of rank 0's own queries and keys."""
+    return float(costs.block_s(p, phase)[p.blocks.of(0, 0)])
 
 
 def tflops(costs: DeviceCosts, p: Problem, phase: str, pairs: float) -> float:
-    seconds = float(costs.block_s(p, phase)[1])
+    seconds = own_block_s(costs, p, phase)
     return FLOPS_PER_PAIR[phase] * pairs * p.batch * p.heads * p.head_dim / seconds / 1e12
 
 
@@ -163,11 +169,11 @@ def test_waves_are_never_more_than_full(tokens: int, batch_heads: int) -> None:
 def test_a_block_that_is_not_square_goes_by_its_inner_loop() -> None:
     """Zigzag, causal: all queries by half the keys (above), or half the queries by all keys (below)."""
     costs = device(sms=None)
-    below, _, above = costs.block_s(problem(2048, causal=True, layout="zigzag"), "forward")
+    below, _, above = costs.block_s(problem(4096, n=2, causal=True, layout="zigzag"), "forward")
     flops = 4 * 2048 * 1024 * 16 * 128
     assert below == pytest.approx(flops / (CURVE[2048] * 1e12))
     assert above == pytest.approx(flops / (CURVE[1024] * 1e12))
-    below, _, above = costs.block_s(problem(2048, causal=True, layout="zigzag"), "backward")
+    below, _, above = costs.block_s(problem(4096, n=2, causal=True, layout="zigzag"), "backward")
     assert below == pytest.approx(2.5 * flops / (CURVE[1024] * 1e12))
     assert above == pytest.approx(2.5 * flops / (CURVE[2048] * 1e12))
 
@@ -193,7 +199,7 @@ def test_dtypes_and_launches() -> None:
 
 
 def test_a_strict_block_of_one_token_is_no_kernel() -> None:
-    below, equal, _ = device(launch_s=1e-3).block_s(problem(1, causal=True, layout="striped"), "forward")
+    below, equal, _ = device(launch_s=1e-3).block_s(problem(2, n=2, causal=True, layout="striped"), "forward")
     assert below == 0 < equal
 
 

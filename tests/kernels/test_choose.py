@@ -15,7 +15,7 @@ import conf
 from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS, auto_order, choose, cuda
 from sp_bench.kernels.contract import empty_output
-from sp_bench.plan import Mask
+from sp_bench.plan import RegionKind
 from tests.kernels import fakes
 from tests.kernels.cases import ON_CPU
 from tests.support.dense import block_of
@@ -190,8 +190,8 @@ def test_auto_knows_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["aten_flash", "cudnn"])
-@pytest.mark.parametrize("mask", list(Mask), ids=lambda mask: mask.value)
-def test_shapes_that_torch_says_its_gpu_kernels_have(name: str, mask: Mask) -> None:
+@pytest.mark.parametrize("mask", list(RegionKind), ids=lambda mask: mask.value)
+def test_shapes_that_torch_says_its_gpu_kernels_have(name: str, mask: RegionKind) -> None:
     """On meta tensors: torch's own account of what its operators take and return, which runs everywhere."""
     kernel = KERNELS[name]()
     for tokens, kv_heads in ((2, 4), (33, 2), (64, 1)):
@@ -211,8 +211,8 @@ def test_deterministic_gradients_are_asked_for(name: str, deterministic: bool, m
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     with fakes.installed(name):
         kernel, block = KERNELS[name](), block_of(4, 4, 2, torch.bfloat16)
-        out, lse = kernel.forward(block.q, block.k, block.v, Mask.FULL)
-        kernel.backward(block.dout, block.q, block.k, block.v, out, lse, Mask.FULL)
+        out, lse = kernel.forward(block.q, block.k, block.v, RegionKind.FULL)
+        kernel.backward(block.dout, block.q, block.k, block.v, out, lse, RegionKind.FULL)
         package = kernel.package  # pyright: ignore[reportAttributeAccessIssue]
         assert sys.modules[package].deterministic is deterministic
 
@@ -222,10 +222,10 @@ def test_fakes_break_on_what_gpus_break_on(name: str) -> None:
     """Or they would prove nothing: an lse of -inf is not harmless to them, nor a narrow head or another dtype."""
     with fakes.installed(name):
         kernel, block = KERNELS[name](), block_of(4, 4, 2, torch.bfloat16)
-        out, lse = kernel.forward(block.q, block.k, block.v, Mask.FULL)
+        out, lse = kernel.forward(block.q, block.k, block.v, RegionKind.FULL)
         everyone = torch.full_like(lse, -math.inf)
         grads = kernel._backward(block.dout, block.q, block.k, block.v, torch.zeros_like(out), everyone, False)
         assert not all((grad == 0).all() for grad in grads)
         for wrong in (block_of(4, 4, 2, torch.float32), type(block)(*(x[..., :4] for x in block))):
             with pytest.raises(AssertionError):
-                kernel.forward(wrong.q, wrong.k, wrong.v, Mask.FULL)
+                kernel.forward(wrong.q, wrong.k, wrong.v, RegionKind.FULL)

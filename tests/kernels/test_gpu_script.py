@@ -108,8 +108,8 @@ def test_blocks_of_the_efficiency_give_the_whole() -> None:
     """What is timed against one call computes the same as it."""
     kernel = AtenCpu()
     q, k, v, dout = (TINY.random(tokens, seed=seed) for seed, tokens in enumerate((16, 64, 64, 16)))
-    out, lse = kernel.forward(q, k, v, gpu_kernels.Mask.FULL)
-    wanted = kernel.backward(dout, q, k, v, out, lse, gpu_kernels.Mask.FULL)
+    out, lse = kernel.forward(q, k, v, gpu_kernels.RegionKind.FULL)
+    wanted = kernel.backward(dout, q, k, v, out, lse, gpu_kernels.RegionKind.FULL)
     torch.testing.assert_close(gpu_kernels._forward_blocks(kernel, q, k, v, 16), out, rtol=2e-2, atol=1e-2)
     dq, *dkv = gpu_kernels._backward_blocks(kernel, dout, q, k, v, out, lse, 16)
     torch.testing.assert_close(dq, wanted[0], rtol=2e-2, atol=1e-2)

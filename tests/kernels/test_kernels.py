@@ -13,16 +13,18 @@ from torch import Tensor
 
 from sp_bench.kernels import KERNELS, BlockKernel, fold_
 from sp_bench.kernels.contract import empty_output
-from sp_bench.plan import Mask
+from sp_bench.plan import RegionKind
 from tests.kernels.cases import ON_CPU, Case, cases, one_dtype_cases
 from tests.support.dense import HEADS, LSE_TOLERANCE, TOLERANCE, Block, attention, block_of, relative_error
 
 SIZES = (1, 2, 5, 33, 64)
 
-masks = pytest.mark.parametrize("mask", list(Mask), ids=lambda mask: mask.value)
+masks = pytest.mark.parametrize("mask", list(RegionKind), ids=lambda mask: mask.value)
 
 
-def backward(kernel: BlockKernel, block: Block, out: Tensor, lse: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    kernel: BlockKernel, block: Block, out: Tensor, lse: Tensor, mask: RegionKind
+) -> tuple[Tensor, Tensor, Tensor]:
     return kernel.backward(block.dout, block.q, block.k, block.v, out, lse, mask)
 
 
@@ -35,7 +37,7 @@ def assert_normal_form(out: Tensor, lse: Tensor, q: Tensor) -> None:
 
 @cases
 @masks
-def test_block(kernel: BlockKernel, case: Case, mask: Mask) -> None:
+def test_block(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
     """Forward, and backward with the block's own out and lse, MHA and GQA and MQA, odd sizes and one token."""
     for tokens, kv_heads in itertools.product(SIZES, (HEADS, 2, 1)):
         block = block_of(tokens, tokens, kv_heads, case.dtype, device=case.device)
@@ -55,18 +57,18 @@ def test_block(kernel: BlockKernel, case: Case, mask: Mask) -> None:
 def test_full_blocks_need_not_be_square(kernel: BlockKernel, case: Case) -> None:
     for queries, keys in ((1, 9), (9, 1), (7, 40), (40, 7)):
         block = block_of(queries, keys, 2, case.dtype, device=case.device)
-        wanted = attention(block, Mask.FULL)
-        out, lse = kernel.forward(block.q, block.k, block.v, Mask.FULL)
+        wanted = attention(block, RegionKind.FULL)
+        out, lse = kernel.forward(block.q, block.k, block.v, RegionKind.FULL)
         assert_normal_form(out, lse, block.q)
         assert relative_error(out, wanted.out) <= TOLERANCE[case.dtype]
         torch.testing.assert_close(lse.double(), wanted.lse, rtol=0, atol=LSE_TOLERANCE[case.dtype])
-        for gradient, exact in zip(backward(kernel, block, out, lse, Mask.FULL), wanted[2:], strict=True):
+        for gradient, exact in zip(backward(kernel, block, out, lse, RegionKind.FULL), wanted[2:], strict=True):
             assert relative_error(gradient, exact) <= TOLERANCE[case.dtype]
 
 
 @one_dtype_cases
-@pytest.mark.parametrize("mask", [Mask.CAUSAL, Mask.STRICT], ids=lambda mask: mask.value)
-def test_masked_blocks_must_be_square(kernel: BlockKernel, case: Case, mask: Mask) -> None:
+@pytest.mark.parametrize("mask", [RegionKind.CAUSAL, RegionKind.STRICT], ids=lambda mask: mask.value)
+def test_masked_blocks_must_be_square(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
     block = block_of(4, 6, 2, case.dtype, device=case.device)
     with pytest.raises(ValueError, match=f"4 queries and 6 keys: a {mask.value} block must be square"):
         kernel.forward(block.q, block.k, block.v, mask)
@@ -78,7 +80,7 @@ def test_masked_blocks_must_be_square(kernel: BlockKernel, case: Case, mask: Mas
 @cases
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
 def test_empty_blocks(kernel: BlockKernel, case: Case, queries: int, keys: int) -> None:
-    for mask in Mask if queries == keys else (Mask.FULL,):
+    for mask in RegionKind if queries == keys else (RegionKind.FULL,):
         block = block_of(queries, keys, 2, case.dtype, device=case.device)
         out, lse = kernel.forward(block.q, block.k, block.v, mask)
         assert_normal_form(out, lse, block.q)
@@ -92,16 +94,16 @@ def test_empty_blocks(kernel: BlockKernel, case: Case, queries: int, keys: int) 
 def test_the_first_row_of_strict_saw_no_key(kernel: BlockKernel, case: Case) -> None:
     for tokens in SIZES:
         block = block_of(tokens, tokens, 2, case.dtype, device=case.device)
-        out, lse = kernel.forward(block.q, block.k, block.v, Mask.STRICT)
+        out, lse = kernel.forward(block.q, block.k, block.v, RegionKind.STRICT)
         assert (out[:, 0] == 0).all() and (lse[:, :, 0] == -math.inf).all()
         assert torch.isfinite(lse[:, :, 1:]).all()
-        dq, dk, dv = backward(kernel, block, out, lse, Mask.STRICT)
+        dq, dk, dv = backward(kernel, block, out, lse, RegionKind.STRICT)
         assert (dq[:, 0] == 0).all() and (dk[:, -1] == 0).all() and (dv[:, -1] == 0).all()
 
 
 @cases
 @masks
-def test_rows_that_saw_no_key_add_nothing_backward(kernel: BlockKernel, case: Case, mask: Mask) -> None:
+def test_rows_that_saw_no_key_add_nothing_backward(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
     """Their global lse is -inf; one of them must not turn the gradients of the others into NaN."""
     block = block_of(9, 9, 2, case.dtype, device=case.device)
     blind = torch.zeros(9, dtype=torch.bool, device=case.device)
@@ -122,7 +124,7 @@ def test_rows_that_saw_no_key_add_nothing_backward(kernel: BlockKernel, case: Ca
 def test_blocks_fold_to_the_whole(name: str, cuts: list[int], kv_heads: int, causal: bool) -> None:
     """Keys in blocks of any size, empty ones too; backward adds up with the global out and lse."""
     kernel, block = KERNELS[name](), block_of(24, 24, kv_heads)
-    wanted = attention(block, Mask.CAUSAL if causal else Mask.FULL)
+    wanted = attention(block, RegionKind.CAUSAL if causal else RegionKind.FULL)
     out, lse = empty_output(block.q)
     edges = [0, *sorted(cuts), 24]
     pieces = []
@@ -130,9 +132,9 @@ def test_blocks_fold_to_the_whole(name: str, cuts: list[int], kv_heads: int, cau
         columns = slice(start, stop)
         # Causal: rows above the piece see none of it, rows below all, and in between it has a diagonal of its own.
         pieces += (
-            [(slice(start, stop), columns, Mask.CAUSAL), (slice(stop, 24), columns, Mask.FULL)]
+            [(slice(start, stop), columns, RegionKind.CAUSAL), (slice(stop, 24), columns, RegionKind.FULL)]
             if causal
-            else [(slice(0, 24), columns, Mask.FULL)]
+            else [(slice(0, 24), columns, RegionKind.FULL)]
         )
     for rows, columns, mask in pieces:
         part = kernel.forward(block.q[:, rows], block.k[:, columns], block.v[:, columns], mask)
@@ -150,21 +152,21 @@ def test_blocks_fold_to_the_whole(name: str, cuts: list[int], kv_heads: int, cau
 
 
 @cases
-@pytest.mark.parametrize("mask", [Mask.CAUSAL, Mask.STRICT], ids=lambda mask: mask.value)
-def test_striped_blocks_fold_to_causal_attention(kernel: BlockKernel, case: Case, mask: Mask) -> None:
+@pytest.mark.parametrize("mask", [RegionKind.CAUSAL, RegionKind.STRICT], ids=lambda mask: mask.value)
+def test_striped_blocks_fold_to_causal_attention(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
     """The masks as the layouts use them: even and odd tokens, whose blocks are CAUSAL and STRICT."""
     whole = block_of(18, 18, 2, case.dtype, device=case.device)
-    wanted = attention(whole, Mask.CAUSAL)
-    mine, other = (0, 1) if mask is Mask.STRICT else (1, 0)
+    wanted = attention(whole, RegionKind.CAUSAL)
+    mine, other = (0, 1) if mask is RegionKind.STRICT else (1, 0)
     q, k, v = (x[:, mine::2] for x in whole[:3])
-    out, lse = kernel.forward(q, k, v, Mask.CAUSAL)
+    out, lse = kernel.forward(q, k, v, RegionKind.CAUSAL)
     out = out.to(lse.dtype)
     fold_(out, lse, *kernel.forward(q, whole.k[:, other::2], whole.v[:, other::2], mask))
     assert relative_error(out, wanted.out[:, mine::2]) <= TOLERANCE[case.dtype]
     torch.testing.assert_close(lse.double(), wanted.lse[:, :, mine::2], rtol=0, atol=LSE_TOLERANCE[case.dtype])
 
 
-def assert_strides_do_not_matter(kernel: BlockKernel, case: Case, mask: Mask, strided: Block) -> None:
+def assert_strides_do_not_matter(kernel: BlockKernel, case: Case, mask: RegionKind, strided: Block) -> None:
     """`strided` holds the numbers of block_of(12, 12, 2) in another memory layout."""
     block = block_of(12, 12, 2, case.dtype, device=case.device)
     rtol, atol = (1e-5, 1e-6) if case.dtype == torch.float32 else (2e-2, 2e-2)
@@ -184,14 +186,14 @@ def assert_strides_do_not_matter(kernel: BlockKernel, case: Case, mask: Mask, st
 
 @one_dtype_cases
 @masks
-def test_tokens_heads_and_batch_may_have_any_strides(kernel: BlockKernel, case: Case, mask: Mask) -> None:
+def test_tokens_heads_and_batch_may_have_any_strides(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
     heads_first = (x.permute(2, 0, 1, 3).contiguous() for x in block_of(12, 12, 2, case.dtype, device=case.device))
     assert_strides_do_not_matter(kernel, case, mask, Block._make(x.permute(1, 2, 0, 3) for x in heads_first))
 
 
 @one_dtype_cases
 @masks
-def test_head_dim_may_have_any_stride(kernel: BlockKernel, case: Case, mask: Mask) -> None:
+def test_head_dim_may_have_any_stride(kernel: BlockKernel, case: Case, mask: RegionKind) -> None:
     doubled = [x.repeat_interleave(2, dim=3) for x in block_of(12, 12, 2, case.dtype, device=case.device)]
     # What lies between must not be taken for the operand.
     for x in doubled:
@@ -204,9 +206,9 @@ def test_large_scores_do_not_overflow(name: str) -> None:
     """Scores of several thousands: exp of any one is infinite in fp32."""
     block = block_of(16, 16, 2, torch.float32)
     block = block._replace(q=block.q * 1000)
-    out, lse = KERNELS[name]().forward(block.q, block.k, block.v, Mask.CAUSAL)
+    out, lse = KERNELS[name]().forward(block.q, block.k, block.v, RegionKind.CAUSAL)
     q64, k64, v64 = (x.double() for x in block[:3])
-    exact_out, exact_lse = KERNELS["reference"]().forward(q64, k64, v64, Mask.CAUSAL)
+    exact_out, exact_lse = KERNELS["reference"]().forward(q64, k64, v64, RegionKind.CAUSAL)
     assert torch.isfinite(out).all() and torch.isfinite(lse).all()
     assert relative_error(lse, exact_lse) < 1e-5 and float(lse.abs().max()) > 1000
     assert relative_error(out, exact_out) < 1e-2

@@ -19,10 +19,9 @@ from sp_bench.plan import (
     AttendBackward,
     Chunk,
     Fold,
-    Mask,
-    Part,
     Plan,
     Problem,
+    RegionKind,
     Transfer,
     is_partial,
     peers,
@@ -103,8 +102,10 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
     """There are as many key heads as ranks, so that nothing adds up in an AllToAll."""
     plan, problem = planned
     ranks = range(problem.n)
-    regions = [region for i in ranks for j in ranks for region in problem.regions(i, j)]
-    covers = all(r.mask is not Mask.STRICT and (r.q, r.kv) == (Part.WHOLE, Part.WHOLE) for r in regions)
+    blocks = problem.blocks
+    regions = {region for i in ranks for j in ranks for region in blocks.regions[blocks.of(i, j)]}
+    whole = range(problem.block_tokens)
+    covers = all(r.kind is not RegionKind.STRICT and (r.q, r.kv) == (whole, whole) for r in regions)
     found = contributions(plan)
     unsummed = lower(plan, problem).unsummed
     assert unsummed <= {chunk for chunk in found if not chunk.is_arriving}

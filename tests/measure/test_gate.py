@@ -9,7 +9,7 @@ import pytest
 from sp_bench.measure.pool import RankPool
 from sp_bench.measure.spec import Spec
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, layout_named
+from sp_bench.plan import CAUSAL, COMPUTE_BOUND, LAYOUTS, PHASES, Problem
 from sp_bench.workload import Attention
 from sp_bench.workload.exactness import NAMES
 
@@ -26,8 +26,8 @@ def pool() -> Iterator[RankPool]:
 def spec(kv_heads: int, phases: tuple[str, ...] = PHASES) -> Spec:
     """A causal point of Ring, longer than the gate's."""
     problem = Problem(
-        n=RANKS, seqlen=300, heads=HEADS, kv_heads=kv_heads, head_dim=16, causal=True, dtype="float32",
-        layout=layout_named("striped", causal=True),
+        n=RANKS, seqlen=300, heads=HEADS, kv_heads=kv_heads, head_dim=16, mask=CAUSAL, dtype="float32",
+        layout=LAYOUTS["striped"],
     )  # fmt: skip
     method = build("ring", {})
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}

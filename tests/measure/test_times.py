@@ -14,7 +14,7 @@ from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, IN
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Problem, layout_named
+from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Problem
 from sp_bench.workload import Attention
 from tests.support.ranks import WORLD, Ranks
 
@@ -85,7 +85,7 @@ def test_a_gpu_has_its_own_clock() -> None:
 
 def spec(method: str, phases: tuple[str, ...], n: int = WORLD) -> Spec:
     """A small full attention with as many heads as ranks."""
-    layout = layout_named("contiguous", causal=False)
+    layout = LAYOUTS["contiguous"]
     problem = Problem(n=n, layout=layout, seqlen=n * 32, heads=n, kv_heads=n, head_dim=16, dtype="float32")
     built = build(method, {}).candidates(problem)[0]
     plans = {phase: built.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}

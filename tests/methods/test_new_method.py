@@ -12,6 +12,7 @@ import torch
 from sp_bench import account, draw
 from sp_bench.check import check
 from sp_bench.plan import (
+    CAUSAL,
     COMPUTE_BOUND,
     PHASES,
     Attend,
@@ -24,7 +25,6 @@ from sp_bench.plan import (
     PlanError,
     Problem,
     Steps,
-    layout_named,
     receive_next,
     return_home,
 )
@@ -66,7 +66,7 @@ class GatherHome(Method):
 
 
 def problem(n: int, tokens: int = 8) -> Problem:
-    layout = layout_named("auto", causal=True)
+    layout = CAUSAL.layout("auto")
     return Problem(n=n, seqlen=tokens * n, heads=4, kv_heads=2, head_dim=64, dtype="float32", layout=layout)
 
 

@@ -20,9 +20,10 @@ from sp_bench.peers import registry
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.peers.peer import Peer
 from sp_bench.peers.traffic import Traffic
-from sp_bench.plan import PHASES, Problem, layout_named
+from sp_bench.plan import LAYOUTS, PHASES, Problem
 from sp_bench.run.sharding import positions, shard, unshard
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, inputs, reference
+from tests.support.problems import mask_of
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -53,7 +54,7 @@ class Case:
     @property
     def peer(self) -> Peer:
         options = {"algorithm": self.algorithm, "layout": self.layout, "ulysses": self.ulysses}
-        return registry.build(self.impl, options, causal=self.causal)
+        return registry.build(self.impl, options, mask=mask_of(self.causal))
 
     @property
     def problem(self) -> Problem:
@@ -66,9 +67,9 @@ class Case:
             heads=HEADS,
             kv_heads=self.kv_heads,
             head_dim=HEAD_DIM,
-            causal=self.causal,
+            mask=mask_of(self.causal),
             dtype=self.dtype,
-            layout=layout_named(peer.layout, causal=self.causal),
+            layout=mask_of(self.causal).layout(peer.layout),
         )
         peer.refuse(whole)
         return peer.dealt(whole)
@@ -162,7 +163,7 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.Proce
         x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
         for x in (q, *(torch.cat(all_gather(y.contiguous(), group), dim=1) for y in (k, v)))
     ]
-    seqlen, layout = q.shape[1] * n, layout_named("striped", causal=True)
+    seqlen, layout = q.shape[1] * n, LAYOUTS["striped"]
     keys = torch.cat([positions(layout, r, n, seqlen) for r in range(n)])
     seen = keys[None] <= positions(layout, rank, n, seqlen)[:, None] if causal else None
     return scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)

@@ -19,7 +19,8 @@ from sp_bench.peers.ring_flash_attn import RingFlashAttn
 from sp_bench.peers.torch_context_parallel import TorchContextParallel
 from sp_bench.peers.user import User
 from sp_bench.peers.yunchang import Yunchang
-from sp_bench.plan import Problem, layout_named
+from sp_bench.plan import CAUSAL, FULL, LAYOUTS, Problem
+from tests.support.problems import mask_of
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = {"algorithm": "auto", "layout": "auto", "ulysses": "auto"}
@@ -27,7 +28,7 @@ OWN = "tests.peers.jobs:gathered"
 
 
 def problem(n: int = 4, heads: int = 8, kv_heads: int = 8, **others: object) -> Problem:
-    given = {"causal": True, "dtype": "float32", "layout": layout_named("contiguous", causal=True), **others}
+    given = {"mask": CAUSAL, "dtype": "float32", "layout": LAYOUTS["contiguous"], **others}
     return Problem(n=n, seqlen=16 * n, heads=heads, kv_heads=kv_heads, head_dim=8, **given)  # pyright: ignore
 
 
@@ -40,8 +41,8 @@ def test_the_options_are_those_of_the_config() -> None:
 def test_no_torch_before_the_ranks() -> None:
     """Refusing a request takes no import of torch or of a package."""
     code = (
-        "import sys; from sp_bench.peers.registry import build;"
-        f"build('torch_context_parallel', {DEFAULTS}, causal=True); build({OWN!r}, {DEFAULTS}, causal=True).version;"
+        "import sys; from sp_bench.peers.registry import build; from sp_bench.plan import CAUSAL;"
+        f"build('torch_context_parallel', {DEFAULTS}, mask=CAUSAL); build({OWN!r}, {DEFAULTS}, mask=CAUSAL).version;"
         "print({'torch', 'yunchang', 'deepspeed', 'ring_flash_attn'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -71,7 +72,7 @@ def test_no_torch_before_the_ranks() -> None:
 )
 def test_refused_by_name_or_option(impl: str | None, options: dict[str, object], says: str) -> None:
     with pytest.raises(RequestError) as caught:
-        build(impl, {**DEFAULTS, **options}, causal=True)
+        build(impl, {**DEFAULTS, **options}, mask=CAUSAL)
     assert says in str(caught.value)
 
 
@@ -86,7 +87,7 @@ class Absent(DeepSpeedUlysses):
 
 def test_a_package_that_is_not_installed() -> None:
     with pytest.raises(RequestError) as caught:
-        Absent.build(DEFAULTS, causal=True)
+        Absent.build(DEFAULTS, mask=CAUSAL)
     assert str(caught.value) == (
         'impl=absent: absent-attention is not installed; pip install "sp-bench[peers]" would work'
     )
@@ -95,10 +96,10 @@ def test_a_package_that_is_not_installed() -> None:
 @pytest.mark.parametrize("impl", ["ring_flash_attn", "yunchang", "deepspeed_ulysses"])
 def test_a_package_is_there_or_refused(impl: str) -> None:
     if importlib.util.find_spec(PEERS[impl].module):
-        assert build(impl, DEFAULTS, causal=True).version[0].isdigit()
+        assert build(impl, DEFAULTS, mask=CAUSAL).version[0].isdigit()
     else:
         with pytest.raises(RequestError, match=f"impl={impl}: .* is not installed"):
-            build(impl, DEFAULTS, causal=True)
+            build(impl, DEFAULTS, mask=CAUSAL)
 
 
 def test_auto_is_the_balanced_algorithm_or_the_default() -> None:
@@ -106,7 +107,7 @@ def test_auto_is_the_balanced_algorithm_or_the_default() -> None:
         (cls.name, causal): (peer.algorithm, peer.layout)
         for cls in PEERS.values()
         for causal in (True, False)
-        for peer in [cls(causal=causal)]
+        for peer in [cls(mask=mask_of(causal))]
     }
     assert chosen == {
         ("torch_context_parallel", True): ("all_gather", "zigzag"),
@@ -118,13 +119,13 @@ def test_auto_is_the_balanced_algorithm_or_the_default() -> None:
         ("deepspeed_ulysses", True): ("ulysses", "contiguous"),
         ("deepspeed_ulysses", False): ("ulysses", "contiguous"),
     }
-    own = {causal: User(function=OWN, causal=causal).layout for causal in (True, False)}
+    own = {causal: User(function=OWN, mask=mask_of(causal)).layout for causal in (True, False)}
     assert own == {True: "striped", False: "contiguous"}
 
 
 def test_flash_attn_itself_takes_no_cpu_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flash_attn.py").write_text("")
-    peer = DeepSpeedUlysses(causal=True)
+    peer = DeepSpeedUlysses(mask=CAUSAL)
     assert peer.kernel_name == "aten_cpu"
     monkeypatch.syspath_prepend(tmp_path)
     assert peer.kernel_name == "flash_attn"
@@ -135,26 +136,26 @@ def test_flash_attn_itself_takes_no_cpu_tensors(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("peer", "of", "says"),
     [
-        (RingFlashAttn(causal=True, algorithm="zigzag"), problem(1), "gpus=1: .* gpus=2 would work"),
+        (RingFlashAttn(mask=CAUSAL, algorithm="zigzag"), problem(1), "gpus=1: .* gpus=2 would work"),
         (
-            RingFlashAttn(causal=False, algorithm="zigzag"),
-            problem(causal=False),
-            "causal=false: .*algorithm=ring would",
+            RingFlashAttn(mask=FULL, algorithm="zigzag"),
+            problem(mask=FULL),
+            "mask=full: .*algorithm=ring would",
         ),
         (
-            RingFlashAttn(causal=False, algorithm="stripe"),
-            problem(causal=False),
-            "causal=false: .*algorithm=ring would",
+            RingFlashAttn(mask=FULL, algorithm="stripe"),
+            problem(mask=FULL),
+            "mask=full: .*algorithm=ring would",
         ),
-        (RingFlashAttn(causal=True, algorithm="llama3"), problem(batch=2), "batch=2: .* batch=1 would work"),
-        (RingFlashAttn(causal=True, algorithm="ring"), problem(dtype="float64"), "dtype=float64: .*float32 would work"),
-        (Yunchang(causal=True, algorithm="stripe"), problem(dtype="float64"), "dtype=float64: .*float32 would work"),
-        (Yunchang(causal=True, ulysses=4), problem(), "method.ulysses=4: .*leave rings of two; one of 1, 2 would work"),
-        (Yunchang(causal=True, ulysses="2"), problem(), "method.ulysses=2: .*one of 1, 2 would work"),
-        (Yunchang(causal=True, algorithm="ulysses"), problem(heads=6, kv_heads=6), "heads=6: .* heads=8 would work"),
-        (DeepSpeedUlysses(causal=True), problem(kv_heads=2), "kv_heads=2: .* kv_heads=4 would work"),
-        (DeepSpeedUlysses(causal=True), problem(wire_dtype="bfloat16"), "wire_dtype=bfloat16: .*null would work"),
-        (TorchContextParallel(causal=True), problem(wire_dtype="bfloat16"), "wire_dtype=bfloat16: .*null would work"),
+        (RingFlashAttn(mask=CAUSAL, algorithm="llama3"), problem(batch=2), "batch=2: .* batch=1 would work"),
+        (RingFlashAttn(mask=CAUSAL, algorithm="ring"), problem(dtype="float64"), "dtype=float64: .*float32 would work"),
+        (Yunchang(mask=CAUSAL, algorithm="stripe"), problem(dtype="float64"), "dtype=float64: .*float32 would work"),
+        (Yunchang(mask=CAUSAL, ulysses=4), problem(), "method.ulysses=4: .*leave rings of two; one of 1, 2 would work"),
+        (Yunchang(mask=CAUSAL, ulysses="2"), problem(), "method.ulysses=2: .*one of 1, 2 would work"),
+        (Yunchang(mask=CAUSAL, algorithm="ulysses"), problem(heads=6, kv_heads=6), "heads=6: .* heads=8 would work"),
+        (DeepSpeedUlysses(mask=CAUSAL), problem(kv_heads=2), "kv_heads=2: .* kv_heads=4 would work"),
+        (DeepSpeedUlysses(mask=CAUSAL), problem(wire_dtype="bfloat16"), "wire_dtype=bfloat16: .*null would work"),
+        (TorchContextParallel(mask=CAUSAL), problem(wire_dtype="bfloat16"), "wire_dtype=bfloat16: .*null would work"),
     ],
 )
 def test_refused_problems(peer: TorchContextParallel, of: Problem, says: str) -> None:
@@ -165,15 +166,15 @@ def test_refused_problems(peer: TorchContextParallel, of: Problem, says: str) ->
 def test_ulysses_ranks_of_yunchang_share_a_chunk() -> None:
     """As many as divide ranks and key heads, but for a ring of at least two."""
     shared = {
-        (n, kv_heads): Yunchang(causal=True).dealt(problem(n, 8, kv_heads)).layout.shared
+        (n, kv_heads): Yunchang(mask=CAUSAL).dealt(problem(n, 8, kv_heads)).layout.shared
         for n, kv_heads in ((2, 8), (4, 8), (4, 1), (6, 8), (8, 2))
     }
     assert shared == {(2, 8): 1, (4, 8): 2, (4, 1): 1, (6, 8): 2, (8, 2): 2}
-    assert Yunchang(causal=True).variant(problem(8, 8, 2)) == "zigzag 2x4"
+    assert Yunchang(mask=CAUSAL).variant(problem(8, 8, 2)) == "zigzag 2x4"
 
 
 def test_no_simulation_and_no_other_kernel() -> None:
-    peer = build("torch_context_parallel", DEFAULTS, causal=True)
+    peer = build("torch_context_parallel", DEFAULTS, mask=CAUSAL)
     refuse_run(peer, mode="measure", kernel="auto")
     with pytest.raises(RequestError, match="method=peer mode=simulate: .* cluster=local would work"):
         refuse_run(peer, mode="simulate", kernel="auto")
@@ -187,7 +188,7 @@ def test_the_version_of_an_own_function_is_that_of_its_file(tmp_path: Path, monk
     versions = []
     for text in ("x = 1\n", "x = 1\n", "x = 2\n"):
         module.write_text(text)
-        peer = build("mine_for_this_test:attention", DEFAULTS, causal=True)
+        peer = build("mine_for_this_test:attention", DEFAULTS, mask=CAUSAL)
         versions.append(peer.version)
         assert peer.notes() == [
             f"mine_for_this_test:attention is the user's own code; the hash of its file is {peer.version}"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sp_bench.methods import build
 from sp_bench.plan import (
+    CAUSAL,
     COMPUTE_BOUND,
     DOWN,
     FIELDS,
@@ -25,17 +26,16 @@ from sp_bench.plan import (
     Grid,
     Group,
     Line,
-    Part,
     Pass,
     Problem,
     Steps,
     Transfer,
     messages,
     outer,
-    part_sent,
     peers,
     receive_next,
     reduce_next,
+    rows_sent,
 )
 from tests.support.problems import all_methods, small_problem, splittable_problem
 
@@ -180,7 +180,7 @@ def test_reduce_next_brings_every_partial_home(size: int) -> None:
 def dense_rows(op: Pass, problem: Problem, rank: int) -> int:
     """How many tokens of a query chunk a rank sends: those that see any key of `against`; all where none does."""
     rows, keys = (np.concatenate(problem.layout.positions(r, problem.n, problem.seqlen)) for r in op.seen_by(rank))
-    seeing = int((rows >= keys.min()).sum()) if problem.causal else 0
+    seeing = int((rows >= keys.min()).sum()) if problem.mask == CAUSAL else 0
     return seeing or problem.local_seqlen
 
 
@@ -223,20 +223,20 @@ def test_messages_are_what_is_received(n: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_part_sent_is_what_messages_count(phase: str) -> None:
+def test_rows_sent_are_what_messages_count(phase: str) -> None:
     problem = small_problem(6, "zigzag")
     parts = set()
     ops = build("tokenring", {}).plan(problem, phase, COMPUTE_BOUND).ops
     for op in (op for op in ops if isinstance(op, Pass)):
         for rank in range(6):
-            part = part_sent(op, problem, rank)
+            part = rows_sent(op, problem, rank)
             rows = dense_rows(op, problem, rank) if op.against else 2
-            assert part.tokens(2) == rows
+            assert len(part) == rows
             (sizes,) = messages(op, problem, rank)
             fields = FIELDS[op.carries]
             assert sizes == {f.name: problem.field_bytes(f, wire=True) * rows // 2 for f in fields}
             parts.add(part)
-    assert parts == {Part.WHOLE, Part.SECOND}
+    assert parts == {range(2), range(1, 2)}
 
 
 def test_indices_wrap_and_names_read_like_the_paper() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import FIELDS, LAYOUTS, Kind, Part, Problem
+from sp_bench.plan import FIELDS, LAYOUTS, Kind, Problem
+from tests.support.problems import mask_of
 
 
 def problem(**changes: Any) -> Problem:
@@ -51,7 +52,8 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
         plain = tensor.removesuffix("_h")  # By heads, a chunk that no ranks share is the same.
         assert p.chunk_bytes(tensor, wire=True) == on_wire[plain]
         assert p.chunk_bytes(tensor, wire=False) == held[plain]
-        assert p.wire_statistic_bytes(tensor) == statistics[plain]
+        assert p.mean_wire_bytes(tensor) == on_wire[plain]
+        assert p.mean_wire_bytes(tensor, statistics=False) == on_wire[plain] - statistics[plain]
         assert p.needs_cast(tensor) == casts[plain]
         assert p.chunk_bytes(tensor, wire=False, summed=False) == unsummed[plain]
         assert p.chunk_bytes(tensor, wire=True, summed=False) == on_wire[plain]
@@ -86,9 +88,13 @@ def test_slices_of_heads() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_seen_are_those_that_see_a_key(layout: str, causal: bool) -> None:
     """Only zigzag's second half of a chunk sees chunks above; rows are not left out where no row sees any."""
-    below, equal, above = problem(layout=LAYOUTS[layout], causal=causal).rows_seen()
-    assert equal is above is Part.WHOLE
-    assert below is (Part.SECOND if causal and layout == "zigzag" else Part.WHOLE)
+    p = problem(layout=LAYOUTS[layout], mask=mask_of(causal))
+    pairs = {"below": (0, 1), "equal": (1, 1), "above": (1, 0)}
+    rows = {name: p.blocks.rows_seen[p.blocks.of(i, j)] for name, (i, j) in pairs.items()}
+    skips = causal and layout == "zigzag"
+    assert rows == {"below": range(4 if skips else 0, 8), "equal": range(8), "above": range(8)}
+    assert p.skips_queries == skips
+    assert p.rows_seen(0, 1) == (4 if skips else 8)
 
 
 def test_shapes() -> None:
@@ -98,7 +104,7 @@ def test_shapes() -> None:
     assert p.field_shape(q) == (3, 8, 6, 10)
     assert p.field_shape(k) == (3, 8, 2, 10)
     assert p.field_shape(lse) == (3, 6, 8)
-    assert p.field_shape(q, Part.FIRST) == (3, 4, 6, 10)
+    assert p.field_shape(q, 4) == (3, 4, 6, 10)
     assert p.kv_ratio == pytest.approx(1 / 3)
     assert lse.kind is Kind.STATISTIC
 
@@ -116,18 +122,30 @@ def test_shapes() -> None:
         ({"kv_heads": 12}, "kv_heads=12: must divide heads=6"),
         ({"dtype": "bfloat"}, "dtype=bfloat: there is no such dtype; did you mean bfloat16"),
         ({"wire_dtype": "float8"}, "wire_dtype=float8: there is no such wire_dtype; did you mean float"),
-        ({"seqlen": 30}, "seqlen=30: .* 4 must divide it; seqlen=28 or 32 would work"),
-        ({"layout": LAYOUTS["zigzag"], "seqlen": 36}, "seqlen=36: .* 8 must divide it; seqlen=32 or 40 would work"),
-        ({"seqlen": 3}, "seqlen=3: .*; seqlen=4 would work"),
-        (
-            {"layout": replace(LAYOUTS["zigzag"], shared=4), "seqlen": 30},
-            "seqlen=30: .* 4 equal pieces for 4 ranks.*; seqlen=28 or 32 would work",
-        ),
+        ({"seqlen": 3}, "seqlen=3: .* for 4 ranks has at least a token in every chunk .*; seqlen=4 or more would work"),
+        ({"layout": LAYOUTS["zigzag"], "seqlen": 7}, "seqlen=7: .* each of 2 pieces .*; seqlen=8 or more would"),
+        ({"layout": replace(LAYOUTS["zigzag"], shared=4), "seqlen": 3}, "seqlen=3: .*; seqlen=4 or more would work"),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         problem(**changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_uneven_chunks(layout: str) -> None:
+    """Buffers are as large as the largest chunk needs; the mean is what the closed forms count in."""
+    p = problem(layout=LAYOUTS[layout], seqlen=33)
+    owned = [int(p.tokens(rank)) for rank in range(4)]
+    assert sorted(owned) == [8, 8, 8, 9]
+    assert (p.local_seqlen, p.block_tokens) == (9, 9)
+    for tensor, fields in FIELDS.items():
+        by_owner = [
+            sum(int(p.field_tokens(field, rank)) * p.token_bytes(field, wire=True) for field in fields)
+            for rank in range(4)
+        ]
+        assert max(by_owner) == p.chunk_bytes(tensor, wire=True)
+        assert sum(by_owner) == 4 * p.mean_wire_bytes(tensor)
 
 
 def test_wire_dtype_defaults_to_the_compute_dtype() -> None:

@@ -24,7 +24,7 @@ from tests.support.ranks import group_of
 def attend(attention: SequenceParallelAttention, full: Inputs) -> Results:
     """Forward and backward of this rank's tokens."""
     leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
-    out = attention(*leaves)
+    out = attention(*leaves, seqlen=full.q_BSHD.shape[1])
     return Results(out.detach(), *torch.autograd.grad(out, leaves, attention.shard(full.dout_BSHD)))
 
 
@@ -34,7 +34,7 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
     for case in cases:
         if (group := group_of(case.n, case)) is None:
             continue
-        seqlen, attention = case.n * case.tokens, case.attention(group)
+        seqlen, attention = case.seqlen, case.attention(group)
         got = attend(attention, case.inputs(seqlen))
         wanted = case.reference(seqlen)
         found[case] = tuple(difference(x, attention.shard(y)) for x, y in zip(got, wanted, strict=True))
@@ -47,9 +47,9 @@ def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
     for case in cases:
         if (group := group_of(case.n, case)) is None:
             continue
-        attention, full = case.attention(group), case.inputs(case.n * case.tokens)
+        attention, full = case.attention(group), case.inputs(case.seqlen)
         leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
-        out = attention(*leaves)
+        out = attention(*leaves, seqlen=case.seqlen)
         after_forward = dict(attention.sent_bytes)
         out.backward(attention.shard(full.dout_BSHD))
         found[case] = (after_forward, dict(attention.sent_bytes))
@@ -74,7 +74,7 @@ def run_parts(cases: Sequence[Case]) -> dict[Case, Parts]:
     for case in cases:
         if (group := group_of(case.n, case)) is None:
             continue
-        attention, full = case.attention(group), case.inputs(case.n * case.tokens)
+        attention, full = case.attention(group), case.inputs(case.seqlen)
         q, k, v, dout = (attention.shard(x) for x in full)
         engine, results, live, saved = attention.engine(q, k, v), [], LiveBytes(), {}
         parts = Parts({}, {}, [], 0, 0)
@@ -100,7 +100,7 @@ def round_trip(cases: Sequence[Case]) -> dict[Case, tuple[list[int], bool, bool]
     for case in cases:
         if (group := group_of(case.n, case)) is None:
             continue
-        attention, full = case.attention(group), case.inputs(case.n * case.tokens).k_BSKD
+        attention, full = case.attention(group), case.inputs(case.seqlen).k_BSKD
         positions, local = attention.positions(full.shape[1]), attention.shard(full)
         back = attention.unshard(local.requires_grad_())
         found[case] = (positions.tolist(), torch.equal(local, full[:, positions]), torch.equal(back, full))
@@ -169,7 +169,7 @@ def differ_when_strided(case: Case) -> list[str]:
     """The results that differ in any bit if the inputs and the gradient are not contiguous."""
     if (group := group_of(case.n, case)) is None:
         return []
-    attention, full = case.attention(group), case.inputs(case.n * case.tokens)
+    attention, full = case.attention(group), case.inputs(case.seqlen)
     plain = attend(attention, full)
     q, k, v, dout = (attention.shard(x) for x in full)
     kv = torch.cat((k, v), dim=3).requires_grad_()
@@ -184,7 +184,7 @@ def differ_with_broadcast_gradient(case: Case) -> list[str]:
     """The same for the gradient of out.sum(), which has strides of zero."""
     if (group := group_of(case.n, case)) is None:
         return []
-    attention, full = case.attention(group), case.inputs(case.n * case.tokens)
+    attention, full = case.attention(group), case.inputs(case.seqlen)
     plain = attend(attention, full._replace(dout_BSHD=torch.ones_like(full.dout_BSHD)))
     leaves = [attention.shard(x).requires_grad_() for x in full[:3]]
     out = attention(*leaves)
@@ -213,7 +213,7 @@ def differ_when_interleaved(case: Case) -> list[str]:
     if (group := group_of(case.n, case)) is None:
         return []
     attention, wrong = case.attention(group), []
-    both = [case.inputs(case.n * case.tokens, seed) for seed in (0, 1)]
+    both = [case.inputs(case.seqlen, seed) for seed in (0, 1)]
     plain = [attend(attention, full) for full in both]
     leaves = [[attention.shard(x).requires_grad_() for x in full[:3]] for full in both]
     outs = [attention(*three) for three in leaves]
@@ -243,6 +243,15 @@ def refusals_to_deal(case: Case, seqlen: int) -> list[str]:
         lambda attention: attention.unshard(x[:, : seqlen // case.n]),
     )
     return [_refused(case, use) for use in uses]
+
+
+def refusals_of_uneven_calls(case: Case) -> list[str]:
+    """What calls of an uneven sequence are refused with: one that doesn't say its length, and one of twice of it."""
+
+    def call(**seqlen: int) -> Callable[[SequenceParallelAttention], object]:
+        return lambda attention: attention(*(attention.shard(x) for x in case.inputs(case.seqlen)[:3]), **seqlen)
+
+    return [_refused(case, call()), _refused(case, call(seqlen=64))]
 
 
 def _refused(case: Case, use: Callable[[SequenceParallelAttention], object]) -> str:

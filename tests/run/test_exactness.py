@@ -15,7 +15,7 @@ from sp_bench.methods import REGISTRY
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Transfer, peers
 from tests.run import jobs
-from tests.support.attention_cases import BOUNDS, HEADS, Case, inputs, of_one_batch_entry, reference, relative
+from tests.support.attention_cases import BOUNDS, HEAD_DIM, HEADS, Case, inputs, of_one_batch_entry, reference, relative
 from tests.support.marks import exhaustive, exhaustive_from
 from tests.support.problems import all_methods, divisors, splittable_problem
 from tests.support.ranks import SIZES, WORLD, Ranks
@@ -195,6 +195,31 @@ def test_odd_chunks(ranks: Ranks, n: int) -> None:
     )
 
 
+@pytest.mark.parametrize("n", exhaustive_from(6)[1:])
+def test_lengths_that_ranks_do_not_divide(ranks: Ranks, n: int) -> None:
+    """Every method and variant on every layout: one token too many, one too few, and more than every first piece."""
+    assert_exact(
+        ranks,
+        (
+            replace(case, layout=layout, tokens=4, more=more, causal=causal, kv_heads=key_heads(case.heads)[1])
+            for case in variants(n) + (others(n) if n == 4 else [])
+            for layout in REGISTRY[case.method].layouts
+            for more, causal in ((1, True), (n - 1, False), (n + 1, True))
+        ),
+    )
+
+
+def test_uneven_calls_say_how_long_the_sequence_is(ranks: Ranks) -> None:
+    """Else ranks would disagree on it: a call without it, or of another length than dealt, is refused on each."""
+    answers = ranks.run(jobs.refusals_of_uneven_calls, Case(n=4, method="ring", more=2))
+    for rank, (unsaid, wrong) in enumerate(answers[:4]):
+        q = f"RequestError: q (2, {9 if rank < 2 else 8}, {HEADS}, {HEAD_DIM})"
+        assert unsaid == (
+            f"{q}: 4 ranks don't share 34 tokens evenly, so that the call must say seqlen; seqlen=34 would work"
+        )
+        assert wrong == f"{q}: rank {rank} of 4 owns 16 tokens of 64; what `shard` returns would work"
+
+
 def test_shares_of_a_zigzag_chunk_that_are_not_alike(ranks: Ranks) -> None:
     """Of three ranks that own a chunk together, the middle one has some of both its pieces."""
     usp = Case(n=3, method="usp", layout="zigzag", heads=6, kv_heads=1, options=(("ulysses", 3),))
@@ -341,7 +366,7 @@ def test_refusals_name_value_rule_and_remedy(ranks: Ranks) -> None:
         "the ranks; one of 1, 2, 4 would work"
     ] * 3  # fmt: skip
     zigzag = Case(n=3, method="ring", layout="zigzag")
-    assert "seqlen=15: the zigzag layout" in ranks.run(jobs.refusal, zigzag, (1, 5, 2, 8), (1, 5, 2, 8))[0]
+    assert "seqlen=3: the zigzag layout" in ranks.run(jobs.refusal, zigzag, (1, 1, 2, 8), (1, 1, 2, 8))[0]
 
 
 def test_tokens_are_not_dealt_out_before_the_degree_is_chosen(ranks: Ranks) -> None:

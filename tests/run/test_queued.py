@@ -23,16 +23,16 @@ from sp_bench.plan import (
     PHASES,
     CostProfile,
     Join,
-    Mask,
     Method,
     Plan,
     Problem,
+    RegionKind,
 )
 from sp_bench.run import executor, streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.sharding import positions, shard
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Stuck, Wires
-from tests.support.problems import all_methods, cost_profiles
+from tests.support.problems import all_methods, cost_profiles, mask_of
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 NAMES = ("out", "dq", "dk", "dv")
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 class LikeAGpus(AtenCpu):
     """Its lse is contiguous: else a lane would make it so, and for that wait for all blocks."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
         out, lse = super().forward(q, k, v, mask)
         return out, lse.contiguous()
 
@@ -104,14 +104,14 @@ def inputs(problem: Problem) -> list[Tensor]:
 
 def exact(problem: Problem) -> list[Tensor]:
     q, k, v, dout = (x.double() for x in inputs(problem))
-    kernel, mask = KERNELS["reference"](), Mask.CAUSAL if problem.causal else Mask.FULL
+    kernel, mask = KERNELS["reference"](), RegionKind(problem.mask.name)
     out, lse = kernel.forward(q, k, v, mask)
     return [out, *kernel.backward(dout, q, k, v, out, lse, mask)]
 
 
 def small(n: int, *, causal: bool, layout: str = "striped", dtype: str = "float64", wire: str = "") -> Problem:
     return Problem(
-        n=n, seqlen=2 * n, heads=2 * n, kv_heads=n, head_dim=4, causal=causal, dtype=dtype, wire_dtype=wire,
+        n=n, seqlen=2 * n, heads=2 * n, kv_heads=n, head_dim=4, mask=mask_of(causal), dtype=dtype, wire_dtype=wire,
         layout=LAYOUTS[layout],
     )  # fmt: skip
 

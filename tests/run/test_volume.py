@@ -12,7 +12,7 @@ import pytest
 from sp_bench import account
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
+from sp_bench.plan import CAUSAL, COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
 from tests.run import jobs
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, Case
 from tests.support.marks import exhaustive, exhaustive_from
@@ -136,7 +136,7 @@ def cases_of(problem: Problem) -> list[Case]:
             method=method.name,
             options=tuple((name, getattr(method, name)) for name in method.options() if name != "layout"),
             layout=problem.layout.name if problem.layout.name in method.layouts else method.layouts[0],
-            causal=problem.causal,
+            causal=problem.mask == CAUSAL,
             heads=problem.heads,
             kv_heads=problem.kv_heads,
             dtype=problem.dtype,

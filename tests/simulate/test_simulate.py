@@ -18,6 +18,7 @@ from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan import (
     BLOCKS,
+    CAUSAL,
     FIELDS,
     PHASES,
     Fold,
@@ -25,7 +26,6 @@ from sp_bench.plan import (
     Pass,
     Plan,
     Problem,
-    layout_named,
 )
 from sp_bench.simulate import simulate
 from sp_bench.simulate.graph import Segment, segments
@@ -167,8 +167,8 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
             end[index] = np.maximum(taken, [taken[op.source(rank)] for rank in range(p.n)])
         else:
             for rank in range(p.n):
-                order = 0 if isinstance(op, Fold) else int(np.sign(op.q.owner(rank) - op.kv.owner(rank))) + 1
-                end[index, rank] = ready[rank] + (0.0 if isinstance(op, Fold) else cost[order])
+                took_s = 0.0 if isinstance(op, Fold) else cost[p.blocks.of(op.q.owner(rank), op.kv.owner(rank))]
+                end[index, rank] = ready[rank] + took_s
         free[op.stream] = end[index]
     return float(end.max())
 
@@ -204,7 +204,7 @@ def test_segments_hold_every_block_once_and_end_where_others_wait(data: st.DataO
 
 def test_many_blocks_are_few_tasks() -> None:
     """64 x 64 blocks on a rank, but at most a few hundred segments."""
-    p = Problem(n=4096, seqlen=4096 * 256, heads=4, kv_heads=4, head_dim=64, layout=layout_named("auto", causal=True))
+    p = Problem(n=4096, seqlen=4096 * 256, heads=4, kv_heads=4, head_dim=64, layout=CAUSAL.layout("auto"))
     plan = build("mesh", {"tile": (64, 64)}).plan(p, "forward", cluster().profile(p))
     assert len(plan.ops) > 4096
     assert len(segments(plan, lower(plan, p))) < 400
@@ -269,6 +269,6 @@ def test_spans_cover_what_a_rank_does() -> None:
 
 
 def test_too_large_a_graph_is_refused() -> None:
-    p = Problem(n=8192, seqlen=8192, heads=1, kv_heads=1, head_dim=8, layout=layout_named("auto", causal=True))
+    p = Problem(n=8192, seqlen=8192, heads=1, kv_heads=1, head_dim=8, layout=CAUSAL.layout("auto"))
     with pytest.raises(RequestError, match="gpus=8192: this plan has 134,209,536 transfers"):
         simulate(build("ring", {}).plan(p, "forward", cluster().profile(p)), p, cluster())

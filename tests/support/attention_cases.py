@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, CostProfile, Method, Problem, layout_named
+from sp_bench.plan import COMPUTE_BOUND, CostProfile, Method, Problem
+from tests.support.problems import mask_of
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
 
@@ -43,13 +44,15 @@ class Case:
     kernel: str = "auto"
     tokens: int = 8
     """Tokens of each rank."""
+    more: int = 0
+    """Tokens beyond these, which not all ranks get."""
     batch: int = BATCH
     costs: CostProfile = COMPUTE_BOUND
 
     def __str__(self) -> str:
         shape = f"{self.tile[0]}x{self.tile[1]} " if self.tile else ""
         words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
-        words += [f"heads={self.heads}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}"]
+        words += [f"heads={self.heads}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}+{self.more}"]
         words += [f"batch={self.batch}"] if self.batch != BATCH else []
         words += [f"lanes={self.lanes}"] if self.lanes else []
         words += [f"{name}={value}" for name, value in self.options]
@@ -57,6 +60,10 @@ class Case:
         words += [f"kernel={self.kernel}"] if self.kernel != "auto" else []
         words += [str(self.costs)] if self.costs != COMPUTE_BOUND else []
         return " ".join(words)
+
+    @property
+    def seqlen(self) -> int:
+        return self.n * self.tokens + self.more
 
     def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
         return Inputs(*(x[: self.batch] for x in inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)))
@@ -82,15 +89,15 @@ class Case:
         """As the method deals it out."""
         whole = Problem(
             n=self.n,
-            seqlen=self.n * self.tokens,
+            seqlen=self.seqlen,
             batch=self.batch,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=HEAD_DIM,
-            causal=self.causal,
+            mask=mask_of(self.causal),
             dtype=self.dtype,
             wire_dtype=self.wire_dtype,
-            layout=layout_named(self.layout, causal=self.causal),
+            layout=mask_of(self.causal).layout(self.layout),
         )
         return self.built.dealt(whole)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.plan import LAYOUTS, PHASES, Problem, layout_named
+from sp_bench.plan import LAYOUTS, PHASES, Problem
+from tests.support.problems import mask_of
 
 TABLE = {
     "figures": "assumed",
@@ -46,9 +47,9 @@ def problem(
         heads=4,
         kv_heads=2,
         head_dim=64,
-        causal=causal,
+        mask=mask_of(causal),
         dtype=dtype,
-        layout=layout_named(layout, causal=causal),
+        layout=mask_of(causal).layout(layout),
     )
 
 
@@ -94,4 +95,6 @@ def on_network(name: str, **stragglers: Any) -> Cluster:
 
 
 def split_problem(n: int, layout: str = "striped", *, causal: bool = False) -> Problem:
-    return Problem(n=n, seqlen=512 * n, heads=2 * n, kv_heads=n, head_dim=64, causal=causal, layout=LAYOUTS[layout])
+    return Problem(
+        n=n, seqlen=512 * n, heads=2 * n, kv_heads=n, head_dim=64, mask=mask_of(causal), layout=LAYOUTS[layout]
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_bench.plan import Mask
+from sp_bench.plan import RegionKind
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
 
@@ -56,14 +56,16 @@ def block_of(
     return Block(*(x.to(device, dtype) for x in draw))
 
 
-def attention(block: Block, mask: Mask) -> Answers:
+def attention(block: Block, mask: RegionKind) -> Answers:
     """softmax(q k^T / sqrt(D)) v and its gradients; rows without a key are out = 0, lse = -inf, and add nothing."""
     q, k, v = (x.detach().double().requires_grad_() for x in block[:3])
     k_BSHD, v_BSHD = (x.repeat_interleave(HEADS // x.shape[2], dim=2) for x in (k, v))
     scores_BHST = torch.einsum("bshd,bthd->bhst", q, k_BSHD) / math.sqrt(q.shape[3])
     query, key = (torch.arange(x.shape[1], device=x.device) for x in (q, k))
     query, key = query[:, None], key[None, :]
-    hidden = {Mask.FULL: key < 0, Mask.CAUSAL: key > query, Mask.STRICT: key >= query}[mask].expand(scores_BHST.shape)
+    hidden = {RegionKind.FULL: key < 0, RegionKind.CAUSAL: key > query, RegionKind.STRICT: key >= query}[mask].expand(
+        scores_BHST.shape
+    )
     weights = scores_BHST.exp().masked_fill(hidden, 0)
     total_BHS = weights.sum(dim=3)
     shares = weights / total_BHS.clamp(min=1e-300)[..., None]

@@ -12,12 +12,30 @@ from hypothesis import strategies as st
 
 from sp_bench.methods import REGISTRY, build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, CostProfile, Method, Op, Plan, Problem, RequestError
+from sp_bench.plan import (
+    CAUSAL,
+    COMPUTE_BOUND,
+    FULL,
+    LAYOUTS,
+    PHASES,
+    CostProfile,
+    Mask,
+    Method,
+    Op,
+    Plan,
+    Problem,
+    RequestError,
+)
+
+
+def mask_of(causal: object) -> Mask:
+    """The causal mask, or the full one."""
+    return CAUSAL if causal else FULL
 
 
 def small_problem(n: int, layout: str = "striped", *, causal: bool = True) -> Problem:
     """A problem of two tokens a rank, for plans whose tensors don't matter."""
-    return Problem(n=n, seqlen=2 * n, heads=4, kv_heads=2, head_dim=8, causal=causal, layout=LAYOUTS[layout])
+    return Problem(n=n, seqlen=2 * n, heads=4, kv_heads=2, head_dim=8, mask=mask_of(causal), layout=LAYOUTS[layout])
 
 
 def divisors(n: int) -> list[int]:

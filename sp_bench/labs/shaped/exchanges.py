@@ -15,7 +15,7 @@ from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean
 from sp_bench.calibrating.setting import Samples, Setting
 from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges, Pace, middle
 from sp_bench.measure.pool import report
-from sp_bench.plan import DOWN, FIELDS, Chunk, Group, Plan, Problem, Steps, layout_named, receive_next
+from sp_bench.plan import DOWN, FIELDS, FULL, LAYOUTS, Chunk, Group, Plan, Problem, Steps, receive_next
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Does, Executor
 from sp_bench.run.streams import lane_threads
@@ -127,9 +127,9 @@ class Rounds:
             heads=setting.heads,
             kv_heads=setting.kv_heads,
             head_dim=setting.head_dim,
-            causal=False,
+            mask=FULL,
             dtype=dtype,
-            layout=layout_named("contiguous", causal=False),
+            layout=LAYOUTS["contiguous"],
         )
         hops = n // ranks_per_host - 1
         plan, device = round_of(n, ranks_per_host, min(hops, MOST_HOPS) if few else hops), torch.device("cpu")

@@ -1,0 +1,276 @@
+"""Masks: which keys a query sees, as a value, and what that leaves to compute between two chunks of tokens.
+
+A mask is a rule about global token positions. Between a query chunk and a key chunk it leaves a few *regions*:
+rectangles of the block, each of a kind that every kernel has. Chunks of one layout meet in a few ways only, so a
+problem has a few classes of blocks, and which class a pair of ranks has is arithmetic (`Blocks`): nothing here holds an
+object for each of n x n pairs.
+
+    full     every key
+    causal   keys at or before the query's own position. Between chunks below, equal to and above each other a layout
+             gives three classes of blocks: contiguous none, causal, full; striped strict, causal, causal (Striped
+             Attention, Brandon et al. 2023, section 3); zigzag half, causal, half (Zhu 2024)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import product
+from typing import Any, ClassVar, NamedTuple
+
+from sp_bench.errors import unknown
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions
+
+
+class RegionKind(Enum):
+    """What a query of a region sees of its keys."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    """Keys up to and including the query's own index; as many keys as queries."""
+    STRICT = "strict"
+    """Keys below the query's own index, so that the first query sees none; as many keys as queries."""
+
+
+class Region(NamedTuple):
+    """A rectangle of a block: tokens of its query chunk and of its key chunk, counted from each chunk's first."""
+
+    kind: RegionKind
+    q: range
+    kv: range
+
+    @property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are computed."""
+        rows, columns = len(self.q), len(self.kv)
+        if self.kind is RegionKind.FULL:
+            return rows * columns
+        return rows * (rows + 1) // 2 if self.kind is RegionKind.CAUSAL else rows * (rows - 1) // 2
+
+    @property
+    def plain(self) -> Region:
+        """The same as FULL or CAUSAL: STRICT is CAUSAL without the first query and the last key."""
+        if self.kind is RegionKind.STRICT:
+            return Region(RegionKind.CAUSAL, self.q[1:], self.kv[:-1])
+        return self
+
+
+Regions = tuple[Region, ...]
+"""What is computed of a block; empty where all of it is masked."""
+
+
+@dataclass(frozen=True)
+class Mask(ABC):
+    """A rule that says which keys each query sees."""
+
+    name: ClassVar[str]
+    flops_share: ClassVar[float]
+    """The part of all N x N (query, key) pairs that MFU counts."""
+    balanced_layout: ClassVar[str]
+    """The layout that gives all ranks equal work."""
+
+    @abstractmethod
+    def regions(self, q: Positions, kv: Positions) -> Regions:
+        """What is computed between chunks of queries and keys at these global positions, ascending in both."""
+
+    @abstractmethod
+    def relation(self, q_chunk, kv_chunk) -> Any:
+        """A number from 0 to 2 for two chunks of one layout, or arrays of them.
+
+        Pairs of chunks with the same relation, and with as many tokens in each piece, have the same regions.
+        """
+
+    def layout(self, name: str) -> Layout:
+        """The layout of that name; `auto` is the one that balances this mask.
+
+        Raises RequestError with the nearest name if there is none.
+        """
+        name = self.balanced_layout if name == "auto" else name
+        if name not in LAYOUTS:
+            raise unknown("method.layout", name, [*LAYOUTS, "auto"])
+        return LAYOUTS[name]
+
+    def blocks(self, layout: Layout, n: int, seqlen: int) -> Blocks:
+        """The classes of blocks that `n` ranks have."""
+        return Blocks(self, layout, n, seqlen)
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    name: ClassVar[str] = "full"
+    flops_share: ClassVar[float] = 1.0
+    balanced_layout: ClassVar[str] = "contiguous"
+
+    def regions(self, q: Positions, kv: Positions) -> Regions:
+        return _filled([Region(RegionKind.FULL, range(_count(q)), range(_count(kv)))])
+
+    def relation(self, q_chunk, kv_chunk) -> Any:
+        return 0 * (q_chunk + kv_chunk)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees the keys up to its own position."""
+
+    name: ClassVar[str] = "causal"
+    flops_share: ClassVar[float] = 0.5
+    balanced_layout: ClassVar[str] = "striped"
+
+    def regions(self, q: Positions, kv: Positions) -> Regions:
+        if q == kv:
+            return _filled([Region(RegionKind.CAUSAL, range(_count(q)), range(_count(kv)))])
+        found: list[Region] = []
+        for (rows, queries), (columns, keys) in product(_numbered(q), _numbered(kv)):
+            found += _staircase(rows, queries, columns, keys)
+        return _merged(_filled(found))
+
+    def relation(self, q_chunk, kv_chunk) -> Any:
+        """Below, equal, above."""
+        return 1 + 1 * (q_chunk > kv_chunk) - 1 * (q_chunk < kv_chunk)
+
+
+def _count(positions: Positions) -> int:
+    return sum(map(len, positions))
+
+
+def _numbered(positions: Positions) -> list[tuple[range, range]]:
+    """Each run of positions with its tokens' numbers in the chunk."""
+    found, first = [], 0
+    for run in positions:
+        found.append((range(first, first + len(run)), run))
+        first += len(run)
+    return found
+
+
+def _staircase(rows: range, queries: range, columns: range, keys: range) -> list[Region]:
+    """The causal regions between two runs of positions of one stride.
+
+    With positions a + s x and b + s y, query x sees key y where y <= x + (a - b) // s.
+    """
+    assert queries.step == keys.step or 1 in (len(queries), len(keys)), "runs of one stride"
+    ahead = (queries.start - keys.start) // (queries.step if len(queries) > 1 else keys.step)
+    if ahead == -1 and len(rows) == len(columns):
+        return [Region(RegionKind.STRICT, rows, columns)]
+    if ahead >= max(len(columns) - 1, 1):
+        return [Region(RegionKind.FULL, rows, columns)]
+    first = max(0, -ahead)
+    """The first query that sees a key."""
+    seen = min(max(ahead, 0), len(columns))
+    """Keys that all queries from there on see."""
+    square = max(0, min(len(rows) - first, len(columns) - seen))
+    stairs, beside = rows[first : first + square], columns[seen : seen + square]
+    return [
+        Region(RegionKind.FULL, rows[first:], columns[:seen]),
+        Region(RegionKind.CAUSAL, stairs, beside),
+        Region(RegionKind.FULL, rows[first + square :], columns[seen:]),
+    ]
+
+
+def _filled(regions: Iterable[Region]) -> Regions:
+    """Those that compute anything."""
+    return tuple(region for region in regions if region.pairs > 0)
+
+
+def _merged(regions: Regions) -> Regions:
+    """With FULL rectangles put together where two make one: kernels are faster on larger ones."""
+    found: list[Region] = []
+    for region in regions:
+        joined = region
+        for other in [r for r in found if r.kind is region.kind is RegionKind.FULL]:
+            if other.q == joined.q and other.kv.stop == joined.kv.start:
+                found.remove(other)
+                joined = Region(RegionKind.FULL, joined.q, range(other.kv.start, joined.kv.stop))
+            elif other.kv == joined.kv and other.q.stop == joined.q.start:
+                found.remove(other)
+                joined = Region(RegionKind.FULL, range(other.q.start, joined.q.stop), joined.kv)
+        found.append(joined)
+    return tuple(found)
+
+
+FULL, CAUSAL = Full(), Causal()
+MASKS: Mapping[str, Mask] = {mask.name: mask for mask in (FULL, CAUSAL)}
+"""Every mask by its name. A new one is listed here."""
+
+
+def mask_named(name: str) -> Mask:
+    """The mask of that name. Raises RequestError with the nearest name if there is none."""
+    if name not in MASKS:
+        raise unknown("mask", name, MASKS)
+    return MASKS[name]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The classes of blocks between the chunks of a layout, and which class each pair of ranks has.
+
+    A class is a relation of the two chunks (`Mask.relation`) and, where the ranks don't divide the sequence, the sizes
+    of both: chunks before `Layout.boundary` have one token more in one of their pieces.
+    """
+
+    mask: Mask
+    layout: Layout
+    n: int
+    seqlen: int
+
+    def of(self, q_rank, kv_rank) -> Any:
+        """The class of the block between the chunks of two ranks' tokens, or of arrays of them."""
+        q, kv = q_rank // self.layout.shared, kv_rank // self.layout.shared
+        relation = self.mask.relation(q, kv)
+        if not self._boundary:
+            return relation
+        return 4 * relation + 2 * (q >= self._boundary) + 1 * (kv >= self._boundary)
+
+    @cached_property
+    def regions(self) -> tuple[Regions, ...]:
+        """By class, what is computed; empty for a class that no pair of ranks has."""
+        found = {
+            kind: self.mask.regions(self._positions(q), self._positions(kv)) for kind, (q, kv) in self._examples.items()
+        }
+        return tuple(found.get(kind, ()) for kind in range(1 + max(found)))
+
+    @cached_property
+    def rows_seen(self) -> tuple[range, ...]:
+        """By class, the queries that see any key, from the first to the last; all of them where none does."""
+        found = []
+        for kind, regions in enumerate(self.regions):
+            rows = [region.q for region in regions]
+            if rows:
+                found.append(range(min(r.start for r in rows), max(r.stop for r in rows)))
+            else:
+                q, _ = self._examples.get(kind, (0, 0))
+                found.append(range(_count(self._positions(q))))
+        return tuple(found)
+
+    @cached_property
+    def pairs(self) -> tuple[int, ...]:
+        """By class, (query, key) pairs that are computed."""
+        return tuple(sum(region.pairs for region in regions) for regions in self.regions)
+
+    @property
+    def _chunks(self) -> int:
+        return self.n // self.layout.shared
+
+    @cached_property
+    def _boundary(self) -> int:
+        return self.layout.boundary(self._chunks, self.seqlen)
+
+    @property
+    def examples(self) -> list[tuple[int, int, Regions]]:
+        """For each class that some pair of ranks has, such a pair and its regions."""
+        step = self.layout.shared
+        return [(q * step, kv * step, self.regions[kind]) for kind, (q, kv) in self._examples.items()]
+
+    @cached_property
+    def _examples(self) -> Mapping[int, tuple[int, int]]:
+        """By class, two chunks that have it: every class occurs among the first and last chunks of either size."""
+        edges = {0, 1, self._boundary - 2, self._boundary - 1, self._boundary, self._boundary + 1, self._chunks - 1}
+        chunks, step = sorted(edges & set(range(self._chunks))), self.layout.shared
+        return {int(self.of(q * step, kv * step)): (q, kv) for q, kv in product(chunks, repeat=2)}
+
+    def _positions(self, chunk: int) -> Positions:
+        return self.layout.ranges(chunk, self._chunks, self.seqlen)

@@ -1,0 +1,150 @@
+"""Masks against their definition by token positions: what a block computes, on every layout and for every length."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sp_bench.errors import RequestError
+from sp_bench.plan import CAUSAL, FULL, LAYOUTS, MASKS, Mask, Region, RegionKind, mask_named
+from sp_bench.plan.layout import Positions
+from tests.support.dealing import Dealt, dealt
+
+masks = st.sampled_from(list(MASKS.values()))
+
+
+def seen(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which (query, key) pairs a mask lets through, by positions."""
+    q, k = queries[:, None], keys[None, :]
+    return {"full": q >= 0 * k, "causal": k <= q}[mask.name]
+
+
+def inside(region: Region) -> np.ndarray:
+    """Which pairs of a region are computed, by the definition of its kind."""
+    q, k = np.arange(len(region.q))[:, None], np.arange(len(region.kv))[None, :]
+    return {RegionKind.FULL: q >= 0 * k, RegionKind.CAUSAL: k <= q, RegionKind.STRICT: k < q}[region.kind]
+
+
+def times_computed(regions: tuple[Region, ...], rows: int, columns: int) -> np.ndarray:
+    """How often the regions compute each pair of a block."""
+    times = np.zeros((rows, columns), int)
+    for region in regions:
+        times[region.q.start : region.q.stop, region.kv.start : region.kv.stop] += inside(region)
+    return times
+
+
+@given(masks, dealt(most_chunks=7))
+def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None:
+    """For every pair of ranks: between the whole chunks that their tokens are of."""
+    blocks, step = mask.blocks(case.layout, case.n, case.seqlen), case.layout.shared
+    for i, j in product(range(case.n), repeat=2):
+        queries, keys = case.chunk(i // step), case.chunk(j // step)
+        kind = blocks.of(i, j)
+        wanted = seen(mask, queries, keys)
+        np.testing.assert_array_equal(times_computed(blocks.regions[kind], len(queries), len(keys)), wanted)
+        assert blocks.pairs[kind] == wanted.sum()
+        rows = np.flatnonzero(wanted.any(axis=1))
+        first, last = (rows[0], rows[-1]) if rows.size else (0, len(queries) - 1)
+        assert blocks.rows_seen[kind].start <= first
+        assert blocks.rows_seen[kind].stop == last + 1
+
+
+@given(masks, dealt())
+def test_classes_are_few_and_arithmetic(mask: Mask, case: Dealt) -> None:
+    """Of arrays as of single ranks; each class that a pair has is among the examples."""
+    blocks, ranks = mask.blocks(case.layout, case.n, case.seqlen), np.arange(case.n)
+    table = blocks.of(ranks[:, None], ranks)
+    assert table.shape == (case.n, case.n)
+    assert [[blocks.of(i, j) for j in range(case.n)] for i in range(case.n)] == table.tolist()
+    assert len(blocks.regions) <= 12
+    examples = {int(blocks.of(q, kv)) for q, kv, _ in blocks.examples}
+    assert examples == set(table.ravel().tolist())
+    assert all(blocks.regions[blocks.of(q, kv)] == regions for q, kv, regions in blocks.examples)
+
+
+def test_causal_has_three_classes_and_full_one() -> None:
+    """As the header of mask.py has them, where all chunks are alike."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        blocks = CAUSAL.blocks(layout, 4, 64)
+        assert [blocks.of(1, 2), blocks.of(2, 2), blocks.of(2, 1)] == [0, 1, 2]
+        found[name] = blocks.regions
+        assert FULL.blocks(layout, 4, 64).regions == ((Region(RegionKind.FULL, range(16), range(16)),),)
+    whole, first, second = range(16), range(8), range(8, 16)
+    causal, full = (Region(kind, whole, whole) for kind in (RegionKind.CAUSAL, RegionKind.FULL))
+    assert found == {
+        "contiguous": ((), (causal,), (full,)),
+        "striped": ((Region(RegionKind.STRICT, whole, whole),), (causal,), (causal,)),
+        "zigzag": (
+            (Region(RegionKind.FULL, second, whole),),
+            (causal,),
+            (Region(RegionKind.FULL, whole, first),),
+        ),
+    }
+
+
+runs = st.builds(
+    lambda start, size, step: range(start, start + size * step, step),
+    st.integers(0, 40), st.integers(1, 8), st.shared(st.integers(1, 4), key="step"),
+)  # fmt: skip
+
+
+@given(runs, runs)
+def test_causal_regions_of_any_two_runs(queries: range, keys: range) -> None:
+    """Wherever they begin and however long they are: what packed or uneven sequences need."""
+    regions = CAUSAL.regions((queries,), (keys,))
+    wanted = seen(CAUSAL, np.array(queries), np.array(keys))
+    np.testing.assert_array_equal(times_computed(regions, len(queries), len(keys)), wanted)
+    assert all(region.pairs > 0 for region in regions)
+    for region in regions:
+        assert region.kind is RegionKind.FULL or len(region.q) == len(region.kv), "kernels need square ones"
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_causal_regions_of_chunks_in_several_pieces(queries: list[int], keys: list[int]) -> None:
+    def pieces(sizes: list[int], gap: int) -> Positions:
+        starts = np.cumsum([0, *(size + gap for size in sizes)])
+        return tuple(range(int(start), int(start) + size) for start, size in zip(starts, sizes, strict=False))
+
+    q, kv = pieces(queries, 3), pieces(keys, 1)
+    regions = CAUSAL.regions(q, kv)
+    at = [np.concatenate([np.array(run) for run in runs]) for runs in (q, kv)]
+    np.testing.assert_array_equal(times_computed(regions, len(at[0]), len(at[1])), seen(CAUSAL, *at))
+
+
+@pytest.mark.parametrize("name", ["striped", "zigzag"])
+def test_causal_work_is_balanced(name: str) -> None:
+    """Striped differs by at most half a row for each block; zigzag not at all."""
+    n, tokens = 8, 16
+    blocks = CAUSAL.blocks(LAYOUTS[name], n, n * tokens)
+    work = [sum(blocks.pairs[blocks.of(i, j)] for j in range(n)) for i in range(n)]
+    assert max(work) - min(work) == (tokens * (n - 1) if name == "striped" else 0)
+
+
+@given(st.sampled_from(list(RegionKind)), st.integers(0, 7), st.integers(0, 3))
+def test_plain_regions_are_full_or_causal(kind: RegionKind, tokens: int, start: int) -> None:
+    region = Region(kind, range(start, start + tokens), range(start, start + tokens))
+    plain = region.plain
+    assert plain.kind is (RegionKind.FULL if kind is RegionKind.FULL else RegionKind.CAUSAL)
+    whole, wanted = (np.zeros((start + tokens, start + tokens), bool) for _ in range(2))
+    for filled, one in ((whole, plain), (wanted, region)):
+        if len(one.q):
+            filled[one.q.start : one.q.stop, one.kv.start : one.kv.stop] = inside(one)
+    np.testing.assert_array_equal(whole, wanted)
+    assert plain.pairs == region.pairs == inside(region).sum()
+
+
+def test_names() -> None:
+    assert CAUSAL.layout("auto").name == "striped"
+    assert FULL.layout("auto").name == "contiguous"
+    for name in LAYOUTS:
+        assert CAUSAL.layout(name) is LAYOUTS[name]
+    with pytest.raises(RequestError, match="method.layout=zigzig: there is no such layout; did you mean zigzag"):
+        CAUSAL.layout("zigzig")
+    assert {name: mask_named(name) for name in MASKS} == dict(MASKS)
+    with pytest.raises(RequestError, match="mask=casual: there is no such mask; did you mean causal"):
+        mask_named("casual")

@@ -1,0 +1,42 @@
+"""Layouts with a length that they deal out, and strategies that draw them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from sp_bench.plan import LAYOUTS, Layout
+
+layouts = st.sampled_from(list(LAYOUTS.values()))
+
+
+def tokens_of(layout: Layout, rank: int, n: int, seqlen: int) -> np.ndarray:
+    return np.array(list(chain(*layout.positions(rank, n, seqlen))), int)
+
+
+class Dealt(NamedTuple):
+    """A layout, ranks that share its chunks or don't, and a length that it takes."""
+
+    layout: Layout
+    chunks: int
+    seqlen: int
+
+    @property
+    def n(self) -> int:
+        return self.chunks * self.layout.shared
+
+    def chunk(self, index: int) -> np.ndarray:
+        """The tokens of a chunk, as one rank would own them."""
+        return tokens_of(replace(self.layout, shared=1), index, self.chunks, self.seqlen)
+
+
+@st.composite
+def dealt(draw: st.DrawFn, most_chunks: int = 12) -> Dealt:
+    layout = replace(draw(layouts), shared=draw(st.integers(1, 4)))
+    chunks = draw(st.integers(1, most_chunks))
+    least = chunks * max(layout.pieces, layout.shared)
+    return Dealt(layout, chunks, least + draw(st.integers(0, 5 * least)))
