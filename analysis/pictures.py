@@ -17,6 +17,7 @@ from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.report import shape, tokens
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
+from sp_bench.workload import workload_named
 
 __all__ = ["assignment", "bound_bars", "timeline"]
 
@@ -75,7 +76,7 @@ def _of(path: Path, record: Record, ranks: Sequence[int] | None) -> list[Figure]
     timed = record.mode != "alone" and {"trace", "samples"} & set(records.beside(path))
     found = [timeline(record, path, ranks)] if timed else []
     if record.status == "ok" and record.impl is None:
-        phases = ("forward", "backward") if record.phase == "forward_backward" else ("forward",)
+        phases = workload_named(record.workload).phase_choices[record.phase]
         found += [assignments.of_record(record, phase) for phase in phases]
     return found
 

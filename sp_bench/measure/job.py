@@ -76,6 +76,7 @@ class TimedPoint:
         self._sent_bytes: dict[str, Counter[tuple[str, ...]]] = {}
         context.alive()
         self._step = spec.workload.prepare(context)
+        self._step.untimed()
         context.alive()
         memory.forget_peak()
         live = LiveBytes()
