@@ -23,7 +23,7 @@ from sp_bench.markdown import of_rows
 from sp_bench.methods import build
 from sp_bench.plan import CAUSAL, COMPUTE_BOUND, FULL, PHASES, Mask, Problem, RegionKind
 from sp_bench.run.attention import Engine
-from sp_bench.run.executor import Does
+from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport
 
 REPORT = RESULTS / "executor.md"
@@ -56,13 +56,13 @@ class Rank:
         self.engine = Engine(plans, self.problem, "auto", torch.device("cpu"), transport=AloneTransport())
         self.inputs = inputs(seqlen // RANKS, kv_heads)
 
-    def step(self, does: Does = Does.EVERYTHING) -> tuple[float, float]:
+    def step(self, action: Action = Action.EVERYTHING) -> tuple[float, float]:
         """Seconds of a forward and a backward."""
         q, k, v, dout = self.inputs
         started = time.perf_counter()
-        _, saved = self.engine.forward(q, k, v, does)
+        _, saved = self.engine.forward(q, k, v, action)
         between = time.perf_counter()
-        self.engine.backward(dout, saved, does)
+        self.engine.backward(dout, saved, action)
         return between - started, time.perf_counter() - between
 
 
@@ -97,7 +97,7 @@ def overhead(rank: Rank) -> Overhead:
 def allocations(rank: Rank) -> tuple[int, float]:
     """How many times memory is taken in one step's blocks and folds, and how much of it in all, in MB."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        rank.step(Does.COMPUTE)
+        rank.step(Action.COMPUTE)
     sizes = [event.nbytes() for event in _memory_events(profiled) if event.nbytes() > 0]
     return len(sizes), sum(sizes) / 1e6
 
@@ -142,7 +142,7 @@ def efficiency(seqlen: int, mask: Mask, kv_heads: int) -> list[Ratio]:
 
 
 def _kernels_and_step(rank: Rank) -> tuple[float, float, float]:
-    forward, backward = rank.step(Does.COMPUTE)
+    forward, backward = rank.step(Action.COMPUTE)
     return rank.engine.spent("forward").kernels_s, forward, backward
 
 

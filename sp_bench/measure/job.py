@@ -15,12 +15,12 @@ from sp_bench.measure.pool import report
 from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, INSIDE, STEP, Row, Samples
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.run.devices import clock_of
-from sp_bench.run.executor import Does
+from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.home import home
 from sp_bench.workload import GateErrors, RankContext
 
-PART_OF = {Does.EVERYTHING: STEP, Does.COMPUTE: COMPUTE_ONLY, Does.COMMUNICATION: COMMUNICATION_ONLY}
+PART_OF = {Action.EVERYTHING: STEP, Action.COMPUTE: COMPUTE_ONLY, Action.COMMUNICATION: COMMUNICATION_ONLY}
 
 
 def measure(specs: list[Spec], iters: int, warmup: int) -> list[RankResult]:
@@ -68,7 +68,7 @@ class TimedPoint:
         context = _context(index)
         self._rank = context.rank if spec.workload.alone is None else spec.workload.alone
         self._phases = spec.workload.phases
-        self._does = tuple(Does) if spec.parts else (Does.EVERYTHING,)
+        self._actions = tuple(Action) if spec.parts else (Action.EVERYTHING,)
         self._on_cpu = context.device.type == "cpu"
         self._clock, memory = clock_of(context.device), MemoryWatch(context.device)
         self._rows: list[Row] = []
@@ -80,23 +80,23 @@ class TimedPoint:
         context.alive()
         memory.forget_peak()
         live = LiveBytes()
-        self._execute(Does.EVERYTHING, None, live)
+        self._execute(Action.EVERYTHING, None, live)
         self._memory = memory.peak(live.peak)
 
     def iterate(self, iteration: int | None) -> None:
         """One iteration of the step and its parts, kept as samples unless it is None. Ranks start phases together."""
-        for does in self._does:
+        for action in self._actions:
             self._step.untimed()
             _barrier()
             link_before, busy_before_s = home().link_bytes(), busy_s() if self._on_cpu else None
-            self._execute(does, iteration)
+            self._execute(action, iteration)
             _barrier()  # all have received, so that nothing is on its way any more
             link_after, busy_after_s = home().link_bytes(), busy_s() if self._on_cpu else None
             if iteration is None:
                 continue
             if busy_before_s is not None and busy_after_s is not None:
-                self._add(iteration, ALL_PHASES, CORES[PART_OF[does]], busy_after_s - busy_before_s)
-            if does is Does.EVERYTHING and link_before and link_after:
+                self._add(iteration, ALL_PHASES, CORES[PART_OF[action]], busy_after_s - busy_before_s)
+            if action is Action.EVERYTHING and link_before and link_after:
                 self._link_sent_bytes.append(link_after[0] - link_before[0])
 
     def result(self, gate: GateErrors) -> RankResult:
@@ -115,27 +115,27 @@ class TimedPoint:
         self._step.close()
         return result
 
-    def _execute(self, does: Does, iteration: int | None, live: LiveBytes | None = None) -> None:
+    def _execute(self, action: Action, iteration: int | None, live: LiveBytes | None = None) -> None:
         """All timed phases once, each of which all ranks start together with nothing left to do on their devices."""
         for phase in self._phases:
             self._clock.synchronize()
             sent_before = Counter(self._step.sent_bytes)
             _barrier()
             start = self._clock.mark()
-            self._step.run(phase, does, live)
+            self._step.run(phase, action, live)
             end = self._clock.mark()
             self._clock.synchronize()
             if iteration is not None:
-                self._keep(iteration, phase, does, start, end)
-            if does is Does.EVERYTHING:
+                self._keep(iteration, phase, action, start, end)
+            if action is Action.EVERYTHING:
                 self._sent_bytes[phase] = Counter(self._step.sent_bytes) - sent_before
 
-    def _keep(self, iteration: int, phase: str, does: Does, start: Any, end: Any) -> None:
+    def _keep(self, iteration: int, phase: str, action: Action, start: Any, end: Any) -> None:
         """Sample a phase between two marks that the device has reached."""
         began_s = self._clock.machine_s(start)
         seconds = self._clock.seconds(start, end)
-        self._add(iteration, phase, PART_OF[does], seconds, float("nan") if began_s is None else began_s)
-        spent = self._step.spent(phase) if does is Does.EVERYTHING else None
+        self._add(iteration, phase, PART_OF[action], seconds, float("nan") if began_s is None else began_s)
+        spent = self._step.spent(phase) if action is Action.EVERYTHING else None
         if spent:
             of = (spent.blocks_s, spent.waits_s, spent.kernels_s, spent.folds_s, spent.caller_s)
             for part, part_s in zip(INSIDE, of, strict=True):

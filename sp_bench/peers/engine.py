@@ -15,7 +15,7 @@ from sp_bench.peers.peer import Peer
 from sp_bench.peers.traffic import Traffic
 from sp_bench.plan import Problem
 from sp_bench.run.attention import Saved
-from sp_bench.run.executor import Does
+from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 
 
@@ -44,10 +44,10 @@ class PeerEngine:
         self._sent_bytes = self._count()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, does: Does = Does.EVERYTHING, live: LiveBytes | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, Saved]:
         """out_BSHD of this rank's queries, and what the backward needs beside its gradient. `live` sees nothing."""
-        assert does is Does.EVERYTHING
+        assert action is Action.EVERYTHING
         differentiable = "backward" in self.phases
         with torch.set_grad_enabled(differentiable):
             leaves = tuple(x.detach().requires_grad_(differentiable) for x in (q, k, v))
@@ -57,10 +57,10 @@ class PeerEngine:
         return out.detach(), {"out": (out,), "qkv": leaves}
 
     def backward(
-        self, dout: Tensor, saved: Saved, does: Does = Does.EVERYTHING, live: LiveBytes | None = None
+        self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, ...]:
         """(dq, dk, dv) of this rank's tokens, in the compute dtype."""
-        assert does is Does.EVERYTHING
+        assert action is Action.EVERYTHING
         gradients = torch.autograd.grad(saved["out"], saved["qkv"], (dout,))
         self.transport.sent_bytes.update(self._sent_bytes["backward"])
         return gradients

@@ -31,7 +31,7 @@ from sp_bench.plan import (
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Cuda, Device
-from sp_bench.run.executor import Does, Executor, Spent
+from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.partials import Tensors
@@ -68,10 +68,10 @@ class Engine:
         self._executors: dict[str, Executor] = {}
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, does: Does = Does.EVERYTHING, live: LiveBytes | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, Saved]:
         """out_BSHD of this rank's queries in the compute dtype, and what the backward needs beside its gradient."""
-        found = self._run("forward", {"q": (q,), "kv": (k, v)}, does, live)
+        found = self._run("forward", {"q": (q,), "kv": (k, v)}, action, live)
         out, *lse = found.pop("o", None) or found.pop("out")
         if "backward" in self.plans:
             needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
@@ -80,14 +80,14 @@ class Engine:
         return out, found
 
     def backward(
-        self, dout: Tensor, saved: Saved, does: Does = Does.EVERYTHING, live: LiveBytes | None = None
+        self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, ...]:
         """(dq, dk, dv) of this rank's tokens, in the compute dtype."""
         inputs = {**saved, "do": (dout,)}
         if "odoq" in saved:
             q, out, lse = saved["odoq"]
             inputs["odoq"] = (q, out, dout, lse)
-        found = self._run("backward", inputs, does, live)
+        found = self._run("backward", inputs, action, live)
         return (*found["dq"], *found["dkv"])
 
     @property
@@ -118,7 +118,7 @@ class Engine:
             )
         return self._executors[phase]
 
-    def _run(self, phase: str, inputs: Saved, does: Does, live: LiveBytes | None) -> Saved:
+    def _run(self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None) -> Saved:
         """Run a phase on tensors by name; returns what it ends with, by name, in the compute dtype."""
         plan = self.plans[phase]
         given = {
@@ -127,7 +127,7 @@ class Engine:
         }
         if live:
             live.always = [x for tensors in inputs.values() for x in tensors]
-        found = self._executor(phase)(given, does, live)
+        found = self._executor(phase)(given, action, live)
         whole = {tensor: self._whole(tensor, found, plan) for tensor in dict.fromkeys(c.tensor for c in plan.ends_with)}
         if live:
             held = [*given.values(), *found.values(), *whole.values()]

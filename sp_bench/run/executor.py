@@ -39,7 +39,7 @@ from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
 from sp_bench.run.transport import Transport
 
 
-class Does(Enum):
+class Action(Enum):
     """How much of a plan an execution does."""
 
     EVERYTHING = "everything"
@@ -110,7 +110,7 @@ class Executor:
         self._marks = _Marks(self._streams.clock)
 
     def __call__(
-        self, inputs: Mapping[Chunk, Tensors], does: Does = Does.EVERYTHING, live: LiveBytes | None = None
+        self, inputs: Mapping[Chunk, Tensors], action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> dict[Chunk, Tensors]:
         """Run the plan on what it starts with; returns what it ends with, partials as accumulators.
 
@@ -123,10 +123,10 @@ class Executor:
         started = time.perf_counter()
         try:
             self._last_mark = self._mark()
-            if does is Does.COMPUTE:
+            if action is Action.COMPUTE:
                 self._run_without_lanes()
             else:
-                self._run(compute=does is Does.EVERYTHING)
+                self._run(compute=action is Action.EVERYTHING)
             return {chunk: self._holdings.packed(chunk) for chunk in self._plan.ends_with}
         finally:
             self._marks.caller_s = time.perf_counter() - started

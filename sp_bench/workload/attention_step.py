@@ -11,7 +11,7 @@ from torch import Tensor
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan import Plan, Problem
 from sp_bench.run.attention import Engine
-from sp_bench.run.executor import Does, Spent
+from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.transport import AloneTransport
 from sp_bench.workload.base import RankContext, Workload
@@ -52,18 +52,18 @@ class AttentionStep:
     def untimed(self) -> None:
         """Autograd frees a peer's graph with each backward, so that a backward needs a forward of its own."""
         if self._forward_each_time:
-            self.run("forward", Does.EVERYTHING)
+            self.run("forward", Action.EVERYTHING)
 
-    def run(self, phase: str, does: Does, live: LiveBytes | None = None) -> None:
+    def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only an execution of everything leaves results, and what the backward starts with."""
         if phase == "forward":
-            out, saved = self._engine.forward(self._q, self._k, self._v, does, live)
+            out, saved = self._engine.forward(self._q, self._k, self._v, action, live)
             results = (out,)
-            if does is Does.EVERYTHING:
+            if action is Action.EVERYTHING:
                 self._saved = saved
         else:
-            results = self._engine.backward(self._dout, self._saved, does, live)
-        if does is Does.EVERYTHING:
+            results = self._engine.backward(self._dout, self._saved, action, live)
+        if action is Action.EVERYTHING:
             self._results[phase] = results
 
     def spent(self, phase: str) -> Spent | None:

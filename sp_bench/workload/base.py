@@ -15,7 +15,7 @@ from sp_bench.workload.gate import GateErrors
 if TYPE_CHECKING:
     import torch
 
-    from sp_bench.run.executor import Does, Spent
+    from sp_bench.run.executor import Action, Spent
     from sp_bench.run.holdings import LiveBytes
     from sp_bench.run.transport import Transport
 
@@ -49,7 +49,7 @@ class Step(Protocol):
         """Make what the timed phases need anew in each iteration."""
         ...
 
-    def run(self, phase: str, does: Does, live: LiveBytes | None = None) -> None:
+    def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase, or only its blocks or its transfers. `live` is told which tensors there are at once."""
         ...
 

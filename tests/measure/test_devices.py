@@ -245,6 +245,26 @@ def test_ranks_alone_have_the_volume_of_the_plan_and_no_step(alone: Outcome) -> 
     assert json.dumps(record.provenance)
 
 
+def test_a_backward_alone(tmp_path: Path) -> None:
+    """Of Ulysses, whose backward needs what its forward keeps."""
+    options = (
+        "method=ulysses",
+        "gpus=8",
+        "mode=alone",
+        "device=cpu",
+        "alone=[5]",
+        "seqlen=1k",
+        "heads=8",
+        "iters=2",
+        "warmup=0",
+    )
+    request = point(*options, "phase=backward")
+    (outcome,) = run_points([request], folder=tmp_path, reuse=False)
+    record = outcome.record
+    assert (record.status, record.mode, record.phase) == ("ok", "alone", "backward")
+    assert record.alone_ms_median and record.comm_bytes_per_gpu == record.comm_bytes_expected
+
+
 def test_ranks_alone_are_shown_as_that(alone: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     print_points(make_console(), [alone])
     print_sweep(make_console(), [alone])

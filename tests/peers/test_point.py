@@ -39,6 +39,17 @@ def test_a_peer_beside_methods(tmp_path: Path) -> None:
     assert wrong.err_out and wrong.err_out > 0.1 and wrong.step_ms_median is None
 
 
+def test_a_backward_by_itself(tmp_path: Path) -> None:
+    """A peer's graph is gone after a backward, so that each one gets a forward, whose bytes and time don't count."""
+    options = ("method=peer", "impl=torch_context_parallel")
+    only, both = measured(tmp_path, (*options, "phase=backward"), options)
+    assert (only.status, only.forward_ms_median) == ("ok", None)
+    assert only.step_ms_median and only.step_ms_median == only.backward_ms_median
+    assert only.comm_bytes_by_lane and both.comm_bytes_by_lane
+    backward = {name: sent for name, sent in both.comm_bytes_by_lane.items() if name.startswith("backward/")}
+    assert only.comm_bytes_by_lane == backward
+
+
 def test_impl_is_of_peers_only() -> None:
     """A method is the same point with or without it, so that one sweep can have both."""
     with Composer() as composer:

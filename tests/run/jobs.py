@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.plan import PHASES
-from sp_bench.run.executor import Does
+from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.transport import GlooTransport, Message, Turn
 from tests.support.attention_cases import HEAD_DIM, Case, Difference, Inputs, Results, difference
@@ -59,9 +59,9 @@ def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
 class Parts(NamedTuple):
     """What executions of blocks alone and of transfers alone did, beside one of everything."""
 
-    sent: dict[Does, dict]
+    sent: dict[Action, dict]
     """By what was done: bytes sent by (lane, tensor, field), forward and backward."""
-    kernels_s: dict[Does, float]
+    kernels_s: dict[Action, float]
     differ_after: list[str]
     """Results of everything that differ in any bit once the parts have run."""
     live_bytes: int
@@ -78,14 +78,14 @@ def run_parts(cases: Sequence[Case]) -> dict[Case, Parts]:
         q, k, v, dout = (attention.shard(x) for x in full)
         engine, results, live, saved = attention.engine(q, k, v), [], LiveBytes(), {}
         parts = Parts({}, {}, [], 0, 0)
-        for does in (*Does, Does.EVERYTHING):
+        for action in (*Action, Action.EVERYTHING):
             engine.transport.sent_bytes.clear()
-            out, fresh = engine.forward(q, k, v, does, live)
-            saved = fresh if does is Does.EVERYTHING else saved
-            gradients = engine.backward(dout, saved, does, live)
-            parts.sent[does] = dict(engine.transport.sent_bytes)
-            parts.kernels_s[does] = sum(engine.spent(phase).kernels_s for phase in PHASES)
-            if does is Does.EVERYTHING:
+            out, fresh = engine.forward(q, k, v, action, live)
+            saved = fresh if action is Action.EVERYTHING else saved
+            gradients = engine.backward(dout, saved, action, live)
+            parts.sent[action] = dict(engine.transport.sent_bytes)
+            parts.kernels_s[action] = sum(engine.spent(phase).kernels_s for phase in PHASES)
+            if action is Action.EVERYTHING:
                 results.append(Results(out, *gradients))
         buffers = sum(x.nbytes for x in engine.buffers.tensors())
         found[case] = parts._replace(

@@ -8,7 +8,7 @@ import pytest
 
 from sp_bench import account
 from sp_bench.plan import COMPUTE_BOUND, PHASES
-from sp_bench.run.executor import Does
+from sp_bench.run.executor import Action
 from tests.run import jobs
 from tests.support.attention_cases import Case, of_one_batch_entry
 from tests.support.marks import exhaustive
@@ -46,10 +46,10 @@ def found(ranks: Ranks, request: pytest.FixtureRequest) -> Found:
 def test_blocks_alone_send_nothing_and_transfers_alone_send_everything(found: Found) -> None:
     for case, ranks in found.items():
         for parts in ranks:
-            assert parts.sent[Does.COMPUTE] == {}, case
-            assert parts.sent[Does.COMMUNICATION] == parts.sent[Does.EVERYTHING], case
-            assert bool(parts.sent[Does.EVERYTHING]) == (case.n > 1), case
-            assert parts.kernels_s[Does.COMMUNICATION] == 0.0 < parts.kernels_s[Does.COMPUTE], case
+            assert parts.sent[Action.COMPUTE] == {}, case
+            assert parts.sent[Action.COMMUNICATION] == parts.sent[Action.EVERYTHING], case
+            assert bool(parts.sent[Action.EVERYTHING]) == (case.n > 1), case
+            assert parts.kernels_s[Action.COMMUNICATION] == 0.0 < parts.kernels_s[Action.COMPUTE], case
 
 
 def test_parts_leave_nothing_behind(found: Found) -> None:

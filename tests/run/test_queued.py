@@ -362,11 +362,11 @@ def test_parts_leave_nothing_behind(method: str, options: dict[str, object]) -> 
         with device:
             engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
             both, saved = [], {}
-            for does in (executor.Does.EVERYTHING, *executor.Does, executor.Does.EVERYTHING):
-                out, fresh = engine.forward(q, k, v, does)
-                saved = fresh if does is executor.Does.EVERYTHING else saved
-                gradients = engine.backward(dout, saved, does)
-                if does is executor.Does.EVERYTHING:
+            for action in (executor.Action.EVERYTHING, *executor.Action, executor.Action.EVERYTHING):
+                out, fresh = engine.forward(q, k, v, action)
+                saved = fresh if action is executor.Action.EVERYTHING else saved
+                gradients = engine.backward(dout, saved, action)
+                if action is executor.Action.EVERYTHING:
                     both.append((out, *gradients))
         found.append((device, both))
     machine.run()

@@ -17,7 +17,7 @@ from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges, Pace, middle
 from sp_bench.measure.pool import report
 from sp_bench.plan import DOWN, FIELDS, FULL, LAYOUTS, Chunk, Group, Plan, Problem, Steps, receive_next
 from sp_bench.run.buffers import Buffers
-from sp_bench.run.executor import Does, Executor
+from sp_bench.run.executor import Action, Executor
 from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
@@ -141,7 +141,7 @@ class Rounds:
         """That a rank sends in each."""
 
     def __call__(self) -> None:
-        self._execute(self._inputs, Does.COMMUNICATION)
+        self._execute(self._inputs, Action.COMMUNICATION)
 
     def close(self) -> None:
         """End its lane's thread."""
