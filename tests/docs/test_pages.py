@@ -29,7 +29,7 @@ def test_pages_that_need_no_checkout(page: str, tmp_path: Path, environment: dic
     assert follow(DOCS / f"{page}.md", tmp_path, environment)
 
 
-@pytest.mark.parametrize("page", ["add_a_method", "add_a_cluster", "add_a_kernel"])
+@pytest.mark.parametrize("page", ["add_a_method", "add_a_cluster", "add_a_kernel", "add_a_mask"])
 def test_guides_in_a_checkout_of_their_own(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()
