@@ -12,10 +12,12 @@ from rich.text import Text
 
 from sp_bench import draw
 from sp_bench.bench import Outcome
+from sp_bench.plan import BLOCKS
 from sp_bench.records import Record
+from sp_bench.simulate import WAITING
 
-BAR, LABEL = 88, 13
-"""Columns of a timeline, if the console has as many, and of what stands beside it."""
+BAR, NAME, FRAME = 88, 12, 5
+"""Columns of a timeline, if the console has as many, of the name before it, and of what stands around both."""
 FEWEST_ITERATIONS = 5
 """With fewer, an interval says nothing."""
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
@@ -229,28 +231,34 @@ def print_notes(console: Console, records: Sequence[Record]) -> None:
 
 
 def print_timeline(console: Console, outcome: Outcome) -> None:
-    """A simulated point: rank 0's streams over time. A measured one: each rank's step in blocks and waiting."""
+    """A simulated point: what the rank that ends last computes and waits for. A measured one: each rank's mean step."""
     record = outcome.record
     if record.status != "ok":
         return
-    width = max(1, min(BAR, console.width - LABEL))
+    width = max(1, min(BAR, console.width - NAME - FRAME))
     if record.mode == "simulate" and outcome.choice:
         runs = outcome.choice.runs
+        rank = max(runs.values(), key=lambda run: run.makespan_s).last_rank
         start_s, spans = 0.0, []
         for run in runs.values():
-            spans += [(s.stream, start_s + s.start_s, start_s + s.end_s) for s in run.spans(0)]
+            waits, blocks = run.waits(rank), [span for span in run.spans(rank) if span.stream == BLOCKS]
+            shown = [(f"{span.stream} in", span) for span in waits if span.stream != WAITING]
+            shown += [(span.stream, span) for span in (*blocks, *waits) if span.stream in (BLOCKS, WAITING)]
+            spans += [(name, start_s + span.start_s, start_s + span.end_s) for name, span in shown]
             start_s += run.makespan_s
-        about = f", rank 0, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
+        about = f", rank {rank}, which ends last, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
         console.print(Text.assemble("\n", (record.method, "bold"), about))
-        for stream, bar in draw.timeline(spans, start_s, width).items():
-            console.print(f"  {stream:>8} |{bar}|")
+        bars = draw.timeline(spans, start_s, width)
+        lanes = [stream for stream in bars if stream not in (BLOCKS, WAITING)]
+        for stream in (*lanes, BLOCKS, WAITING):
+            console.print(f"  {stream:>{NAME}} |{bars[stream]}|")
     elif outcome.samples and record.mode == "measure" and (blocks_s := outcome.samples.by_rank("blocks")).size:
         about = ", every rank's mean step, measured: █ blocks and folds, ░ waiting"
         console.print(Text.assemble("\n", (record.method, "bold"), about))
         waits_s = outcome.samples.by_rank("waits")
         for rank, means in enumerate(zip(blocks_s.mean(axis=1), waits_s.mean(axis=1), strict=True)):
             parts = list(zip("█░", map(float, means), strict=True))
-            console.print(f"  rank {rank:>3} |{draw.shares(parts, width)}|")
+            console.print(f"  {f'rank {rank}':>{NAME}} |{draw.shares(parts, width)}|")
 
 
 def print_candidates(console: Console, record: Record) -> None:

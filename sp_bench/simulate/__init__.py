@@ -13,15 +13,19 @@ from functools import cached_property
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
-from sp_bench.plan import BLOCKS, Plan, Problem, Transfer
+from sp_bench.plan import BLOCKS, Plan, Problem, Transfer, peers
 from sp_bench.simulate.flows import Engine, TaskGraph, Timing, solve
 from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
-__all__ = ["Run", "Span", "simulate"]
+__all__ = ["WAITING", "Run", "Span", "simulate"]
 
 SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
 """Where transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""
+WAITING = "waiting"
+"""The stream of the times when a rank's blocks wait."""
+SAME_TIME = 1e-9
+"""Ranks that end within this part of a time end together."""
 FEW_TASKS = 4_000
 """Up to here plain Python beats the start of a compiler."""
 
@@ -70,14 +74,39 @@ class Run:
         """Seconds that each rank has ended before the last one: (n,)."""
         return self.makespan_s - self.ended_s
 
+    @property
+    def last_rank(self) -> int:
+        """The rank that ends last; of several, the one that waits longest for transfers."""
+        last = self.ended_s >= self.makespan_s * (1 - SAME_TIME)
+        return int(np.argmax(np.where(last, self.exposed_s, -1.0)))
+
     def spans(self, rank: int) -> list[Span]:
-        """The timeline of one rank."""
+        """The timeline of one rank: its blocks, and what its lanes send."""
         kind = int(self.graph.quotient.orbit[rank])
         starts, ends = (self.graph.by_rank(x)[:, kind] for x in (self.start_s, self.finish_s))
         # Between one item's rows and the next's may be one that neither shows.
         edges = [edge for item in self.graph.items for edge in (item.rows.start, item.rows.stop)][:-1]
         begun, ended = (of.reduceat(x, edges)[::2].tolist() for of, x in ((np.minimum, starts), (np.maximum, ends)))
         return [Span(*names, *times) for names, *times in zip(self._names, begun, ended, strict=True)]
+
+    def waits(self, rank: int) -> list[Span]:
+        """What one rank waits for: on each lane what arrives, and as `WAITING` when its blocks wait before it ends."""
+        orbit, found, idle_from_s = self.graph.quotient.orbit, [], 0.0
+        starts, ends = self.graph.by_rank(self.start_s), self.graph.by_rank(self.finish_s)
+        for item, (stream, label) in zip(self.graph.items, self._names, strict=True):
+            rows = list(item.rows)
+            if isinstance(item.what, Segment):
+                begun_s, ended_s = starts[rows, orbit[rank]].min(), ends[rows, orbit[rank]].max()
+                found.append(Span(WAITING, label, idle_from_s, float(begun_s)))
+                idle_from_s = float(ended_s)
+                continue
+            op = self.plan.ops[item.what]
+            assert isinstance(op, Transfer)
+            sources = [orbit[group.member(rank, -shift)] for group, shift in peers(op)]
+            rows = rows[: len(sources)]  # then an AllToAll unpacks
+            if rows:
+                found.append(Span(stream, label, float(starts[rows, sources].min()), float(ends[rows, sources].max())))
+        return [*found, Span(WAITING, "the end", idle_from_s, float(self.ended_s[rank]))]
 
     @cached_property
     def _names(self) -> list[tuple[str, str]]:

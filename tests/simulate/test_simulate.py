@@ -27,7 +27,7 @@ from sp_bench.plan import (
     Plan,
     Problem,
 )
-from sp_bench.simulate import simulate
+from sp_bench.simulate import WAITING, simulate
 from sp_bench.simulate.graph import Segment, segments
 from tests.support.clusters import block_s, cluster, problem
 
@@ -266,6 +266,25 @@ def test_spans_cover_what_a_rank_does() -> None:
         busy_s = sum(span.end_s - span.start_s for span in spans if span.stream == BLOCKS)
         assert busy_s == pytest.approx(run.busy_s[rank])
         assert sum(span.stream == "rings" for span in spans) == 1 + 2 + 1
+
+
+@pytest.mark.parametrize(("method", "options"), [("ring", {}), ("mesh", {"tile": (2, 4)}), ("startrail", {"team": 2})])
+def test_waits_are_what_blocks_lack_and_what_others_send(method: str, options: dict[str, object]) -> None:
+    """On a network of two speeds, where ranks at the edge of a node wait for others than those inside."""
+    p, on = problem(8), cluster(gpus_per_node=4, bytes_per_s=2e9)
+    plan = build(method, options).plan(p, "forward", on.profile(p))
+    run = simulate(plan, p, on, use_symmetry=False)
+    sends = {rank: [span for span in run.spans(rank) if span.stream != BLOCKS] for rank in range(8)}
+    transfers = [op for op in plan.ops if isinstance(op, Pass)]
+    assert run.ended_s[run.last_rank] == run.makespan_s
+    for rank in range(8):
+        waits = run.waits(rank)
+        waiting_s = sum(span.end_s - span.start_s for span in waits if span.stream == WAITING)
+        assert waiting_s == pytest.approx(run.exposed_s[rank], abs=1e-12)
+        arrivals = [span for span in waits if span.stream != WAITING]
+        assert len(arrivals) == len(transfers)
+        for number, (op, span) in enumerate(zip(transfers, arrivals, strict=True)):
+            assert span == sends[int(op.source(rank))][number]
 
 
 def test_too_large_a_graph_is_refused() -> None:
