@@ -14,6 +14,7 @@ from sp_bench.analysis.studies.ring_hidden import HIDDEN, onsets, settings
 from sp_bench.analysis.studies.ring_memory import GPUS, SETTLED, memory
 from sp_bench.analysis.studies.ring_model import STEP, Setting
 from sp_bench.analysis.table import Table
+from sp_bench.plan import CAUSAL
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_the_condition_is_flops_over_bandwidth() -> None:
 
 def test_a_mask_halves_what_there_is_to_hide_behind() -> None:
     setting = Setting("h100_ndr400", 2)
-    assert 1.8 < setting.least_tokens(causal=True).known / setting.least_tokens().known < 2.2
+    assert 1.8 < setting.least_tokens(CAUSAL).known / setting.least_tokens().known < 2.2
 
 
 def test_the_simulator_hides_from_where_the_rates_say(runs: Runs) -> None:
