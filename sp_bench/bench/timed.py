@@ -91,7 +91,7 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
     if any(given):
         source = "torch's allocator on the GPU, from before the inputs to its peak in the first step"
         return replace(planned, peak_mem_source=source, peak_mem_bytes_max=max(given), peak_mem_bytes_min=min(given))
-    live, grown = ([getattr(rank.memory, name) for rank in ranks] for name in ("live_bytes", "grown_bytes"))
+    live, grown = [rank.memory.live_bytes for rank in ranks], [rank.memory.grown_bytes for rank in ranks]
     found = replace(planned, peak_rss_growth_bytes_max=max(grown), peak_rss_growth_bytes_min=min(grown))
     if not any(live):  # a peer's tensors can't be seen
         return found
