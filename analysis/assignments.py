@@ -17,7 +17,10 @@ from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import Source, formula, record_source
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan import Attend, AttendBackward, Method, Plan, Problem, mask_named
+from sp_bench.plan.mask import mask_named
+from sp_bench.plan.method import Method
+from sp_bench.plan.ops import Attend, AttendBackward, Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.records import Record
 
 BY = ("rank", "step", "cost")

@@ -22,7 +22,10 @@ from sp_bench.analysis.least_squares import fit
 from sp_bench.analysis.paper_tables import rows
 from sp_bench.analysis.templates import Template
 from sp_bench.cluster import Cluster
-from sp_bench.plan import CAUSAL, FULL, PHASES, Mask, Method, Plan, Problem
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
+from sp_bench.plan.method import PHASES, Method
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.simulate import simulate
 
 HERE = Path(__file__).parent

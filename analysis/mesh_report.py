@@ -26,7 +26,8 @@ from sp_bench.analysis.mesh_fit import (
     table,
 )
 from sp_bench.cluster import Cluster
-from sp_bench.plan import DTYPE_BYTES, PHASES
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import DTYPE_BYTES
 from sp_bench.simulate import simulate
 
 REPORT = HERE.resolve().parent / "docs" / "results" / "mesh_paper.md"

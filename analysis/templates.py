@@ -14,7 +14,9 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.cluster.kernel_table import Curve, KernelTable
-from sp_bench.plan import Mask, Plan, Problem
+from sp_bench.plan.mask import Mask
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.simulate import settle
 from sp_bench.simulate.graph import PlanGraph, build_graph
 

@@ -17,7 +17,7 @@ from sp_bench.analysis.figure import WIDTH, Figure, colours, labelled, new_figur
 from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import RECORD_KINDS, record_source
 from sp_bench.errors import RequestError
-from sp_bench.plan import BLOCKS
+from sp_bench.plan.ops import BLOCKS
 from sp_bench.records import Record
 
 FEW = 2

@@ -24,13 +24,17 @@ from benchmarks.gpu_kernels import Row, with_failures
 from sp_bench import account
 from sp_bench.bench.values import whole
 from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.samples import STEP
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.methods import build
-from sp_bench.plan import CAUSAL, COMPUTE_BOUND, PHASES, Problem, RequestError
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import Problem
 from sp_bench.workload import Attention
 
 # Options that are functions are of the number of ranks.

@@ -25,7 +25,7 @@ from benchmarks.reports import RESULTS, about
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.markdown import of_rows
-from sp_bench.plan import Method
+from sp_bench.plan.method import Method
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Engine, solve
 from sp_bench.simulate.graph import build_graph

@@ -14,23 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sp_bench.lower import Lowering, TensorSpec, lower
-from sp_bench.plan import (
-    DTYPE_BYTES,
-    FIELDS,
-    Attend,
-    AttendBackward,
-    Bundle,
-    Chunk,
-    Dataflow,
-    Kind,
-    Plan,
-    Problem,
-    Transfer,
-    dataflow,
-    is_partial,
-    messages,
-    peers,
-)
+from sp_bench.plan.dataflow import Dataflow, dataflow
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Plan, Transfer
+from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_partial
+from sp_bench.plan.transfers import messages, peers
 
 BACKWARD_OVER_FORWARD = 2.5
 """Backward FLOPs over forward FLOPs: five matrix products against two."""

@@ -22,28 +22,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.plan import (
-    DOWN,
-    UP,
+from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
+from sp_bench.plan.ops import (
     AllToAll,
     Attend,
     AttendBackward,
     Bundle,
     Chunk,
-    Exchange,
     Fold,
-    Grid,
-    Group,
     Join,
     Op,
     Pass,
     Plan,
     PlanError,
-    Problem,
     Transfer,
-    dataflow,
-    is_partial,
 )
+from sp_bench.plan.problem import Problem, is_partial
 
 Ranks = np.ndarray
 

@@ -21,7 +21,11 @@ from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
-from sp_bench.plan import COMPUTE_BOUND, FULL, LAYOUTS, MASKS, PHASES, Method, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL, MASKS
+from sp_bench.plan.method import PHASES, Method
+from sp_bench.plan.problem import Problem
 
 MOST_RANKS = 40
 """Wider matrices don't fit a terminal."""

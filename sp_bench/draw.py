@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sp_bench.plan import Attend, AttendBackward, Join, Plan, Problem
+from sp_bench.plan.ops import Attend, AttendBackward, Join, Plan
+from sp_bench.plan.problem import Problem
 
 SHADES = " ░▒▓█"
 

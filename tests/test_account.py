@@ -12,7 +12,11 @@ from sp_bench import account
 from sp_bench.lower import lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import CAUSAL, COMPUTE_BOUND, LAYOUTS, PHASES, AllToAll, Problem
+from sp_bench.plan import AllToAll, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES
 from tests.support.problems import all_methods, mask_of, splittable_problem
 
 

@@ -17,7 +17,7 @@ from sp_bench.bench.choose import choose
 from sp_bench.calibrating import speed
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 from sp_bench.validate import main, pairs_in_order
 from tests.support.clusters import problem
 

@@ -13,7 +13,7 @@ from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies import mesh_cells as cells
 from sp_bench.analysis.studies.mesh_scaling import METHODS, paper_seconds
 from sp_bench.analysis.table import Column, Table
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 
 Parts = dict[str, tuple[Number, Number]]
 """Seconds that ranks compute and wait, by phase."""

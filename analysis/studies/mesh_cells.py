@@ -15,7 +15,7 @@ from sp_bench.analysis.paper_tables import claims
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.table import Cell as Entry
 from sp_bench.analysis.table import Column
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 from sp_bench.records import Record
 
 CLUSTER = "mesh_paper"

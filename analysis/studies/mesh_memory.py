@@ -16,7 +16,8 @@ from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies import mesh_cells as cells
 from sp_bench.analysis.table import Column, Table
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import DTYPE_BYTES, PHASES, Problem
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import DTYPE_BYTES, Problem
 
 Tile = tuple[int, int]
 Held = tuple[tuple[str, str, bool], ...]

@@ -14,7 +14,10 @@ from sp_bench.analysis.studies import mesh_cells as cells
 from sp_bench.analysis.table import Column, Table
 from sp_bench.describe import PaperVolume, Volumes, counted_volumes
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, FULL, LAYOUTS, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL
+from sp_bench.plan.problem import Problem
 
 TABLE2 = "mesh_table2_comm_volume.csv"
 COUNTED = formula(

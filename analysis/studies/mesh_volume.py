@@ -20,7 +20,8 @@ from sp_bench.analysis.studies import mesh_cells as cells
 from sp_bench.analysis.studies.mesh_memory import Tile, tiles_of_table5
 from sp_bench.analysis.table import Column, Table
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import COMPUTE_BOUND, PHASES
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
 
 POINTS = 2.0
 """Percentage points within which a reduction counts as reproduced."""

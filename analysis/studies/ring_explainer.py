@@ -11,7 +11,10 @@ from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies.ring_model import ring_plan, transfers_ms
 from sp_bench.analysis.table import Column, Table
-from sp_bench.plan import FULL, LAYOUTS, Problem, Transfer
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL
+from sp_bench.plan.ops import Transfer
+from sp_bench.plan.problem import Problem
 from sp_bench.records import Record
 
 FILE = "ring_explainer"

@@ -14,7 +14,9 @@ from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies.ring_model import STEP, Setting, cluster_named, transfers_ms
 from sp_bench.analysis.table import Column, Table
-from sp_bench.plan import CAUSAL, LAYOUTS, Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.problem import Problem
 from sp_bench.records import Record
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "h200_ndr400", "b200", "h20", "ascend_oam", "mesh_paper", "a10_pcie")

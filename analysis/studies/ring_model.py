@@ -12,7 +12,11 @@ from sp_bench.analysis.number import Number, formula
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, FULL, LAYOUTS, Mask, Plan, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL, Mask
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.simulate.bounds import link_bytes
 
 PAPER = "Liu et al. 2023, section 3"

@@ -12,7 +12,10 @@ from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies.striped_model import LIMIT, WORK, attention_limit
 from sp_bench.analysis.table import Column, Table
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, Attend, Plan, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.ops import Attend, Plan
+from sp_bench.plan.problem import Problem
 
 N, BLOCK = 8, 4096
 NAMES = {"ring": "Ring, contiguous", "striped": "Striped"}

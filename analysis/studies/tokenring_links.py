@@ -13,7 +13,7 @@ from sp_bench.analysis.plans import busy_links, choice_of, lanes_together
 from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.section import Section, Text, text
 from sp_bench.analysis.table import Cell, Column, Table
-from sp_bench.plan import Transfer
+from sp_bench.plan.ops import Transfer
 from sp_bench.records import Record
 
 METHODS = ("ring", "tokenring")

@@ -9,7 +9,10 @@ from sp_bench import account
 from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.plan import CostProfile, Method, Plan, Problem
+from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.method import Method
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 

@@ -20,7 +20,7 @@ from sp_bench.measure.spec import Spec
 from sp_bench.measure.termination import raise_if_terminated
 from sp_bench.measure.where import as_json
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import Plan
+from sp_bench.plan.ops import Plan
 
 
 def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:

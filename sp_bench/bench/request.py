@@ -19,7 +19,9 @@ from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import CAUSAL, FULL, Mask, Method, Problem, mask_named
+from sp_bench.plan.mask import CAUSAL, FULL, Mask, mask_named
+from sp_bench.plan.method import Method
+from sp_bench.plan.problem import Problem
 from sp_bench.records import MODES, Record
 from sp_bench.records.parts import Asked, Setup
 from sp_bench.records.record import Part

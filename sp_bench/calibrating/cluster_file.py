@@ -9,7 +9,7 @@ import numpy as np
 
 from sp_bench.calibrating.setting import Costs, Links, Samples, Setting
 from sp_bench.cluster.device import FLOPS_PER_PAIR
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 
 DIGITS = 4
 LEAST_WORK = 0.1

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sp_bench import draw
 from sp_bench.bench import Outcome
-from sp_bench.plan import BLOCKS
+from sp_bench.plan.ops import BLOCKS
 from sp_bench.records import Record
 from sp_bench.simulate import WAITING
 

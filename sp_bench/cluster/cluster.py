@@ -17,7 +17,8 @@ from sp_bench.cluster.topology import Fabric, Inter, Intra, Network, Placement, 
 from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, NCCL, TransportKind
 from sp_bench.machine import cores_here
-from sp_bench.plan import CostProfile, Problem
+from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Section, read
 
 NETWORK_KEYS = Topology.__struct_fields__

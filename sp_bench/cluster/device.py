@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan import DTYPE_BYTES, FIELDS, Kind, Problem, Region, RegionKind
+from sp_bench.plan.mask import Region, RegionKind
+from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem
 from sp_bench.reading import Count, NotNegative, Positive, Section, read
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}

@@ -18,7 +18,7 @@ from msgspec import StructMeta
 
 from sp_bench.cluster.topology import Network
 from sp_bench.errors import unknown
-from sp_bench.plan import Exchange, Group
+from sp_bench.plan.groups import Exchange, Group
 from sp_bench.reading import Section, read
 
 LABS, DEFAULT_LAB = "sp_bench.labs", "shaped"

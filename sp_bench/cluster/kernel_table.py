@@ -40,7 +40,8 @@ import numpy as np
 from msgspec import Meta
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import PHASES, Problem
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Positive, Section
 
 MASKS = ("full", "causal")

@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import divisors
+from sp_bench.plan.patterns import divisors
 from sp_bench.reading import FINITE, Count, Natural, NotNegative, Positive, Section, read
 
 MAX_LINKS = 20_000_000

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_bench.plan import Region, RegionKind
+from sp_bench.plan.mask import Region, RegionKind
 
 
 class BlockKernel(ABC):

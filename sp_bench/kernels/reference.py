@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sp_bench.kernels.contract import BlockKernel, empty_output
 from sp_bench.kernels.fold import fold_unfused_
-from sp_bench.plan import Mask
+from sp_bench.plan.mask import Mask
 
 
 class Reference(BlockKernel):

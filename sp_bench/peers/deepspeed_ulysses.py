@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sp_bench.peers.peer import Peer, refuse_uneven_heads
-from sp_bench.plan import Problem
+from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
     from sp_bench.peers.peer import Attention

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan import CAUSAL, Mask, Problem
+from sp_bench.plan.mask import CAUSAL, Mask
+from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from sp_bench.peers.ring_flash_attn import RingFlashAttn
 from sp_bench.peers.torch_context_parallel import TorchContextParallel
 from sp_bench.peers.user import User
 from sp_bench.peers.yunchang import Yunchang
-from sp_bench.plan import Mask
+from sp_bench.plan.mask import Mask
 
 METHOD = "peer"
 """The method=... that runs the peer which impl=... names."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sp_bench.errors import RequestError
 from sp_bench.peers.peer import Peer, refuse_full_mask, refuse_lonely_ring, refuse_mixed_rings
-from sp_bench.plan import Problem
+from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
     from sp_bench.peers.peer import Attention

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sp_bench.kernels import KERNELS, fold_
-from sp_bench.plan import RegionKind
+from sp_bench.plan.mask import RegionKind
 
 __version__ = "2.8.0"
 """Peers branch on flash_attn's version; this is the interface that they find here."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sp_bench.errors import RequestError
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import Problem
+from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
     from sp_bench.peers.peer import Attention

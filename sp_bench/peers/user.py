@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sp_bench.errors import RequestError, nearest
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import Mask, Problem
+from sp_bench.plan.mask import Mask
+from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
     from sp_bench.peers.peer import Attention

@@ -23,7 +23,7 @@ from sp_bench.peers.peer import (
     refuse_mixed_rings,
     refuse_uneven_heads,
 )
-from sp_bench.plan import Problem
+from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
     from sp_bench.peers.peer import Attention

@@ -1,14 +1,10 @@
-"""The plan vocabulary: pure Python, no torch. A method imports this and nothing else of the suite."""
+"""The plan vocabulary: what an author of a method imports, and nothing else of the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
-from sp_bench.plan.dataflow import Dataflow, Value, dataflow
+from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
-from sp_bench.plan.layout import LAYOUTS, Layout
-from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Blocks, Mask, Region, RegionKind, Regions, mask_named
-from sp_bench.plan.method import PHASES, Method, Sized
+from sp_bench.plan.method import Method, Sized
 from sp_bench.plan.ops import (
-    BLOCKS,
     AllToAll,
     Attend,
     AttendBackward,
@@ -19,11 +15,8 @@ from sp_bench.plan.ops import (
     Line,
     Op,
     Pass,
-    Place,
     Plan,
-    PlanError,
     Steps,
-    Transfer,
     inner,
     outer,
 )
@@ -36,76 +29,39 @@ from sp_bench.plan.patterns import (
     reduce_scatter,
     return_home,
 )
-from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Field, Kind, Problem, is_partial
-from sp_bench.plan.transfers import (
-    adds_up,
-    by_heads,
-    messages,
-    peers,
-    rows_sent,
-)
+from sp_bench.plan.problem import Problem
 
 __all__ = [
-    "BLOCKS",
-    "CAUSAL",
-    "COMPUTE_BOUND",
     "DOWN",
-    "DTYPE_BYTES",
-    "FIELDS",
-    "FULL",
-    "LAYOUTS",
-    "MASKS",
-    "PHASES",
     "UP",
     "AllToAll",
     "Attend",
     "AttendBackward",
-    "Blocks",
     "Bundle",
     "Chunk",
     "CostProfile",
-    "Dataflow",
     "Exchange",
-    "Field",
     "Fold",
     "Grid",
     "Group",
     "Join",
-    "Kind",
-    "Layout",
     "Line",
-    "Mask",
     "Method",
     "Op",
     "Pass",
-    "Place",
     "Plan",
-    "PlanError",
     "Problem",
-    "Region",
-    "RegionKind",
-    "Regions",
     "RequestError",
     "Sized",
     "Steps",
-    "Transfer",
-    "Value",
-    "adds_up",
     "all_gather",
-    "by_heads",
-    "dataflow",
     "divisors",
     "inner",
-    "is_partial",
     "line_of",
-    "mask_named",
-    "messages",
     "outer",
-    "peers",
     "receive_next",
     "reduce_next",
     "reduce_scatter",
     "return_home",
-    "rows_sent",
     "unknown",
 ]

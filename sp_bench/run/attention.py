@@ -16,18 +16,12 @@ from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.methods import build
-from sp_bench.plan import (
-    COMPUTE_BOUND,
-    FIELDS,
-    PHASES,
-    Chunk,
-    CostProfile,
-    Kind,
-    Layout,
-    Plan,
-    Problem,
-    mask_named,
-)
+from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
+from sp_bench.plan.layout import Layout
+from sp_bench.plan.mask import mask_named
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Chunk, Plan
+from sp_bench.plan.problem import FIELDS, Kind, Problem
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Cuda, Device

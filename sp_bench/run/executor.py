@@ -16,20 +16,9 @@ import torch
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.lower import lower
-from sp_bench.plan import (
-    FIELDS,
-    Attend,
-    AttendBackward,
-    Bundle,
-    Chunk,
-    Fold,
-    Op,
-    Place,
-    Plan,
-    Problem,
-    RegionKind,
-    Transfer,
-)
+from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Op, Place, Plan, Transfer
+from sp_bench.plan.problem import FIELDS, Problem
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock, Device
 from sp_bench.run.holdings import Holdings, LiveBytes

@@ -7,7 +7,8 @@ from collections.abc import Container, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from sp_bench.plan import Chunk, Problem
+from sp_bench.plan.ops import Chunk
+from sp_bench.plan.problem import Problem
 from sp_bench.run.partials import Partials, Tensors
 
 

@@ -11,19 +11,9 @@ import torch
 from torch import Tensor
 
 from sp_bench.lower import Lowering, StagingUse
-from sp_bench.plan import (
-    FIELDS,
-    AllToAll,
-    Chunk,
-    Op,
-    Pass,
-    Plan,
-    Problem,
-    Transfer,
-    adds_up,
-    by_heads,
-    rows_sent,
-)
+from sp_bench.plan.ops import AllToAll, Chunk, Op, Pass, Plan, Transfer
+from sp_bench.plan.problem import FIELDS, Problem
+from sp_bench.plan.transfers import adds_up, by_heads, rows_sent
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, tokens_of

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.lower import NCCL
-from sp_bench.plan import Plan
+from sp_bench.plan.ops import Plan
 from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport, Turn
 
 _groups: dict[int, tuple[Any, list[Any]]] = {}

@@ -10,7 +10,8 @@ from torch import Tensor
 from sp_bench.kernels import fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import in_dtype
-from sp_bench.plan import FIELDS, Chunk, Problem
+from sp_bench.plan.ops import Chunk
+from sp_bench.plan.problem import FIELDS, Problem
 
 Tensors = tuple[Tensor, ...]
 """The fields of one chunk, in the order of FIELDS."""

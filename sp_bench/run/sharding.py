@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_bench.plan import Layout
+from sp_bench.plan.layout import Layout
 
 
 def positions(layout: Layout, rank: int, n: int, seqlen: int) -> Tensor:

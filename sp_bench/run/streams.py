@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sp_bench.lower import Lowering, Waits
-from sp_bench.plan import BLOCKS, Op, Plan
+from sp_bench.plan.ops import BLOCKS, Op, Plan
 from sp_bench.run.devices import Clock, Device, HostClock
 from sp_bench.run.home import home
 

@@ -13,7 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
-from sp_bench.plan import BLOCKS, Plan, Problem, Transfer, peers
+from sp_bench.plan.ops import BLOCKS, Plan, Transfer
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import Engine, TaskGraph, Timing, solve
 from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers

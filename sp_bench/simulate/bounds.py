@@ -9,7 +9,9 @@ import numpy as np
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.topology import Network
 from sp_bench.lower import lower
-from sp_bench.plan import Plan, Problem, Transfer, peers
+from sp_bench.plan.ops import Plan, Transfer
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.transfers import peers
 
 Traffic = Iterable[tuple[np.ndarray, np.ndarray]]
 """(target, bytes) of what ranks send, each (n,) by rank (account.traffic)."""

@@ -18,25 +18,11 @@ from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.emulation import Carried, Message
 from sp_bench.errors import RequestError
 from sp_bench.lower import Lowering, Waits, lower
-from sp_bench.plan import (
-    BLOCKS,
-    FIELDS,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Exchange,
-    Fold,
-    Group,
-    Op,
-    Place,
-    Plan,
-    Problem,
-    Transfer,
-    dataflow,
-    is_partial,
-    messages,
-    peers,
-)
+from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.ops import BLOCKS, AllToAll, Attend, AttendBackward, Fold, Op, Place, Plan, Transfer
+from sp_bench.plan.problem import FIELDS, Problem, is_partial
+from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sp_bench.cluster.topology import Network
-from sp_bench.plan import Exchange, Group, Plan, Transfer, divisors
+from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.ops import Plan, Transfer
+from sp_bench.plan.patterns import divisors
 
 Permutation = np.ndarray
 """(n,) The rank that each rank is mapped to."""

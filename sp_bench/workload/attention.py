@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from sp_bench import account
-from sp_bench.plan import PHASES, Problem
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import Problem
 from sp_bench.workload.base import RankContext, Step, Workload
 from sp_bench.workload.gate import GateErrors
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.kernels.reference import exact
-from sp_bench.plan import Problem
+from sp_bench.plan.problem import Problem
 from sp_bench.run.sharding import shard, unshard
 from sp_bench.workload.attention_step import make_engine
 from sp_bench.workload.base import RankContext, Workload

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sp_bench.peers.engine import PeerEngine
-from sp_bench.plan import Plan, Problem
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sp_bench.peers.peer import Peer
-from sp_bench.plan import Plan, Problem
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:

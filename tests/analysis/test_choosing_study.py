@@ -18,7 +18,9 @@ from sp_bench.analysis.studies import choosing_grid, choosing_limits, choosing_m
 from sp_bench.analysis.studies.choosing_grid import METHODS, SPLIT_HEADS, TIE, best, grid, leanest, payload_over_bound
 from sp_bench.analysis.studies.choosing_limits import GAIN, Ladder
 from sp_bench.analysis.table import Table
-from sp_bench.plan import CAUSAL, LAYOUTS, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL
 
 CLUSTERS, SEQLENS, GPUS = ("h100_ndr400",), ("128k", "512k"), (8, 64)
 KEYS = tuple((cluster, 32, seqlen, gpus) for cluster in CLUSTERS for seqlen in SEQLENS for gpus in GPUS)

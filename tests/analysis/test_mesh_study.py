@@ -39,7 +39,7 @@ from sp_bench.analysis.studies.mesh_volume import (
     reductions,
 )
 from sp_bench.analysis.table import Table
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 
 LONG256 = Cell(True, cells.LONG, 256, "mesh")
 

@@ -16,7 +16,9 @@ from sp_bench.analysis.figure import Figure
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.timelines import timeline
 from sp_bench.errors import RequestError
-from sp_bench.plan import CAUSAL, COMPUTE_BOUND, Plan, Problem
+from sp_bench.plan import Plan, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.mask import CAUSAL
 from sp_bench.records import Record
 from tests.support.made_records import made, spread, written
 

@@ -14,7 +14,7 @@ from sp_bench.analysis.studies.ring_hidden import HIDDEN, onsets, settings
 from sp_bench.analysis.studies.ring_memory import GPUS, SETTLED, memory
 from sp_bench.analysis.studies.ring_model import STEP, Setting
 from sp_bench.analysis.table import Table
-from sp_bench.plan import CAUSAL
+from sp_bench.plan.mask import CAUSAL
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,9 @@ from sp_bench.calibrating.links import MOST_MESSAGES
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.plan import LAYOUTS, PHASES, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from sp_bench.resources import conf_files
 from tests.calibrating.jobs import messages_of_10_ms
 from tests.support.calibration import LAUNCH_S, SETTING, samples

@@ -10,11 +10,9 @@ from hypothesis import given
 
 from sp_bench.check import check, check_all
 from sp_bench.methods import REGISTRY
-from sp_bench.plan import (
-    COMPUTE_BOUND,
-    LAYOUTS,
-    PHASES,
-)
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from tests.support.marks import exhaustive
 from tests.support.problems import Planned, all_methods, plans, splittable_problem
 

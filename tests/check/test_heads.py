@@ -9,8 +9,6 @@ import pytest
 from sp_bench.check import check, check_all
 from sp_bench.methods import build
 from sp_bench.plan import (
-    COMPUTE_BOUND,
-    PHASES,
     AllToAll,
     Attend,
     AttendBackward,
@@ -21,10 +19,12 @@ from sp_bench.plan import (
     Group,
     Pass,
     Plan,
-    PlanError,
     Problem,
     Steps,
 )
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import PlanError
 from tests.support.plan_edits import (
     with_changed,
     with_op,

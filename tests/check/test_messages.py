@@ -8,21 +8,10 @@ import pytest
 
 from sp_bench.check import check
 from sp_bench.methods import build
-from sp_bench.plan import (
-    COMPUTE_BOUND,
-    PHASES,
-    Attend,
-    Chunk,
-    Fold,
-    Group,
-    Op,
-    Pass,
-    Plan,
-    PlanError,
-    Problem,
-    Steps,
-    receive_next,
-)
+from sp_bench.plan import Attend, Chunk, Fold, Group, Op, Pass, Plan, Problem, Steps, receive_next
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import PlanError
 from tests.support.plan_edits import (
     ring_of_three,
     with_op,

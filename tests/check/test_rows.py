@@ -9,16 +9,11 @@ import pytest
 from sp_bench.check import check
 from sp_bench.methods import build
 from sp_bench.methods.tokenring import TokenRing
-from sp_bench.plan import (
-    COMPUTE_BOUND,
-    PHASES,
-    Chunk,
-    Group,
-    Pass,
-    PlanError,
-    Problem,
-    rows_sent,
-)
+from sp_bench.plan import Chunk, Group, Pass, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import PlanError
+from sp_bench.plan.transfers import rows_sent
 from tests.support.plan_edits import (
     assert_names_what_is_wrong,
     is_reduce,

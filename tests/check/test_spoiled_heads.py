@@ -9,16 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sp_bench.plan import (
-    FIELDS,
-    AllToAll,
-    Bundle,
-    Exchange,
-    Grid,
-    Op,
-    Pass,
-    Plan,
-)
+from sp_bench.plan import AllToAll, Bundle, Exchange, Grid, Op, Pass, Plan
+from sp_bench.plan.problem import FIELDS
 from tests.support.plan_edits import (
     Broken,
     Mutations,

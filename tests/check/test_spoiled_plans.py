@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_bench.plan import (
-    Attend,
-    Exchange,
-    Fold,
-    Pass,
-    Plan,
-    Transfer,
-)
+from sp_bench.plan import Attend, Exchange, Fold, Pass, Plan
+from sp_bench.plan.ops import Transfer
 from tests.support.plan_edits import (
     Broken,
     Mutations,

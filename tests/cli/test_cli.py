@@ -16,7 +16,7 @@ import pytest
 
 from sp_bench import records
 from sp_bench.__main__ import main
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 
 LOCAL = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "iters=3", "warmup=1"]
 

@@ -17,7 +17,8 @@ from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
 from sp_bench.cluster.kernel_table import KernelTable, Rates, Surface, Waves
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
-from sp_bench.plan import PHASES, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.method import PHASES
 from sp_bench.reading import read
 from sp_bench.simulate import simulate
 from tests.support.problems import mask_of

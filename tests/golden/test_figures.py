@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sp_bench.methods import REGISTRY
-from sp_bench.plan import LAYOUTS
+from sp_bench.plan.layout import LAYOUTS
 from sp_bench.resources import CONF
 from tests.golden.record import COUNTS, FILE, POINTS, TIMES, figures
 

@@ -14,7 +14,7 @@ from benchmarks import gpu_kernels
 from benchmarks.gpu_kernels import BENCHES, PUBLISHED, SAME_CODE, main, published, report
 from sp_bench.kernels import KERNELS
 from sp_bench.kernels.aten_cpu import AtenCpu
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 
 TINY = replace(
     BENCHES["cpu"], error_tokens=(1, 5), rate_tokens=(16,), total_tokens=32, block_tokens=(16,), memory_tokens=32,

@@ -11,21 +11,13 @@ from hypothesis import given
 from sp_bench.lower import GLOO, lower
 from sp_bench.lower.early import previous_on_lane
 from sp_bench.methods import build
-from sp_bench.plan import (
-    COMPUTE_BOUND,
-    LAYOUTS,
-    AllToAll,
-    Attend,
-    AttendBackward,
-    Chunk,
-    Fold,
-    Plan,
-    Problem,
-    RegionKind,
-    Transfer,
-    is_partial,
-    peers,
-)
+from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Plan, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.ops import Transfer
+from sp_bench.plan.problem import is_partial
+from sp_bench.plan.transfers import peers
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
 
 

@@ -9,7 +9,11 @@ import pytest
 from sp_bench.measure.pool import RankPool
 from sp_bench.measure.spec import Spec
 from sp_bench.methods import build
-from sp_bench.plan import CAUSAL, COMPUTE_BOUND, LAYOUTS, PHASES, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES
 from sp_bench.workload import Attention
 from sp_bench.workload.exactness import NAMES
 

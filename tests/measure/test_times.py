@@ -14,7 +14,10 @@ from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, IN
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from sp_bench.workload import Attention
 from tests.support.ranks import WORLD, Ranks
 

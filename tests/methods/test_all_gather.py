@@ -6,7 +6,10 @@ import pytest
 
 from sp_bench.lower.schedule import schedule
 from sp_bench.methods import build
-from sp_bench.plan import BLOCKS, COMPUTE_BOUND, PHASES, Attend, AttendBackward, Pass
+from sp_bench.plan import Attend, AttendBackward, Pass
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import BLOCKS
 from tests.support.problems import splittable_problem
 
 

@@ -15,7 +15,10 @@ from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
-from sp_bench.plan import COMPUTE_BOUND, DOWN, LAYOUTS, PHASES, Attend, AttendBackward, Group, Pass, Problem
+from sp_bench.plan import DOWN, Attend, AttendBackward, Group, Pass, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from tests.support.problems import cost_profiles, small_problem
 
 sides = st.integers(1, 9)

@@ -14,7 +14,9 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.methods.mesh import Step, backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
-from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Problem
+from sp_bench.plan import CostProfile, Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from sp_bench.simulate import simulate
 from tests.support.clusters import cluster, problem
 from tests.support.problems import cost_profiles, small_problem

@@ -12,9 +12,6 @@ import torch
 from sp_bench import account, draw
 from sp_bench.check import check
 from sp_bench.plan import (
-    CAUSAL,
-    COMPUTE_BOUND,
-    PHASES,
     Attend,
     AttendBackward,
     Chunk,
@@ -22,12 +19,15 @@ from sp_bench.plan import (
     Group,
     Method,
     Plan,
-    PlanError,
     Problem,
     Steps,
     receive_next,
     return_home,
 )
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import PlanError
 from sp_bench.simulate import simulate
 from tests.support.clusters import cluster
 from tests.support.ranks import Ranks, group_of

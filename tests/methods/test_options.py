@@ -9,7 +9,10 @@ import pytest
 
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Method, Problem
+from sp_bench.plan import Method, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from tests.support.problems import small_problem, splittable_problem
 
 

@@ -6,7 +6,9 @@ import pytest
 
 from sp_bench.methods import build
 from sp_bench.methods.ring import Ring
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Attend, AttendBackward, Group, Pass
+from sp_bench.plan import Attend, AttendBackward, Group, Pass
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
 from tests.support.problems import small_problem, splittable_problem
 
 

@@ -20,7 +20,9 @@ from sp_bench.peers import registry
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.peers.peer import Peer
 from sp_bench.peers.traffic import Traffic
-from sp_bench.plan import LAYOUTS, PHASES, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from sp_bench.run.sharding import positions, shard, unshard
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, inputs, reference
 from tests.support.problems import mask_of

@@ -19,7 +19,9 @@ from sp_bench.peers.ring_flash_attn import RingFlashAttn
 from sp_bench.peers.torch_context_parallel import TorchContextParallel
 from sp_bench.peers.user import User
 from sp_bench.peers.yunchang import Yunchang
-from sp_bench.plan import CAUSAL, FULL, LAYOUTS, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL, FULL
 from tests.support.problems import mask_of
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-from sp_bench.plan import COMPUTE_BOUND, FIELDS, CostProfile, Group
+from sp_bench.plan import CostProfile, Group
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.problem import FIELDS
 from tests.support.problems import small_problem
 
 COSTS = CostProfile(

@@ -7,15 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from sp_bench.plan import (
-    Attend,
-    Fold,
-    PlanError,
-    Transfer,
-    dataflow,
-    is_partial,
-    receive_next,
-)
+from sp_bench.plan import Attend, Fold, receive_next
+from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.ops import PlanError, Transfer
+from sp_bench.plan.problem import is_partial
 from tests.support.problems import Planned, plans
 from tests.support.tiny_plans import chunks, tiny, uses
 

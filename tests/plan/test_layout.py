@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import LAYOUTS, Layout
+from sp_bench.plan.layout import LAYOUTS, Layout
 from tests.support.dealing import Dealt, dealt, layouts, tokens_of
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import CAUSAL, FULL, LAYOUTS, MASKS, Mask, Region, RegionKind, mask_named
-from sp_bench.plan.layout import Positions
+from sp_bench.plan.layout import LAYOUTS, Positions
+from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, Region, RegionKind, mask_named
 from tests.support.dealing import Dealt, dealt
 
 masks = st.sampled_from(list(MASKS.values()))

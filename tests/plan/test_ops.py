@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from sp_bench.methods import build
 from sp_bench.plan import (
-    CAUSAL,
-    COMPUTE_BOUND,
     DOWN,
-    FIELDS,
-    PHASES,
     UP,
     AllToAll,
     Attend,
@@ -29,14 +25,16 @@ from sp_bench.plan import (
     Pass,
     Problem,
     Steps,
-    Transfer,
-    messages,
     outer,
-    peers,
     receive_next,
     reduce_next,
-    rows_sent,
 )
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Transfer
+from sp_bench.plan.problem import FIELDS
+from sp_bench.plan.transfers import messages, peers, rows_sent
 from tests.support.problems import all_methods, small_problem, splittable_problem
 
 sides, ways = st.integers(1, 12), st.sampled_from([UP, DOWN])

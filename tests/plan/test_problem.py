@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.plan import FIELDS, LAYOUTS, Kind, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.problem import FIELDS, Kind
 from tests.support.problems import mask_of
 
 

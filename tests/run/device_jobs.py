@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sp_bench.measure.devices import device_here, transport_here
 from sp_bench.measure.pool import report
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 from sp_bench.run.attention import Engine
 from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sharding import shard

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench import SequenceParallelAttention
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.transport import GlooTransport, Message, Turn

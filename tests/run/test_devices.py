@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sp_bench import account
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.pool import RankPool
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 from sp_bench.run import nccl
 from sp_bench.run.nccl import NcclTransport, transport_for
 from sp_bench.run.transport import AloneTransport, GlooTransport, Turn

@@ -13,7 +13,11 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import LAYOUTS, PHASES, CostProfile, Transfer, peers
+from sp_bench.plan import CostProfile
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Transfer
+from sp_bench.plan.transfers import peers
 from tests.run import jobs
 from tests.support.attention_cases import BOUNDS, HEAD_DIM, HEADS, Case, inputs, of_one_batch_entry, reference, relative
 from tests.support.marks import exhaustive, exhaustive_from

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sp_bench import account
-from sp_bench.plan import COMPUTE_BOUND, PHASES
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
 from sp_bench.run.executor import Action
 from tests.run import jobs
 from tests.support.attention_cases import Case, of_one_batch_entry

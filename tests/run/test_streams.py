@@ -16,15 +16,10 @@ from torch import Tensor
 
 from sp_bench.lower import GLOO, PrepostedReceive, TransportKind, Waits, lower
 from sp_bench.methods import build
-from sp_bench.plan import (
-    COMPUTE_BOUND,
-    PHASES,
-    Mask,
-    Method,
-    Op,
-    Plan,
-    Problem,
-)
+from sp_bench.plan import Method, Op, Plan, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.mask import Mask
+from sp_bench.plan.method import PHASES
 from sp_bench.run import home, streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, NextTransfer, Transport, Turn

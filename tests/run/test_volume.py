@@ -12,7 +12,11 @@ import pytest
 from sp_bench import account
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import CAUSAL, COMPUTE_BOUND, LAYOUTS, PHASES, Pass, Problem
+from sp_bench.plan import Pass, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES
 from tests.run import jobs
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, Case
 from tests.support.marks import exhaustive, exhaustive_from

@@ -15,7 +15,9 @@ from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, PHASES, Plan, Problem
+from sp_bench.plan import Plan, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 from tests.support.clusters import NETWORKS, block_s, cluster, on_network, problem, split_problem

@@ -9,7 +9,7 @@ import pytest
 
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND
+from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.simulate import Run, simulate
 from tests.support.clusters import block_s, cluster, problem
 

@@ -16,17 +16,11 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, NCCL, lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import (
-    BLOCKS,
-    CAUSAL,
-    FIELDS,
-    PHASES,
-    Fold,
-    Group,
-    Pass,
-    Plan,
-    Problem,
-)
+from sp_bench.plan import Fold, Group, Pass, Plan, Problem
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import BLOCKS
+from sp_bench.plan.problem import FIELDS
 from sp_bench.simulate import WAITING, simulate
 from sp_bench.simulate.graph import Segment, segments
 from tests.support.clusters import block_s, cluster, problem

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from sp_bench.cluster import Cluster
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, LAYOUTS, PHASES, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from sp_bench.simulate import Run, simulate
 from tests.support.clusters import NETWORKS, on_network, split_problem
 from tests.support.problems import all_methods

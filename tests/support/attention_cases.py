@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, CostProfile, Method, Problem
+from sp_bench.plan import CostProfile, Method, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
 from tests.support.problems import mask_of
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16

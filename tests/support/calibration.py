@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sp_bench.calibrating.setting import Costs, Links, Setting
-from sp_bench.plan import PHASES
+from sp_bench.plan.method import PHASES
 
 SETTING = Setting(
     device="cpu",

@@ -7,7 +7,9 @@ from typing import Any
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.plan import LAYOUTS, PHASES, Problem
+from sp_bench.plan import Problem
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.method import PHASES
 from tests.support.problems import mask_of
 
 TABLE = {

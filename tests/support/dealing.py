@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from sp_bench.plan import LAYOUTS, Layout
+from sp_bench.plan.layout import LAYOUTS, Layout
 
 layouts = st.sampled_from(list(LAYOUTS.values()))
 

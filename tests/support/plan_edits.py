@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from sp_bench.check import check
 from sp_bench.methods import build
 from sp_bench.plan import (
-    COMPUTE_BOUND,
     DOWN,
     UP,
     Attend,
@@ -29,12 +28,12 @@ from sp_bench.plan import (
     Op,
     Pass,
     Plan,
-    PlanError,
     Problem,
-    Transfer,
-    dataflow,
     divisors,
 )
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.ops import PlanError, Transfer
 from tests.support.problems import Having, plans, small_problem
 
 

@@ -12,20 +12,11 @@ from hypothesis import strategies as st
 
 from sp_bench.methods import REGISTRY, build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import (
-    CAUSAL,
-    COMPUTE_BOUND,
-    FULL,
-    LAYOUTS,
-    PHASES,
-    CostProfile,
-    Mask,
-    Method,
-    Op,
-    Plan,
-    Problem,
-    RequestError,
-)
+from sp_bench.plan import CostProfile, Method, Op, Plan, Problem, RequestError
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
+from sp_bench.plan.method import PHASES
 
 
 def mask_of(causal: object) -> Mask:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from sp_bench.plan import (
-    Bundle,
-    Chunk,
-    Group,
-    Op,
-    Plan,
-    Steps,
-)
+from sp_bench.plan import Bundle, Chunk, Group, Op, Plan, Steps
 
 
 def uses(plan: Plan, chunk: Chunk) -> list[int]:

@@ -13,7 +13,8 @@ import numpy as np
 
 from sp_bench.cluster.emulation import Carried, Effects, Message
 from sp_bench.cluster.topology import Network
-from sp_bench.plan import PHASES, Exchange, Group
+from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.method import PHASES
 from sp_bench.simulate.noise import log_normal
 
 if TYPE_CHECKING:

@@ -15,7 +15,12 @@ from sp_bench.calibrating.links import Message, beside_blocks, block_clock, mean
 from sp_bench.calibrating.setting import Samples, Setting
 from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges, Pace, middle
 from sp_bench.measure.pool import report
-from sp_bench.plan import DOWN, FIELDS, FULL, LAYOUTS, Chunk, Group, Plan, Problem, Steps, receive_next
+from sp_bench.plan.groups import DOWN, Group
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL
+from sp_bench.plan.ops import Chunk, Plan, Steps
+from sp_bench.plan.patterns import receive_next
+from sp_bench.plan.problem import FIELDS, Problem
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Action, Executor
 from sp_bench.run.streams import lane_threads

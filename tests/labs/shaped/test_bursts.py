@@ -10,7 +10,8 @@ import pytest
 from sp_bench import account
 from sp_bench.cluster import Cluster
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND, DOWN, Attend, Chunk, Group, Pass, Plan, Problem, Steps
+from sp_bench.plan import DOWN, Attend, Chunk, Group, Pass, Plan, Problem, Steps
+from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from tests.support.clusters import TABLE, block_s, problem

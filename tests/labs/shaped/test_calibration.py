@@ -26,7 +26,8 @@ from sp_bench.labs.shaped.description import Hosts
 from sp_bench.labs.shaped.exchanges import round_of, spread
 from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
-from sp_bench.plan import BLOCKS, DOWN, Attend, Chunk, Group, Pass, Steps
+from sp_bench.plan import DOWN, Attend, Chunk, Group, Pass, Steps
+from sp_bench.plan.ops import BLOCKS
 from sp_bench.resources import conf_files
 from sp_bench.simulate import simulate
 from tests.support.calibration import SETTING, samples

@@ -12,7 +12,7 @@ from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.labs.shaped.description import MOST_UNEVEN_RANKS
 from sp_bench.labs.shaped.effects import Shares
 from sp_bench.methods import build
-from sp_bench.plan import COMPUTE_BOUND
+from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.simulate import Run, simulate
 from tests.support.clusters import block_s, problem
 from tests.support.hosts import on_hosts
