@@ -250,7 +250,7 @@ def mask_of(config: Mapping[str, Any]) -> Mask:
     if mask not in (short, CAUSAL):
         raise RequestError(
             f"causal={config['causal']}",
-            f"is short for mask={short.name}, and mask={mask.name}",
+            f"is short for mask={short.name}, beside mask={mask.name}",
             "one of them would work",
         )
     return short

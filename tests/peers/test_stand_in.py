@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.peers import stand_in
-from sp_bench.plan.mask import Mask
+from sp_bench.plan.mask import RegionKind
 from tests.support.dense import TOLERANCE, Answers, Block, attention, block_of, relative_error
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def last_queries(queries: int, keys: int, kv_heads: int, dtype: torch.dtype, cau
     rows = slice(keys - queries, keys)
     dout = torch.zeros_like(square.dout)
     dout[:, rows] = square.dout[:, rows]
-    whole = attention(square._replace(dout=dout), Mask.CAUSAL if causal else Mask.FULL)
+    whole = attention(square._replace(dout=dout), RegionKind.CAUSAL if causal else RegionKind.FULL)
     block = Block(square.q[:, rows], square.k, square.v, dout[:, rows])
     return block, whole._replace(out=whole.out[:, rows], lse=whole.lse[:, :, rows], dq=whole.dq[:, rows])
 

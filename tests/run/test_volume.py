@@ -120,7 +120,7 @@ def planned_payload(method: str, problem: Problem, phase: str, **options: object
     """Bytes that each rank sends by the plan, without statistics."""
     plan = build(method, options).plan(problem, phase, COMPUTE_BOUND)
     sent = [op.send.tensor for op in plan.ops if isinstance(op, Pass) and op.send]
-    return sum(problem.chunk_bytes(tensor, wire=True) - problem.wire_statistic_bytes(tensor) for tensor in sent)
+    return int(sum(problem.mean_wire_bytes(tensor, statistics=False) for tensor in sent))
 
 
 def test_256_ranks_send_60_of_510_units() -> None:

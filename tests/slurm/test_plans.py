@@ -14,7 +14,7 @@ from sp_bench.slurm.settings import load
 from sp_bench.slurm.sweep import main
 
 GOLDEN = Path(__file__).parent / "golden"
-SMALL = ["cluster=local", "seqlen=240k", "causal=true", "logger=none"]
+SMALL = ["cluster=local", "seqlen=240k", "mask=causal", "logger=none"]
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
@@ -73,10 +73,10 @@ def test_a_point_s_id_is_its_config_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_points_that_can_not_be_served_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    tasks, refused = planned("cpu_methods", ["gpus=4,6", "seqlen=1k"])
+    tasks, refused = planned("cpu_methods", ["gpus=4,6", "seqlen=4"])
     assert [(task.gpus, len(task.points)) for task in tasks] == [(4, 5)]
     assert len(refused) == 5
-    out, err = dry_run(capsys, "sweep=cpu_methods", "gpus=4,6", "seqlen=1k")
+    out, err = dry_run(capsys, "sweep=cpu_methods", "gpus=4,6", "seqlen=4")
     assert "--ntasks=6" not in out
     assert re.search(r"unsupported, \d points: .*would work", err)
 
