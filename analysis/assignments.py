@@ -67,8 +67,8 @@ def assignment(
         ax.set_title(f"{TITLES[one]}, {plan.phase}", fontsize="medium")
         ax.set_xlabel(f"KV chunk ({problem.block_tokens:,} tokens each)")
     axes[0, 0].set_ylabel(f"Q chunk ({problem.block_tokens:,} tokens each)")
-    shared = problem.layout.shared
-    note = f"Of {shared} ranks that split a block's heads, the lowest is shown. " if shared > 1 else ""
+    degree = problem.layout.head_parallel
+    note = f"Of {degree} ranks that split a block's heads, the lowest is shown. " if degree > 1 else ""
     note += "White blocks are computed by no rank." if (owners < 0).any() else ""
     counted = formula("assignment-matrix", "the rank, the step and the pairs of each block", "sp_bench.draw")
     return Figure(name, title, canvas, (source or counted,), note.strip())
@@ -88,18 +88,18 @@ def matrix(plan: Plan, problem: Problem, by: str, cluster: Cluster | None = None
     else:
         costs = np.array(problem.blocks.pairs)
         label = labelled("query-key pairs for a head", "computed")
-    ranks = np.arange(0, problem.n, problem.layout.shared)
+    ranks = np.arange(0, problem.n, problem.layout.head_parallel)
     found = costs[problem.blocks.of(ranks[:, None], ranks)]
     return Matrix(np.where(owners < 0, np.nan, found), label, whole=False)
 
 
 def _steps(plan: Plan, problem: Problem) -> np.ndarray:
     """At which step its rank computes each block; the last one where it takes the heads in slices."""
-    shared = problem.layout.shared
-    ranks, found = np.arange(0, plan.n, shared), np.full((plan.n // shared, plan.n // shared), np.nan)
+    degree = problem.layout.head_parallel
+    ranks, found = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), np.nan)
     for op, step in zip(plan.ops, plan.steps, strict=True):
         if isinstance(op, Attend | AttendBackward):
-            found[op.q.owner(ranks) // shared, op.kv.owner(ranks) // shared] = step
+            found[op.q.owner(ranks) // degree, op.kv.owner(ranks) // degree] = step
     return found
 
 

@@ -54,8 +54,8 @@ class Ulysses(Method):
 
     layout: str = "contiguous"
 
-    def ranks_per_chunk(self, n: int) -> int:
-        """All."""
+    def head_parallel(self, n: int) -> int:
+        """All n ranks split the heads."""
         return n
 
     def refuse(self, problem: Problem) -> None:
@@ -70,7 +70,7 @@ class Ulysses(Method):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of Q and KV, attention, all-to-all of O."""
-        group = Group(1, self.ranks_per_chunk(problem.n))
+        group = Group(1, self.head_parallel(problem.n))
         q, kv, out, q_h, kv_h, o_h = self._chunks(problem, "q", "kv", "out", "q_h", "kv_h", "o_h")
         steps = Steps()
         steps.next()
@@ -82,7 +82,7 @@ class Ulysses(Method):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of dO, attention backward, all-to-all of dQ and dKV."""
-        group = Group(1, self.ranks_per_chunk(problem.n))
+        group = Group(1, self.head_parallel(problem.n))
         do, dq, dkv, q_h, kv_h, o_h = self._chunks(problem, "do", "dq", "dkv", "q_h", "kv_h", "o_h")
         do_h, odoq_h, dq_h, dkv_h = self._chunks(problem, "do_h", "odoq_h", "dq_h", "dkv_h")
         steps = Steps()
@@ -110,7 +110,7 @@ class Ulysses(Method):
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
         """The rank's own chunks; those by heads are at home among the ranks that have the same heads."""
-        u = self.ranks_per_chunk(problem.n)
+        u = self.head_parallel(problem.n)
         return tuple(
             Chunk(tensor, 0, Group(u, problem.n // u, DOWN) if tensor.endswith("_h") else Group(1, problem.n))
             for tensor in tensors

@@ -53,8 +53,8 @@ class USP(Sized, Ulysses):
         kv_heads = f"kv_heads={problem.kv_heads}"
         return f"divide gpus={problem.n} and heads={problem.heads}, and divide {kv_heads} or be a multiple of them"
 
-    def ranks_per_chunk(self, n: int) -> int:
-        """u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""
+    def head_parallel(self, n: int) -> int:
+        """The Ulysses degree u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""
         if n == 1:
             return 1
         if not isinstance(self.ulysses, int):
@@ -73,16 +73,16 @@ class USP(Sized, Ulysses):
 
     def variant(self, n: int) -> str:
         """Both degrees."""
-        u = self.ranks_per_chunk(n)
+        u = self.head_parallel(n)
         return f"ulysses {u} x ring {n // u}"
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """u."""
-        return {"u": self.ranks_per_chunk(problem.n)}
+        return {"u": self.head_parallel(problem.n)}
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, u) heads."""
-        u = self.ranks_per_chunk(problem.n)
+        u = self.head_parallel(problem.n)
         dealt, hops = Fraction(u - 1, u), problem.n // u - 1
         if phase == "forward":
             return {"q": dealt, "kv_h": dealt + hops, "out": dealt}

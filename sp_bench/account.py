@@ -110,7 +110,7 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     4 N d sqrt(k / n) - (2 + 2 k) N d / n elements, which Mesh-Attention reaches at a = sqrt(k n); h = n:
     4 N d (n - 1) / n^2, which DeepSpeed-Ulysses reaches.
     """
-    split = problem.layout.shared
+    split = problem.layout.head_parallel
 
     def payload_bytes(tensor: str) -> float:
         return float(problem.mean_wire_bytes(tensor, statistics=False))

@@ -194,7 +194,7 @@ def _tiles(n: int, op: Op, where: str) -> None:
 
 def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequence[str]) -> None:
     """The operands of a block: held, of the right tensors, all by heads where heads are split, of one slice of them."""
-    split = "_h" if facts.problem.layout.shared > 1 else ""
+    split = "_h" if facts.problem.layout.head_parallel > 1 else ""
     for chunk, tensor in zip(chunks, wanted, strict=True):
         if chunk.tensor not in (tensor + split, tensor + "_h") or chunk.is_arriving:
             raise PlanError(f"{where}: {chunk} stands where a held chunk of {tensor}{split} should")
@@ -260,9 +260,9 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
 
 
 def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
-    shared, ranks = facts.problem.layout.shared, facts.ranks
-    if op.group != Group(1, shared):
-        raise PlanError(f"{where}: heads are split among {shared} consecutive ranks, not among {op.group}")
+    degree, ranks = facts.problem.layout.head_parallel, facts.ranks
+    if op.group != Group(1, degree):
+        raise PlanError(f"{where}: heads are split among {degree} consecutive ranks, not among {op.group}")
     pairs = {**{t: f"{t}_h" for t in ("q", "kv", "do")}, "o_h": "out", "dq_h": "dq", "dkv_h": "dkv"}
     own = all((chunk.owner(ranks) == ranks).all() for chunk in (op.send, op.recv))
     if pairs.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
@@ -272,9 +272,9 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
     if is_partial(op.send.tensor):
         if op.recv in facts.blocks:
             raise PlanError(f"{where}: {op.recv} is there already")
-        sets = facts.partial(op.send).reshape(-1, shared, facts.blocks[op.send].shape[1])
+        sets = facts.partial(op.send).reshape(-1, degree, facts.blocks[op.send].shape[1])
         # All heads of a rank's tokens are done as far as every member has done its own.
-        facts.blocks[op.recv] = np.repeat(np.bitwise_and.reduce(sets, axis=1), shared, axis=0)
+        facts.blocks[op.recv] = np.repeat(np.bitwise_and.reduce(sets, axis=1), degree, axis=0)
         facts.last[op.recv] = where
         if op.send not in facts.kept:
             del facts.blocks[op.send]
@@ -296,7 +296,7 @@ def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
 def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.ndarray, where: str) -> None:
     """One block, (chunk `into`, `counterpart`), is folded into a partial."""
     blocks = facts.partial(into)
-    word, bit = facts.bit(counterpart // facts.problem.layout.shared)
+    word, bit = facts.bit(counterpart // facts.problem.layout.head_parallel)
     old = blocks[facts.ranks, word]
     if (rank := _first(visible & ((old & bit) != 0))) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
@@ -325,8 +325,8 @@ def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
 
 def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -> None:
     """A block reads no rows that were left behind, and both its chunks must hold the same heads."""
-    shared, owners, keys = facts.problem.layout.shared, facts.content[q], facts.content[kv]
-    if (rank := _first(owners % shared != keys % shared)) is not None:
+    degree, owners, keys = facts.problem.layout.head_parallel, facts.content[q], facts.content[kv]
+    if (rank := _first(owners % degree != keys % degree)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
     if not facts.problem.skips_queries:  # then no rows are ever left out
         return
@@ -377,16 +377,16 @@ _RULES: dict[type[Op], Callable] = {
 
 def _complete(facts: _Facts, plan: Plan) -> None:
     """Every output has all its blocks, and no partial is left over."""
-    shared = facts.problem.layout.shared
-    chunks = facts.problem.n // shared
+    degree = facts.problem.layout.head_parallel
+    chunks = facts.problem.n // degree
     for chunk in plan.ends_with:
         if chunk.tensor not in ("o", "o_h", "out", "dq", "dkv"):
             continue
         blocks = facts.blocks.pop(chunk)
         for counterpart in range(chunks):
-            mine, other = (facts.ranks, np.full(facts.problem.n, counterpart * shared))
+            mine, other = (facts.ranks, np.full(facts.problem.n, counterpart * degree))
             needed = facts.sees(other, mine) if chunk.tensor == "dkv" else facts.sees(mine, other)
-            word, bit = facts.bit(other // shared)
+            word, bit = facts.bit(other // degree)
             if (rank := _first(needed & ((blocks[facts.ranks, word] & bit) == 0))) is not None:
                 raise PlanError(f"the end of the plan: {chunk} of rank {rank} lacks its block with chunk {counterpart}")
     for chunk, blocks in facts.blocks.items():

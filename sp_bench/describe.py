@@ -77,11 +77,11 @@ def describe(overrides: Sequence[str]) -> str:
     request = resolve({**config, "mode": "simulate"})
     choice = choose(request)
     problem, variant = choice.problem, choice.method.variant(gpus)
-    layout, shared = problem.layout.name, problem.layout.shared
+    layout, degree = problem.layout.name, problem.layout.head_parallel
     lines = [
         f"{choice.method.name} ({choice.method.citation}), {gpus} ranks, {layout}" + (f", {variant}" if variant else "")
     ]
-    split = f", the lowest of {shared} that each take their own heads of it" if shared > 1 else ""
+    split = f", the lowest of {degree} that each take their own heads of it" if degree > 1 else ""
     for phase, plan in choice.plans.items():
         volume, unit = account.volume(plan, problem), problem.chunk_bytes("q", wire=True) * problem.head_slices
         lines += [

@@ -67,11 +67,11 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
 
     Where ranks split the heads of a block, the lowest of them.
     """
-    shared = problem.layout.shared
-    ranks, matrix = np.arange(0, plan.n, shared), np.full((plan.n // shared, plan.n // shared), -1)
+    degree = problem.layout.head_parallel
+    ranks, matrix = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), -1)
     for op in plan.ops:
         if isinstance(op, Attend | AttendBackward):
-            matrix[op.q.owner(ranks) // shared, op.kv.owner(ranks) // shared] = ranks
+            matrix[op.q.owner(ranks) // degree, op.kv.owner(ranks) // degree] = ranks
     return matrix
 
 

@@ -109,7 +109,7 @@ def test_work_is_balanced_but_for_contiguous_causal(layout: str, causal: bool) -
         dealt = method.dealt(p)
         by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), dealt)
         spread = by_rank.max() - by_rank.min()
-        if dealt.layout.shared == p.n or not causal:
+        if dealt.layout.head_parallel == p.n or not causal:
             assert spread == 0
         elif layout != "contiguous":
             assert spread <= p.local_seqlen * p.n * p.heads, method

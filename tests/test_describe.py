@@ -36,7 +36,7 @@ def test_local_q_kv_property_and_full_coverage(n: int) -> None:
         dealt = method.dealt(problem)
         matrix = draw.assignment(method.plan(problem, "forward", COMPUTE_BOUND), dealt)
         assert matrix.min() >= 0
-        assert matrix.diagonal().tolist() == list(range(0, n, dealt.layout.shared)) or method.name == "startrail"
+        assert matrix.diagonal().tolist() == list(range(0, n, dealt.layout.head_parallel)) or method.name == "startrail"
 
 
 def test_every_slice_of_the_heads_has_its_tile(capsys: pytest.CaptureFixture[str]) -> None:

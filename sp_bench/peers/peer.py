@@ -120,14 +120,14 @@ class Peer(ABC):
         """Of the package, as installed."""
         return importlib.metadata.version(self.distribution)
 
-    def ranks_per_chunk(self, problem: Problem) -> int:
-        """How many consecutive ranks own a chunk of the layout together, because they split its heads."""
+    def head_parallel(self, problem: Problem) -> int:
+        """The head-parallel degree: how many consecutive ranks split the heads of a chunk of the layout."""
         return 1
 
     def dealt(self, problem: Problem) -> Problem:
         """The problem with its tokens dealt out as the algorithm wants them."""
         layout = self.mask.layout(self.layout)
-        return replace(problem, layout=replace(layout, shared=self.ranks_per_chunk(problem)))
+        return replace(problem, layout=replace(layout, head_parallel=self.head_parallel(problem)))
 
     def variant(self, problem: Problem) -> str:
         """What tells this algorithm from the package's others; empty where there are none."""

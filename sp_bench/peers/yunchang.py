@@ -51,7 +51,7 @@ class Yunchang(Peer):
     def wanted_layout(self) -> str:
         return LAYOUTS[self.algorithm]
 
-    def ranks_per_chunk(self, problem: Problem) -> int:
+    def head_parallel(self, problem: Problem) -> int:
         if self.algorithm == "ulysses":
             return 1
         return max(_degrees(problem)) if self.ulysses == AUTO else int(self.ulysses)
@@ -76,7 +76,7 @@ class Yunchang(Peer):
     def variant(self, problem: Problem) -> str:
         if self.algorithm == "ulysses":
             return self.algorithm
-        u = self.ranks_per_chunk(problem)
+        u = self.head_parallel(problem)
         return f"{self.algorithm} {u}x{problem.n // u}"
 
     def attention(self, problem: Problem) -> Attention:
@@ -90,7 +90,7 @@ class Yunchang(Peer):
             assert dist.group.WORLD is not None
             attention = UlyssesAttention(dist.group.WORLD)
         else:
-            _make_groups(self.ranks_per_chunk(problem), problem.n)
+            _make_groups(self.head_parallel(problem), problem.n)
             attention = LongContextAttention(ring_impl_type=RING_IMPLEMENTATIONS[self.algorithm])
         return lambda q, k, v: attention(q, k, v, causal=self.causal)
 

@@ -28,30 +28,31 @@ class Layout:
     """How many pieces of the sequence a chunk is made of: 1, or 2 with the second one counted from the end."""
     ranges: Callable[[int, int, int], Positions]
     """(chunk, chunks, seqlen) -> the global positions of the chunk's tokens."""
-    shared: int = 1
-    """So many consecutive ranks own a chunk together, each a run of its tokens: those that split its heads."""
+    head_parallel: int = 1
+    """The head-parallel degree: how many consecutive ranks split a chunk's heads. Each owns a run of its tokens."""
 
     def positions(self, rank: int, n: int, seqlen: int) -> Positions:
         """The global positions of the tokens that `rank` out of `n` owns, in its own order."""
-        chunk = self.ranges(rank // self.shared, n // self.shared, seqlen)
-        if self.shared == 1:
+        chunk = self.ranges(rank // self.head_parallel, n // self.head_parallel, seqlen)
+        if self.head_parallel == 1:
             return chunk
         run = self.run(rank, n, seqlen)
         return _taken(chunk, run.start, len(run))
 
     def run(self, rank: int, n: int, seqlen: int) -> range:
         """Which tokens of its chunk a rank owns, by their place in the chunk."""
-        place, chunk = rank % self.shared, self.chunk_tokens(rank // self.shared, n // self.shared, seqlen)
-        base, longer = divmod(chunk, self.shared)
+        degree = self.head_parallel
+        place, chunk = rank % degree, self.chunk_tokens(rank // degree, n // degree, seqlen)
+        base, longer = divmod(chunk, degree)
         start = place * base + min(place, longer)
         return range(start, start + base + (place < longer))
 
     def tokens(self, rank, n: int, seqlen: int):
         """How many tokens a rank owns, or an array of ranks; a plain number where all own as many."""
-        chunk = self.chunk_tokens(rank // self.shared, n // self.shared, seqlen)
-        if self.shared == 1 or seqlen % n == 0:
+        chunk = self.chunk_tokens(rank // self.head_parallel, n // self.head_parallel, seqlen)
+        if self.head_parallel == 1 or seqlen % n == 0:
             return chunk if seqlen % n else seqlen // n
-        return chunk // self.shared + 1 * (rank % self.shared < chunk % self.shared)
+        return chunk // self.head_parallel + 1 * (rank % self.head_parallel < chunk % self.head_parallel)
 
     def chunk_tokens(self, chunk, chunks: int, seqlen: int):
         """How many tokens a chunk out of `chunks` has, or an array of them; a plain number where all have as many."""
@@ -63,7 +64,7 @@ class Layout:
 
     def largest(self, n: int, seqlen: int) -> int:
         """Tokens of the largest chunk."""
-        return -(-seqlen * self.shared // n)
+        return -(-seqlen * self.head_parallel // n)
 
     def boundary(self, chunks: int, seqlen: int) -> int:
         """The first chunk whose pieces are not as long as chunk 0's; 0 where all chunks are alike."""
@@ -72,7 +73,7 @@ class Layout:
 
     def refuse(self, n: int, seqlen: int) -> None:
         """Raise RequestError where there are fewer tokens than pieces to deal out."""
-        least = n // self.shared * max(self.pieces, self.shared)
+        least = n // self.head_parallel * max(self.pieces, self.head_parallel)
         if seqlen < least:
             pieces = f"each of {self.pieces} pieces of every chunk" if self.pieces > 1 else "every chunk"
             raise RequestError(

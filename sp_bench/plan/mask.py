@@ -219,7 +219,7 @@ class Blocks:
 
     def of(self, q_rank, kv_rank) -> Any:
         """The class of the block between the chunks of two ranks' tokens, or of arrays of them."""
-        q, kv = q_rank // self.layout.shared, kv_rank // self.layout.shared
+        q, kv = q_rank // self.layout.head_parallel, kv_rank // self.layout.head_parallel
         relation = self.mask.relation(q, kv)
         if not self._boundary:
             return relation
@@ -253,7 +253,7 @@ class Blocks:
 
     @property
     def _chunks(self) -> int:
-        return self.n // self.layout.shared
+        return self.n // self.layout.head_parallel
 
     @cached_property
     def _boundary(self) -> int:
@@ -262,14 +262,14 @@ class Blocks:
     @property
     def examples(self) -> list[tuple[int, int, Regions]]:
         """For each class that some pair of ranks has, such a pair and its regions."""
-        step = self.layout.shared
+        step = self.layout.head_parallel
         return [(q * step, kv * step, self.regions[kind]) for kind, (q, kv) in self._examples.items()]
 
     @cached_property
     def _examples(self) -> Mapping[int, tuple[int, int]]:
         """By class, two chunks that have it: every class occurs among the first and last chunks of either size."""
         edges = {0, 1, self._boundary - 2, self._boundary - 1, self._boundary, self._boundary + 1, self._chunks - 1}
-        chunks, step = sorted(edges & set(range(self._chunks))), self.layout.shared
+        chunks, step = sorted(edges & set(range(self._chunks))), self.layout.head_parallel
         return {int(self.of(q * step, kv * step)): (q, kv) for q, kv in product(chunks, repeat=2)}
 
     def _positions(self, chunk: int) -> Positions:

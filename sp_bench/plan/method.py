@@ -78,8 +78,8 @@ class Method(ABC):
         """The values of the names in `formula`, beside n, k and h = heads."""
         return {}
 
-    def ranks_per_chunk(self, n: int) -> int:
-        """How many ranks own a chunk of the layout together, because they split its heads."""
+    def head_parallel(self, n: int) -> int:
+        """The head-parallel degree on n ranks: how many consecutive ones split the heads of a chunk of the layout."""
         return 1
 
     def head_slices(self, problem: Problem) -> int:
@@ -88,7 +88,7 @@ class Method(ABC):
 
     def dealt_by(self, layout: Layout, n: int) -> Layout:
         """The layout as this variant deals the tokens out."""
-        return replace(layout, shared=self.ranks_per_chunk(n))
+        return replace(layout, head_parallel=self.head_parallel(n))
 
     def dealt(self, problem: Problem) -> Problem:
         """The problem as this variant deals it out: what its plans are for."""

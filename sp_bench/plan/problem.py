@@ -105,7 +105,7 @@ class Problem:
                 f"one of {', '.join(map(str, divisors))} would work",
             )
         self.layout.refuse(self.n, self.seqlen)
-        assert 1 in (self.head_slices, self.layout.shared), "heads are taken in slices or split among ranks"
+        assert 1 in (self.head_slices, self.layout.head_parallel), "heads are taken in slices or split among ranks"
 
     @property
     def local_seqlen(self) -> int:
@@ -125,7 +125,7 @@ class Problem:
     @property
     def block_heads(self) -> int:
         """Query heads of one block."""
-        return self.heads // (self.layout.shared * self.head_slices)
+        return self.heads // (self.layout.head_parallel * self.head_slices)
 
     @property
     def accumulate_dtype(self) -> str:
@@ -157,7 +157,7 @@ class Problem:
     def field_heads(self, field: Field) -> int:
         """Heads of a field of one chunk. By heads, at least one: key heads are replicated for ranks beyond them."""
         heads = self.kv_heads if field.kv else self.heads
-        return max(heads // self.layout.shared, 1) if field.by_heads else heads // self.head_slices
+        return max(heads // self.layout.head_parallel, 1) if field.by_heads else heads // self.head_slices
 
     def tokens(self, owner):
         """How many tokens a rank owns, or an array of ranks."""
@@ -165,8 +165,8 @@ class Problem:
 
     def block_tokens_of(self, owner):
         """How many tokens the chunk of the layout has that a rank owns, alone or with others."""
-        shared = self.layout.shared
-        return self.layout.chunk_tokens(owner // shared, self.n // shared, self.seqlen)
+        degree = self.layout.head_parallel
+        return self.layout.chunk_tokens(owner // degree, self.n // degree, self.seqlen)
 
     def field_tokens(self, field: Field, owner=None):
         """Tokens of a field of the chunk of that owner, or array of owners; of the largest chunk without one."""
@@ -198,7 +198,7 @@ class Problem:
     def mean_wire_bytes(self, tensor: str, *, statistics: bool = True) -> Fraction:
         """What a chunk of `tensor` weighs on the wire on average; papers leave its statistics out."""
         fields = [field for field in FIELDS[tensor] if statistics or field.kind is not Kind.STATISTIC]
-        ranks = {field: self.layout.shared if field.by_heads else 1 for field in fields}
+        ranks = {field: self.layout.head_parallel if field.by_heads else 1 for field in fields}
         total = sum(self.seqlen * ranks[field] * self.token_bytes(field, wire=True) for field in fields)
         return Fraction(total, self.n)
 

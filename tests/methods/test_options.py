@@ -104,7 +104,7 @@ def test_a_layout_is_not_dealt_out_before_its_sharing_is_chosen() -> None:
             RequestError, match=r"^method.ulysses=auto: decides which tokens a rank owns, .* would work$"
         ):
             early(asked)
-    assert [chosen.ranks_per_chunk(8) for chosen in method.candidates(asked)] == [1, 2, 4]
+    assert [chosen.head_parallel(8) for chosen in method.candidates(asked)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("ulysses", [3, 16])

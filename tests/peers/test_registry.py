@@ -43,7 +43,7 @@ def test_the_options_are_those_of_the_config() -> None:
 def test_no_torch_before_the_ranks() -> None:
     """Refusing a request takes no import of torch or of a package."""
     code = (
-        "import sys; from sp_bench.peers.registry import build; from sp_bench.plan import CAUSAL;"
+        "import sys; from sp_bench.peers.registry import build; from sp_bench.plan.mask import CAUSAL;"
         f"build('torch_context_parallel', {DEFAULTS}, mask=CAUSAL); build({OWN!r}, {DEFAULTS}, mask=CAUSAL).version;"
         "print({'torch', 'yunchang', 'deepspeed', 'ring_flash_attn'} & set(sys.modules))"
     )
@@ -168,7 +168,7 @@ def test_refused_problems(peer: TorchContextParallel, of: Problem, says: str) ->
 def test_ulysses_ranks_of_yunchang_share_a_chunk() -> None:
     """As many as divide ranks and key heads, but for a ring of at least two."""
     shared = {
-        (n, kv_heads): Yunchang(mask=CAUSAL).dealt(problem(n, 8, kv_heads)).layout.shared
+        (n, kv_heads): Yunchang(mask=CAUSAL).dealt(problem(n, 8, kv_heads)).layout.head_parallel
         for n, kv_heads in ((2, 8), (4, 8), (4, 1), (6, 8), (8, 2))
     }
     assert shared == {(2, 8): 1, (4, 8): 2, (4, 1): 1, (6, 8): 2, (8, 2): 2}

@@ -22,7 +22,7 @@ def test_positions_partition_the_sequence(case: Dealt) -> None:
     assert all((np.diff(tokens) > 0).all() for tokens in ranks), "a rank's tokens must ascend"
     assert sorted(np.concatenate(ranks)) == list(range(case.seqlen))
     for chunk in range(case.chunks):
-        owners = ranks[chunk * case.layout.shared : (chunk + 1) * case.layout.shared]
+        owners = ranks[chunk * case.layout.head_parallel : (chunk + 1) * case.layout.head_parallel]
         np.testing.assert_array_equal(np.concatenate(owners), case.chunk(chunk))
 
 
@@ -67,7 +67,7 @@ def test_positions_by_hand() -> None:
 
 def test_shared_positions_by_hand() -> None:
     """A run may lie in both of zigzag's pieces."""
-    together = replace(LAYOUTS["zigzag"], shared=3)
+    together = replace(LAYOUTS["zigzag"], head_parallel=3)
     assert [tokens_of(together, rank, 6, 24).tolist() for rank in (0, 1, 2)] == [
         [0, 1, 2, 3],
         [4, 5, 18, 19],
@@ -78,10 +78,10 @@ def test_shared_positions_by_hand() -> None:
 
 @given(layouts, st.integers(1, 12), st.integers(1, 3), st.integers(1, 100))
 def test_too_few_tokens_are_refused_with_how_many_would_work(
-    layout: Layout, chunks: int, shared: int, seqlen: int
+    layout: Layout, chunks: int, degree: int, seqlen: int
 ) -> None:
-    n, layout = chunks * shared, replace(layout, shared=shared)
-    least = chunks * max(shared, layout.pieces)
+    n, layout = chunks * degree, replace(layout, head_parallel=degree)
+    least = chunks * max(degree, layout.pieces)
     if seqlen >= least:
         layout.refuse(n, seqlen)
         return

@@ -40,7 +40,7 @@ def times_computed(regions: tuple[Region, ...], rows: int, columns: int) -> np.n
 @given(masks, dealt(most_chunks=7))
 def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None:
     """For every pair of ranks: between the whole chunks that their tokens are of."""
-    blocks, step = mask.blocks(case.layout, case.n, case.seqlen), case.layout.shared
+    blocks, step = mask.blocks(case.layout, case.n, case.seqlen), case.layout.head_parallel
     for i, j in product(range(case.n), repeat=2):
         queries, keys = case.chunk(i // step), case.chunk(j // step)
         kind = blocks.of(i, j)

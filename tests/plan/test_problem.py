@@ -62,20 +62,20 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
         assert p.needs_cast(tensor, summed=False) == (unsummed[plain] != on_wire[plain])
 
 
-@pytest.mark.parametrize(("shared", "kv_heads_each"), [(1, 2), (2, 1), (6, 1)])
-def test_what_ranks_that_share_a_chunk_hold_by_heads(shared: int, kv_heads_each: int) -> None:
+@pytest.mark.parametrize(("degree", "kv_heads_each"), [(1, 2), (2, 1), (6, 1)])
+def test_what_ranks_that_share_a_chunk_hold_by_heads(degree: int, kv_heads_each: int) -> None:
     """All tokens of the chunk and a share of the heads; of key heads at least one, so that all may weigh more."""
-    p = problem(n=12, seqlen=96, layout=replace(LAYOUTS["striped"], shared=shared))
-    assert (p.local_seqlen, p.block_tokens, p.block_heads) == (8, 8 * shared, 6 // shared)
+    p = problem(n=12, seqlen=96, layout=replace(LAYOUTS["striped"], head_parallel=degree))
+    assert (p.local_seqlen, p.block_tokens, p.block_heads) == (8, 8 * degree, 6 // degree)
     (q,), (k, _), (_, lse) = FIELDS["q_h"], FIELDS["kv_h"], FIELDS["o_h"]
-    assert p.field_shape(q) == (3, 8 * shared, 6 // shared, 10)
-    assert p.field_shape(k) == (3, 8 * shared, kv_heads_each, 10)
-    assert p.field_shape(lse) == (3, 6 // shared, 8 * shared)
+    assert p.field_shape(q) == (3, 8 * degree, 6 // degree, 10)
+    assert p.field_shape(k) == (3, 8 * degree, kv_heads_each, 10)
+    assert p.field_shape(lse) == (3, 6 // degree, 8 * degree)
     assert p.field_shape(FIELDS["q"][0]) == (3, 8, 6, 10), "its own tokens"
     for tensor in ("q", "o", "do", "odoq", "dq"):
         assert p.chunk_bytes(f"{tensor}_h", wire=True) == p.chunk_bytes(tensor, wire=True)
     for tensor in ("kv", "dkv"):
-        assert p.chunk_bytes(f"{tensor}_h", wire=True) * 2 == p.chunk_bytes(tensor, wire=True) * max(2, shared)
+        assert p.chunk_bytes(f"{tensor}_h", wire=True) * 2 == p.chunk_bytes(tensor, wire=True) * max(2, degree)
 
 
 def test_slices_of_heads() -> None:
@@ -126,7 +126,10 @@ def test_shapes() -> None:
         ({"wire_dtype": "float8"}, "wire_dtype=float8: there is no such wire_dtype; did you mean float"),
         ({"seqlen": 3}, "seqlen=3: .* for 4 ranks has at least a token in every chunk .*; seqlen=4 or more would work"),
         ({"layout": LAYOUTS["zigzag"], "seqlen": 7}, "seqlen=7: .* each of 2 pieces .*; seqlen=8 or more would"),
-        ({"layout": replace(LAYOUTS["zigzag"], shared=4), "seqlen": 3}, "seqlen=3: .*; seqlen=4 or more would work"),
+        (
+            {"layout": replace(LAYOUTS["zigzag"], head_parallel=4), "seqlen": 3},
+            "seqlen=3: .*; seqlen=4 or more would work",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:

@@ -27,16 +27,16 @@ class Dealt(NamedTuple):
 
     @property
     def n(self) -> int:
-        return self.chunks * self.layout.shared
+        return self.chunks * self.layout.head_parallel
 
     def chunk(self, index: int) -> np.ndarray:
         """The tokens of a chunk, as one rank would own them."""
-        return tokens_of(replace(self.layout, shared=1), index, self.chunks, self.seqlen)
+        return tokens_of(replace(self.layout, head_parallel=1), index, self.chunks, self.seqlen)
 
 
 @st.composite
 def dealt(draw: st.DrawFn, most_chunks: int = 12) -> Dealt:
-    layout = replace(draw(layouts), shared=draw(st.integers(1, 4)))
+    layout = replace(draw(layouts), head_parallel=draw(st.integers(1, 4)))
     chunks = draw(st.integers(1, most_chunks))
-    least = chunks * max(layout.pieces, layout.shared)
+    least = chunks * max(layout.pieces, layout.head_parallel)
     return Dealt(layout, chunks, least + draw(st.integers(0, 5 * least)))
