@@ -22,7 +22,7 @@ class Record(Exactness, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked)
     """
 
     run_id: str
-    """Hash of the resolved config, the code version and, if measured, the machine."""
+    """Hash of all that changes the numbers (records.identity)."""
     status: str
     mode: str
     """measure, alone (single ranks without their peers) or simulate; their numbers are never mixed."""

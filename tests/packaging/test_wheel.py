@@ -54,6 +54,15 @@ def test_the_core_describes(core: Install) -> None:
     assert "assignment matrix" in done.stdout
 
 
+def test_the_repository_around_it_is_not_its_own(core: Install) -> None:
+    repository = ["git", "-C", str(core.python.parents[1])]
+    who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    subprocess.run([*repository, "init", "-q"], check=True)
+    subprocess.run([*repository, *who, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    done = core("-c", "from sp_bench.records import provenance as p; print(p()['git_commit'], p()['git_dirty'])")
+    assert (done.returncode, done.stdout) == (0, "None None\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
