@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.gpu_kernels import Row, with_failures
 from sp_bench import account
-from sp_bench.bench.values import whole
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
@@ -35,6 +34,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
+from sp_bench.reading import Tokens, read
 from sp_bench.workload import Attention
 
 # Options that are functions are of the number of ranks.
@@ -105,7 +105,7 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
 
 def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
     """What each method's rank 0 of n takes, alone on the GPU."""
-    seqlen = whole("seqlen", tokens)
+    seqlen = read(Tokens, tokens, "seqlen")
     asked = [(method, spec(method, options, n, seqlen, kernel=kernel, alone=0)) for method, options in METHODS]
     results = measured(1, Devices(kind="cuda"), [one for _, one in asked], ITERS, WARMUP)
     for (method, one), found in zip(asked, results, strict=True):

@@ -13,11 +13,11 @@ import yaml
 from sp_bench import records
 from sp_bench.bench import resolve
 from sp_bench.bench.request import NOT_IN_THE_RESULT, unsupported
-from sp_bench.bench.values import whole
 from sp_bench.cli.arguments import in_group
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError, unknown
 from sp_bench.measure.launch import Launch
+from sp_bench.reading import Count, read
 from sp_bench.records import Record
 from sp_bench.resources import conf_files
 
@@ -102,7 +102,7 @@ def _composed(name: str, changes: Sequence[str]) -> list[Point]:
 
 
 def _gpus(point: Point) -> int:
-    return whole("gpus", point.config["gpus"])
+    return read(Count, point.config["gpus"], "gpus")
 
 
 def _text(value: Any) -> str:

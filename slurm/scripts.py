@@ -37,7 +37,7 @@ def script(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> str:
         ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(sweep, gpus, tasks))],
         [f"module load {' '.join(sweep.settings.modules)}"] if sweep.settings.modules else [],
         list(sweep.settings.environment),
-        [f"export {name}={shlex.quote(value)}" for name, value in sweep.settings.variables.items()],
+        [f"export {name}={shlex.quote(str(value))}" for name, value in sweep.settings.variables.items()],
         [f"cd {shlex.quote(str(ROOT))}"],
         [_srun(sweep, gpus)],
     ]
@@ -80,7 +80,12 @@ def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:
 def _srun(sweep: Sweep, gpus: int) -> str:
     """The line that measures a task's points, with one process for each GPU."""
     settings = sweep.settings
-    options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", *settings.srun, *_container(settings, sweep.folder)]
+    options = [
+        f"--ntasks={gpus}",
+        "--kill-on-bad-exit=1",
+        *settings.srun,
+        *_container(settings, sweep.folder),
+    ]
     command = [settings.python, "-m", "sp_bench.slurm.task", str(sweep.folder)]
     return f'srun {shlex.join(options)} {shlex.join(command)} "$SLURM_ARRAY_TASK_ID"'
 
@@ -89,9 +94,9 @@ def _container(settings: Settings, folder: Path) -> list[str]:
     if not settings.container:
         return []
     own = [f"{path}:{path}" for path in (ROOT, folder)]
-    mounts = ",".join([*settings.container.get("mounts", ()), *own])
+    mounts = ",".join([*settings.container.mounts, *own])
     return [
-        f"--container-image={settings.container['image']}",
+        f"--container-image={settings.container.image}",
         f"--container-mounts={mounts}",
         f"--container-workdir={ROOT}",
     ]

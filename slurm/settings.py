@@ -5,70 +5,57 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
+from msgspec import Meta
 
-from sp_bench.bench.values import whole
-from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.errors import RequestError, unknown
+from sp_bench.reading import Count, Section, read
 from sp_bench.resources import conf_files
 
+Word = str | int
+Lines = Annotated[tuple[str, ...], Meta(description="a list of texts", examples=["[...]"])]
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+
+class Container(Section, frozen=True, kw_only=True):
+    """What pyxis runs."""
+
+    image: str
+    mounts: Lines = ()
+
+
+class Settings(Section, frozen=True, kw_only=True):
     """What scripts say of a cluster, and nothing that depends on the points."""
 
-    gpus_per_node: int
-    time: str
-    """Of one array task, as SLURM writes it: hours:minutes:seconds."""
-    account: str | None = None
-    partition: str | None = None
-    most_at_once: int | None = None
+    gpus_per_node: Count
+    time: Annotated[str, Meta(description="hours:minutes:seconds, as a text", examples=["01:00:00"])]
+    """Of one array task."""
+    account: Word | None = None
+    partition: Word | None = None
+    most_at_once: Count | None = None
     """Array tasks that run at a time, of each array."""
-    sbatch: tuple[str, ...] = ()
+    sbatch: Lines = ()
     """More options of sbatch."""
-    srun: tuple[str, ...] = ()
+    srun: Lines = ()
     """More options of srun."""
-    modules: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
+    modules: Lines = ()
+    environment: Lines = ()
     """Lines of shell that make the Python environment."""
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: dict[str, Word | float] = msgspec.field(default_factory=dict)
     """Environment variables, of NCCL and others. SLURM_CONF, where given, is the cluster that jobs are sent to."""
-    container: Mapping[str, Any] | None = None
-    """image and mounts, for pyxis."""
+    container: Container | None = None
     python: str = "python"
 
     def as_json(self) -> dict[str, Any]:
         """What `Settings.build` takes."""
-        return asdict(self)
+        return msgspec.to_builtins(self)
 
     @classmethod
     def build(cls, config: Mapping[str, Any]) -> Settings:
         """The settings that a file describes. Raises RequestError for a key or value that makes no sense."""
-        known = [f.name for f in fields(cls)]
-        for key in config:
-            if key not in known:
-                raise unknown_key(f"slurm.{key}", [f"slurm.{name}" for name in known])
-        for key in ("gpus_per_node", "time"):
-            if config.get(key) is None:
-                raise RequestError(f"slurm.{key}", "is needed", "slurm.gpus_per_node=8 slurm.time=01:00:00 would work")
-        values = dict(config)
-        values["gpus_per_node"] = whole("slurm.gpus_per_node", config["gpus_per_node"])
-        for key in ("sbatch", "srun", "modules", "environment"):
-            values[key] = _lines(f"slurm.{key}", config.get(key) or ())
-        for key in ("time", "account", "partition", "python"):
-            if isinstance(config.get(key), list | dict):
-                raise RequestError(f"slurm.{key}={config[key]}", "must be one word", f"slurm.{key}=WORD would work")
-        for key in ("variables", "container"):
-            if not isinstance(config.get(key) or {}, Mapping):
-                raise RequestError(f"slurm.{key}={config[key]}", "must be a section", "{name: value} would work")
-        values["variables"] = {str(key): str(value) for key, value in (config.get("variables") or {}).items()}
-        if values.get("container") and "image" not in values["container"]:
-            raise RequestError("slurm.container", "has no image", "slurm.container.image=FILE_OR_URL would work")
-        if values.get("most_at_once") is not None:
-            values["most_at_once"] = whole("slurm.most_at_once", values["most_at_once"])
-        return cls(**values)
+        return read(cls, config, "slurm")
 
     def nodes(self, gpus: int) -> int:
         """How many nodes that many GPUs are on."""
@@ -91,16 +78,10 @@ def load(name: str, changes: Sequence[str] = ()) -> Settings:
 
 
 def _value(key: str, text: str) -> Any:
-    """As YAML has it, except that 00:10:00 is no number."""
-    if re.fullmatch(r"[\d-]+:[\d:]+", text):
+    """As YAML has it, except that what is digits, dashes and colons stays a text: 30, 00:10:00."""
+    if re.fullmatch(r"[\d:-]+", text):
         return text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise RequestError(f"{key}={text}", "is not YAML", f"{key}='text' would work") from None
-
-
-def _lines(key: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise RequestError(f"{key}={value}", "must be a list", f"{key}=[...] would work")
-    return tuple(map(str, value))

@@ -7,12 +7,13 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from msgspec import Meta
 
 from sp_bench import records
-from sp_bench.bench.values import choice, truth, whole
+from sp_bench.bench.mode import AskedDevice
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
 from sp_bench.calibrating.gpu_file import MARK, above_peak, base_cluster, gpu_cluster_config
 from sp_bench.calibrating.setting import Setting
@@ -24,6 +25,7 @@ from sp_bench.extras import require
 from sp_bench.machine import cores_here, gpus_here
 from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
+from sp_bench.reading import Count, read
 from sp_bench.resources import CONF, conf_files, user_conf
 
 USAGE = """\
@@ -84,7 +86,7 @@ def _calibrate(arguments: list[str]) -> int:
             ranks = _ranks(options["ranks"], hosts)
             config = _measure(name, setting, ranks, command)
             if hosts:
-                quick = truth("quick", options["quick"])
+                quick = read(bool, options["quick"], "quick")
                 calibrate = lab_module(hosts.lab, "calibration").calibrated
                 config = calibrate(config, hosts, setting, ranks, quick=quick)
         Cluster.build(config)
@@ -113,7 +115,7 @@ def _options(arguments: list[str]) -> dict[str, Any]:
 
 def _setting(options: dict[str, Any]) -> Setting:
     """What to measure. Raises RequestError for a value that makes no sense, or a GPU that is not there."""
-    device, quick = _device(options), truth("quick", options["quick"])
+    device, quick = _device(options), read(bool, options["quick"], "quick")
     gpu, repetitions = device == "cuda", options["repetitions"]
     heads = _or_default("heads", options, 32 if gpu else 8)
     kv_heads = _or_default("kv_heads", options, heads)
@@ -130,13 +132,13 @@ def _setting(options: dict[str, Any]) -> Setting:
         sizes=sizes,
         launch_tokens=GPU_LAUNCH_TOKENS if gpu else LAUNCH_TOKENS,
         memory_tokens=GPU_MEMORY_TOKENS if gpu else MEMORY_TOKENS,
-        repetitions=(3 if quick else 5) if repetitions is None else whole("repetitions", repetitions),
+        repetitions=(3 if quick else 5) if repetitions is None else read(Count, repetitions, "repetitions"),
         message_bytes=QUICK_MESSAGE_BYTES if quick else MESSAGE_BYTES,
     )
 
 
 def _device(options: dict[str, Any]) -> str:
-    device, here = choice("device", options["device"], ("auto", "cpu", "cuda")), gpus_here()
+    device, here = read(AskedDevice, options["device"], "device"), gpus_here()
     if device == "auto":
         return "cuda" if here and options["cluster"] is None else "cpu"
     if device == "cuda" and not here:
@@ -150,7 +152,7 @@ def _device(options: dict[str, Any]) -> str:
 
 
 def _or_default(key: str, options: dict[str, Any], default: int) -> int:
-    return default if options[key] is None else whole(key, options[key])
+    return default if options[key] is None else read(Count, options[key], key)
 
 
 def _hosts(cluster: Any) -> EmulatedHosts | None:
@@ -170,7 +172,7 @@ def _hosts(cluster: Any) -> EmulatedHosts | None:
 def _ranks(value: Any, hosts: EmulatedHosts | None) -> int:
     """How many ranks. Raises RequestError for fewer than two, or too few or too many for whole hosts."""
     if value != "auto":
-        ranks = whole("ranks", value, least=2)
+        ranks = read(Annotated[int, Meta(ge=2, examples=[2])], value, "ranks")
     else:
         ranks = HOSTED_RANKS if hosts else min(max(cores_here(), 2), 16)
     together = hosts.network()["gpus_per_node"] if hosts else 1

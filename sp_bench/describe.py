@@ -16,7 +16,6 @@ import numpy as np
 from sp_bench import account, draw
 from sp_bench.bench import resolve
 from sp_bench.bench.choose import choose
-from sp_bench.bench.values import whole
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -26,6 +25,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL, MASKS
 from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.problem import Problem
+from sp_bench.reading import Count, Tokens, read
 
 MOST_RANKS = 40
 """Wider matrices don't fit a terminal."""
@@ -64,10 +64,10 @@ def describe(overrides: Sequence[str]) -> str:
     with Composer() as composer:
         (point,) = composer.points(overrides, sweep=False)
         config = composer.compose(point)
-    gpus = whole("gpus", config["gpus"])
+    gpus = read(Count, config["gpus"], "gpus")
     if gpus > MOST_RANKS:
         raise RequestError(f"gpus={gpus}", "its matrix would not fit a terminal", f"up to {MOST_RANKS} would work")
-    config["seqlen"] = -(-whole("seqlen", config["seqlen"]) // (2 * gpus)) * 2 * gpus
+    config["seqlen"] = -(-read(Tokens, config["seqlen"], "seqlen") // (2 * gpus)) * 2 * gpus
     # Any number of GPUs can be described: those that don't fill the cluster's nodes are on one.
     node = config["cluster"]["gpus_per_node"]
     if node and gpus % node:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Self, TypeVar
 
@@ -54,10 +54,23 @@ def read(kind: type[T] | Any, value: Any, path: str) -> T:
 
 def has_key(kind: Any, key: str) -> bool:
     """Whether a section of this kind may have the dotted key, such as device.launch_s."""
+    return bool(_at_key(kind, key.split(".")))
+
+
+def keys_at(kind: Any, keys: Sequence[str]) -> set[str]:
+    """The keys that a section below one of this kind may have; empty where it may have any."""
+    members = [member for info in _at_key(kind, keys) for member in _members(info)]
+    return {
+        field.encode_name for member in members if isinstance(member, inspect.StructType) for field in member.fields
+    }
+
+
+def _at_key(kind: Any, keys: Sequence[str]) -> list[inspect.Type]:
+    """The types of what may stand at a path of keys."""
     kinds = [_info(kind)]
-    for name in key.split("."):
-        kinds = [below for each in kinds for below in _below(each, name)]
-    return bool(kinds)
+    for key in keys:
+        kinds = [below for each in kinds for below in _below(each, key)]
+    return kinds
 
 
 @lru_cache

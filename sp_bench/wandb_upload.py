@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.errors import RequestError
 from sp_bench.loggers.wandb_client import WandbLogger, WandbSettings, WriterError
 from sp_bench.loggers.written import is_written
+from sp_bench.reading import read
 from sp_bench.records.gather import gather
 
 TIMEOUT_S = 60.0
@@ -97,7 +98,7 @@ def upload(paths: Sequence[Path], settings: WandbSettings) -> Uploaded:
 
 def _asked_for(arguments: Sequence[str]) -> tuple[list[Path], WandbSettings]:
     """The folders and the settings. Raises RequestError."""
-    given, names = keys_and_paths(arguments, [each.name for each in fields(WandbSettings)])
+    given, names = keys_and_paths(arguments, WandbSettings.__struct_fields__)
     folders = [Path(name) for name in names]
     if not folders:
         raise RequestError(
@@ -106,14 +107,14 @@ def _asked_for(arguments: Sequence[str]) -> tuple[list[Path], WandbSettings]:
     values: dict[str, Any] = {"dir": str(folders[0]), "timeout_s": TIMEOUT_S}
     for key, value in given.items():
         values[key] = None if value == "null" else _seconds(value) if key == "timeout_s" else value
-    return folders, WandbSettings(**values)
+    return folders, read(WandbSettings, values, "logger")
 
 
 def _seconds(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return text  # which WandbSettings refuses
+        return text  # which `read` refuses
 
 
 def _to_do(folders: Sequence[Path], settings: WandbSettings) -> tuple[list[Path], int]:

@@ -10,7 +10,7 @@ import pytest
 from msgspec import Meta
 
 from sp_bench.errors import RequestError
-from sp_bench.reading import Count, Natural, NotNegative, Positive, Section, Tokens, has_key, read
+from sp_bench.reading import Count, Natural, NotNegative, Positive, Section, Tokens, has_key, keys_at, read
 
 Small = Annotated[float, Meta(gt=0, le=1, examples=[0.5])]
 Name = Annotated[str, Meta(pattern="^[a-z]+$", description="a lower-case word", examples=["abc"])]
@@ -138,3 +138,8 @@ def test_single_values() -> None:
 )
 def test_which_keys_there_may_be(key: str, known: bool) -> None:
     assert has_key(Box, key) is known
+
+
+def test_the_keys_of_a_section_are_those_of_all_its_kinds() -> None:
+    assert keys_at(Box, ["link"]) == {"rate", "share", "channels", "used"}
+    assert keys_at(Box, ["rates", "any"]) == keys_at(Box, ["ports"]) == keys_at(Box, ["nothing"]) == set()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from sp_bench.bench.values import choice
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.machine import gpus_here, torch_has_cuda
 from sp_bench.measure.devices import CPUS, Devices
 from sp_bench.measure.launch import Launch
+from sp_bench.reading import read
 
-ASKED = ("auto", "measure", "simulate", "alone")
+Asked = Literal["auto", "measure", "simulate", "alone"]
+AskedDevice = Literal["auto", "cpu", "cuda"]
 """Values of the key `mode`."""
 
 
@@ -40,8 +41,8 @@ def resolve_mode(
     config: Mapping[str, Any], gpus: int, cluster: Cluster, launch: Launch | None, *, of_a_peer: bool
 ) -> Mode:
     """The mode of a composed config. Raises RequestError for one that this machine or launch can't serve."""
-    asked = choice("mode", config["mode"], ASKED)
-    device = choice("device", config["device"], ("auto", "cpu", "cuda"))
+    asked = read(Asked, config["mode"], "mode")
+    device = read(AskedDevice, config["device"], "device")
     settings = nccl_settings(config["nccl"])
     if asked == "simulate":
         return Mode(name="simulate", why="mode=simulate asks for it")

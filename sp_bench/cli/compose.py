@@ -16,8 +16,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.loggers.wandb_client import WandbSettings
+from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
+
+SECTIONS = {"cluster": ClusterSection, "logger": WandbSettings}
+"""Groups whose keys can be given whether or not the chosen file has them."""
 
 
 class Composer:
@@ -74,7 +80,9 @@ class Composer:
             config = deepcopy(_composed((*(str(o.input_line) for o in of_hydra), *self._search)))
             for override in parsed:
                 if override not in of_hydra:
-                    OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+                    group, _, key = override.key_or_group.partition(".")
+                    optional = group in SECTIONS and has_key(SECTIONS[group], key)
+                    OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=optional)
         except (HydraException, OmegaConfBaseException) as error:
             raise self._explained(overrides, error) from None
         try:
@@ -133,12 +141,15 @@ class Composer:
         plain = OmegaConf.to_container(compose("config", overrides=[*choices, *self._search]))
         for override in overrides:
             key = override.partition("=")[0]
-            *parents, name = key.split(".")
-            known: Any = plain
-            for parent in parents:
-                known = known.get(parent) if isinstance(known, dict) else None
-            if isinstance(known, dict) and name not in known:
-                return unknown_key(key, [".".join((*parents, str(k))) for k in known if k != "name"])
+            parents, known = [], plain
+            for name in key.split("."):
+                if not isinstance(known, dict):
+                    break
+                section = SECTIONS.get(parents[0]) if parents else None
+                names = {str(k) for k in known if k != "name"} | (keys_at(section, parents[1:]) if section else set())
+                if name not in names:
+                    return unknown_key(".".join((*parents, name)), [".".join((*parents, each)) for each in names])
+                parents, known = [*parents, name], known.get(name)
         return RequestError(" ".join(overrides), str(error).splitlines()[0], "python -m sp_bench --help lists the keys")
 
 

@@ -6,13 +6,13 @@ This package imports no wandb; a process of its own does (`wandb_writer`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from sp_bench.errors import unknown
 from sp_bench.loggers.wandb_client import WandbLogger, WandbSettings
+from sp_bench.reading import read
 
 __all__ = ["Logger", "NoLogger", "open_logger"]
 
@@ -53,11 +53,7 @@ class NoLogger:
 
 
 def _open_wandb(settings: Mapping[str, Any]) -> Logger:
-    fields = [field.name for field in dataclasses.fields(WandbSettings)]
-    for key in settings:
-        if key not in fields:
-            raise unknown("logger key", str(key), fields)
-    return WandbLogger(WandbSettings(**settings))
+    return WandbLogger(read(WandbSettings, settings, "logger"))
 
 
 LOGGERS: dict[str, Callable[[Mapping[str, Any]], Logger]] = {

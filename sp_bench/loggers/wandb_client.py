@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -15,21 +14,21 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated, Literal
 
-from sp_bench.errors import RequestError, unknown
+from msgspec import Meta, structs
+
+from sp_bench.reading import FINITE, Section
 from sp_bench.resources import ROOT
 
-MODES = ("offline", "online")
 _REAP_S = 1.0
 """How long a killed writer may take to be gone."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WandbSettings:
+class WandbSettings(Section, frozen=True, kw_only=True):
     """The values of conf/logger/wandb.yaml."""
 
-    mode: str = "offline"
+    mode: Literal["offline", "online"] = "offline"
     """offline writes folders that `wandb sync` can upload later, and needs neither account nor network; or online."""
     project: str = "sp_bench"
     """The W&B project."""
@@ -39,15 +38,8 @@ class WandbSettings:
     """What the runs of one sweep have in common."""
     dir: str = "."
     """The runs are written to `<dir>/wandb`."""
-    timeout_s: float = 10.0
+    timeout_s: Annotated[float, Meta(gt=0, le=FINITE, examples=[10])] = 10.0
     """How long closing waits for W&B, before it gives up on what isn't written."""
-
-    def __post_init__(self) -> None:
-        """Raises RequestError for a mode or a timeout_s that isn't one."""
-        if self.mode not in MODES:
-            raise unknown("logger.mode", str(self.mode), MODES)
-        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < float("inf"):
-            raise RequestError(f"logger.timeout_s={self.timeout_s}", "it isn't a time to wait", "use seconds, above 0")
 
 
 class WriterError(Exception):
@@ -163,8 +155,9 @@ class WandbLogger:
 
 def _upload_command(settings: WandbSettings, folder: Path) -> str:
     """What writes the runs that this logger did not."""
+    default = WandbSettings()
     keys = ("mode", "project", "entity")
-    own = (f"{key}={value}" for key in keys if (value := getattr(settings, key)) != getattr(WandbSettings, key))
+    own = (f"{key}={value}" for key in keys if (value := getattr(settings, key)) != getattr(default, key))
     return shlex.join(["python", "-m", "sp_bench.wandb_upload", str(folder), *own])
 
 
@@ -173,7 +166,7 @@ def _start_writer(settings: WandbSettings, stderr: IO[bytes]) -> subprocess.Pope
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # The staged tables belong to the runs, not to the home folder; and no crash report leaves this machine.
     wandb = {"WANDB_DATA_DIR": str(folder / "wandb"), "WANDB_ERROR_REPORTING": "false"}
-    fields = dataclasses.asdict(settings) | {"dir": str(folder)}
+    fields = structs.asdict(settings) | {"dir": str(folder)}
     return subprocess.Popen(
         [sys.executable, "-m", "sp_bench.loggers.wandb_writer", json.dumps(fields)],
         stdin=subprocess.PIPE,

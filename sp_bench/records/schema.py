@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from sp_bench.records.record import Record
 
@@ -23,42 +25,29 @@ def columns() -> dict[str, type]:
 
 def complaints(content: Mapping[str, Any]) -> list[str]:
     """What is wrong with the fields of a JSON object that should be a record; a field that isn't there may be."""
-    checks = _checks()
-    if unknown := sorted(set(content) - set(checks)):
+    kinds = _kinds()
+    if unknown := sorted(set(content) - set(kinds)):
         return [f"unknown fields {', '.join(unknown)}"]
     return [
-        f"{name}={value!r:.80} is not {checks[name][0]}"
+        f"{name}={value!r:.80} is not {kinds[name][0]}"
         for name, value in content.items()
-        if not checks[name][1](value)
+        if not _is_a(value, kinds[name][1])
     ]
 
 
 @cache
-def _checks() -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    """For each field its type as text, and what accepts its values."""
+def _kinds() -> dict[str, tuple[str, Any]]:
+    """For each field its type as text, and the type."""
     hints = get_type_hints(Record)
-    return {field.name: (str(field.type), _accepts(hints[field.name])) for field in fields(Record)}
+    return {field.name: (str(field.type), hints[field.name]) for field in fields(Record)}
 
 
-def _accepts(annotation: Any) -> Callable[[Any], bool]:
-    parts = [_accepts_part(part) for part in _parts(annotation)]
-    return parts[0] if len(parts) == 1 else lambda value: any(accepts(value) for accepts in parts)
-
-
-def _accepts_part(kind: Any) -> Callable[[Any], bool]:
-    if kind is Any:
-        return lambda value: True
-    if kind is int:  # of 64 bits, as tables hold them
-        return lambda value: type(value) is int and -(2**63) <= value < 2**63
-    if kind is float:
-        return lambda value: type(value) is float or type(value) is int
-    if get_origin(kind) is list:
-        (entry,) = map(_accepts, get_args(kind))
-        return lambda value: isinstance(value, list) and all(map(entry, value))
-    if get_origin(kind) is dict:
-        _, entry = map(_accepts, get_args(kind))  # JSON's keys are text
-        return lambda value: isinstance(value, dict) and all(map(entry, value.values()))
-    return lambda value: isinstance(value, kind)
+def _is_a(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return type(value) is not int or -(2**63) <= value < 2**63  # as tables hold them
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:

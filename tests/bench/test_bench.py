@@ -15,6 +15,7 @@ from sp_bench.bench.simulated import simulate_point
 from sp_bench.bench.timed import cores
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import _cores, _overlap
+from sp_bench.cluster.topology import Fabric
 from sp_bench.errors import RequestError
 from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORES, STEP, Row, Samples
 from sp_bench.measure.spec import RankResult
@@ -44,6 +45,14 @@ def test_run_id_is_what_the_numbers_depend_on(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(identity, "machine", lambda: {"host": "another"})
     assert point(*local).run_id != measured
     assert point("gpus=8", "seqlen=64k").run_id == base.run_id, "a simulated number is the same everywhere"
+
+
+def test_any_key_of_a_cluster_can_be_given() -> None:
+    """Those that its file leaves out or has as null, too."""
+    changes = ("cluster.device.fold_bytes_per_s=1e11", "cluster.fabric.nodes_per_leaf=4", "cluster.cores=3")
+    cluster = point("gpus=16", "seqlen=64k", "cluster=h100_ndr400", *changes).cluster
+    assert (cluster.device.fold_bytes_per_s, cluster.cores) == (1e11, 3)
+    assert cluster.topology.fabric == Fabric(nodes_per_leaf=4)
 
 
 def test_a_tile_that_does_not_fit_is_not_taken() -> None:

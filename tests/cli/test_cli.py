@@ -115,6 +115,13 @@ def test_help_is_light(tmp_path: Path) -> None:
         ),
         ("iters=0 gpus=8", "iters=0: must be at least 1"),
         ("timeout_s=0", "timeout_s=0: must be a positive number of seconds"),
+        (
+            "cluster.device.launch=1",
+            "cluster.device.launch: .* did you mean cluster.device.launch_s.*fold_bytes_per_s",
+        ),
+        ("cluster.devise.launch_s=1", "cluster.devise: there is no such key; did you mean cluster.device"),
+        ("cluster.intra.kind=full", "cluster.intra.kind=full: there is no such kind; did you mean full_mesh"),
+        ("cluster.device.fold_bytes_per_s=0", "cluster.device.fold_bytes_per_s=0: must be a finite number above 0"),
         ("gpus=32,64", "gpus=32,64: is a list of values; -m gpus=32,64 would run"),
         ("reuse=perhaps", "reuse=perhaps: must be auto, true or false"),
         ("+extra=1", r"\+extra=1: keys can't be added or removed"),

@@ -243,7 +243,7 @@ def _runs(pid: int) -> bool:
         ({"name": None}, "known: none, wandb"),
         ({"mode": "disabled"}, "logger.mode=disabled"),
         ({"timeout_s": 0}, "logger.timeout_s=0"),
-        ({"proyect": "p"}, "did you mean project"),
+        ({"proyect": "p"}, "logger.proyect: there is no such key; did you mean logger.project"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, changes: dict[str, Any], says: str):

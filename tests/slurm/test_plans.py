@@ -101,10 +101,16 @@ def test_nodes_for_gpus(gpus: int, nodes: int, per_node: int, capsys: pytest.Cap
         ("sweep=mesh_tabel3", "sweep=mesh_tabel3: there is no such sweep; did you mean mesh_table3"),
         ("sweep=mesh_table3 slurm=modulse", "slurm=modulse: there is no such slurm; did you mean modules"),
         ("sweep=mesh_table3 slurm.acount=x", "slurm.acount: there is no such key; did you mean slurm.account"),
-        ("sweep=mesh_table3 slurm.gpus_per_node=0", "slurm.gpus_per_node=0: must be at least 1"),
-        ("sweep=mesh_table3 slurm.modules=cuda", r"slurm.modules=cuda: must be a list; slurm.modules=\[...\] would"),
-        ("sweep=mesh_table3 slurm.container.mounts=[/a]", "slurm.container: has no image"),
-        ("sweep=mesh_table3 slurm.time=null", "slurm.time: is needed"),
+        ("sweep=mesh_table3 slurm.gpus_per_node=0", "slurm.gpus_per_node=0: must be a whole number of at least 1"),
+        (
+            "sweep=mesh_table3 slurm.modules=cuda",
+            r"slurm.modules=cuda: must be a list of texts; slurm.modules=\[...\]",
+        ),
+        ("sweep=mesh_table3 slurm.container.mounts=[/a]", "slurm.container.image: is missing"),
+        (
+            "sweep=mesh_table3 slurm.time=null",
+            "slurm.time=null: must be hours:minutes:seconds.*=01:00:00 would work",
+        ),
         ("sweep=mesh_table3 gpu=4", "gpu: there is no such key; did you mean gpus"),
         ("sweep=cpu_methods method=ring gpus=2 seqlen=8k,10q", "seqlen=10q: must be a whole number"),
         (
