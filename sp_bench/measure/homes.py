@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from sp_bench.cluster.cluster import Cluster
-from sp_bench.cluster.emulation import EmulatedHosts, lab_module
 from sp_bench.run.home import Home
+
+if TYPE_CHECKING:
+    from sp_bench.cluster.cluster import Cluster
+    from sp_bench.cluster.emulation import EmulatedHosts
 
 
 class Homes(Protocol):
@@ -31,6 +33,8 @@ def homes_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> 
 
     `transfers_first` false takes from transfers the priority over blocks that the hosts may give them.
     """
+    from sp_bench.cluster.emulation import lab_module
+
     if cluster.hosts is None:
         return None
     host_of = cluster.node_of(ranks).tolist()
@@ -39,4 +43,6 @@ def homes_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> 
 
 def refuse_hosts(hosts: EmulatedHosts) -> None:
     """Raise RequestError where such hosts can't be made here."""
+    from sp_bench.cluster.emulation import lab_module
+
     lab_module(hosts.lab, "hosts").refuse(hosts)

@@ -156,7 +156,7 @@ def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.
         ("nam=x", "nam: there is no such key; did you mean name"),
         ("quick", "quick: is not of the form key=value"),
         ("quick=maybe", "quick=maybe: must be true or false"),
-        ("heads=0", "heads=0: must be at least 1"),
+        ("heads=0", "heads=0: must be a whole number of at least 1"),
         ("head_dim=x", "head_dim=x: must be a whole number"),
         ("repetitions=0", "repetitions=0: must be a whole number of at least 1"),
         ("ranks=1", "ranks=1: must be a whole number of at least 2"),
