@@ -22,6 +22,7 @@ Count = Annotated[int, Meta(ge=1, examples=[8])]
 Tokens = Annotated[int, Meta(ge=1, examples=[8, "8k", "1M"])]
 Natural = Annotated[int, Meta(ge=0, examples=[0])]
 Positive = Annotated[float, Meta(gt=0, le=FINITE, examples=[1.0])]
+Seconds = Annotated[float, Meta(gt=0, le=FINITE, description="a positive number of seconds", examples=[60])]
 NotNegative = Annotated[float, Meta(ge=0, le=FINITE, examples=[0.0])]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
@@ -40,7 +41,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return structs.replace(self, **changes)
 
 
-def read(kind: type[T] | Any, value: Any, path: str) -> T:
+def read(kind: type[T] | Any, value: Any, path: str = "") -> T:
     """The value that a user wrote at `path`, as a `kind`. Whole numbers may be 256k or 1M, which are powers of two.
 
     Raises RequestError with the path of what breaks a rule, the rule, and what would work.
@@ -133,17 +134,17 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
         section = _section(info, value)
         if section and key == section.tag_field:
             known = [str(member.tag) for member in _members(info) if isinstance(member, inspect.StructType)]
-            return unknown(f"{dotted}.{key}", _text(value[key]), known)
-        info, value, dotted = _below(section or info, key)[0], value[key], f"{dotted}.{key}"
+            return unknown(_dot(dotted, key), _text(value[key]), known)
+        info, value, dotted = _below(section or info, key)[0], value[key], _dot(dotted, key)
     if isinstance(error.__cause__, RequestError):
-        return error.__cause__.under(dotted)
+        return error.__cause__.under(dotted) if dotted else error.__cause__
     section = _section(info, value)
     if section and (name := re.search(r"field `(.*)`", place["message"])):
         names = [field.encode_name for field in section.fields]
         if "unknown" in place["message"]:
-            return unknown_key(f"{dotted}.{name[1]}", [f"{dotted}.{known}" for known in names])
+            return unknown_key(_dot(dotted, name[1]), [_dot(dotted, known) for known in names])
         needed = ", ".join(field.encode_name for field in section.fields if field.required)
-        return RequestError(f"{dotted}.{name[1]}", "is missing", f"all of {needed} are needed")
+        return RequestError(_dot(dotted, name[1]), "is missing", f"all of {needed} are needed")
     members, would_work = _members(info), " or ".join(f"{dotted}={example}" for example in _examples(info))
     if len(members) == 1 and isinstance(members[0], inspect.LiteralType) and isinstance(value, str):
         return unknown(dotted, value, map(str, members[0].values))
@@ -151,6 +152,10 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
         table = next(member for member in members if isinstance(member, inspect.DictType))
         info, value = table.key_type, next(iter(value))
     return RequestError(f"{dotted}={_text(value)}", f"must be {_words(info)}", f"{would_work} would work")
+
+
+def _dot(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def _culprit(error: Exception, kind: Any, value: Any, found: list[tuple[str, str]]) -> tuple[list[Any], Any]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from sp_bench import methods, records
 from sp_bench.bench.mode import Mode, resolve_mode
-from sp_bench.bench.values import choice, known_keys, seconds, truth, whole
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.errors import RequestError
+from sp_bench.errors import RequestError, unknown
 from sp_bench.extras import require
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
@@ -22,6 +23,7 @@ from sp_bench.peers.peer import Peer
 from sp_bench.plan.mask import CAUSAL, FULL, Mask, mask_named
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem
+from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.parts import Asked, Setup
 from sp_bench.records.record import Part
@@ -32,6 +34,30 @@ NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", 
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
 """Resident memory of a rank's process beside the attention's own."""
+
+
+class KernelSection(Section, frozen=True, kw_only=True):
+    """A conf/kernel file."""
+
+    name: str
+
+
+class Values(Section, frozen=True, kw_only=True):
+    """The numbers and truth values of conf/config.yaml."""
+
+    gpus: Count
+    seqlen: Tokens
+    batch: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    trace: Natural
+    iters: Count
+    warmup: Natural
+    verify: bool
+    parts: bool
+    seed: Natural
+    timeout_s: Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +160,20 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     `launch` has the ranks that the point is measured on; None starts them on this machine.
     """
     workload = workload_named(str(config["workload"]))
-    numbers, mask = _numbers(config), mask_of(config)
+    if config["phase"] not in workload.phase_choices:
+        raise unknown("phase", str(config["phase"]), workload.phase_choices)
+    values, mask = _values(config), mask_of(config)
     options = {key: value for key, value in config["method"].items() if key != "name"}
     method = _implementation(config["method"]["name"], options, config["impl"], mask)
     peer = method if isinstance(method, Peer) else None
-    problem = _problem(config, numbers, method, mask)
-    cluster = replace(
-        Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], numbers["seed"])
-    )
-    known_keys("kernel.", config["kernel"], ["name"])
+    problem = _problem(config, values, method, mask)
+    cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
+    kernel = read(KernelSection, config["kernel"], "kernel").name
     cluster.refuse(problem.n)
     mode = resolve_mode(config, problem.n, cluster, launch, of_a_peer=peer is not None)
     notes = peer.notes() if peer else []
     if peer:
-        peers.refuse_run(peer, mode=mode.name, kernel=config["kernel"]["name"])
+        peers.refuse_run(peer, mode=mode.name, kernel=kernel)
     if mode.name == "simulate":
         cluster.device.refuse(problem)
     else:
@@ -159,15 +185,15 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         mode=mode.name,
         why=mode.why,
         workload=workload,
-        phase=choice("phase", config["phase"], tuple(workload.phase_choices)),
-        kernel=config["kernel"]["name"],
-        iters=numbers["iters"],
-        warmup=numbers["warmup"],
-        verify=truth("verify", config["verify"]) and not mode.alone,
-        parts=truth("parts", config["parts"]) and peer is None,
-        seed=numbers["seed"],
-        trace=numbers["trace"],
-        timeout_s=seconds("timeout_s", config["timeout_s"]),
+        phase=config["phase"],
+        kernel=kernel,
+        iters=values.iters,
+        warmup=values.warmup,
+        verify=values.verify and not mode.alone,
+        parts=values.parts and peer is None,
+        seed=values.seed,
+        trace=values.trace,
+        timeout_s=values.timeout_s,
         notes=notes,
         run_id=_point_id(config, mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices),
         config=config,
@@ -177,12 +203,15 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     )
 
 
-def _problem(config: Mapping[str, Any], numbers: Mapping[str, int], method: Method | Peer, mask: Mask) -> Problem:
+def _problem(config: Mapping[str, Any], values: Values, method: Method | Peer, mask: Mask) -> Problem:
     """The problem, with its tokens dealt as the method wants them. Raises RequestError for one that can't be served."""
-    shape = {key: numbers[key] for key in ("seqlen", "batch", "heads", "kv_heads", "head_dim")}
     problem = Problem(
-        n=numbers["gpus"],
-        **shape,
+        n=values.gpus,
+        seqlen=values.seqlen,
+        batch=values.batch,
+        heads=values.heads,
+        kv_heads=values.kv_heads,
+        head_dim=values.head_dim,
         mask=mask,
         dtype=str(config["dtype"]),
         wire_dtype=str(config["wire_dtype"] or ""),
@@ -217,18 +246,18 @@ def _implementation(name: str, options: Mapping[str, Any], impl: str | None, mas
 
 def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     """The record of a point that `resolve` refused. Raises RequestError if not even its numbers are numbers."""
-    numbers, cluster = _numbers(config), config["cluster"]
+    values, cluster = _values(config), config["cluster"]
     measured = config["mode"] == "auto" and cluster.get("this_machine") is True
     mode = config["mode"] if config["mode"] in MODES else "measure" if measured else "simulate"
     asked = Asked(
         workload=str(config["workload"]),
         method=config["impl"] or peers.METHOD if config["method"]["name"] == peers.METHOD else config["method"]["name"],
-        gpus=numbers["gpus"],
-        seqlen=numbers["seqlen"],
-        batch=numbers["batch"],
-        heads=numbers["heads"],
-        kv_heads=numbers["kv_heads"],
-        head_dim=numbers["head_dim"],
+        gpus=values.gpus,
+        seqlen=values.seqlen,
+        batch=values.batch,
+        heads=values.heads,
+        kv_heads=values.kv_heads,
+        head_dim=values.head_dim,
         mask=mask_of(config).name,
         causal=mask_of(config) == CAUSAL,
         dtype=str(config["dtype"]),
@@ -246,7 +275,7 @@ def mask_of(config: Mapping[str, Any]) -> Mask:
     mask = mask_named(str(config["mask"]))
     if config["causal"] is None:
         return mask
-    short = CAUSAL if truth("causal", config["causal"]) else FULL
+    short = CAUSAL if read(bool, config["causal"], "causal") else FULL
     if mask not in (short, CAUSAL):
         raise RequestError(
             f"causal={config['causal']}",
@@ -256,13 +285,10 @@ def mask_of(config: Mapping[str, Any]) -> Mask:
     return short
 
 
-def _numbers(config: Mapping[str, Any]) -> dict[str, int]:
-    """The whole numbers of a config, with kv_heads filled in. Raises RequestError for one that is none."""
-    keys = ("gpus", "seqlen", "batch", "heads", "head_dim", "iters")
-    numbers = {key: whole(key, config[key]) for key in keys}
-    numbers |= {key: whole(key, config[key], least=0) for key in ("warmup", "seed", "trace")}
-    kv_heads = config["kv_heads"]
-    return {**numbers, "kv_heads": numbers["heads"] if kv_heads is None else whole("kv_heads", kv_heads)}
+def _values(config: Mapping[str, Any]) -> Values:
+    """The plain values of a config, with kv_heads filled in. Raises RequestError for one that makes no sense."""
+    given = {key: config[key] for key in Values.__struct_fields__}
+    return read(Values, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
 
 
 def _point_id(
@@ -277,7 +303,8 @@ def _point_id(
 
     `cores` is the cluster's, `version` a peer's package's.
     """
-    kept = {key: value for key, value in config.items() if key not in NOT_IN_THE_RESULT} | _numbers(config)
+    given = {**config, **structs.asdict(_values(config))}
+    kept = {key: value for key, value in given.items() if key not in NOT_IN_THE_RESULT}
     kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
     kept |= {"mask": mask_of(config).name, "causal": None}
     if mode == "measure" and launch and len(launch.ranks_by_node) > 1:

@@ -14,11 +14,11 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, Literal
 
-from msgspec import Meta, structs
+from msgspec import structs
 
-from sp_bench.reading import FINITE, Section
+from sp_bench.reading import Seconds, Section
 from sp_bench.resources import ROOT
 
 _REAP_S = 1.0
@@ -38,7 +38,7 @@ class WandbSettings(Section, frozen=True, kw_only=True):
     """What the runs of one sweep have in common."""
     dir: str = "."
     """The runs are written to `<dir>/wandb`."""
-    timeout_s: Annotated[float, Meta(gt=0, le=FINITE, examples=[10])] = 10.0
+    timeout_s: Seconds = 10.0
     """How long closing waits for W&B, before it gives up on what isn't written."""
 
 

@@ -33,7 +33,7 @@ def point(*overrides: str) -> Request:
 def test_run_id_is_what_the_numbers_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     base = point("gpus=8", "seqlen=64k")
     assert base.run_id == point("gpus=8", "seqlen=65536").run_id != point("gpus=16", "seqlen=64k").run_id
-    for same in ("results_dir=elsewhere", "logger=none", "timeout_s=9", "baseline=null", "alone=[3]"):
+    for same in ("results_dir=elsewhere", "logger=none", "timeout_s=9", "baseline=null", "alone=[3]", "trace=0"):
         assert point("gpus=8", "seqlen=64k", same).run_id == base.run_id, same
     for other in ("seed=1", "method.tile=[2,4]", "cluster.intra.latency_s=1.0e-6", "wire_dtype=float32"):
         assert point("gpus=8", "seqlen=64k", other).run_id != base.run_id, other

@@ -46,7 +46,7 @@ def test_help_is_light(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("gpus=0", "gpus=0: must be at least 1; gpus=1 would work"),
+        ("gpus=0", "gpus=0: must be a whole number of at least 1; gpus=8 would work"),
         ("gpus=16 method.tile=[3,5]", r"method.tile=\[3,5\]: a \* b must be gpus=16; one of \[1,16\], \[2,8\]"),
         ("method.tile=[0,256]", r"method.tile=\[0,256\]: must be auto or two integers"),
         ("method.tile=[4]", r"method.tile=\[4\]: must be auto or two"),
@@ -54,8 +54,8 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("seqlen=255", "seqlen=255: the striped layout for 256 ranks .*; seqlen=256 or more would work"),
         ("mask=casual", "mask=casual: there is no such mask; did you mean causal"),
         ("mask=full causal=true", "causal=True: is short for mask=causal, beside mask=full; one of them would work"),
-        ("seqlen=10q", "seqlen=10q: must be a whole number; .*8k"),
-        ("seqlen=-4", "seqlen=-4: must be at least 1"),
+        ("seqlen=10q", "seqlen=10q: must be a whole number .*8k"),
+        ("seqlen=-4", "seqlen=-4: must be a whole number of at least 1"),
         ("kv_heads=5", "kv_heads=5: must divide heads=32 .*; one of 1, 2, 4, 8, 16, 32 would work"),
         ("causal=maybe", "causal=maybe: must be true or false"),
         ("method=mehs", "method=mehs: there is no such method; did you mean mesh"),
@@ -113,7 +113,7 @@ def test_help_is_light(tmp_path: Path) -> None:
             "cluster=local gpus=4 seqlen=512M",
             "gpus=4, seqlen=512M: its ranks need about .* GiB and this machine has",
         ),
-        ("iters=0 gpus=8", "iters=0: must be at least 1"),
+        ("iters=0 gpus=8", "iters=0: must be a whole number of at least 1"),
         ("timeout_s=0", "timeout_s=0: must be a positive number of seconds"),
         (
             "cluster.device.launch=1",
