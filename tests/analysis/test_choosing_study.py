@@ -49,6 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
+@pytest.mark.exhaustive
 def test_points_that_cannot_be_served_are_rows(runs: Runs) -> None:
     section = choosing_maps.points(runs)
     (table,) = (part for part in section.parts if isinstance(part, Table))
@@ -71,6 +72,7 @@ def test_the_best_is_the_fastest_and_the_second_another_plan(runs: Runs) -> None
     assert one is not None and one.record.method == "ulysses" and one.second is None and one.margin.value is None
 
 
+@pytest.mark.exhaustive
 def test_the_leanest_is_as_fast_and_needs_no_more(runs: Runs) -> None:
     found = grid(runs)
     for key in KEYS:

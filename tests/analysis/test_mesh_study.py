@@ -100,6 +100,7 @@ def test_records_say_what_the_fit_says(runs: Runs, method: str, gpus: int) -> No
     assert cells.printed(3)[cell][0].known == float(paper)
 
 
+@pytest.mark.exhaustive
 def test_table3_has_the_errors_of_the_fit(runs: Runs) -> None:
     section = mesh.table3(runs)
     rows = [

@@ -120,6 +120,7 @@ def test_a_layers_estimate_is_below_the_maximum_and_says_where_there_is_none(tmp
     assert unknown.value is None and "head_dim=100" in unknown.why
 
 
+@pytest.mark.exhaustive
 def test_notebook_runs_and_what_was_measured_is_said_to_be(tmp_path: Path) -> None:
     assert notebooks.execute("striped", tmp_path / "out", tmp_path / "records") == ""
     section = measured(Runs(tmp_path / "records"))

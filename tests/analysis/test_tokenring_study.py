@@ -100,6 +100,7 @@ def test_a_record_of_other_code_is_refused(runs: Runs) -> None:
         choice_of(runs.one(method="ulysses", gpus=64, seqlen="8k"))
 
 
+@pytest.mark.exhaustive
 def test_notebook_runs(runs: Runs, tmp_path: Path) -> None:
     assert notebooks.execute("tokenring", tmp_path, runs.folder) == ""
 

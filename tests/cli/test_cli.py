@@ -17,6 +17,7 @@ import pytest
 from sp_bench import records
 from sp_bench.__main__ import main
 from sp_bench.plan.method import PHASES
+from tests.support.marks import exhaustive
 
 LOCAL = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "iters=3", "warmup=1"]
 
@@ -299,7 +300,7 @@ def test_measured_forward_only_on_one_rank(tmp_path: Path) -> None:
     ("sent", "status", "why"),
     [
         (signal.SIGKILL, "failed", r"rank \d: died: killed by SIGKILL"),
-        (signal.SIGSTOP, "timeout", r"rank \d: hangs: its process"),
+        exhaustive(signal.SIGSTOP, "timeout", r"rank \d: hangs: its process"),
     ],
 )
 def test_a_rank_that_dies_or_hangs(sent: signal.Signals, status: str, why: str, tmp_path: Path) -> None:

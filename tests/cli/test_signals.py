@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.kill_trials import MARK, Trial, marked, run, undisturbed_s
 from sp_bench import records
+from tests.support.marks import exhaustive
 
 ROOT = Path(__file__).parents[2]
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
@@ -28,7 +29,9 @@ def lasts_s() -> float:
     return undisturbed_s("mesh", 4)
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(0, 0.02), (3, 0.3), (1, 0.6), (None, 0.4)])
+@pytest.mark.parametrize(
+    ("victim", "moment"), [exhaustive(0, 0.02), exhaustive(3, 0.3), (1, 0.6), exhaustive(None, 0.4)]
+)
 def test_kills_at_several_moments(victim: int | None, moment: float, lasts_s: float) -> None:
     """As benchmarks/kill_trials.py does it more often: a rank is named, nothing is left, the next run is ok."""
     trial = Trial(method="mesh", n=4, victim=victim, moment=moment)
@@ -72,7 +75,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("told", [os.kill, os.killpg])
+@pytest.mark.parametrize("told", [os.kill, exhaustive(os.killpg)])
 def test_a_sweep_that_is_told_to_end(told: Callable[[int, int], None], tmp_path: Path) -> None:
     """By SIGTERM, to itself or to all its processes: finished points are kept, and the next run does the others."""
     sweep = Sweep(tmp_path, mark := f"term-{tmp_path.name}-{os.getpid()}")

@@ -23,6 +23,7 @@ from sp_bench.measure.launch import Launch, OtherLaunchError, first_host, launch
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.measure.ranks import by_host
 from tests.measure import jobs
+from tests.support.marks import exhaustive
 from tests.support.processes import LONG_S, SHORT_S, survivors
 
 N = 3
@@ -129,8 +130,8 @@ def test_a_pool_that_goes_on(pool: RankPool) -> None:
     [
         ("exit", "barrier", "died: exit code 3"),
         ("kill", "attention", "died: killed by SIGKILL"),
-        ("stop", "barrier", "hangs: its process is stopped"),
-        ("sleep", "all_reduce", "hangs (no rank has answered"),
+        exhaustive("stop", "barrier", "hangs: its process is stopped"),
+        exhaustive("sleep", "all_reduce", "hangs (no rank has answered"),
         ("spin", "attention", "hangs (no rank has answered"),
     ],
 )

@@ -23,6 +23,7 @@ from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
 from sp_bench.measure.where import as_json
 from tests.measure import jobs
+from tests.support.marks import exhaustive
 from tests.support.processes import LONG_S, SHORT_S, is_running, survivors
 
 N = 3
@@ -159,8 +160,8 @@ def test_a_rank_that_raises_while_the_others_wait(others: str) -> None:
         ("stop", "attention"),
         ("sleep", "all_gather"),
         ("spin", "attention"),
-        ("sleep", "all_reduce"),
-        ("sleep", "work"),
+        exhaustive("sleep", "all_reduce"),
+        exhaustive("sleep", "work"),
     ],
 )
 def test_a_rank_that_hangs(how: str, others: str) -> None:

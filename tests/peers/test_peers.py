@@ -17,6 +17,7 @@ from sp_bench.peers.registry import PEERS
 from sp_bench.workload import TOLERANCE
 from tests.peers import jobs
 from tests.peers.jobs import NAMES, Case
+from tests.support.marks import exhaustive
 
 World = Callable[[int], RankPool]
 OWN = "tests.peers.jobs:gathered"
@@ -50,7 +51,7 @@ def assert_right(world: World, n: int, cases: list[Case]) -> None:
         assert set(found.errors) == set(NAMES)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [exhaustive(1), 2, exhaustive(4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_torch(world: World, n: int, dtype: str) -> None:
     assert_right(world, n, cases_of("torch_context_parallel", n, dtype, PEERS["torch_context_parallel"].algorithms))
@@ -63,7 +64,7 @@ def test_torch_is_no_float64(world: World) -> None:
     assert all(1e-9 < error < 1e-6 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, exhaustive(4)])
 def test_own_function(world: World, n: int) -> None:
     cases = [Case(impl=OWN, n=n, causal=causal, kv_heads=2, dtype="float64") for causal in (True, False)]
     assert_right(world, n, cases)
