@@ -1,7 +1,7 @@
 """Wall times of the flow simulator: `python -m benchmarks.flows_speed [--largest]`.
 
 Each numba row is the second run, the first having loaded or compiled the kernel; that cost has a row of its own. The
-plain Python engine runs only where it takes seconds. `--largest` adds the 4096-rank meshes.
+plain Python solver runs only where it takes seconds. `--largest` adds the 4096-rank meshes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sp_bench.simulate.flows import Engine, TaskGraph, solve
+from sp_bench.simulate.flows import Solver, TaskGraph, solve
 
 LINK_BYTES_PER_S = 50e9
 LATENCY_S = 4e-6
@@ -93,9 +93,9 @@ LARGEST: dict[str, Callable[[], TaskGraph]] = {
 PYTHON_LIMIT_TASKS = 40_000
 
 
-def wall_s(graph: TaskGraph, engine: Engine) -> float:
+def wall_s(graph: TaskGraph, solver: Solver) -> float:
     begin = time.perf_counter()
-    solve(graph, engine)
+    solve(graph, solver)
     return time.perf_counter() - begin
 
 

@@ -16,7 +16,7 @@ from sp_bench.cluster.cluster import Cluster
 from sp_bench.plan.ops import BLOCKS, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import peers
-from sp_bench.simulate.flows import Engine, TaskGraph, Timing, solve
+from sp_bench.simulate.flows import Solver, TaskGraph, Timing, solve
 from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
@@ -131,18 +131,18 @@ def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bo
     (symmetry.py); `use_symmetry=False` simulates all of them.
     """
     graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry)
-    engine = "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto"
-    timing, tasks = settle(graph, cluster.device.transfer_slowdown, engine)
+    solver = "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto"
+    timing, tasks = settle(graph, cluster.device.transfer_slowdown, solver)
     return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks))
 
 
-def settle(graph: PlanGraph, slowdown: float, engine: Engine = "auto") -> tuple[Timing, TaskGraph]:
+def settle(graph: PlanGraph, slowdown: float, solver: Solver = "auto") -> tuple[Timing, TaskGraph]:
     """When the tasks of a graph run, and the tasks with the delays that transfers leave them, if these slow blocks."""
     tasks = graph.tasks
-    timing = solve(tasks, engine)
+    timing = solve(tasks, solver)
     for _ in range(SLOWDOWN_ROUNDS if slowdown else 0):
         tasks = slowed_by_transfers(graph, timing, slowdown)
-        timing, before = solve(tasks, engine), timing
+        timing, before = solve(tasks, solver), timing
         if abs(timing.makespan_s - before.makespan_s) <= SLOWDOWN_SETTLED * before.makespan_s:
             break
     return timing, tasks

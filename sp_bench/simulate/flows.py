@@ -15,7 +15,7 @@ Events closer together than 1e-12 of the time since the start count as one insta
 simultaneous ends of a symmetric workload into hundreds of solves. Every task still ends at its own time; only the
 links' rates may change late, by at most that fraction of the time.
 
-Both engines run the same functions: `numba` compiles them, `python` runs them as they are on lists. Results are
+Both solvers run the same functions: `numba` compiles them, `python` runs them as they are on lists. Results are
 bitwise equal. Importing this module does not import numba.
 """
 
@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sp_bench.simulate import _flows_numba as kernel
 
-Engine = Literal["auto", "numba", "python"]
+Solver = Literal["auto", "numba", "python"]
 Floats = NDArray[np.float64]
 
 
@@ -117,17 +117,17 @@ class Timing:
         return float(self.finish_s.max(initial=0.0))
 
 
-def solve(graph: TaskGraph, engine: Engine = "auto") -> Timing:
+def solve(graph: TaskGraph, solver: Solver = "auto") -> Timing:
     """Simulate the graph from time 0.
 
     `auto` takes numba where it can be imported and plain Python elsewhere; the results are bitwise equal. ValueError
-    on an unknown engine, and on a dependency cycle, naming tasks that never started. ImportError where `numba` is asked
+    on an unknown solver, and on a dependency cycle, naming tasks that never started. ImportError where `numba` is asked
     for and missing.
     """
-    if engine not in ("auto", "numba", "python"):
-        raise ValueError(f"engine is {engine!r}: must be 'auto', 'numba' or 'python'")
+    if solver not in ("auto", "numba", "python"):
+        raise ValueError(f"solver is {solver!r}: must be 'auto', 'numba' or 'python'")
     arguments = _kernel_arguments(graph)
-    if engine == "numba" or (engine == "auto" and kernel.has_numba()):
+    if solver == "numba" or (solver == "auto" and kernel.has_numba()):
         kernel.compiled_run()(*arguments)
     else:
         # Indexing a list is several times faster than indexing an array, and the functions only index.

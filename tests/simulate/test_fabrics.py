@@ -1,4 +1,4 @@
-"""Random traffic on random clusters: the flow engine on routes against the exact reference, and conserved bytes."""
+"""Random traffic on random clusters: the flow solver on routes against the exact reference, and conserved bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_bench.cluster.topology import Network, Topology
-from sp_bench.simulate.flows import Engine, solve
-from tests.support.flow_graphs import ENGINES, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
+from sp_bench.simulate.flows import Solver, solve
+from tests.support.flow_graphs import SOLVERS, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
 from tests.support.topologies import FULL_MESH, NICS, SOCKETS, SWITCH, config
 
 Case = tuple[Network, list[Task]]
@@ -62,12 +62,12 @@ def traffic(draw: st.DrawFn) -> Case:
     return network, tasks
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("solver", SOLVERS)
 @settings(max_examples=40, deadline=None)
 @given(case=traffic())
-def test_random_traffic_agrees_with_the_exact_reference(engine: Engine, case: Case) -> None:
+def test_random_traffic_agrees_with_the_exact_reference(solver: Solver, case: Case) -> None:
     network, tasks = case
-    timing = solve(graph_of(tasks, network.link_bytes_per_s), engine)
+    timing = solve(graph_of(tasks, network.link_bytes_per_s), solver)
     exact = exact_finish_s(tasks, network.link_bytes_per_s.tolist())
     np.testing.assert_allclose(timing.finish_s, exact, rtol=RELATIVE, atol=0)
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_bench.simulate import _flows_numba as kernel
-from sp_bench.simulate.flows import Engine, TaskGraph, solve
-from tests.support.flow_graphs import ENGINES, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
+from sp_bench.simulate.flows import Solver, TaskGraph, solve
+from tests.support.flow_graphs import SOLVERS, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
 
 # Coarse values make ties, fine ones make irregular times: both have to come up.
 durations = st.one_of(st.sampled_from([0.0, 0.0, 1.0, 2.0]), st.floats(1e-6, 3.0))
@@ -62,24 +62,24 @@ def permutation_rounds(seed: int, ranks: int, rounds: int, ranks_per_link: int) 
     return tasks, [float(rate) for rate in rng.uniform(0.5, 2, 2 * nodes)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("solver", SOLVERS)
 @settings(max_examples=150, deadline=None)
 @given(case=random_dags())
-def test_random_graphs_agree_with_the_exact_reference(engine: Engine, case: tuple[list[Task], list[float]]) -> None:
-    timing = solve(graph_of(*case), engine)
+def test_random_graphs_agree_with_the_exact_reference(solver: Solver, case: tuple[list[Task], list[float]]) -> None:
+    timing = solve(graph_of(*case), solver)
     exact = exact_finish_s(*case)
     np.testing.assert_allclose(timing.finish_s, exact, rtol=RELATIVE, atol=0)
     starts = [max((exact[other] for other in task.after), default=0.0) for task in case[0]]
     np.testing.assert_allclose(timing.start_s, starts, rtol=RELATIVE, atol=0)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("ranks_per_link", [1, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_irregular_permutations_agree_with_the_exact_reference(engine: Engine, ranks_per_link: int, seed: int) -> None:
+def test_irregular_permutations_agree_with_the_exact_reference(solver: Solver, ranks_per_link: int, seed: int) -> None:
     case = permutation_rounds(seed, ranks=8, rounds=4, ranks_per_link=ranks_per_link)
     exact = exact_finish_s(*case)
-    timing = solve(graph_of(*case), engine)
+    timing = solve(graph_of(*case), solver)
     np.testing.assert_allclose(timing.finish_s, exact, rtol=RELATIVE, atol=0)
     assert timing.makespan_s == pytest.approx(max(exact), rel=RELATIVE)
 
@@ -104,40 +104,40 @@ def test_nothing_is_faster_than_its_links_allow(case: tuple[list[Task], list[flo
     assert_within_capacity(tasks, link_rates, timing)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_flows_of_unlike_latency_share_fairly(engine: Engine) -> None:
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_flows_of_unlike_latency_share_fairly(solver: Solver) -> None:
     # Alone for 1..4 s, the first moves 6 of its 10 bytes at 2 B/s; then both run at 1 B/s until it ends at 8 s, when
     # the second has 6 of its 10 bytes left for 2 B/s.
     graph = graph_of([Task(1.0, 10.0, (0,)), Task(4.0, 10.0, (0,))], [2.0])
-    np.testing.assert_allclose(solve(graph, engine).finish_s, [8.0, 11.0], rtol=1e-15)
+    np.testing.assert_allclose(solve(graph, solver).finish_s, [8.0, 11.0], rtol=1e-15)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_bandwidth_a_flow_cannot_use_goes_to_the_others(engine: Engine) -> None:
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_bandwidth_a_flow_cannot_use_goes_to_the_others(solver: Solver) -> None:
     # Link 0 has 9 B/s for a capped flow (1), a flow held to 2 by link 1, and one which takes the other 6.
     tasks = [Task(bytes=10.0, path=(0,), cap=1.0), Task(bytes=20.0, path=(0, 1)), Task(bytes=60.0, path=(0,))]
-    np.testing.assert_allclose(solve(graph_of(tasks, [9.0, 2.0]), engine).finish_s, 10.0, rtol=1e-15)
+    np.testing.assert_allclose(solve(graph_of(tasks, [9.0, 2.0]), solver).finish_s, 10.0, rtol=1e-15)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_loads_a_link_less_leaves_more_to_others(engine: Engine) -> None:
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_what_loads_a_link_less_leaves_more_to_others(solver: Solver) -> None:
     # Both rise to 3 B/s, where link 0 is full: a byte of the first takes half as much of it as one of the second.
     tasks = [Task(bytes=6.0, path=(0,), loads=(0.5,)), Task(bytes=12.0, path=(0,))]
-    np.testing.assert_allclose(solve(graph_of(tasks, [4.5]), engine).finish_s, [2.0, 2.0 + 6.0 / 4.5], rtol=1e-15)
+    np.testing.assert_allclose(solve(graph_of(tasks, [4.5]), solver).finish_s, [2.0, 2.0 + 6.0 / 4.5], rtol=1e-15)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_flow_without_links_runs_at_its_cap(engine: Engine) -> None:
-    timing = solve(graph_of([Task(1.0, 6.0, cap=2.0), Task(0.5, after=(0, 0))], []), engine)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_flow_without_links_runs_at_its_cap(solver: Solver) -> None:
+    timing = solve(graph_of([Task(1.0, 6.0, cap=2.0), Task(0.5, after=(0, 0))], []), solver)
     assert timing.start_s.tolist() == [0.0, 4.0]
     assert timing.finish_s.tolist() == [4.0, 4.5]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_close_but_distinct_instants_stay_distinct(engine: Engine) -> None:
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_close_but_distinct_instants_stay_distinct(solver: Solver) -> None:
     # The first flow has the link to itself for 1e-8 s, and both then share it to the end.
     late = 1.0 + 1e-8
-    timing = solve(graph_of([Task(1.0, 1.0, (0,)), Task(late, 1.0, (0,))], [1.0]), engine)
+    timing = solve(graph_of([Task(1.0, 1.0, (0,)), Task(late, 1.0, (0,))], [1.0]), solver)
     np.testing.assert_allclose(timing.finish_s, [late + 2 * (1.0 - 1e-8), 3.0], rtol=1e-15)
 
 
@@ -169,22 +169,22 @@ def ring_tasks(ranks: int, steps: int, block_bytes: float, latency_s: float, com
     return tasks
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(("compute_s", "makespan_s"), [(100e-6, 43.8019008e-3), (300e-6, 76.5e-3)])
 def test_a_ring_of_256_takes_the_longer_of_transfer_and_compute(
-    engine: Engine, compute_s: float, makespan_s: float
+    solver: Solver, compute_s: float, makespan_s: float
 ) -> None:
     # 255 x (4 us + 8 MiB / 50 GB/s = 171.77216 us) = 43.8019008 ms hides 100 us of computation, and 300 us hide it.
     graph = graph_of(ring_tasks(256, 255, 8 * 2.0**20, 4e-6, compute_s), [50e9] * 512)
-    timing = solve(graph, engine)
+    timing = solve(graph, solver)
     assert timing.makespan_s == pytest.approx(makespan_s, rel=1e-12)
     sends = timing.finish_s[::2].reshape(255, 256)
     np.testing.assert_allclose(sends, np.arange(1, 256)[:, None] * np.full(256, 171.77216e-6), rtol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_empty_graph_takes_no_time(engine: Engine) -> None:
-    assert solve(graph_of([], []), engine).makespan_s == 0.0
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_an_empty_graph_takes_no_time(solver: Solver) -> None:
+    assert solve(graph_of([], []), solver).makespan_s == 0.0
 
 
 def test_the_callers_arrays_stay_as_they_were() -> None:
@@ -196,11 +196,11 @@ def test_the_callers_arrays_stay_as_they_were() -> None:
         np.testing.assert_array_equal(getattr(graph, name), value)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_cycle_is_named(engine: Engine) -> None:
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_cycle_is_named(solver: Solver) -> None:
     tasks = [Task(1.0), Task(1.0, after=(0, 2)), Task(1.0, after=(1,)), Task(1.0, after=(2,))]
     with pytest.raises(ValueError, match=r"dependency cycle: 3 tasks never start.*: 1, 2, 3$"):
-        solve(graph_of(tasks, []), engine)
+        solve(graph_of(tasks, []), solver)
 
 
 VALID: dict[str, Any] = dict(
@@ -260,7 +260,7 @@ def test_invalid_graphs_are_refused_by_name(changes: dict[str, Any], message: st
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(ValueError, match="engine is 'fast'"):
+    with pytest.raises(ValueError, match="solver is 'fast'"):
         solve(graph_of([], []), "fast")  # type: ignore[arg-type]
 
 
