@@ -2,7 +2,7 @@
 
 A point's wall time and peak memory are those of its whole command, `python -m sp_bench method=... gpus=...`, in a
 process of its own: start-up, tile search where there is one, proof and account, forward + backward, record and trace.
-Ratios are of one run: the same task graphs solved by the compiled engine and by the same functions in plain Python,
+Ratios are of one run: the same task graphs solved by the compiled solver and by the same functions in plain Python,
 and simulated with one rank of each kind and with all ranks.
 """
 
@@ -27,14 +27,14 @@ from sp_bench.cli.compose import Composer
 from sp_bench.markdown import of_rows
 from sp_bench.plan.method import Method
 from sp_bench.simulate import simulate
-from sp_bench.simulate.flows import Engine, solve
+from sp_bench.simulate.flows import Solver, solve
 from sp_bench.simulate.graph import build_graph
 
 METHODS = ("ring", "mesh", "ulysses", "usp", "startrail", "tokenring", "double_ring", "all_gather", "pass_q", "zigzag")
 SIZES = (16, 64, 256)
 LARGE, LARGEST = (("ring", 1024), ("mesh", 1024)), (("ring", 4096), ("mesh", 4096))
 TWINS = (("ring", 16), ("mesh", 16), ("ring", 64), ("mesh", 64))
-"""Points whose graphs of all ranks the plain Python engine solves too."""
+"""Points whose graphs of all ranks the plain Python solver solves too."""
 SEQLEN, LONG = "1M", "4M"
 """Tokens, and where there are 1024 GPUs or more."""
 
@@ -85,8 +85,8 @@ def ratios(method: str, gpus: int) -> dict[str, object]:
     problem, cluster = chosen.dealt(request.problem), request.cluster
     plan = chosen.plan(problem, "forward", cluster.profile(problem))
     whole, kinds = (build_graph(plan, problem, cluster, use_symmetry=use).tasks for use in (False, True))
-    engines: tuple[Engine, Engine] = ("python", "numba")
-    python_s, numba_s = (timed(solve, whole, engine) for engine in engines)
+    engines: tuple[Solver, Solver] = ("python", "numba")
+    python_s, numba_s = (timed(solve, whole, solver) for solver in engines)
     all_s, one_s = (timed(simulate, plan, problem, cluster, use_symmetry=use) for use in (False, True))
     return {
         "point": f"{method} {chosen.variant(gpus)}, {gpus} GPUs, forward".replace(" ,", ","),

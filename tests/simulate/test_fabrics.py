@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sp_bench.cluster.topology import Network, Topology
 from sp_bench.simulate.flows import Solver, solve
-from tests.support.flow_graphs import SOLVERS, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
+from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
 from tests.support.topologies import FULL_MESH, NICS, SOCKETS, SWITCH, config
 
 Case = tuple[Network, list[Task]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sp_bench.simulate import _flows_numba as kernel
 from sp_bench.simulate.flows import Solver, TaskGraph, solve
-from tests.support.flow_graphs import SOLVERS, RELATIVE, Task, assert_within_capacity, exact_finish_s, graph_of
+from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
 
 # Coarse values make ties, fine ones make irregular times: both have to come up.
 durations = st.one_of(st.sampled_from([0.0, 0.0, 1.0, 2.0]), st.floats(1e-6, 3.0))

@@ -12,7 +12,7 @@ import pytest
 
 from sp_bench.simulate.flows import TaskGraph, Timing
 
-ENGINES = [
+SOLVERS = [
     "python",
     pytest.param("numba", marks=pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")),
 ]
