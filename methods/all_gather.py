@@ -1,15 +1,14 @@
-"""All-gather attention: every rank gathers all of KV, some heads at a time, and keeps its Q.
+"""All-gather attention: every rank keeps its Q and gathers all of KV, a few key heads at a time.
 
-Source: Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2 (context parallelism). Gathering a few key heads
-at a time, so that a slice arrives while the one before is computed with, is the form of ring-flash-attention's Llama 3
-variant. A slice is gathered as a whole before blocks use what came in, and at most two are held; the rank's own KV is
-computed with meanwhile. Backward: KV is gathered again, and the dKV that a rank has for all others is added up along a
-reduce-scatter, one slice behind.
+Source: Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2 (context parallelism). Gathering a slice of key
+heads while the blocks of the slice before are computed is ring-flash-attention's Llama 3 variant. Blocks use a slice
+once all of it has arrived, except for the rank's own KV, which needs no transfer. At most two slices are held.
+Backward: KV is gathered again, and dKV is summed by a reduce-scatter that runs one slice behind.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads:
     forward   2k (n - 1)
     backward  2k (n - 1) for KV and 2k (n - 1) for dKV
-It is Ring's; unlike Ring it holds all of KV, and its transfers needn't keep step with the blocks.
+This is Ring's volume. Unlike Ring, a rank holds all of KV, and transfers needn't keep step with the blocks.
 
 Layouts: zigzag (Llama 3's), striped, contiguous. Refuses a stride that doesn't divide kv_heads.
 """
@@ -37,12 +36,12 @@ from sp_bench.plan import (
 )
 
 MOST_HOPS = 512
-"""Of a phase: finer slices hide more of the first one, and then add about as much latency as they hide."""
+"""Most hops of a phase. Beyond it, finer slices add about as much latency as they hide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Sized):
-    """KV gathered in slices of `stride` key heads."""
+    """All-gather attention with KV in slices of `stride` key heads."""
 
     name: ClassVar[str] = "all_gather"
     citation: ClassVar[str] = "Llama Team 2024"
@@ -52,31 +51,31 @@ class AllGather(Sized):
     size_option: ClassVar[str] = "stride"
 
     stride: str | int = "auto"
-    """Key heads that are gathered at a time; auto stands for every divisor of kv_heads that `candidates` leaves."""
+    """Key heads gathered at a time; auto stands for every divisor of kv_heads that `candidates` keeps."""
 
     def sizes(self, problem: Problem) -> list[int]:
-        """Slices must be equal."""
+        """Every divisor of kv_heads, as slices must be equal."""
         return divisors(problem.kv_heads)
 
     def size_rule(self, problem: Problem) -> str:
-        """In words."""
+        """The rule for `stride`, in words that follow "must"."""
         return f"divide kv_heads={problem.kv_heads}"
 
     def candidates(self, problem: Problem) -> tuple[AllGather, ...]:
-        """One for each stride, but for those whose slices take more than MOST_HOPS hops, if any takes fewer."""
+        """One variant per stride that takes at most MOST_HOPS hops; the largest stride if none does."""
         every = super().candidates(problem)
         return tuple(m for m in every if (problem.n - 1) * m.head_slices(problem) <= MOST_HOPS) or every[-1:]
 
     def head_slices(self, problem: Problem) -> int:
-        """kv_heads / stride."""
+        """The number of head slices: kv_heads / stride."""
         return problem.kv_heads // self.size
 
     def variant(self, n: int) -> str:
-        """The stride."""
+        """The stride, in words."""
         return f"stride {self.stride}"
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Step i: gather slice i, beside its own block and those of slice i - 1 that came in."""
+        """Step i gathers slice i, and computes slice i's own block and the remaining blocks of slice i - 1."""
         q, kv, o = (self._slices(tensor, problem) for tensor in ("q", "kv", "o"))
         steps = Steps()
         for i in range(problem.head_slices + 1):
@@ -85,7 +84,7 @@ class AllGather(Sized):
         return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The same, while the dKV of slice i - 2 is added up, a hop for each block."""
+        """Step i is as in the forward, and also reduce-scatters the dKV of slice i - 2, one hop per block."""
         odoq, kv, dq, dkv = (self._slices(tensor, problem) for tensor in ("odoq", "kv", "dq", "dkv"))
         steps = Steps()
         for i in range(problem.head_slices + 2):
@@ -97,24 +96,22 @@ class AllGather(Sized):
         return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """As Ring; a chunk is a slice here, and there are so many times more."""
+        """n - 1 chunks of KV per head slice, and backward as many of dKV; a chunk holds one slice here."""
         hops = (problem.n - 1) * problem.head_slices
         return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
 
     def _slices(self, tensor: str, problem: Problem) -> list[Chunk]:
-        """The rank's own chunk, by slices of its heads."""
         return Chunk(tensor, 0, Group(1, problem.n, DOWN)).slices(problem.head_slices)
 
     def _gather(self, steps: Steps, kv: list[Chunk], i: int) -> None:
-        """Open step i: gather slice i."""
         steps.next()
         steps.do(*(all_gather(kv[i], lane="kv") if i < len(kv) else []))
 
 
 def _blocks(problem: Problem, i: int) -> list[tuple[int, int]]:
-    """(slice, hops that its KV has come) of step i's blocks: first with what came last, and so is there when all is.
+    """(slice, hops that its KV has travelled) of step i's blocks, the slice that was gathered before first.
 
-    A rank needn't wait for its own KV.
+    Blocks use the last arrival first. The rank's own KV, 0 hops, needs no wait.
     """
     gathered = [(i - 1, s) for s in reversed(range(1, problem.n))] if 1 <= i <= problem.head_slices else []
     return gathered + [(i, 0)] * (i < problem.head_slices)

@@ -1,12 +1,12 @@
-"""Double-Ring-Attention: KV goes round small inner rings, and from one inner ring to the next along outer rings.
+"""Double-Ring-Attention: KV goes round inner rings, and along outer rings from one inner ring to the next.
 
 Source: Gu et al., "LoongTrain: Efficient Training of Long-Sequence LLMs with Head-Context Parallelism", 2024.
-The n ranks are n / inner rings of `inner` consecutive ranks. While an inner ring passes its KV chunks round, each rank
-already receives the first chunk of the next round along its outer ring, which has a whole round to arrive in: only one
-hop in `inner` leaves a node. dKV is summed along the inner ring after each round and goes on along the outer one.
+The n ranks form n / inner rings of `inner` consecutive ranks. During a round of the inner ring, each rank also receives
+the first chunk of the next round along its outer ring, so that this hop has a whole round to arrive. Only one hop in
+`inner` leaves a node. dKV is summed along the inner ring in each round, then goes on along the outer ring.
 
-Volume is Ring's (methods/ring.py), forward and backward, and so are layouts and masks; of it, n / inner - 1 chunks
-cross nodes. Refuses an inner ring that doesn't divide n.
+Volume, layouts and masks are Ring's (methods/ring.py). Of the volume, n / inner - 1 chunks cross nodes.
+Refuses an inner ring whose size doesn't divide n.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ class DoubleRing(Sized):
     """Ranks of an inner ring; auto stands for every divisor of n."""
 
     def sizes(self, problem: Problem) -> list[int]:
-        """Inner rings must be equal."""
+        """Every divisor of n, as inner rings must be equal."""
         return divisors(problem.n)
 
     def size_rule(self, problem: Problem) -> str:
-        """In words."""
+        """The rule for `inner`, in words that follow "must"."""
         return f"divide gpus={problem.n}"
 
     def variant(self, n: int) -> str:
-        """The size of the inner rings."""
+        """The size of the inner rings, in words."""
         return f"inner {self.inner}"
 
     def tile_shape(self, n: int) -> tuple[int, int]:
-        """A row of the assignment matrix."""
+        """(1, n): a rank computes a row of the assignment matrix."""
         return (1, n)
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Round r, step s: compute with the KV of the rank s before in the inner ring r before."""
+        """Round r, step s uses the KV of the rank that is r inner rings and s positions behind."""
         q, o, kv = Chunk("q", 0, Group(1, problem.n)), Chunk("o", 0, Group(1, problem.n)), self._chunk("kv", problem)
         steps = Steps()
         for r in range(outer(kv).group.size):
@@ -76,7 +76,7 @@ class DoubleRing(Sized):
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """KV moves as forward. In each round dKV follows it one hop behind; what a round summed up goes outward."""
+        """KV moves as in the forward. dKV follows it one hop behind; after each round its sum takes an outer hop."""
         odoq, dq = Chunk("odoq", 0, Group(1, problem.n)), Chunk("dq", 0, Group(1, problem.n))
         kv, dkv = self._chunk("kv", problem), self._chunk("dkv", problem)
         steps, arriving = Steps(), []
@@ -97,7 +97,7 @@ class DoubleRing(Sized):
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """As Ring."""
+        """n - 1 chunks of KV, and backward as many of dKV."""
         hops = problem.n - 1
         return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
 
@@ -105,7 +105,7 @@ class DoubleRing(Sized):
         return Chunk(tensor, 0, Grid(Group(1, self.size, DOWN), Group(self.size, problem.n // self.size, DOWN)))
 
     def _receive(self, steps: Steps, kv: Chunk, r: int, s: int) -> None:
-        """Open a step: the next round's first KV at the start of a round, and the inner ring's next one."""
+        """Open a step: receive the inner ring's next KV, and at a round's start the next round's first."""
         steps.next()
         if s == 0 and r + 1 < outer(kv).group.size:
             steps.do(receive_next(outer(kv), r, lane="outer kv"))

@@ -1,29 +1,28 @@
-"""Mesh-Attention: a rank computes an a x b tile of the assignment matrix, so Q, KV and O all travel, but little.
+"""Mesh-Attention: a rank computes an a x b tile of the assignment matrix. Q, KV and O all travel, each only a little.
 
 Source: Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed Attention with Improved Data Locality".
     tile, Q groups, KV groups          section 3.2: a Q group is a consecutive ranks, a KV group the ranks equal mod a
-    local to global chunk indices      table 1: a chunk's home group and index (Chunk), but that KV#u comes from before:
-                                       it is (i - a*u) mod n, the same ring the other way round (methods/ring.py)
+    local to global chunk indices      table 1: a chunk's home group and index (Chunk). KV goes the other way round the
+                                       same ring: KV#u is chunk (i - a*u) mod n here (methods/ring.py)
     Recv Q, Recv KV, Send O            section 3.4: receive_next and reduce_next along the group's ring
     forward schedule                   section 3.5, algorithm 2: forward_schedule
     backward schedule                  section 3.6, algorithm 3: backward_schedule
     causal mask                        section 3.7: the striped layout
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads (section 3.8):
-    forward   (a - 1) Q + 2k (b - 1) KV + (a - 1) O; a = 1 is Ring, a = n column-wise, a = sqrt(k n) the least
+    forward   (a - 1) Q + 2k (b - 1) KV + (a - 1) O; a = 1 is Ring, a = n Pass-Q, a = sqrt(k n) the minimum
     backward  3 (a - 1) OdOQ + 2k (b - 1) KV + (a - 1) dQ + 2k (b - 1) dKV
     the lse travels with each O and each OdOQ and is counted apart
 
-Consecutive ranks fill a node, and bytes cost most at its boundary. `placement` says which groups are consecutive: the
-paper's Q groups, so that KV crosses, or the KV groups (Q groups are then the ranks equal mod b), so that Q and O do.
-The tile, the algorithms and the volume are the same for both.
+`placement` says which groups are consecutive ranks, which fill a node: with the paper's Q groups, KV crosses nodes;
+with KV groups (a Q group is then the ranks equal mod b), Q and O cross nodes. Tile, algorithms and volume are the same.
 
-`schedule=searched` is ours, not the paper's: another order of the same transfers and blocks (mesh_search.py). So are
-`slices`: a way through the tile for each of several slices of the heads, so that one's first and last transfers hide
-behind another's blocks. The volume is the same.
+`schedule=searched` is ours, not the paper's: another order of the same transfers and blocks (mesh_search.py). So is
+`slices`: the tile is computed once per slice of the heads, so that the first and last transfers of a slice hide behind
+another slice's blocks. The volume is the same.
 
 Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b != n, slices that don't
-divide the key heads, and more than one in the paper's order.
+divide kv_heads, and more than one slice with the paper's schedule.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ from sp_bench.plan import (
 )
 
 SLICES = (1, 2, 4, 8)
-"""Of the heads, that auto stands for."""
+"""The numbers of head slices that auto stands for."""
 
 Slices = list[Chunk]
-"""One chunk's slices of the heads."""
+"""All head slices of one chunk."""
 
 Move = tuple[Hop | None, tuple[Block, ...]]
 """One step: at most one transfer, and the blocks that overlap it."""
@@ -66,16 +65,16 @@ Move = tuple[Hop | None, tuple[Block, ...]]
 
 @dataclass
 class Tile:
-    """The blocks of one rank's tile: which are computed, and which its received chunks make ready to execute."""
+    """State of one rank's tile: the blocks still to compute, and how many chunks were received."""
 
     a: int
     b: int
     q_received: int = 0
     kv_received: int = 0
     rows: list[int] = field(init=False)
-    """For each row u, a bit for each block (u, v) that is not computed yet."""
+    """For each row u, a bit set of the columns v whose block is not computed yet."""
     columns: list[int] = field(init=False)
-    """The same by columns: for each v, a bit for each u."""
+    """For each column v, a bit set of the rows u whose block is not computed yet."""
 
     def __post_init__(self) -> None:
         self.rows = [(1 << self.b) - 1] * self.a
@@ -86,15 +85,15 @@ class Tile:
         return self.q_received == self.a - 1 and self.kv_received == self.b - 1
 
     def unlocked_by_q(self) -> int:
-        """n_Q: blocks that the next Recv Q makes ready."""
+        """The paper's n_Q: blocks that the next Recv Q makes ready."""
         return self.kv_received + 1 if self.q_received < self.a - 1 else 0
 
     def unlocked_by_kv(self) -> int:
-        """n_KV: blocks that the next Recv KV makes ready."""
+        """The paper's n_KV: blocks that the next Recv KV makes ready."""
         return self.q_received + 1 if self.kv_received < self.b - 1 else 0
 
     def next_in_rows(self) -> tuple[int, int] | None:
-        """The first ready block in row-first order."""
+        """The first ready block in row-first order, (u, v); None if none is ready."""
         ready = (1 << (self.kv_received + 1)) - 1
         for u in _own_last(self.q_received + 1):
             if self.rows[u] & ready:
@@ -102,7 +101,7 @@ class Tile:
         return None
 
     def next_in_columns(self) -> tuple[int, int] | None:
-        """The first ready block in column-first order."""
+        """The first ready block in column-first order, (u, v); None if none is ready."""
         ready = (1 << (self.q_received + 1)) - 1
         for v in _own_last(self.kv_received + 1):
             if self.columns[v] & ready:
@@ -117,7 +116,7 @@ class Tile:
 
 
 def _own_last(count: int) -> list[int]:
-    """Lines in order of priority: #0 is the rank's own chunk, which nobody waits for, so it comes last."""
+    """Rows or columns in order of priority. #0, the rank's own chunk, is last, as no transfer waits for it."""
     return [*range(1, count), 0]
 
 
@@ -135,7 +134,7 @@ class Step:
 
 
 def forward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
-    """Algorithm 2. `c` holds c_Q, c_KV and c_O: the blocks that hide one hop of q, kv and o."""
+    """The steps of algorithm 2. `c` has c_Q, c_KV and c_O, by tensor: how many blocks hide one hop of it."""
     tile, steps, sent_o = Tile(a, b), [], 0
 
     def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
@@ -159,15 +158,15 @@ def forward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
 
 
 def backward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
-    """Algorithm 3. `c` holds c_OdOQ, c_KV, c_dQ and c_dKV.
+    """The steps of algorithm 3. `c` has c_OdOQ, c_KV, c_dQ and c_dKV, by tensor: how many blocks hide one hop of it.
 
-    The paper's loop ends with the last send; the own block (0, 0), which no send waits for, may still be left then.
+    The paper's loop ends with the last send. Block (0, 0), which no send waits for, may be left then: it is added.
     """
     tile, steps, sent = Tile(a, b), [], {"dq": 0, "dkv": 0}
 
     def choose_next_block() -> tuple[int, int] | None:
         row, column = _first_unfinished(tile.rows), _first_unfinished(tile.columns)
-        # c_dQ / n_dQ < c_dKV / n_dKV, with a zero profit where finishing the line lets nothing be sent.
+        # c_dQ / n_dQ < c_dKV / n_dKV. Row and column 0 have no profit, as finishing them allows no send.
         dq_profit = c["dq"] * tile.columns[column].bit_count() if row else 0
         dkv_profit = c["dkv"] * tile.rows[row].bit_count() if column else 0
         return tile.next_in_columns() if dq_profit < dkv_profit else tile.next_in_rows()
@@ -199,7 +198,7 @@ def backward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
 
 
 def _receive(tile: Tile, q: str, c: Mapping[str, int]) -> str:
-    """The transfer with the higher profit: n_Q / c_Q > n_KV / c_KV."""
+    """The tensor to receive next: `q` if n_Q / c_Q > n_KV / c_KV, else kv."""
     return q if tile.unlocked_by_q() * c["kv"] > tile.unlocked_by_kv() * c[q] else "kv"
 
 
@@ -224,16 +223,16 @@ class Mesh(Method):
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*(a-1) + 2*k*(b-1)", "backward": "4*(a-1) + 4*k*(b-1)"}
 
     tile: str | tuple[int, int] = "auto"
-    """(a, b): a ranks in a Q group, b in a KV group; auto stands for every factorisation of n."""
+    """(a, b): ranks of a Q group and of a KV group; auto stands for every factorisation of n."""
     placement: str = "q"
-    """The groups of consecutive ranks: q (the paper's) or kv; auto stands for both."""
+    """Which groups are consecutive ranks: q (the paper's) or kv; auto stands for both."""
     lanes: str = "one"
-    """one: one transfer after the other, as in the paper's steps; each: a lane for each kind of chunk."""
+    """one: all transfers share a lane, as in the paper's steps; each: a lane per tensor."""
     schedule: str = "paper"
-    """paper: algorithms 2 and 3; searched: an order that mesh_search.py finds; auto stands for both."""
+    """paper: algorithms 2 and 3; searched: the order that mesh_search.py finds; auto stands for both."""
     slices: str | int = 1
-    """Equal slices of the heads, each with its own way through the tile; more than one are searched. auto stands for
-    1, 2, 4 and 8 where they divide kv_heads."""
+    """How many equal slices of the heads; the tile is computed once per slice. More than 1 needs a searched schedule.
+    auto stands for those of 1, 2, 4 and 8 that divide kv_heads."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,7 +260,7 @@ class Mesh(Method):
             raise RequestError(f"method.lanes={self.lanes}", "must be one or each", "method.lanes=one would work")
 
     def refuse(self, problem: Problem) -> None:
-        """A tile must factor n, and slices must divide the key heads."""
+        """Raise RequestError where a * b != n, or `slices` doesn't divide kv_heads."""
         if isinstance(self.slices, int) and problem.kv_heads % self.slices:
             would_work = f"one of {', '.join(map(str, divisors(problem.kv_heads)))} would work"
             raise RequestError(f"method.slices={self.slices}", f"must divide kv_heads={problem.kv_heads}", would_work)
@@ -274,7 +273,7 @@ class Mesh(Method):
             )
 
     def candidates(self, problem: Problem) -> tuple[Mesh, ...]:
-        """One for each tile of n, each placement of it, each schedule and each number of slices."""
+        """One variant for each tile, placement, schedule and number of slices that the options allow."""
         self.refuse(problem)
         shapes = tiles(problem.n) if isinstance(self.tile, str) else [self.tile]
         placed = ((shape, placement) for shape in shapes for placement in self._placements(*shape))
@@ -286,39 +285,39 @@ class Mesh(Method):
         )
 
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
-        """(schedule, slices) that the options stand for."""
+        """The (schedule, slices) pairs that the options stand for."""
         schedules = ("paper", "searched") if self.schedule == "auto" else (self.schedule,)
         possible = [s for s in SLICES if problem.kv_heads % s == 0] if self.slices == "auto" else [int(self.slices)]
         return [(schedule, s) for schedule in schedules for s in possible if s == 1 or schedule == "searched"]
 
     def head_slices(self, problem: Problem) -> int:
-        """The option."""
+        """The number of head slices: the option `slices`."""
         assert not isinstance(self.slices, str), "a caller picks one of the candidates first"
         return self.slices
 
     def _placements(self, a: int, b: int) -> tuple[str, ...]:
         if self.placement != "auto":
             return (self.placement,)
-        # With a side of 1, the only ring is all ranks in order, wherever it is placed.
+        # With a side of 1 there is one ring, of all ranks in order: both placements are the same.
         return ("q", "kv") if a > 1 and b > 1 else ("q",)
 
     def tile_shape(self, n: int) -> tuple[int, int]:
-        """(a, b)."""
+        """The tile's sides (a, b)."""
         assert not isinstance(self.tile, str), "a caller picks one of the candidates first"
         return self.tile
 
     def variant(self, n: int) -> str:
-        """The tile, and where it is placed or scheduled otherwise than in the paper."""
+        """The tile in words, with the placement, schedule and slices that differ from the paper's."""
         other = (" kv inside" if self.placement == "kv" else "") + (" searched" if self.schedule == "searched" else "")
         return super().variant(n) + other + (f" in {self.slices} slices" if self.slices != 1 else "")
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """The tile's sides."""
+        """The values of a and b."""
         a, b = self.tile_shape(problem.n)
         return {"a": a, "b": b}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Algorithm 2 as a plan."""
+        """The plan of algorithm 2, or of the searched schedule."""
         q, kv, o = self._chunks(problem, "q", "kv", "o")
         schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", q, kv, o))
         moves = self._moves(schedule, problem, costs, "forward", q, kv, o)
@@ -326,7 +325,7 @@ class Mesh(Method):
         return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Algorithm 3 as a plan."""
+        """The plan of algorithm 3, or of the searched schedule."""
         odoq, kv, dq, dkv = self._chunks(problem, "odoq", "kv", "dq", "dkv")
         c = _hiding(problem, costs, "backward", odoq, kv, dq, dkv)
         schedule = backward_schedule(*self.tile_shape(problem.n), c)
@@ -340,7 +339,7 @@ class Mesh(Method):
         return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """Section 3.8: a - 1 along the Q group, b - 1 along the KV group, of each slice."""
+        """Section 3.8: per slice, a - 1 chunks of each tensor of the Q group and b - 1 of each of the KV group."""
         a, b = self.tile_shape(problem.n)
         q, kv = (a - 1) * problem.head_slices, (b - 1) * problem.head_slices
         if phase == "forward":
@@ -350,7 +349,7 @@ class Mesh(Method):
     def _moves(
         self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, *chunks: Slices
     ) -> list[Move]:
-        """The greedy schedule, or a better one if it is asked for."""
+        """The steps of the greedy schedule, or of the searched one if the option says so."""
         if self.schedule == "paper":
             return [
                 (Hop(0, step.transfer) if step.transfer else None, tuple(Block(0, u, v) for u, v in step.blocks))
@@ -363,13 +362,13 @@ class Mesh(Method):
         return list(steps_of(*search(times, [step.transfer for step in greedy if step.transfer])))
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Slices, ...]:
-        """The rank's own chunks by slices: KV and dKV at home in the KV group, all others in the Q group (table 1)."""
+        """The rank's own chunks, by slice. The home of KV and dKV is the KV group, of others the Q group (table 1)."""
         q_group, kv_group = self._groups(problem.n)
         chunks = (Chunk(t, 0, kv_group if t in ("kv", "dkv") else q_group) for t in tensors)
         return tuple(chunk.slices(problem.head_slices) for chunk in chunks)
 
     def _groups(self, n: int) -> tuple[Group, Group]:
-        """The Q group and the KV group."""
+        """(Q group, KV group)."""
         assert self.placement != "auto", "a caller picks one of the candidates first"
         a, b = self.tile_shape(n)
         if self.placement == "q":
@@ -379,8 +378,8 @@ class Mesh(Method):
     def _emit(self, moves: list[Move], gathered: Sequence[Slices], reduced: Sequence[Slices], block) -> Steps:
         """The operations of a schedule: each step's transfer, then the blocks that overlap it.
 
-        What a reduce hop brings is folded as late as its lane allows, just before the next hop sends it on, so that
-        blocks scheduled in between don't wait for it.
+        The arrival of a reduce hop is folded just before the next hop sends the sum on, so that blocks scheduled in
+        between don't wait for it.
         """
         steps, hops = Steps(), Counter[Hop]()
         unfolded: dict[Hop, Fold] = {}
@@ -404,14 +403,14 @@ class Mesh(Method):
 
 
 def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Slices) -> dict[str, int]:
-    """c_Q, c_KV and the others, by tensor."""
+    """The paper's c_Q, c_KV, ... by tensor (CostProfile.hiding_blocks)."""
     return {x.tensor: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x, *_ in chunks}
 
 
 def _relative_times(
     problem: Problem, costs: CostProfile, phase: str, *chunks: Slices
 ) -> tuple[dict[str, float], float]:
-    """Of a hop of each tensor, and of a block; only their quotients matter."""
+    """(time of a hop by tensor, time of a block); only their ratios matter."""
     if math.isinf(costs.block_s(phase)):
         return {x.tensor: 0.0 for x, *_ in chunks}, 1.0
     hops = {x.tensor: costs.transfer_s(problem.chunk_bytes(x.tensor, wire=True), line_of(x).group) for x, *_ in chunks}
@@ -419,5 +418,5 @@ def _relative_times(
 
 
 def tiles(n: int) -> list[tuple[int, int]]:
-    """Every (a, b) with a * b = n."""
+    """Every tile (a, b) with a * b = n."""
     return [(a, n // a) for a in divisors(n)]

@@ -1,11 +1,12 @@
-"""Pass-Q ring attention: KV stays, Q goes round the ring, and at the end all partial outputs go home at once.
+"""Pass-Q ring attention: KV stays, Q goes round the ring, and an all-to-all at the end returns the partial outputs.
 
 Source: Yang et al., "Context Parallelism for Scalable Million-Token Inference", 2024, section 3.5.3: the ring passes Q,
-then an all-to-all returns the partial (out, lse) of every rank to the owners of the queries. It is column-wise in the
-assignment matrix. Backward (the paper is about inference): OdOQ goes round, dQ comes home at the end, dKV stays.
+then an all-to-all returns every rank's partial (out, lse) to the owners of the queries. A rank computes a column of the
+assignment matrix. The backward is ours, as the paper is about inference: OdOQ goes round, dQ returns at the end, dKV
+stays.
 
 Volume sent by each GPU, in chunks, lse apart: forward (n - 1) Q + (n - 1) O; backward 3 (n - 1) OdOQ + (n - 1) dQ.
-KV heads don't matter, so that it loses to Ring the more, the fewer there are.
+It doesn't depend on kv_heads: the fewer there are, the further Pass-Q falls behind Ring.
 
 Layouts: zigzag, striped, contiguous. Refuses nothing.
 """
@@ -42,11 +43,11 @@ class PassQ(Method):
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "4*(n-1)"}
 
     def tile_shape(self, n: int) -> tuple[int, int]:
-        """A column of the assignment matrix."""
+        """(n, 1): a rank computes a column of the assignment matrix."""
         return (n, 1)
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Step s: compute with Q#s while Q#(s+1) comes in; then O#s of all s go home."""
+        """Step s computes with Q#s while Q#(s+1) arrives. At the end every O#s goes to its owner."""
         ring = Group(1, problem.n)
         q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
         steps = self._ring(q, [Attend(q.at(s), kv, o.at(s)) for s in range(problem.n)])
@@ -54,7 +55,7 @@ class PassQ(Method):
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The same with OdOQ and dQ."""
+        """Step s computes with OdOQ#s while OdOQ#(s+1) arrives. At the end every dQ#s goes to its owner."""
         ring = Group(1, problem.n)
         odoq, kv, dq, dkv = (Chunk(tensor, 0, ring) for tensor in ("odoq", "kv", "dq", "dkv"))
         steps = self._ring(odoq, [AttendBackward(odoq.at(s), kv, dq.at(s), dkv) for s in range(problem.n)])
@@ -62,7 +63,7 @@ class PassQ(Method):
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """All Q chunks but its own, and as many partials."""
+        """n - 1 chunks of Q (OdOQ), and as many of O (dQ)."""
         hops = problem.n - 1
         return {"q": hops, "o": hops} if phase == "forward" else {"odoq": hops, "dq": hops}
 
@@ -76,7 +77,7 @@ class PassQ(Method):
         return steps
 
     def _all_home(self, steps: Steps, partial: Chunk) -> None:
-        """The all-to-all at the end: a pair of ranks after the other, none before the last block."""
+        """The all-to-all at the end: one pairwise exchange after another, none before the last block has ended."""
         steps.next()
         homeward = [return_home(partial.at(s), lane="o") for s in range(1, partial.home.size)]
         if homeward:

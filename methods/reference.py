@@ -1,6 +1,6 @@
-"""One GPU holds everything: the single-device baseline that others can be put in ratio to.
+"""The single-GPU baseline: one GPU holds everything, so nothing travels.
 
-No volume. Refuses more than one GPU.
+Volume: none. Refuses more than one GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sp_bench.plan import Attend, AttendBackward, Chunk, CostProfile, Group, Met
 
 @dataclass(frozen=True, kw_only=True)
 class Reference(Method):
-    """One block on one GPU."""
+    """The whole attention as one block on one GPU."""
 
     name: ClassVar[str] = "reference"
     citation: ClassVar[str] = "Dao et al. 2022"
@@ -26,12 +26,12 @@ class Reference(Method):
     layout: str = "contiguous"
 
     def refuse(self, problem: Problem) -> None:
-        """One rank only."""
+        """Raise RequestError for more than one GPU."""
         if problem.n != 1:
             raise RequestError(f"gpus={problem.n}", "reference keeps everything on one GPU", "gpus=1 would work")
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The whole attention as one block."""
+        """One forward block."""
         q, kv, o = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("q", "kv", "o"))
         steps = Steps()
         steps.next()
@@ -39,7 +39,7 @@ class Reference(Method):
         return steps.plan("forward", 1, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Its backward as one block."""
+        """One backward block."""
         odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("odoq", "kv", "dq", "dkv"))
         steps = Steps()
         steps.next()
@@ -47,5 +47,5 @@ class Reference(Method):
         return steps.plan("backward", 1, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """Nothing."""
+        """Empty: nothing is sent."""
         return {}

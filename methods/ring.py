@@ -1,14 +1,14 @@
 """Ring Attention: every rank keeps its Q chunk while the KV chunks go round.
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3.
-A rank sends to the next one, so that the KV of those before it comes first: on the contiguous layout a causal mask
-leaves its last blocks empty, not its first ones. In all other methods, too, KV goes to the ranks behind.
-Backward: the same ring for KV, while dKV follows it one hop behind and ends at its owner.
+A rank sends KV to rank + 1, so that KV of lower ranks arrives first: on the contiguous layout a causal mask then leaves
+its last blocks empty, not its first ones. KV goes this way in all other methods, too.
+Backward: KV goes round the same ring, and dKV follows one hop behind and ends at its owner.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads:
     forward   2k (n - 1)
-    backward  2k (n - 1) for KV and 2k (n - 1) for dKV. The usual form has one hop more: it carries an accumulator all
-              the way round. Here the owner's own part never travels: what arrives last is added to it.
+    backward  2k (n - 1) for KV and 2k (n - 1) for dKV. The usual form sends the dKV accumulator all the way round, one
+              hop more. Here the owner's own part stays, and the last arrival is added to it.
 
 Layouts: striped (causal, balanced), zigzag (causal, balanced), contiguous (the paper's own; if causal, rank i has
 i + 1 of n blocks to do). Masks: full, causal. Refuses nothing.
@@ -46,31 +46,31 @@ class Ring(Method):
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 
     def tile_shape(self, n: int) -> tuple[int, int]:
-        """A row of the assignment matrix."""
+        """(1, n): a rank computes a row of the assignment matrix."""
         return (1, n)
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """One time round the ring."""
+        """One round of the ring (pass_round, pass_round_backward)."""
         q, kv, o = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in ("q", "kv", "o"))
         steps = Steps()
         pass_round(steps, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """One time round the ring."""
+        """One round of the ring (pass_round, pass_round_backward)."""
         odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in ("odoq", "kv", "dq", "dkv"))
         steps = Steps()
         pass_round_backward(steps, odoq, kv, dq, dkv)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """All KV chunks but its own, and backward as many dKV chunks."""
+        """n - 1 chunks of KV, and backward as many of dKV."""
         hops = problem.n - 1
         return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
 
 
 def pass_round(steps: Steps, q: Chunk, kv: Chunk, o: Chunk) -> None:
-    """Step s: compute with KV#s while KV#(s+1) comes in."""
+    """Add one round of the ring: step s computes with KV#s while KV#(s+1) arrives."""
     size = kv.home.size
     for s in range(size):
         steps.next()
@@ -80,7 +80,7 @@ def pass_round(steps: Steps, q: Chunk, kv: Chunk, o: Chunk) -> None:
 
 
 def pass_round_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk) -> None:
-    """Step s: compute with KV#s while KV#(s+1) comes in and dKV#(s-1) goes on to the rank that adds to it next."""
+    """Add one backward round: step s computes with KV#s while KV#(s+1) arrives and dKV#(s-1) goes to the next rank."""
     size = kv.home.size
     for s in range(size):
         steps.next()

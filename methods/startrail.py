@@ -1,22 +1,21 @@
 """StarTrail: teams of C ranks share their Q, and KV goes round C^2 small rings instead of a large one.
 
 Source: Liu et al., "StarTrail: Concentric Ring Sequence Parallelism for Efficient Near-Infinite-Context Transformer
-Model Training", 2025; its four stages as Mesh-Attention, section 3.8, has them. A team is C consecutive ranks, and C
-teams are a block.
-    1. All-gather: a team's ranks get its Q and KV chunks.
-    2. Initialisation: rank c of team s in a block gets the KV of team c, from that team's rank s. It has it if c = s.
-    3. Sub-rings: those C chunks go round the n / C^2 ranks of equal place in all blocks, so that the ranks of a team
-       see all of KV among them, each a C-th.
-    4. Reduce-scatter: the team's partial outputs are added up at their owners.
-Backward: the same for OdOQ and KV, while dKV follows KV along the sub-rings and back to its team, and is added up
-there.
+Model Training", 2025; the four stages as in Mesh-Attention, section 3.8. A team is C consecutive ranks, a block C
+consecutive teams.
+    1. All-gather: every rank of a team gets the team's Q and KV chunks.
+    2. Initialisation: rank c of team s in a block gets the KV of team c from that team's rank s. If c = s, it has it.
+    3. Sub-rings: these C chunks go round the n / C^2 ranks with the same position in every block. Each rank of a team
+       sees one C-th of KV, the team all of it.
+    4. Reduce-scatter: the team's partial outputs are summed at their owners.
+Backward: OdOQ and KV take the same stages. dKV follows KV along the sub-rings, returns to its team and is summed there.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads, lse apart:
     forward   (1 + 2k) (C - 1) + 2k (C - 1) + 2k (n / C - C) + (C - 1), by stage
     backward  (3 + 2k) (C - 1) + 2k (C - 1) + 4k (n / C - C) + 2k (C - 1) + (1 + 2k) (C - 1)
-That is the mean. A rank that sends in stage 2 sends 2k C there, and with k = 1 it sends 4 C - 4 + 2 n / C forward: for
-it, table 2 of the Mesh paper holds, (4 C - 4) / n + 2 / C of N * d. The text there adds the same four stages up to
-(4 C - 1) / n + 2 / C, which is 3 / n too much.
+This is the mean over ranks. A rank that sends in stage 2 sends 2k C there; with k = 1 its forward total is
+4 C - 4 + 2 n / C, which is table 2 of the Mesh paper, (4 C - 4) / n + 2 / C in units of N * d. That paper's text sums
+the same four stages to (4 C - 1) / n + 2 / C, which is 3 / n too much.
 
 Layouts: striped, zigzag, contiguous. Masks: full, causal. Refuses C whose square doesn't divide n. C = 1 is Ring.
 """
@@ -53,7 +52,7 @@ from sp_bench.plan import (
 
 @dataclass(frozen=True, kw_only=True)
 class StarTrail(Sized):
-    """Teams of C ranks."""
+    """StarTrail with teams of C ranks."""
 
     name: ClassVar[str] = "startrail"
     citation: ClassVar[str] = "Liu et al. 2025"
@@ -69,23 +68,23 @@ class StarTrail(Sized):
     """C, the ranks of a team; auto stands for every C whose square divides n."""
 
     def sizes(self, problem: Problem) -> list[int]:
-        """Blocks of C teams must be equal."""
+        """Every C whose square divides n, as blocks of C teams must be equal."""
         return [c for c in divisors(problem.n) if problem.n % c**2 == 0]
 
     def size_rule(self, problem: Problem) -> str:
-        """In words."""
+        """The rule for `team`, in words that follow "must"."""
         return f"have a square that divides gpus={problem.n}"
 
     def variant(self, n: int) -> str:
-        """C."""
+        """The team size C, in words."""
         return f"C={self.size}"
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """C."""
+        """The value of C."""
         return {"C": self.size}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The four stages."""
+        """The four stages of the header."""
         q, kv, o = (self._in_team(tensor) for tensor in ("q", "kv", "o"))
         orbit = self._in_orbit("kv", problem)
         steps = Steps()
@@ -99,7 +98,7 @@ class StarTrail(Sized):
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The four stages, with dKV one hop behind KV, and home."""
+        """The four stages, with dKV one hop behind KV, then back to its team."""
         odoq, kv, dq, dkv = (self._in_team(tensor) for tensor in ("odoq", "kv", "dq", "dkv"))
         orbit, orbit_dkv = self._in_orbit("kv", problem), self._in_orbit("dkv", problem)
         lines, size = self._lines(orbit_dkv), problem.n // self.size**2
@@ -124,7 +123,7 @@ class StarTrail(Sized):
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """The header's formulas."""
+        """The header's formulas, by tensor."""
         team, rings = self.size - 1, problem.n // self.size - self.size
         if phase == "forward":
             return {"q": team, "kv": 2 * team + rings, "o": team}
@@ -132,7 +131,7 @@ class StarTrail(Sized):
 
     @property
     def _partners(self) -> Exchange:
-        """The rank c of team s and the rank s of team c."""
+        """Pairs rank c of team s with rank s of team c."""
         return Exchange(Group(1, self.size), Group(self.size, self.size))
 
     def _in_team(self, tensor: str) -> Chunk:
@@ -140,30 +139,27 @@ class StarTrail(Sized):
         return Chunk(tensor, 0, Group(1, self.size))
 
     def _in_orbit(self, tensor: str, problem: Problem) -> Chunk:
-        """#(e + C s) belongs to the rank e ahead of the partner in its team, s blocks before."""
+        """#(e + C s) belongs to the rank that is e ahead of this rank's partner in its team, s blocks behind."""
         size = self.size
         return Chunk(tensor, 0, Grid(Group(1, size), Group(size**2, problem.n // size**2, DOWN), self._partners))
 
     def _lines(self, orbit: Chunk) -> list[Line]:
-        """The sub-rings of a rank: one for each of the C chunks that move together."""
+        """A rank's sub-rings, one for each of the C chunks that move together."""
         assert isinstance(orbit.home, Grid)
         return [Line(orbit.at(e), orbit.home.outer, self.size) for e in range(self.size)]
 
     def _chunks(self, orbit: Chunk, s: int) -> list[Chunk]:
-        """The C chunks of step s."""
         return [line.at(s) for line in self._lines(orbit)]
 
     def _swap(self, send: Chunk, recv: Chunk, lane: str) -> Pass:
         return Pass(lane, send=send, recv=recv, group=self._partners, shift=1)
 
     def _gather(self, steps: Steps, q: Chunk, kv: Chunk, orbit: Chunk) -> None:
-        """Stages 1 and 2."""
         steps.next()
         steps.do(*all_gather(q, lane="team"), *all_gather(kv, lane="kv"))
         steps.next()
         steps.do(*(self._swap(kv.at(e), chunk, "kv") for e, chunk in enumerate(self._chunks(orbit, 0))))
 
     def _receive(self, steps: Steps, orbit: Chunk, s: int) -> None:
-        """Open a step of stage 3: the next KV comes in."""
         steps.next()
         steps.do(*(receive_next(line, s, lane="kv") for line in self._lines(orbit) if s + 1 < line.group.size))

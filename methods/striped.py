@@ -16,7 +16,7 @@ from sp_bench.methods.ring import Ring
 
 @dataclass(frozen=True, kw_only=True)
 class Striped(Ring):
-    """Ring on the striped layout."""
+    """Ring Attention on the striped layout."""
 
     name: ClassVar[str] = "striped"
     citation: ClassVar[str] = "Brandon et al. 2023"

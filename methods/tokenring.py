@@ -1,24 +1,23 @@
-"""TokenRing: Q moves round the ring one way, while partial outputs go straight back to their owners the other way.
+"""TokenRing: Q goes round the ring one way, and partial outputs go straight to their owners the other way.
 
 Source: Wang et al., "TokenRing: An Efficient Parallelism Framework for Infinite-Context LLMs via Bidirectional
-Communication", 2024, algorithm 1. At step s a rank computes with the Q chunk of the rank s behind it, passes that Q on
-to the next rank, and sends the partial (out, lse) of the step before to its owner: two lanes at once.
+Communication", 2024, algorithm 1. At step s a rank computes with the Q chunk of the rank s behind it, sends that Q to
+the next rank, and on a second lane sends the partial (out, lse) of the step before to its owner.
 
-Backward (the paper has none): OdOQ moves as Q does and dQ goes home as the partial outputs do, while KV and its
-gradient stay.
+Backward (the paper has none): OdOQ moves like Q, dQ returns like the partial outputs, KV and dKV stay.
 
-nodes > 1 is the hybrid of case study III: TokenRing among the ranks of a node, once for each KV chunk that Ring
-Attention brings from the other nodes; dKV follows KV from node to node as in Ring.
+nodes > 1 is the hybrid of case study III: TokenRing runs among the ranks of a node, once for each KV chunk that Ring
+Attention brings from another node. dKV follows KV from node to node as in Ring.
 
 Volume sent by each GPU, m = n / nodes ranks in a node, in chunks, k = kv_heads / heads, lse apart:
     forward   nodes (m - 1) Q + nodes (m - 1) O + 2k (nodes - 1) KV; with one node (n - 1) Q + (n - 1) O
     backward  3 nodes (m - 1) OdOQ + nodes (m - 1) dQ + 2k (nodes - 1) KV + 2k (nodes - 1) dKV
 
-On the zigzag layout with a causal mask (section 3.3.2 of the paper), `trim` leaves out what no rank needs any more. The
-Q chunk of rank i is computed as a whole with KV chunks below i, and its second half only with those above. Q therefore
-moves down here, to the rank before: whole as far as rank 0, and then only the second half. Partial outputs return what
-was computed. (Moving up, as elsewhere, the first half would be needed last.) On average a rank then sends 3/4 of the Q
-and O above; s stands for that share.
+On the zigzag layout with a causal mask (section 3.3.2 of the paper), `trim` leaves out the rows that no rank needs any
+more. The whole Q chunk of rank i sees KV chunks below i, and only its second half sees those above. Q therefore moves
+to lower ranks here: all of it as far as rank 0, then only the second half. (To higher ranks, the first half would be
+needed last.) Partial outputs have the rows that were computed. On average a rank then sends the share s = 3/4 of the Q
+and O above.
 
 Layouts: zigzag (the paper's for causal), striped, contiguous. Refuses nodes that don't divide n.
 """
@@ -54,7 +53,7 @@ from sp_bench.plan import (
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRing(Method):
-    """TokenRing, within nodes of n / nodes ranks."""
+    """TokenRing inside nodes of n / nodes ranks, Ring Attention between nodes."""
 
     name: ClassVar[str] = "tokenring"
     citation: ClassVar[str] = "Wang et al. 2024"
@@ -75,7 +74,7 @@ class TokenRing(Method):
             raise RequestError(f"method.trim={self.trim}", "must be true or false", "method.trim=true would work")
 
     def refuse(self, problem: Problem) -> None:
-        """Nodes must be equal."""
+        """Raise RequestError where `nodes` doesn't divide n."""
         if type(self.nodes) is not int or self.nodes < 1 or problem.n % self.nodes:
             raise RequestError(
                 f"method.nodes={self.nodes}",
@@ -84,7 +83,7 @@ class TokenRing(Method):
             )
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Algorithm 1, once for the KV of each node."""
+        """Algorithm 1, once for each node's KV."""
         ring, across = self._groups(problem)
         q, o, kv = Chunk("q", 0, ring), Chunk("o", 0, ring), Chunk("kv", 0, across)
         steps, move = Steps(), self._move(problem)
@@ -94,7 +93,7 @@ class TokenRing(Method):
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The same for OdOQ and dQ. The dKV of a node's KV is complete after its round and goes on along the nodes."""
+        """Algorithm 1 with OdOQ and dQ. After each round, dKV of that round's KV goes on to the next node."""
         ring, across = self._groups(problem)
         odoq, dq = Chunk("odoq", 0, ring), Chunk("dq", 0, ring)
         kv, dkv = Chunk("kv", 0, across), Chunk("dkv", 0, across)
@@ -114,15 +113,15 @@ class TokenRing(Method):
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def variant(self, n: int) -> str:
-        """The nodes, where there are several, and whether rows that are not needed travel where they needn't."""
+        """The number of nodes if more than one, and `untrimmed` if `trim` is off."""
         return ", ".join([f"{self.nodes} nodes"] * (self.nodes > 1) + ["untrimmed"] * (not self.trim))
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """How many nodes, and the share of Q that is sent."""
+        """The number of nodes, and the share s of Q that is sent."""
         return {"nodes": self.nodes, "s": float(self._share(problem))}
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
-        """The header's formulas."""
+        """The header's formulas, by tensor."""
         ring, across = self._groups(problem)
         within, between = self._share(problem) * across.size * (ring.size - 1), across.size - 1
         if phase == "forward":
@@ -133,7 +132,7 @@ class TokenRing(Method):
         return self.trim and problem.skips_queries and problem.layout.name == "zigzag"
 
     def _share(self, problem: Problem) -> Fraction:
-        """The part of Q that is sent on average, of what goes to the other ranks' KV: 3/4, where halves are equal."""
+        """The mean share of Q's rows sent to other ranks: 3/4 where all pieces are equal, 1 without trimming."""
         if not self._trims(problem) or problem.n == self.nodes:
             return Fraction(1)
         n, ring, sent = problem.n, problem.n // self.nodes, 0
@@ -143,22 +142,21 @@ class TokenRing(Method):
         return Fraction(sent, (n - self.nodes) * problem.seqlen)
 
     def _move(self, problem: Problem) -> int:
-        """The way that Q goes round."""
         return DOWN if self._trims(problem) else UP
 
     def _groups(self, problem: Problem) -> tuple[Group, Group]:
-        """The ring inside a node, and the ranks of equal place in all nodes."""
+        """The ring inside a node, and the ring of the ranks with the same position in every node."""
         inside = problem.n // self.nodes
         return Group(1, inside), Group(inside, self.nodes, DOWN)
 
     def _bring(self, kv: Chunk, node: int) -> list[Op]:
-        """While a node's KV is computed with, the next one's comes."""
+        """The receive of the next node's KV, which overlaps the round of this one."""
         return [receive_next(kv, node, lane="kv")] if node + 1 < self.nodes else []
 
     def _round(
         self, steps: Steps, problem: Problem, blocks: Sequence[Attend] | Sequence[AttendBackward], bring: Sequence[Op]
     ) -> None:
-        """One time round the ring: blocks[s] computes with the Q that has moved s times."""
+        """One round of the ring: blocks[s] computes with the Q that has moved s times."""
         ring, size, unfolded = blocks[0].q.home, len(blocks), []
         assert isinstance(ring, Group)
         seen = blocks[0].kv if self._trims(problem) else None

@@ -1,16 +1,16 @@
-"""DeepSpeed-Ulysses: all-to-alls turn every rank's tokens into its share of the heads of all tokens, and back.
+"""DeepSpeed-Ulysses: an all-to-all gives every rank its heads of all tokens, and another returns its tokens.
 
 Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
-Transformer Models", 2023, section 3.1. Between the all-to-alls, attention is one block on each rank. Backward: Q, KV
-and O by heads are kept from the forward, so that of the inputs only dO travels.
+Transformer Models", 2023, section 3.1. Between the all-to-alls, attention is one block on each rank. The forward keeps
+Q, KV and O by heads, so that of the backward's inputs only dO travels.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h heads, k = kv_heads / heads. A rank
-needs at least one key head: with fewer than n, each goes to n / kv_heads ranks and no further, and K = max(k, n / h).
+needs at least one key head: if kv_heads < n, each goes to n / kv_heads ranks. K = max(k, n / h).
     forward   (2 + 2K) (n - 1) / n for Q, KV and O
-    backward  (2 + 2K) (n - 1) / n for dO, dQ and dKV; what ranks computed with one key head is added up at its owner
+    backward  (2 + 2K) (n - 1) / n for dO, dQ and dKV; the dKV of a key head that ranks share is summed at its owner
 
-Layout: contiguous. A rank has all tokens of its heads, so that a causal mask leaves all ranks equal work. Refuses ranks
-that don't divide the heads, and those that neither divide kv_heads nor are a multiple of them.
+Layout: contiguous. A rank has all tokens of its heads, so that a causal mask leaves all ranks equal work. Refuses an n
+that doesn't divide heads, or that neither divides kv_heads nor is a multiple of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LANE = "all-to-all"
 
 @dataclass(frozen=True, kw_only=True)
 class Ulysses(Method):
-    """All ranks split the heads."""
+    """DeepSpeed-Ulysses: all ranks split the heads."""
 
     name: ClassVar[str] = "ulysses"
     citation: ClassVar[str] = "Jacobs et al. 2023"
@@ -55,11 +55,11 @@ class Ulysses(Method):
     layout: str = "contiguous"
 
     def head_parallel(self, n: int) -> int:
-        """All n ranks split the heads."""
+        """n, as all ranks split the heads."""
         return n
 
     def refuse(self, problem: Problem) -> None:
-        """Every rank must get as many heads, with the key heads that belong to them."""
+        """Raise RequestError where n ranks can't split heads and key heads evenly (`degrees`)."""
         if problem.n not in degrees(problem):
             raise RequestError(
                 f"gpus={problem.n}",
@@ -109,7 +109,7 @@ class Ulysses(Method):
         steps.do(AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
-        """The rank's own chunks; those by heads are at home among the ranks that have the same heads."""
+        """The rank's own chunks. The home of a chunk by heads is the ring of ranks that have the same heads."""
         u = self.head_parallel(problem.n)
         return tuple(
             Chunk(tensor, 0, Group(u, problem.n // u, DOWN) if tensor.endswith("_h") else Group(1, problem.n))
@@ -118,6 +118,6 @@ class Ulysses(Method):
 
 
 def degrees(problem: Problem) -> list[int]:
-    """How many ranks can split the heads evenly: 1, 2, ... up to the heads."""
+    """Every number of ranks, ascending, that can split heads and key heads evenly."""
     heads, kv_heads = problem.heads, problem.kv_heads
     return [u for u in range(1, heads + 1) if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]

@@ -1,16 +1,16 @@
-"""USP: DeepSpeed-Ulysses among neighbouring ranks, Ring Attention between such groups.
+"""USP: DeepSpeed-Ulysses inside groups of consecutive ranks, Ring Attention between the groups.
 
 Source: Fang, Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", 2024, algorithm 1.
-The n ranks are n / u groups of u = `ulysses` consecutive ranks. Inside a group it is Ulysses (methods/ulysses.py); in
-place of its one block, KV by heads goes round the ring of the ranks that have the same heads. The ranks of a group own
-the tokens of one chunk of the layout together, so that a block is one kernel call on a whole chunk.
+The n ranks form n / u groups of u = `ulysses` consecutive ranks. Inside a group it is Ulysses (methods/ulysses.py), but
+instead of one block, KV by heads goes round the ring of ranks that have the same heads. The ranks of a group share one
+layout chunk, so that a block is one kernel call on a whole chunk.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h heads, K = max(kv_heads, u) / h:
     forward   (2 + 2K) (u - 1) / u for Q, KV and O, and 2K (n / u - 1) along the ring
     backward  (2 + 2K) (u - 1) / u for dO, dQ and dKV, and 4K (n / u - 1) for KV and dKV along the ring
 
-Layouts: contiguous, striped, zigzag. Masks: full, causal. Refuses a u that doesn't divide n or the heads, or that
-neither divides kv_heads nor is a multiple of them.
+Layouts: contiguous, striped, zigzag. Masks: full, causal. Refuses a u that doesn't divide both n and heads, or that
+neither divides kv_heads nor is a multiple of it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class USP(Sized, Ulysses):
     size_option: ClassVar[str] = "ulysses"
 
     ulysses: str | int = "auto"
-    """u, the ranks that split the heads; auto stands for every degree that is possible."""
+    """u, how many ranks split the heads; auto stands for every possible degree."""
 
     def sizes(self, problem: Problem) -> list[int]:
-        """Groups must be equal, and so must the heads of their ranks."""
+        """Every u that divides n and splits heads and key heads evenly."""
         return [u for u in degrees(problem) if problem.n % u == 0]
 
     def size_rule(self, problem: Problem) -> str:
-        """In words."""
+        """The rule for `ulysses`, in words that follow "must"."""
         kv_heads = f"kv_heads={problem.kv_heads}"
         return f"divide gpus={problem.n} and heads={problem.heads}, and divide {kv_heads} or be a multiple of them"
 
@@ -72,12 +72,12 @@ class USP(Sized, Ulysses):
         return self.ulysses
 
     def variant(self, n: int) -> str:
-        """Both degrees."""
+        """The Ulysses and the ring degree, in words."""
         u = self.head_parallel(n)
         return f"ulysses {u} x ring {n // u}"
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """u."""
+        """The value of u."""
         return {"u": self.head_parallel(problem.n)}
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:

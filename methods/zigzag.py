@@ -17,7 +17,7 @@ from sp_bench.methods.ring import Ring
 
 @dataclass(frozen=True, kw_only=True)
 class Zigzag(Ring):
-    """Ring on the zigzag layout."""
+    """Ring Attention on the zigzag layout."""
 
     name: ClassVar[str] = "zigzag"
     citation: ClassVar[str] = "Zhu 2024"

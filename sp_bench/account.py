@@ -1,7 +1,7 @@
 """Count what a plan sends, computes and holds, without running it.
 
-Bytes are per GPU, by rank or the mean over the ranks: most methods send the same from every rank. Payload and
-statistics (the lse) are kept apart, since the papers count payload only.
+Bytes are per GPU: by rank, or the mean over ranks. Payload and statistics (the lse) are counted separately, since the
+papers count payload only.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ BACKWARD_OVER_FORWARD = 2.5
 
 @dataclass(frozen=True)
 class Volume:
-    """What the GPUs send in one phase."""
+    """Bytes that the GPUs send in one phase."""
 
     by_rank: dict[tuple[str, str, str], np.ndarray]
-    """By (lane, tensor, field): bytes of each rank, (n,)."""
+    """Bytes that each rank sends, (n,), by (lane, tensor, field)."""
 
     @property
     def sent_bytes(self) -> dict[tuple[str, str, str], float]:
-        """By (lane, tensor, field), the mean over the ranks."""
+        """Bytes sent by (lane, tensor, field), mean over ranks."""
         return {key: _mean(sent) for key, sent in self.by_rank.items()}
 
     def of(self, rank: int) -> dict[tuple[str, str, str], int]:
-        """What one rank sends, without what it sends none of."""
+        """Bytes that one rank sends, by (lane, tensor, field); zero entries are left out."""
         return {key: int(sent[rank]) for key, sent in self.by_rank.items() if sent[rank]}
 
     @property
     def total_bytes(self) -> float:
-        """Payload and statistics, the mean over the ranks."""
+        """Payload and statistics bytes, mean over ranks."""
         return _mean(sum(self.by_rank.values(), np.zeros(1, np.int64)))
 
     @property
     def max_bytes(self) -> int:
-        """Those of the rank that sends most."""
+        """Payload and statistics bytes of the rank that sends most."""
         return int(sum(self.by_rank.values(), np.zeros(1, np.int64)).max())
 
     @property
     def statistic_bytes(self) -> float:
-        """How much of the mean is statistics."""
+        """Statistics bytes, mean over ranks."""
         return sum(sent for (_, tensor, name), sent in self.sent_bytes.items() if _is_statistic(tensor, name))
 
     @property
     def payload_bytes(self) -> float:
-        """What the papers count, the mean over the ranks."""
+        """Payload bytes, which the papers count, mean over ranks."""
         return self.total_bytes - self.statistic_bytes
 
 
@@ -69,7 +69,7 @@ def _is_statistic(tensor: str, name: str) -> bool:
 
 
 def volume(plan: Plan, problem: Problem) -> Volume:
-    """Count the sends of a plan."""
+    """Bytes that every rank sends in a plan."""
     ranks, sent = np.arange(problem.n), {}
     for op in plan.ops:
         if isinstance(op, Transfer):
@@ -81,7 +81,7 @@ def volume(plan: Plan, problem: Problem) -> Volume:
 
 
 def traffic(plan: Plan, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(target, bytes) of all that ranks send, each (n,) by rank, one entry for each way of pairing ranks."""
+    """[(target rank, bytes sent), ...], each (n,) by sender: one entry per (group, shift) of the plan."""
     ranks, sent = np.arange(problem.n), {}
     for op in plan.ops:
         if isinstance(op, Transfer):
@@ -99,16 +99,16 @@ def sent_across_nodes(plan: Plan, problem: Problem, node_of: Callable[[np.ndarra
 
 
 def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> float:
-    """The least payload that a GPU can send, on average over the GPUs.
+    """The fewest payload bytes that any method with the same head split can send, mean over GPUs.
 
-    For exact attention with one owner for each token, equal work on every GPU, and each GPU working on 1/h of the heads
-    (h = 1 unless the method splits them). A GPU that touches its heads of x chunks of queries and y chunks of keys
-    computes at most x * y of the rho * n * h blocks that are its share (rho = 1/2 if causal). It must receive x - 1
-    query chunks, send x - 1 partial outputs, and receive y - 1 key chunks; backward likewise for Q and dO (of O only a
-    sum for each row is needed), dQ, KV and dKV, or without Q and KV where the forward `kept` what it received.
-    Minimised over x with y = rho * n * h / x. Full attention, forward, h = 1, k = kv_heads / heads:
-    4 N d sqrt(k / n) - (2 + 2 k) N d / n elements, which Mesh-Attention reaches at a = sqrt(k n); h = n:
-    4 N d (n - 1) / n^2, which DeepSpeed-Ulysses reaches.
+    Assumptions: exact attention, one owner per token, equal work on every GPU, and 1/h of the heads on each GPU (h = 1
+    unless the method splits heads). A GPU that uses x query chunks and y key chunks computes at most x * y blocks; its
+    share is rho * n * h blocks (rho = 1/2 if causal, else 1). It must receive x - 1 query chunks, send x - 1 partial
+    outputs and receive y - 1 key chunks. Backward, the same holds for Q, dO and dQ by queries and for KV and dKV by
+    keys; of O only a sum per row is needed. Q and KV don't count if the forward `kept` what it received. The bound is
+    the minimum over x with y = rho * n * h / x. For full attention, forward, k = kv_heads / heads:
+        h = 1   4 N d sqrt(k / n) - (2 + 2 k) N d / n elements; Mesh-Attention reaches it at a = sqrt(k n)
+        h = n   4 N d (n - 1) / n^2 elements; DeepSpeed-Ulysses reaches it
     """
     split = problem.layout.head_parallel
 
@@ -130,13 +130,13 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
 
 
 def model_flops(problem: Problem, phase: str) -> float:
-    """FLOPs of the whole attention as MFU counts them: 4 N^2 H D forward, half of it if causal, 2.5 times backward."""
+    """FLOPs of the whole attention for MFU: 4 B N^2 H D forward, half of that if causal; backward 2.5 times as many."""
     forward = 4.0 * problem.batch * problem.seqlen**2 * problem.heads * problem.head_dim * problem.mask.flops_share
     return forward if phase == "forward" else forward * BACKWARD_OVER_FORWARD
 
 
 def blocks(plan: Plan, problem: Problem) -> np.ndarray:
-    """Blocks that each rank computes, by class of `Problem.blocks`: (n, classes)."""
+    """How many blocks of each class of `Problem.blocks` each rank computes: (n, classes)."""
     ranks = np.arange(problem.n)
     counts = np.zeros((problem.n, len(problem.blocks.regions)), np.int64)
     computed = [op for op in plan.ops if isinstance(op, Attend | AttendBackward)]
@@ -147,23 +147,23 @@ def blocks(plan: Plan, problem: Problem) -> np.ndarray:
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:
-    """(query, key) pairs that each rank computes for each batch entry, added up over the heads: (n,)."""
+    """(query, key) pairs that each rank computes per batch entry, summed over heads: (n,)."""
     return blocks(plan, problem) @ np.array(problem.blocks.pairs) * problem.block_heads
 
 
 def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
-    """The most that a rank can hold at once while it executes the plans one after the other, in bytes.
+    """The most bytes that a rank holds at once while it executes the plans one after another.
 
-    Counted are a plan's inputs, the receive and staging buffers (which the plans share and which stay), the
-    partials from their first block until their transfer has surely ended, the results of the block under way,
-    and the outputs in the compute dtype. Workspace inside a kernel or a fold is not.
+    This counts the inputs, the receive and staging buffers (shared by the plans and never freed), each partial from its
+    first block until its transfer must have ended, the results of the current block, and the outputs in the compute
+    dtype. It does not count the workspace inside a kernel or a fold.
     """
     plans = list(plans)
     return buffer_bytes(plans, problem) + max(_moving_bytes(plan, problem) for plan in plans)
 
 
 def buffer_bytes(plans: Iterable[Plan], problem: Problem) -> int:
-    """The receive and staging buffers that plans share: as many of each kind as the one that needs most, in bytes."""
+    """Bytes of the receive and staging buffers that plans share: of each kind, the most that a plan needs."""
     kept: Counter[TensorSpec] = Counter()
     for plan in plans:
         kept |= _buffers(plan, problem)
@@ -171,14 +171,14 @@ def buffer_bytes(plans: Iterable[Plan], problem: Problem) -> int:
 
 
 def _buffers(plan: Plan, problem: Problem) -> Counter[TensorSpec]:
-    """How many buffers of each shape and dtype a plan receives into and stages in."""
+    """How many receive and staging buffers of each shape and dtype a plan needs."""
     lowering = lower(plan, problem)
     received = (lowering.received_specs(buffer) for buffer in set(lowering.receive_buffers.values()))
     return Counter(spec for specs in (*received, *lowering.staging_buffers.values()) for spec in specs)
 
 
 def _moving_bytes(plan: Plan, problem: Problem) -> int:
-    """The most that inputs, partials, block results and outputs come to at one time."""
+    """The most bytes that inputs, partials, block results and outputs take at one time."""
     flow, lowering = dataflow(plan), lower(plan, problem)
     unsummed = lowering.unsummed
     elsewhere = {plan.ops[index].writes[0] for index in lowering.receive_buffers} | set(plan.starts_with)
@@ -201,15 +201,15 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     sizes = {c: problem.chunk_bytes(c.tensor, wire=False, summed=False) for c in results}
     outputs = sum(sizes[chunk] for chunk in (results if problem.head_slices > 1 else cast))
     if cast and problem.head_slices > 1:
-        # Slices are put together field by field, and are there until they are.
+        # Slices are concatenated field by field, and live until that is done.
         outputs += problem.head_slices * max(sizes[chunk] for chunk in cast)
     return int(inputs + max((alive + result).max(), alive[-1] + outputs))
 
 
 def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
-    """For each transfer, the first later block or fold that waits until its lane is past it: it may last till then.
+    """For each transfer, the first later block or fold that waits for it or for a later transfer of its lane.
 
-    Blocks run ahead of the lanes, so that what it sends may be held much longer than its place in the plan says.
+    The tensor sent may stay alive until then, as blocks run ahead of the lanes.
     """
     pending: dict[str, list[int]] = {lane: [] for lane in plan.lanes}
     released: dict[int, int] = {}
@@ -226,7 +226,7 @@ def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
 
 
 def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem, unsummed: Container[Chunk]) -> int:
-    """What a kernel returns, unless it becomes what is held itself."""
+    """Bytes of the tensors that a kernel returns, without those that become the held chunk."""
     if not isinstance(op, Attend | AttendBackward):
         return 0
     as_held = problem.dtype == problem.accumulate_dtype and not problem.narrows

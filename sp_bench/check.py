@@ -1,17 +1,17 @@
-"""Prove a plan, for all ranks at once, without running it.
+"""Prove a plan for all ranks at once, without running it.
 
-The plan is executed on facts in place of tensors. For each chunk on each rank: whose tokens it holds and which of their
-rows, and for a partial, the set of blocks that have been folded into it. Proven are:
+The check executes the plan on facts instead of tensors. For each chunk on each rank it tracks whose tokens the chunk
+holds and which of their rows, and for a partial, the set of blocks folded into it. It proves:
 
     each send meets its receive, of the same tensor           (with backward-only waits: no deadlock: lower.schedule)
     nothing is read before it has arrived
     a chunk is what the index map says it is                   (Mesh paper, table 1; see Chunk)
     each unmasked Q-KV block is computed exactly once
-    no rows are left out that a block reads
+    a transfer leaves out no row that a block reads
     each partial is folded exactly once, and each output and gradient ends complete at its owner, for all its heads
 
-Sets are exact, one bit for each (rank, chunk) pair; n = 4096 takes seconds. A chunk by heads (q_h) stands for its
-owner's heads of the tokens of all ranks that share the owner's chunk of the layout.
+Sets are exact, one bit per (rank, chunk) pair; n = 4096 takes seconds. A chunk by heads (q_h) has the owner's heads and
+the tokens of all ranks that share the owner's layout chunk.
 """
 
 from __future__ import annotations
@@ -44,51 +44,53 @@ Ranks = np.ndarray
 
 
 class Rows(NamedTuple):
-    """A run of a chunk's rows on each rank: from `start` to before `stop`, (n,) each; none where they are equal."""
+    """A run of a chunk's rows on each rank: start <= row < stop, (n,) each. Empty where start >= stop."""
 
     start: np.ndarray
     stop: np.ndarray
 
     def within(self, other: Rows) -> np.ndarray:
-        """Whether all of them are among the others: (n,)."""
+        """Whether each rank's rows are all in `other`: (n,)."""
         return (self.start >= self.stop) | ((self.start >= other.start) & (self.stop <= other.stop))
 
     def around(self, other: Rows) -> Rows:
-        """The least run that has both."""
+        """The shortest run on each rank that contains both."""
         start = np.where(self.start >= self.stop, other.start, np.minimum(self.start, other.start))
         start = np.where(other.start >= other.stop, self.start, start)
         stop = np.where(self.start >= self.stop, other.stop, np.maximum(self.stop, other.stop))
         return Rows(start, np.where(other.start >= other.stop, self.stop, stop))
 
     def where(self, there: np.ndarray) -> Rows:
-        """Those of some ranks, and none on the others."""
+        """The rows of the ranks where `there`, (n,), is true; no rows on other ranks."""
         return Rows(np.where(there, self.start, 0), np.where(there, self.stop, 0))
 
     def at(self, ranks: Ranks) -> Rows:
-        """Those that these ranks have."""
+        """The rows of the given ranks, in their order."""
         return Rows(self.start[ranks], self.stop[ranks])
 
 
 @dataclass
 class _Facts:
-    """What every rank holds, as of the operation under way."""
+    """What every rank holds at the current operation."""
 
     problem: Problem
     ranks: Ranks
     content: dict[Chunk, Ranks] = field(default_factory=dict)
-    """The global chunk that a chunk is on each rank: (n,)."""
+    """The global index of the content of each chunk, by rank: (n,)."""
     rows: dict[Chunk, Rows] = field(default_factory=dict)
-    """The rows that a chunk has on each rank, or of a partial, that a block was folded into; all if not in here."""
+    """The rows of each chunk that are present on each rank; for a partial, those with a block folded in.
+
+    A chunk that is not a key has all its rows."""
     last: dict[Chunk, str] = field(default_factory=dict)
-    """The operation that was the last to add to a partial."""
+    """The last operation that added to each partial."""
     kept: tuple[Chunk, ...] = ()
-    """What stays for the backward."""
+    """Chunks that the forward keeps for the backward."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each."""
     visible: np.ndarray = field(init=False)
-    """By class of blocks, whether there is anything to compute."""
+    """Whether a block of each class has anything unmasked: (classes,)."""
     needed: np.ndarray = field(init=False)
-    """By class, the first query that a block reads and the one after the last: (2, classes)."""
+    """The first query that a block of each class reads, and one past the last: (2, classes)."""
 
     def __post_init__(self) -> None:
         blocks = self.problem.blocks
@@ -102,18 +104,18 @@ class _Facts:
         return Rows(*self.needed[:, self.problem.blocks.of(q, kv)])
 
     def partial(self, chunk: Chunk) -> np.ndarray:
-        """The blocks of a partial, which begins without any."""
+        """The bit set of blocks in a partial, created empty on first use."""
         if chunk not in self.blocks:
             self.content[chunk] = chunk.owner(self.ranks)
             self.blocks[chunk] = np.zeros((self.problem.n, -(-self.problem.n // 64)), np.uint64)
         return self.blocks[chunk]
 
     def rows_of(self, chunk: Chunk) -> Rows:
-        """The rows that a chunk has, or of a partial, that a block was folded into."""
+        """The present rows of a chunk (see `rows`)."""
         return self.rows.get(chunk) or self.all_rows(self.content[chunk])
 
     def all_rows(self, owner: Ranks) -> Rows:
-        """Those of the layout's chunks that have the tokens of these ranks."""
+        """All rows of the layout chunks that hold the tokens of these ranks."""
         tokens = self.problem.block_tokens_of(owner)
         return Rows(np.zeros_like(owner), np.broadcast_to(tokens, owner.shape))
 
@@ -122,7 +124,7 @@ class _Facts:
 
 
 def check_all(plans: Mapping[str, Plan], problem: Problem) -> None:
-    """Prove the plans of a forward, or of a forward and its backward. Raises PlanError for the first thing wrong."""
+    """Prove the plan of a forward, or those of a forward and its backward. Raises PlanError at the first error."""
     for plan in plans.values():
         check(plan, problem)
     starts = {chunk.tensor for plan in plans.values() if plan.phase == "backward" for chunk in plan.inputs}
@@ -135,7 +137,7 @@ def check_all(plans: Mapping[str, Plan], problem: Problem) -> None:
 
 
 def check(plan: Plan, problem: Problem) -> None:
-    """Prove the plan for every rank. Raises PlanError, with the operation named, for the first thing wrong with it."""
+    """Prove one plan for every rank. Raises PlanError at the first error; its message names the operation."""
     if plan.n != problem.n:
         raise PlanError(f"the plan is for {plan.n} ranks and the problem has {problem.n}")
     _interface(plan, problem)
@@ -152,9 +154,9 @@ def check(plan: Plan, problem: Problem) -> None:
 
 
 INTERFACES = {"forward": (("q", "kv"), ("o", "out")), "backward": (("odoq", "do", "kv"), ("dq", "dkv"))}
-"""What each phase may start from and end with: a rank's own chunks, all slices of their heads."""
+"""The inputs and outputs that each phase may have: a rank's own chunks, in all head slices."""
 COMPLETE = {"forward": (("o",), ("out",)), "backward": (("dq", "dkv"),)}
-"""What it must end with."""
+"""The sets of outputs that each phase may end with."""
 
 
 def _interface(plan: Plan, problem: Problem) -> None:
@@ -178,7 +180,7 @@ def _interface(plan: Plan, problem: Problem) -> None:
 
 
 def _tiles(n: int, op: Op, where: str) -> None:
-    """The groups that an operation names must tile the ranks."""
+    """The groups of an operation must tile the ranks."""
     groups: list[Group | Exchange] = [op.group] if isinstance(op, Transfer) else []
     for chunk in (*op.reads, *op.writes):
         home = chunk.home
@@ -193,7 +195,7 @@ def _tiles(n: int, op: Op, where: str) -> None:
 
 
 def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequence[str]) -> None:
-    """The operands of a block: held, of the right tensors, all by heads where heads are split, of one slice of them."""
+    """A block's operands must be held chunks of the wanted tensors (by heads where split), of one head slice."""
     split = "_h" if facts.problem.layout.head_parallel > 1 else ""
     for chunk, tensor in zip(chunks, wanted, strict=True):
         if chunk.tensor not in (tensor + split, tensor + "_h") or chunk.is_arriving:
@@ -208,7 +210,7 @@ def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
 
 
 def _placed(facts: _Facts, chunk: Chunk, where: str) -> None:
-    """A chunk must be what the index map says."""
+    """A chunk's content must be what the index map says."""
     said, found = chunk.owner(facts.ranks), facts.content[chunk]
     if (rank := _first(said != found)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {chunk} is global chunk {found[rank]} and should be {said[rank]}")
@@ -240,7 +242,7 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
 
 
 def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
-    """Which rows arrive; of a query chunk, none that the sender hasn't got, of a partial, all that hold anything."""
+    """Record which rows arrive. The sender must have every row it sends, and send every row of a partial it has."""
     assert op.send is not None
     assert op.recv is not None
     held = arriving = facts.rows_of(op.send)
@@ -273,7 +275,7 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
         if op.recv in facts.blocks:
             raise PlanError(f"{where}: {op.recv} is there already")
         sets = facts.partial(op.send).reshape(-1, degree, facts.blocks[op.send].shape[1])
-        # All heads of a rank's tokens are done as far as every member has done its own.
+        # A block is done for all heads once every member has done it for its own heads.
         facts.blocks[op.recv] = np.repeat(np.bitwise_and.reduce(sets, axis=1), degree, axis=0)
         facts.last[op.recv] = where
         if op.send not in facts.kept:
@@ -294,7 +296,7 @@ def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
 
 
 def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.ndarray, where: str) -> None:
-    """One block, (chunk `into`, `counterpart`), is folded into a partial."""
+    """Record that the block of each rank with chunk `counterpart` is folded into the partial `into`."""
     blocks = facts.partial(into)
     word, bit = facts.bit(counterpart // facts.problem.layout.head_parallel)
     old = blocks[facts.ranks, word]
@@ -324,7 +326,7 @@ def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
 
 
 def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -> None:
-    """A block reads no rows that were left behind, and both its chunks must hold the same heads."""
+    """Both chunks of a block must hold the same heads, and the query chunk every row that the block reads."""
     degree, owners, keys = facts.problem.layout.head_parallel, facts.content[q], facts.content[kv]
     if (rank := _first(owners % degree != keys % degree)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
@@ -337,7 +339,7 @@ def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -
 
 
 def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
-    """The accumulator must belong to the chunk that the block is computed for."""
+    """The accumulator's owner must be the chunk that the block is computed for."""
     said = partial.owner(facts.ranks)
     if (rank := _first(said != chunk)) is not None:
         raise PlanError(
@@ -361,7 +363,7 @@ def _fold(facts: _Facts, op: Fold, where: str) -> None:
 
 
 def _join(facts: _Facts, op: Join, where: str) -> None:
-    """Order only."""
+    """A Join only orders operations; nothing to check."""
 
 
 _RULES: dict[type[Op], Callable] = {
@@ -376,7 +378,7 @@ _RULES: dict[type[Op], Callable] = {
 
 
 def _complete(facts: _Facts, plan: Plan) -> None:
-    """Every output has all its blocks, and no partial is left over."""
+    """Every output must have all its blocks, and no partial may be left over."""
     degree = facts.problem.layout.head_parallel
     chunks = facts.problem.n // degree
     for chunk in plan.ends_with:
@@ -395,5 +397,5 @@ def _complete(facts: _Facts, plan: Plan) -> None:
 
 
 def _first(wrong: np.ndarray | np.bool) -> int | None:
-    """The lowest rank for which something is wrong."""
+    """The lowest rank where `wrong` is true; None if there is none."""
     return int(wrong.argmax()) if wrong.any() else None

@@ -60,7 +60,10 @@ def _describe(arguments: Sequence[str]) -> int:
 
 
 def describe(overrides: Sequence[str]) -> str:
-    """The text for one point. Its seqlen is made to fit the ranks. Raises RequestError as the benchmark does."""
+    """The description of one point as text. Rounds seqlen up to a multiple of 2 * gpus.
+
+    Raises RequestError as the benchmark does, and for more than MOST_RANKS GPUs.
+    """
     with Composer() as composer:
         (point,) = composer.points(overrides, sweep=False)
         config = composer.compose(point)
@@ -68,7 +71,7 @@ def describe(overrides: Sequence[str]) -> str:
     if gpus > MOST_RANKS:
         raise RequestError(f"gpus={gpus}", "its matrix would not fit a terminal", f"up to {MOST_RANKS} would work")
     config["seqlen"] = -(-read(Tokens, config["seqlen"], "seqlen") // (2 * gpus)) * 2 * gpus
-    # Any number of GPUs can be described: those that don't fill the cluster's nodes are on one.
+    # Any number of GPUs can be described: if they don't fill whole nodes, they are all put on one node.
     node = config["cluster"]["gpus_per_node"]
     if node and gpus % node:
         inside = {key: config["cluster"]["intra"][key] for key in ("bytes_per_s", "latency_s")}
@@ -98,13 +101,12 @@ def describe(overrides: Sequence[str]) -> str:
 
 
 def _tiles(steps: np.ndarray) -> list[str]:
-    """One for each slice of the heads."""
     grids = [draw.grid(of_slice, "Q#", "KV#") for of_slice in steps]
     return [f"heads/{i}\n{grid}" for i, grid in enumerate(grids)] if len(grids) > 1 else grids
 
 
 def methods_table() -> str:
-    """Every method: volume, memory, limits, layouts, source, as Markdown, computed from the code."""
+    """A Markdown table of every method's volume, memory, limit, layouts, masks and source, computed from the code."""
     rows = [
         "# Methods",
         "",
@@ -122,7 +124,7 @@ class PaperVolume:
 
     method: str
     formula: str
-    """In n and the method's own numbers."""
+    """A Python expression in n and the method's `symbols`."""
 
 
 PAPERS_VOLUMES = (
@@ -134,7 +136,7 @@ PAPERS_VOLUMES = (
 
 
 class Volumes(NamedTuple):
-    """One volume by the paper's formula and as counted from the plans of all ranks, in units of N * d."""
+    """A forward volume by the paper's formula, and counted from all ranks' plans, in units of N * d."""
 
     variant: str
     paper: float
@@ -143,7 +145,7 @@ class Volumes(NamedTuple):
 
 
 def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
-    """A row of the table at n GPUs, for the variant that sends least."""
+    """The volumes of one method at n GPUs, for the variant that sends least."""
     problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, mask=FULL, layout=LAYOUTS["contiguous"])
     method = least_volume(build(paper.method, {}), problem, PHASES[:1])
     problem = method.dealt(problem)
@@ -176,7 +178,7 @@ def _as_text(formula: str) -> str:
 
 
 def formula_value(method: Method, problem: Problem, phase: str) -> float:
-    """What a method's formula comes to: payload in chunks of Q."""
+    """The value of a method's formula: payload that a GPU sends in a phase, in chunks of Q."""
     names = {"n": problem.n, "h": problem.heads, "k": problem.kv_ratio, "max": max, **method.symbols(problem)}
     return eval(method.formula[phase], {"__builtins__": {}}, names)
 
@@ -204,7 +206,7 @@ def _problem(cls: type[Method], n: int) -> Problem:
 
 
 def least_volume(method: Method, problem: Problem, phases: Sequence[str] = PHASES) -> Method:
-    """The variant that sends least."""
+    """The variant of a method that sends the fewest bytes over the phases."""
     return min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in phases))
 
 

@@ -14,9 +14,9 @@ SHADES = " ░▒▓█"
 
 
 def timeline(spans: Iterable[tuple[str, float, float]], end_s: float, width: int) -> dict[str, str]:
-    """A bar for each stream: (stream, start_s, end_s) spans over `width` columns from 0 to end_s.
+    """A text bar for each stream of the (stream, start_s, end_s) spans: `width` columns from 0 to end_s.
 
-    A column is shaded by the share of its time that the stream was busy.
+    A column's shade is the share of its time that the stream was busy.
     """
     busy: dict[str, list[float]] = {}
     column_s = end_s / width if end_s > 0 else 1.0
@@ -29,9 +29,9 @@ def timeline(spans: Iterable[tuple[str, float, float]], end_s: float, width: int
 
 
 def chrome_trace(spans: Iterable[tuple[int, str, str, float, float]]) -> dict[str, Any]:
-    """(rank, stream, label, start_s, end_s) spans as a Chrome trace, which Perfetto opens: a track for each stream.
+    """A Chrome trace (Perfetto opens it) of (rank, stream, label, start_s, end_s) spans, one track per stream.
 
-    Times are in microseconds there. A rank of -1 is what concerns all ranks.
+    The trace's times are in microseconds. Rank -1 stands for all ranks.
     """
     events: list[dict[str, Any]] = []
     tracks: dict[tuple[int, str], int] = {}
@@ -49,7 +49,7 @@ def chrome_trace(spans: Iterable[tuple[int, str, str, float, float]]) -> dict[st
 
 
 def shares(parts: Sequence[tuple[str, float]], width: int) -> str:
-    """One bar of `width` columns, divided among (character, amount) parts."""
+    """One text bar of `width` columns, divided among (character, amount) parts in proportion."""
     total = sum(amount for _, amount in parts) or 1.0
     bar, upto = "", 0.0
     for character, amount in parts:
@@ -63,9 +63,9 @@ def _shade(share: float) -> str:
 
 
 def assignment(plan: Plan, problem: Problem) -> np.ndarray:
-    """The assignment matrix: the rank that computes each block, by query and key chunk of the layout; -1 for none.
+    """The assignment matrix, (query chunks, key chunks): the rank that computes each block; -1 for none.
 
-    Where ranks split the heads of a block, the lowest of them.
+    Where several ranks split the heads of a block, it has the lowest of them.
     """
     degree = problem.layout.head_parallel
     ranks, matrix = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), -1)
@@ -76,7 +76,7 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
 
 
 def block_steps(plan: Plan) -> np.ndarray:
-    """The step of each block of a rank's tile, by slice of the heads and local query and key index; -1 for none."""
+    """The step of each block of a rank's tile, (head slice, local query index, local key index); -1 for none."""
     blocks = [
         (op, step) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Attend | AttendBackward)
     ]
@@ -88,7 +88,7 @@ def block_steps(plan: Plan) -> np.ndarray:
 
 
 def grid(matrix: np.ndarray, row_name: str, column_name: str) -> str:
-    """A matrix of small integers as text, with its indices; -1 is a dot."""
+    """A matrix of small integers as text, with row and column indices; -1 is shown as a dot."""
     width = max(3, len(str(matrix.max())) + 1, len(str(max(matrix.shape))) + 1)
     head = f"{row_name:>8} \\ {column_name:<4}" + "".join(f"{v:>{width}}" for v in range(matrix.shape[1]))
     lines = [
@@ -99,7 +99,7 @@ def grid(matrix: np.ndarray, row_name: str, column_name: str) -> str:
 
 
 def steps(plan: Plan) -> list[str]:
-    """The program of a rank, a line for each step."""
+    """A rank's program as text, one line per step."""
     by_step: dict[int, list[str]] = {}
     for op, step in zip(plan.ops, plan.steps, strict=True):
         if not isinstance(op, Join):

@@ -1,4 +1,4 @@
-"""From a plan to what one transport does: buffers, staging, pre-posted receives, pipelined sends."""
+"""Lower a plan to one transport: waits, receive and staging buffers, pre-posted receives, pipelined sends."""
 
 from sp_bench.lower.early import PrepostedReceive
 from sp_bench.lower.lowering import Lowering, lower

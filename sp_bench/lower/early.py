@@ -1,4 +1,4 @@
-"""What a lane does ahead of a transfer's turn: receives that are pre-posted, and sends that are pipelined."""
+"""Work that a lane does ahead of a transfer's turn: pre-posted receives and pipelined sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_bench.plan.transfers import peers
 
 
 def previous_on_lane(plan: Plan) -> dict[int, int]:
-    """By transfer, the one before it on its lane, if there is one. Both are indices of operations."""
+    """{transfer: the transfer before it on its lane}, as indices of operations."""
     by_lane: dict[str, list[int]] = {}
     for index, op in plan:
         if isinstance(op, Transfer):
@@ -23,11 +23,11 @@ def previous_on_lane(plan: Plan) -> dict[int, int]:
 
 
 def pipelined_sends(plan: Plan, schedule: Schedule) -> dict[int, int]:
-    """Transfers that can begin, tensor by tensor, while the one before on their lane is under way, and that one.
+    """{transfer: the transfer before it on its lane}, where the first can begin, tensor by tensor, during the second.
 
-    Both send whole chunks that no block computes, as they came or were there from the start, to the same ranks: hops of
-    a ring do. To another rank, the send would take half of the link from the rest of the transfer before it, which is
-    needed first. A transfer that receives a result has no buffer before its turn.
+    Both must send whole chunks that were received or are inputs, to the same ranks, as the hops of a ring do. A send to
+    another rank would take half of the link from the transfer before it, which is needed first. A transfer that
+    receives a result of the plan is not pipelined, as it has no buffer before its turn.
     """
     ops = plan.ops
     return {
@@ -40,30 +40,30 @@ def pipelined_sends(plan: Plan, schedule: Schedule) -> dict[int, int]:
 
 
 class PrepostedReceive(NamedTuple):
-    """When a rank has posted the receives of a transfer, ahead of its turn."""
+    """When a rank posts the receives of a transfer ahead of its turn."""
 
     beside: bool
-    """Whether that may be while the transfer before on its lane is under way."""
+    """Whether it may post them while the transfer before on its lane is in flight."""
     after: int | None
-    """The transfer of its lane that has ended by then: the one before, or where `beside` the one before that."""
+    """The transfer of its lane that must have ended: the one before, or if `beside` the one before that."""
     waits: Waits
-    """What has ended on other streams by then."""
+    """The operations of other streams that must have ended."""
 
 
 def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) -> dict[int, PrepostedReceive]:
-    """Transfers whose receives can be posted before their rank has anything to send, once their buffer is free.
+    """By transfer, the receives that can be posted once their buffer is free, before the rank has anything to send.
 
-    A receive is posted beside the transfer before on its lane if both receive from the same ranks, since two concurrent
-    sends would each get half of the link, and if its buffer is none that the other receives into or sends from. A Pass
-    that receives a result has no buffer before its turn.
+    A receive is posted beside the transfer before it on its lane if both receive from the same ranks (two senders would
+    each get half of the link), and if that transfer neither receives into nor sends from its buffer. A Pass that
+    receives a result of the plan has no buffer before its turn.
 
-    A lane looks whether the buffer is free when it comes to the transfer before, and again before it begins with that.
-    If this depends on how fast blocks are, the receive counts as posted after the transfer before.
+    A lane checks whether the buffer is free when it reaches the transfer before, and again before it starts that one.
+    If the answer depends on the speed of blocks, the receive counts as posted after the transfer before.
     """
     previous, buffers = previous_on_lane(plan), schedule.receive_buffers
     used, found = dict[int, set[object]](), dict[int, PrepostedReceive]()
     held: dict[Chunk, set[object]] = {}
-    """By chunk, the buffers that it stands in."""
+    """The buffers that hold each chunk."""
     for index, op in plan:
         if isinstance(op, Bundle):
             held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
@@ -91,7 +91,7 @@ def _sends_as_is(op: Op) -> bool:
 
 
 def _sources(op: Op) -> set[tuple[object, ...]]:
-    """From whom every rank receives, as digits and how far they move: alike for two transfers from the same ranks."""
+    """A key for the ranks that every rank receives from: equal for two transfers from the same ranks."""
     assert isinstance(op, Transfer)
     return {
         (group.stride, group.size, group.way * shift % group.size) if isinstance(group, Group) else (group, shift % 2)
@@ -100,6 +100,6 @@ def _sources(op: Op) -> set[tuple[object, ...]]:
 
 
 def _covers(waits: Waits, others: Waits) -> bool:
-    """Whether all of the others are over when these are."""
+    """Whether `others` have ended whenever `waits` have."""
     ended = dict(waits)
     return all(last <= ended.get(stream, -1) for stream, last in others)

@@ -1,4 +1,4 @@
-"""Lower a plan to one transport. The executor, the simulator and the account of memory all read the same lowering."""
+"""Lower a plan to one transport. The executor, the simulator and the memory account read the same lowering."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from sp_bench.plan.problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering:
-    """What executing a plan on a transport takes beyond the plan, the same on every rank. Operations go by index."""
+    """All that executing a plan on a transport needs beyond the plan, the same on every rank. Keys are op indices."""
 
     problem: Problem
     waits: tuple[Waits, ...]
-    """For each operation, what must have ended on each other stream before it (schedule.Schedule)."""
+    """For each operation, the operations of other streams that must have ended before it (schedule.Schedule)."""
     buffer_free: tuple[Waits, ...]
     """For each operation, the part of `waits` after which the buffer that it writes is free."""
     receive_buffers: Mapping[int, ReceiveBuffer]
-    """By transfer, the buffer it receives into. A result that outlives the plan has none."""
+    """The buffer that each transfer receives into. A result that outlives the plan has none."""
     unsummed: frozenset[Chunk]
-    """The partials that nothing is added to, which the compute dtype holds."""
+    """The partials that nothing is ever added to; they are held in the compute dtype."""
     staging_buffers: StagingBuffers
     """The buffers in which lanes pack, cast and unpack."""
     preposted: Mapping[int, PrepostedReceive]
     """Transfers whose receives are posted ahead of their turn."""
     pipelined: Mapping[int, int]
-    """Transfers that begin, tensor by tensor, while the one before on their lane is under way, and that one."""
+    """{transfer: the transfer before it on its lane}, where the first begins, tensor by tensor, during the second."""
 
     def received_specs(self, buffer: ReceiveBuffer) -> tuple[TensorSpec, ...]:
-        """The tensors of a receive buffer, one for each field."""
+        """Shape and dtype of the tensors of a receive buffer, one per field."""
         return chunk_specs(self.problem, buffer.tensor, wire=buffer.arriving)
 
     def casts(self, chunk: Chunk) -> bool:
-        """Whether a chunk is cast to be sent."""
+        """Whether a chunk is cast before it is sent."""
         return self.problem.needs_cast(chunk.tensor, summed=chunk not in self.unsummed)
 
     def packed_bytes(self, op: AllToAll) -> tuple[int, int]:
-        """(bytes that a rank copies before it sends, bytes that it copies once all has come)."""
+        """(bytes that a rank packs before it sends, bytes that it unpacks after all pieces have arrived)."""
         return packed_bytes(op, self.problem, self.unsummed)
 
 
@@ -58,10 +58,9 @@ _CACHE: WeakKeyDictionary[Plan, dict[tuple[Problem, TransportKind], Lowering]] =
 
 
 def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowering:
-    """The lowering of a plan for a dealt problem, worked out once.
+    """The lowering of a plan for a dealt problem, cached. Raises PlanError as `dataflow` does.
 
-    All but what lanes do ahead of a transfer's turn is the same for every transport. Raises PlanError as `dataflow`
-    does.
+    Transports differ only in `preposted` and `pipelined`.
     """
     found = _CACHE.setdefault(plan, {})
     if (problem, transport) not in found:

@@ -1,7 +1,4 @@
-"""What the order of a plan implies for its execution: what each operation waits for, and what it receives into.
-
-The waits are those that the chunks demand, and those for a receive buffer to be free.
-"""
+"""The schedule of a plan: what each operation waits for (its operands, a free buffer), and what it receives into."""
 
 from __future__ import annotations
 
@@ -19,40 +16,41 @@ Waits = tuple[tuple[str, int], ...]
 
 
 class ReceiveBuffer(NamedTuple):
-    """A buffer for one chunk, reused by values that are never alive together."""
+    """A buffer for one chunk; values that are never alive at the same time share it."""
 
     number: int
     tensor: str
     arriving: bool
-    """Whether it is for peers' partials, which stand in it in the wire dtype."""
+    """Whether it is for peers' partials, which it holds in the wire dtype."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The waits and receive buffers of a plan, the same on every rank.
 
-    Waits point backwards only, and a transfer has the same index on both its ends, so that a plan whose sends all have
-    their receives can't deadlock: the first operation not yet ended, on any rank, can always run.
+    A plan whose sends all have their receives can't deadlock: waits only point backwards, and a transfer has the same
+    index at sender and receiver, so that the operation with the lowest index not yet ended on any rank can always run.
     """
 
     waits: tuple[Waits, ...]
-    """For each operation, what must have ended on each other stream before it.
+    """For each operation, the last operation of each other stream that must have ended before it.
 
-    Operations of one stream end in plan order, so one index a stream is enough, and none is needed for its own.
+    Operations of a stream end in plan order, so one index per stream is enough, and none for its own stream.
     """
     buffer_free: tuple[Waits, ...]
-    """For each operation, the part of its waits after which the buffer that it writes is free, whatever it reads: a
-    transfer can receive from then on, if those before it on its lane have ended or use other buffers. Buffers are few:
-    after the first transfers this is often all of the waits."""
+    """For each operation, the part of its waits after which the buffer that it writes is free.
+
+    A transfer can receive from then on, if those before it on its lane have ended or use other buffers. As buffers are
+    few, this is often all of the waits after the first transfers."""
     receive_buffers: Mapping[int, ReceiveBuffer]
-    """By transfer, the buffer it receives into. A result that outlives the plan has none."""
+    """The buffer that each transfer receives into. A result that outlives the plan has none."""
 
 
 _CACHE: WeakKeyDictionary[Plan, Schedule] = WeakKeyDictionary()
 
 
 def schedule(plan: Plan) -> Schedule:
-    """The waits and receive buffers of a plan, worked out once. Raises PlanError as `dataflow` does."""
+    """The schedule of a plan, cached. Raises PlanError as `dataflow` does."""
     if plan not in _CACHE:
         flow = dataflow(plan)
         buffers, before = _receive_buffers(plan, flow)
@@ -61,12 +59,12 @@ def schedule(plan: Plan) -> Schedule:
 
 
 def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffer], dict[int, Value]]:
-    """A buffer for each transfer that receives, and the value that was in it before."""
+    """(buffer, value that was in it before) of each transfer that receives, as two mappings."""
     buffers: dict[int, ReceiveBuffer] = {}
     before: dict[int, Value] = {}
     ends_with = set(plan.ends_with)
     occupied: dict[tuple[str, bool], list[tuple[int, ReceiveBuffer, Value]]] = {}
-    """By tensor and whether it arrives: heaps by the last use of what a buffer holds."""
+    """For each kind of buffer, (tensor, arriving), a heap by the last use of the value in it."""
     made = 0
     for index, op in plan:
         if not isinstance(op, Transfer) or op.recv is None or op.recv in ends_with:
@@ -83,7 +81,7 @@ def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffe
 
 
 def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Value]) -> tuple[tuple[Waits, ...], tuple[Waits, ...]]:
-    """(waits, buffer_free) of each operation; `before` has the value that each receive buffer held before."""
+    """(waits, buffer_free) of each operation; `before` is the value that a transfer's buffer held before it."""
     streams = [op.stream for op in plan.ops]
     writer: dict[Chunk, int] = {}
     readers: dict[Chunk, list[int]] = {}

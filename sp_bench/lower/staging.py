@@ -1,4 +1,4 @@
-"""In which dtype partials are held, and the staging buffers in which chunks are packed, cast and unpacked."""
+"""The staging buffers in which chunks are packed, cast and unpacked, and the partials held in the compute dtype."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ class TensorSpec(NamedTuple):
 
 
 class StagingUse(NamedTuple):
-    """What a staging buffer is for: a lane packs, casts or unpacks chunks of one tensor in it."""
+    """The use of a staging buffer: a lane packs, casts or unpacks chunks of one tensor in it."""
 
     lane: str
     tensor: str
-    """That is sent."""
+    """The tensor that the transfer sends."""
     use: Literal["send", "recv", "pass"]
-    """Packed to be sent by an AllToAll, received by one to be unpacked, or cast or cut to be sent by a Pass."""
+    """send: pieces that an AllToAll packs and sends; recv: pieces that it receives and unpacks; pass: rows that a Pass
+    casts or cuts out and sends."""
 
 
 StagingBuffers = Mapping[StagingUse, tuple[TensorSpec, ...]]
-"""The staging buffers of a plan, a tensor for each field."""
+"""The staging buffers of a plan, one tensor per field."""
 
 
 def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
-    """The partials that nothing is ever added to, so that no accumulator is needed and the compute dtype holds them.
+    """The partials that nothing is ever added to: they need no accumulator, and are held in the compute dtype.
 
-    Each comes whole from one block, or from one AllToAll. Those that arrive to be folded aren't among them: they stand
-    in receive buffers, as they travelled. Nor are those that travel in the dtype of accumulators, which spares a cast.
+    Each is the whole result of one block or one AllToAll. Partials that arrive to be folded don't count: they stay in
+    receive buffers in the wire dtype. Nor do partials that are sent in the accumulators' dtype, which saves a cast.
     """
     flow, writers = dataflow(plan), dict[Value, list[Op]]()
     for index, op in plan:
@@ -50,7 +51,7 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
 
 
 def staging_buffers(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> StagingBuffers:
-    """The staging buffers that a plan needs where these partials are `unsummed`."""
+    """The staging buffers that a plan needs, given its `unsummed` partials."""
     found = dict[StagingUse, tuple[TensorSpec, ...]]()
     for op in plan.ops:
         if isinstance(op, AllToAll):
@@ -73,14 +74,15 @@ def staging_buffers(plan: Plan, problem: Problem, unsummed: Container[Chunk]) ->
 
 
 def chunk_specs(problem: Problem, tensor: str, *, wire: bool) -> tuple[TensorSpec, ...]:
-    """Shapes and dtypes in which a whole chunk travels (`wire`) or is held."""
+    """Shape and dtype of each field of the largest chunk, on the wire or held."""
     return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in FIELDS[tensor])
 
 
 def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> bool:
-    """Whether pieces go from or to where they lie in the chunk by heads: one after the other, and held as they travel.
+    """Whether an AllToAll can send from, or receive into, the chunk by heads without a staging buffer.
 
-    At the other end, where a chunk has all heads of a token together, pieces are always put together or taken apart.
+    It can if the pieces are contiguous there and held in their wire dtype. The chunk by tokens, which has all heads of
+    a token together, always needs packing or unpacking.
     """
     chunk = op.recv if op.to_heads else op.send
     held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in FIELDS[chunk.tensor])
@@ -90,7 +92,10 @@ def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) ->
 
 
 def packed_bytes(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> tuple[int, int]:
-    """(bytes that a rank copies before it sends, bytes that it copies once all has come). Its own piece stays."""
+    """(bytes that a rank packs before it sends, bytes that it unpacks after all pieces have arrived).
+
+    A rank's own piece is not packed.
+    """
     whole = sum(problem.field_bytes(field, wire=True) for field in by_heads(op))
     own = sum(piece_bytes(problem, field) for field in by_heads(op))
     in_place = goes_in_place(op, problem, unsummed)
@@ -98,7 +103,7 @@ def packed_bytes(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> 
 
 
 def _makes_all(op: Op, problem: Problem) -> bool:
-    """Whether an operation makes all of a partial that nothing is added to."""
+    """Whether an operation alone makes the whole of the partial that it writes."""
     if isinstance(op, AllToAll):
         return not any(adds_up(op, problem, field) for field in by_heads(op))
     return isinstance(op, Attend | AttendBackward) and not problem.narrows

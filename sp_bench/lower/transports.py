@@ -1,4 +1,4 @@
-"""The transports that a plan can be lowered to, and what each can do."""
+"""The transports that a plan can be lowered to, and the capabilities of each."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TransportKind:
-    """A way in which tensors get from rank to rank (run.transport has the code)."""
+    """A way to move tensors between ranks, and its capabilities (the code is in run.transport)."""
 
     name: str
     preposts: bool = False
-    """Whether a receive can be posted as soon as its buffer is free, before its rank has anything to send."""
+    """Whether a receive is posted as soon as its buffer is free, before the rank has anything to send."""
     pipelines: bool = False
-    """Whether a transfer can begin, tensor by tensor, while the one before on its lane is under way."""
+    """Whether a transfer can begin, tensor by tensor, while the one before it on its lane is in flight."""
 
 
 GLOO = TransportKind(name="gloo", preposts=True, pipelines=True)
-"""Between CPUs, each lane by a thread of its own."""
+"""Gloo between CPUs; each lane has a thread."""
 NCCL = TransportKind(name="nccl")
-"""Between GPUs, each lane by a communicator of its own."""
+"""NCCL between GPUs; each lane has a communicator."""
 STAGED = TransportKind(name="staged")
-"""Between GPUs through the memory of their hosts, by gloo."""
+"""Gloo between GPUs, through host memory."""
 ALONE = TransportKind(name="alone")
-"""One rank without its peers: it receives copies of what it sends."""
+"""A single rank without peers: it receives copies of what it sends."""

@@ -1,4 +1,4 @@
-"""The plan vocabulary: what an author of a method imports, and nothing else of the suite. Pure Python, no torch."""
+"""The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import CostProfile

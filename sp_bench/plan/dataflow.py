@@ -1,4 +1,4 @@
-"""What the order of a plan implies: which values each operation reads and writes, and how long each of them lives."""
+"""The dataflow of a plan: which values each operation reads and writes, and how long each value lives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sp_bench.plan.problem import is_partial
 
 
 class Value(NamedTuple):
-    """One content of a chunk. A chunk that is received again, or accumulated again after it was sent on, is another."""
+    """One version of a chunk. Receiving it again, or adding to it after it was sent on, starts a new version."""
 
     chunk: Chunk
     version: int
@@ -22,19 +22,19 @@ Values = tuple[tuple[Value, ...], ...]
 
 @dataclass(frozen=True)
 class Dataflow:
-    """What follows from a plan, for every rank alike."""
+    """The values of a plan and their lifetimes, the same on every rank. Lifetimes are indices of operations."""
 
     reads: Values
-    """The values that each operation reads, those inside a bundle among them."""
+    """The values that each operation reads, including those inside a bundle."""
     writes: Values
     """The values that each operation writes."""
     first_use: dict[Value, int]
-    """The operation that makes a value; 0 for what the plan starts with."""
+    """The operation that makes each value; 0 for a value that the plan starts with."""
     last_use: dict[Value, int]
-    """The operation that uses it last; one past the end for what the plan starts or ends with."""
+    """The operation that uses each value last; one past the end for a value that the plan starts or ends with."""
 
     def starts(self, index: int, chunk: Chunk) -> bool:
-        """Whether operation `index` makes a new value of `chunk`, rather than adding to one."""
+        """Whether operation `index` makes a new value of `chunk` (it may add to one instead)."""
         return any(value.chunk == chunk and self.first_use[value] == index for value in self.writes[index])
 
 
@@ -42,9 +42,9 @@ _CACHE: WeakKeyDictionary[Plan, Dataflow] = WeakKeyDictionary()
 
 
 def dataflow(plan: Plan) -> Dataflow:
-    """The values of a plan and their lifetimes, worked out once.
+    """The dataflow of a plan, cached.
 
-    Raises PlanError for an operation that reads what is not there, or receives over what the rank has.
+    Raises PlanError for an operation that reads a chunk that is not there, or receives over an input of the plan.
     """
     if plan not in _CACHE:
         reads, writes = _values(plan)
@@ -85,7 +85,7 @@ def _values(plan: Plan) -> tuple[Values, Values]:
 
 
 def _lifetimes(plan: Plan, reads: Values, writes: Values) -> tuple[dict[Value, int], dict[Value, int]]:
-    """The first and the last operation that uses each value; inputs live from the start, outputs to the end."""
+    """(first use, last use) of each value; inputs live from the start, outputs to the end."""
     end = len(plan.ops)
     first = {Value(chunk, 0): 0 for chunk in plan.starts_with}
     last = {Value(chunk, 0): end for chunk in plan.starts_with}

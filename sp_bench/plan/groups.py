@@ -1,6 +1,6 @@
-"""Groups of ranks: a rank's digits in a mixed base, and what moves when one of them, or two, change.
+"""Groups of ranks: ranks that differ in one or two digits, with ranks written in a mixed base.
 
-Everything here takes a single rank or a numpy array of them.
+Arguments called `rank` may be one rank or a numpy array of ranks.
 """
 
 from __future__ import annotations
@@ -8,26 +8,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 UP, DOWN = +1, -1
-"""The two ways round a ring of ranks."""
+"""The two directions round a ring of ranks."""
 
 
 class Group(NamedTuple):
     """Ranks that differ in one digit: rank = ... + stride * digit + ..., 0 <= digit < size.
 
-    Stride 1 and size a is a Q group of the Mesh paper (section 3.2), stride a and size b a KV group, whichever way.
+    In the Mesh paper (section 3.2) a Q group has stride 1 and size a, a KV group stride a and size b; either direction.
     """
 
     stride: int
     size: int
     way: int = UP
-    """How positions are counted: UP with the digit or DOWN against it, so that #1 is the rank before."""
+    """UP: position #1 is the next higher digit. DOWN: it is the next lower one."""
 
     def position(self, rank):
         """The position of `rank` within its own group."""
         return self.way * self.digit(rank) % self.size
 
     def digit(self, rank):
-        """The digit of `rank`, which is its position in a group that counts UP."""
+        """The digit of `rank`, its position if the group counts UP."""
         return rank // self.stride % self.size
 
     def member(self, rank, shift):
@@ -37,12 +37,12 @@ class Group(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Groups tile the ranks in aligned runs of this many."""
+        """Groups of this kind tile the ranks in aligned runs of `span` ranks."""
         return self.stride * self.size
 
 
 class Exchange(NamedTuple):
-    """Ranks of which two digits are exchanged: a pair of ranks, or a single one whose digits are equal."""
+    """A pair of ranks that differ by an exchange of two digits, or a single rank whose two digits are equal."""
 
     low: Group
     high: Group
@@ -54,26 +54,26 @@ class Exchange(NamedTuple):
 
     @property
     def span(self) -> int:
-        """As a group's."""
+        """Exchanges of this kind tile the ranks in aligned runs of `span` ranks."""
         return self.high.span
 
 
 class Grid(NamedTuple):
-    """Ranks that differ in two digits. Position inner + inner.size * outer; a shift is made of two in the same way.
+    """Ranks that differ in two digits; positions and shifts are numbered inner + inner.size * outer.
 
-    The home of chunks that move along rings of two levels, such as inside a node and across nodes.
+    It is the home of chunks that move along rings of two levels, such as inside a node and across nodes.
     """
 
     inner: Group
     outer: Group
     exchange: Exchange | None = None
-    """The chunks are those of the partner in this exchange."""
+    """Where set, positions are counted from the rank's partner in this exchange."""
 
     @property
     def size(self) -> int:
         return self.inner.size * self.outer.size
 
     def member(self, rank, shift):
-        """The rank that is shift % inner.size ahead along the inner ring and shift // inner.size along the outer."""
+        """The rank shift % inner.size ahead along the inner ring and shift // inner.size ahead along the outer ring."""
         start = rank if self.exchange is None else self.exchange.member(rank, 1)
         return self.outer.member(self.inner.member(start, shift % self.inner.size), shift // self.inner.size)

@@ -1,9 +1,9 @@
 """Layouts: which tokens a rank owns.
 
-A layout cuts the sequence into one chunk for each rank, or for each group of ranks that split its heads. Chunk i holds
-`ranges(i, ...)`, in that order. Where chunks don't divide the sequence, its first pieces have one token more.
+A layout cuts the sequence into one chunk per rank, or per group of ranks that split its heads. Chunk i holds
+`ranges(i, ...)`, in that order. If seqlen is not a multiple of the pieces, the first pieces have one token more.
 
-    contiguous  i*S .. (i+1)*S - 1                 Ring Attention, Liu et al. 2023: ranks with low i have little to do
+    contiguous  i*S .. (i+1)*S - 1                 Ring Attention, Liu et al. 2023; causal, low ranks have little work
     striped     i, i + n, i + 2n, ...              Striped Attention, Brandon et al. 2023, section 3
     zigzag      pieces i and 2n-1-i of 2n pieces   Zhu 2024 (zigzag blocking), Llama 3
 """
@@ -21,18 +21,18 @@ Positions = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to deal the tokens out."""
+    """One way to distribute the tokens over ranks."""
 
     name: str
     pieces: int
-    """How many pieces of the sequence a chunk is made of: 1, or 2 with the second one counted from the end."""
+    """How many pieces of the sequence make a chunk: 1, or 2 with the second counted from the end."""
     ranges: Callable[[int, int, int], Positions]
     """(chunk, chunks, seqlen) -> the global positions of the chunk's tokens."""
     head_parallel: int = 1
-    """The head-parallel degree: how many consecutive ranks split a chunk's heads. Each owns a run of its tokens."""
+    """How many consecutive ranks split a chunk's heads (the head-parallel degree). Each owns a run of its tokens."""
 
     def positions(self, rank: int, n: int, seqlen: int) -> Positions:
-        """The global positions of the tokens that `rank` out of `n` owns, in its own order."""
+        """The global positions of the tokens that `rank` of `n` owns, in its own order."""
         chunk = self.ranges(rank // self.head_parallel, n // self.head_parallel, seqlen)
         if self.head_parallel == 1:
             return chunk
@@ -40,7 +40,7 @@ class Layout:
         return _taken(chunk, run.start, len(run))
 
     def run(self, rank: int, n: int, seqlen: int) -> range:
-        """Which tokens of its chunk a rank owns, by their place in the chunk."""
+        """The indices within its chunk of the tokens that a rank owns."""
         degree = self.head_parallel
         place, chunk = rank % degree, self.chunk_tokens(rank // degree, n // degree, seqlen)
         base, longer = divmod(chunk, degree)
@@ -48,14 +48,14 @@ class Layout:
         return range(start, start + base + (place < longer))
 
     def tokens(self, rank, n: int, seqlen: int):
-        """How many tokens a rank owns, or an array of ranks; a plain number where all own as many."""
+        """How many tokens each of one or an array of ranks owns; a single number where all own the same."""
         chunk = self.chunk_tokens(rank // self.head_parallel, n // self.head_parallel, seqlen)
         if self.head_parallel == 1 or seqlen % n == 0:
             return chunk if seqlen % n else seqlen // n
         return chunk // self.head_parallel + 1 * (rank % self.head_parallel < chunk % self.head_parallel)
 
     def chunk_tokens(self, chunk, chunks: int, seqlen: int):
-        """How many tokens a chunk out of `chunks` has, or an array of them; a plain number where all have as many."""
+        """How many tokens each of one or an array of chunks has; a single number where all have the same."""
         if seqlen % chunks == 0 and not self.boundary(chunks, seqlen):
             return seqlen // chunks
         base, longer = divmod(seqlen, chunks * self.pieces)
@@ -67,12 +67,12 @@ class Layout:
         return -(-seqlen * self.head_parallel // n)
 
     def boundary(self, chunks: int, seqlen: int) -> int:
-        """The first chunk whose pieces are not as long as chunk 0's; 0 where all chunks are alike."""
+        """The first chunk whose piece lengths differ from chunk 0's; 0 where all chunks are alike."""
         longer = seqlen % (chunks * self.pieces)
         return longer if longer < chunks else (2 * chunks - longer) % chunks
 
     def refuse(self, n: int, seqlen: int) -> None:
-        """Raise RequestError where there are fewer tokens than pieces to deal out."""
+        """Raise RequestError where seqlen leaves a piece or a rank without a token."""
         least = n // self.head_parallel * max(self.pieces, self.head_parallel)
         if seqlen < least:
             pieces = f"each of {self.pieces} pieces of every chunk" if self.pieces > 1 else "every chunk"
@@ -84,7 +84,7 @@ class Layout:
 
 
 def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:
-    """`size` elements from the `start`-th on of some ranges in a row."""
+    """The elements start <= i < start + size of the concatenated ranges."""
     found = []
     for piece in ranges:
         found.append(piece[max(start, 0) : max(start + size, 0)])
@@ -93,7 +93,7 @@ def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:
 
 
 def _piece(index: int, pieces: int, seqlen: int) -> range:
-    """One of so many runs of consecutive tokens; the first ones are a token longer where they must."""
+    """Piece `index` of `pieces` consecutive runs of tokens; the first seqlen % pieces of them have one token more."""
     base, longer = divmod(seqlen, pieces)
     start = index * base + min(index, longer)
     return range(start, start + base + (index < longer))

@@ -1,14 +1,13 @@
-"""Masks: which keys a query sees, as a value, and what that leaves to compute between two chunks of tokens.
+"""Masks: which keys a query sees, and what is left to compute between two chunks of tokens.
 
-A mask is a rule about global token positions. Between a query chunk and a key chunk it leaves a few *regions*:
-rectangles of the block, each of a kind that every kernel has. Chunks of one layout meet in a few ways only, so a
-problem has a few classes of blocks, and which class a pair of ranks has is arithmetic (`Blocks`): nothing here holds an
-object for each of n x n pairs.
+A mask is a rule about global token positions. Of the block of a query chunk and a key chunk it leaves a few *regions*:
+rectangles of a kind that every kernel supports. A problem has only a few classes of blocks. The class of a pair of
+ranks follows by arithmetic (`Blocks`), so that no object is held for each of the n x n pairs.
 
     full     every key
-    causal   keys at or before the query's own position. Between chunks below, equal to and above each other a layout
-             gives three classes of blocks: contiguous none, causal, full; striped strict, causal, causal (Striped
-             Attention, Brandon et al. 2023, section 3); zigzag half, causal, half (Zhu 2024)
+    causal   keys at or before the query's own position. Blocks with the query chunk below, equal to and above the key
+             chunk are: contiguous none, causal, full; striped strict, causal, causal (Striped Attention, Brandon et al.
+             2023, section 3); zigzag half, causal, half (Zhu 2024)
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 
 
 class RegionKind(Enum):
-    """What a query of a region sees of its keys."""
+    """Which keys of a region its queries see."""
 
     FULL = "full"
     CAUSAL = "causal"
-    """Keys up to and including the query's own index; as many keys as queries."""
+    """Keys up to and including the query's own index. The region is square."""
     STRICT = "strict"
-    """Keys below the query's own index, so that the first query sees none; as many keys as queries."""
+    """Keys below the query's own index, so that the first query sees none. The region is square."""
 
 
 class Region(NamedTuple):
-    """A rectangle of a block: tokens of its query chunk and of its key chunk, counted from each chunk's first."""
+    """A rectangle of a block: a range of queries and a range of keys, as indices in their chunks."""
 
     kind: RegionKind
     q: range
@@ -44,7 +43,7 @@ class Region(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """How many (query, key) pairs are computed."""
+        """How many (query, key) pairs are unmasked."""
         rows, columns = len(self.q), len(self.kv)
         if self.kind is RegionKind.FULL:
             return rows * columns
@@ -52,14 +51,14 @@ class Region(NamedTuple):
 
     @property
     def plain(self) -> Region:
-        """The same as FULL or CAUSAL: STRICT is CAUSAL without the first query and the last key."""
+        """The same pairs as a FULL or CAUSAL region: STRICT is CAUSAL without the first query and the last key."""
         if self.kind is RegionKind.STRICT:
             return Region(RegionKind.CAUSAL, self.q[1:], self.kv[:-1])
         return self
 
 
 Regions = tuple[Region, ...]
-"""What is computed of a block; empty where all of it is masked."""
+"""The unmasked regions of a block; empty if all of it is masked."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +67,25 @@ class Mask(ABC):
 
     name: ClassVar[str]
     flops_share: ClassVar[float]
-    """The part of all N x N (query, key) pairs that MFU counts."""
+    """The share of all N x N (query, key) pairs that MFU counts."""
     balanced_layout: ClassVar[str]
     """The layout that gives all ranks equal work."""
 
     @abstractmethod
     def regions(self, q: Positions, kv: Positions) -> Regions:
-        """What is computed between chunks of queries and keys at these global positions, ascending in both."""
+        """The regions between query and key chunks at these global positions; both ascending."""
 
     @abstractmethod
     def relation(self, q_chunk, kv_chunk) -> Any:
-        """A number from 0 to 2 for two chunks of one layout, or arrays of them.
+        """A number from 0 to 2 for two chunks of one layout, or for two arrays of chunks.
 
-        Pairs of chunks with the same relation, and with as many tokens in each piece, have the same regions.
+        Pairs of chunks with the same relation and the same piece lengths have the same regions.
         """
 
     def layout(self, name: str) -> Layout:
-        """The layout of that name; `auto` is the one that balances this mask.
+        """The layout of that name; `auto` is the layout that balances this mask.
 
-        Raises RequestError with the nearest name if there is none.
+        Raises RequestError for an unknown name; its message has the nearest one.
         """
         name = self.balanced_layout if name == "auto" else name
         if name not in LAYOUTS:
@@ -94,7 +93,7 @@ class Mask(ABC):
         return LAYOUTS[name]
 
     def blocks(self, layout: Layout, n: int, seqlen: int) -> Blocks:
-        """The classes of blocks that `n` ranks have."""
+        """The classes of blocks of `n` ranks."""
         return Blocks(self, layout, n, seqlen)
 
 
@@ -130,7 +129,7 @@ class Causal(Mask):
         return _merged(_filled(found))
 
     def relation(self, q_chunk, kv_chunk) -> Any:
-        """Below, equal, above."""
+        """0, 1 or 2: the query chunk is below, equal to or above the key chunk."""
         return 1 + 1 * (q_chunk > kv_chunk) - 1 * (q_chunk < kv_chunk)
 
 
@@ -139,7 +138,7 @@ def _count(positions: Positions) -> int:
 
 
 def _numbered(positions: Positions) -> list[tuple[range, range]]:
-    """Each run of positions with its tokens' numbers in the chunk."""
+    """(indices in the chunk, positions) of each run of positions."""
     found, first = [], 0
     for run in positions:
         found.append((range(first, first + len(run)), run))
@@ -161,7 +160,7 @@ def _staircase(rows: range, queries: range, columns: range, keys: range) -> list
     first = max(0, -ahead)
     """The first query that sees a key."""
     seen = min(max(ahead, 0), len(columns))
-    """Keys that all queries from there on see."""
+    """How many keys every query from `first` on sees."""
     square = max(0, min(len(rows) - first, len(columns) - seen))
     stairs, beside = rows[first : first + square], columns[seen : seen + square]
     return [
@@ -172,12 +171,11 @@ def _staircase(rows: range, queries: range, columns: range, keys: range) -> list
 
 
 def _filled(regions: Iterable[Region]) -> Regions:
-    """Those that compute anything."""
     return tuple(region for region in regions if region.pairs > 0)
 
 
 def _merged(regions: Regions) -> Regions:
-    """With FULL rectangles put together where two make one: kernels are faster on larger ones."""
+    """The regions with adjacent FULL rectangles merged: kernels are faster on larger ones."""
     found: list[Region] = []
     for region in regions:
         joined = region
@@ -198,7 +196,7 @@ MASKS: Mapping[str, Mask] = {mask.name: mask for mask in (FULL, CAUSAL)}
 
 
 def mask_named(name: str) -> Mask:
-    """The mask of that name. Raises RequestError with the nearest name if there is none."""
+    """The mask of that name. Raises RequestError for an unknown name; its message has the nearest one."""
     if name not in MASKS:
         raise unknown("mask", name, MASKS)
     return MASKS[name]
@@ -208,8 +206,8 @@ def mask_named(name: str) -> Mask:
 class Blocks:
     """The classes of blocks between the chunks of a layout, and which class each pair of ranks has.
 
-    A class is a relation of the two chunks (`Mask.relation`) and, where the ranks don't divide the sequence, the sizes
-    of both: chunks before `Layout.boundary` have one token more in one of their pieces.
+    A class is the relation of two chunks (`Mask.relation`) and, where chunks differ in size, the sizes of both: chunks
+    before `Layout.boundary` have one token more in one of their pieces.
     """
 
     mask: Mask
@@ -218,7 +216,7 @@ class Blocks:
     seqlen: int
 
     def of(self, q_rank, kv_rank) -> Any:
-        """The class of the block between the chunks of two ranks' tokens, or of arrays of them."""
+        """The class of the block between the layout chunks of two ranks, or of two arrays of ranks."""
         q, kv = q_rank // self.layout.head_parallel, kv_rank // self.layout.head_parallel
         relation = self.mask.relation(q, kv)
         if not self._boundary:
@@ -227,7 +225,7 @@ class Blocks:
 
     @cached_property
     def regions(self) -> tuple[Regions, ...]:
-        """By class, what is computed; empty for a class that no pair of ranks has."""
+        """The regions of each class; empty for a class that no pair of ranks has."""
         found = {
             kind: self.mask.regions(self._positions(q), self._positions(kv)) for kind, (q, kv) in self._examples.items()
         }
@@ -235,7 +233,7 @@ class Blocks:
 
     @cached_property
     def rows_seen(self) -> tuple[range, ...]:
-        """By class, the queries that see any key, from the first to the last; all of them where none does."""
+        """For each class, the range from the first to the last query that sees a key; all queries if none does."""
         found = []
         for kind, regions in enumerate(self.regions):
             rows = [region.q for region in regions]
@@ -248,7 +246,7 @@ class Blocks:
 
     @cached_property
     def pairs(self) -> tuple[int, ...]:
-        """By class, (query, key) pairs that are computed."""
+        """How many (query, key) pairs of each class are computed."""
         return tuple(sum(region.pairs for region in regions) for regions in self.regions)
 
     @property
@@ -261,13 +259,13 @@ class Blocks:
 
     @property
     def examples(self) -> list[tuple[int, int, Regions]]:
-        """For each class that some pair of ranks has, such a pair and its regions."""
+        """(query rank, key rank, regions): one pair of ranks for each class that occurs."""
         step = self.layout.head_parallel
         return [(q * step, kv * step, self.regions[kind]) for kind, (q, kv) in self._examples.items()]
 
     @cached_property
     def _examples(self) -> Mapping[int, tuple[int, int]]:
-        """By class, two chunks that have it: every class occurs among the first and last chunks of either size."""
+        """A (query chunk, key chunk) of each class: every class occurs among the first and last chunks of each size."""
         edges = {0, 1, self._boundary - 2, self._boundary - 1, self._boundary, self._boundary + 1, self._chunks - 1}
         chunks, step = sorted(edges & set(range(self._chunks))), self.layout.head_parallel
         return {int(self.of(q * step, kv * step)): (q, kv) for q, kv in product(chunks, repeat=2)}

@@ -1,4 +1,4 @@
-"""What every method is: a layout, a forward plan, a backward plan, a closed form, and what it refuses."""
+"""The interface of a method: layouts, forward and backward plans, the closed-form volume, and what it refuses."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PHASES = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """One sequence-parallel attention method with its options, as fields of the subclass."""
+    """One sequence-parallel attention method. The fields of a subclass are its options."""
 
     name: ClassVar[str]
     citation: ClassVar[str]
     layouts: ClassVar[tuple[str, ...]]
-    """The layouts that the method can be exact and useful on."""
+    """The names of the layouts that the method supports."""
     formula: ClassVar[Mapping[str, str]]
-    """Payload that a GPU sends in each phase, on average, as an expression in n, h = heads, k = kv_heads / heads and
-    the method's own numbers (`symbols`); in chunks of N/n tokens x heads * head_dim elements."""
+    """By phase, the mean payload that a GPU sends, in chunks of N/n tokens x heads * head_dim elements: an expression
+    in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
     limit: ClassVar[str] = "any number"
-    """How many GPUs it can use."""
+    """The most GPUs that it can use, in words."""
 
     layout: str = "auto"
-    """The layout's name; auto is the one that balances the mask."""
+    """The layout's name; auto is the layout that balances the mask."""
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ class Method(ABC):
 
     @classmethod
     def build(cls, options: Mapping[str, object]) -> Self:
-        """The method with these options. Raises RequestError with the nearest name for an unknown one."""
+        """The method with these options. Raises RequestError for an unknown option, naming the nearest one."""
         for key in options:
             if key not in cls.options():
                 raise unknown_key(f"method.{key}", [f"method.{name}" for name in cls.options()])
@@ -58,63 +58,63 @@ class Method(ABC):
             )
 
     def refuse(self, problem: Problem) -> None:  # noqa: B027  # most methods take any problem
-        """Raise RequestError for a problem that the method can't do, with what it could do."""
+        """Raise RequestError for a problem that the method can't do; the message says what would work."""
 
     def candidates(self, problem: Problem) -> tuple[Method, ...]:
-        """The concrete variants that an `auto` among the options stands for; itself alone if there is none."""
+        """The concrete variants that `auto` options stand for; only this method if no option is auto."""
         self.refuse(problem)
         return (self,)
 
     def tile_shape(self, n: int) -> tuple[int, int] | None:
-        """The a x b tile of the assignment matrix that a rank computes, where the method has one."""
+        """The sides (a, b) of the tile of the assignment matrix that a rank computes; None if it is no tile."""
         return None
 
     def variant(self, n: int) -> str:
-        """What tells this variant from the method's others, in a few words; empty where there are none."""
+        """The difference to the method's other variants, in a few words; empty if there are no others."""
         shape = self.tile_shape(n)
         return f"{shape[0]}x{shape[1]}" if shape else ""
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """The values of the names in `formula`, beside n, k and h = heads."""
+        """The values of the names in `formula` other than n, k and h."""
         return {}
 
     def head_parallel(self, n: int) -> int:
-        """The head-parallel degree on n ranks: how many consecutive ones split the heads of a chunk of the layout."""
+        """The head-parallel degree on n ranks: how many consecutive ranks split the heads of a layout chunk."""
         return 1
 
     def head_slices(self, problem: Problem) -> int:
-        """In how many slices the heads are taken, one after the other."""
+        """How many slices of the heads are computed one after another."""
         return 1
 
     def dealt_by(self, layout: Layout, n: int) -> Layout:
-        """The layout as this variant deals the tokens out."""
+        """The layout with this variant's head-parallel degree."""
         return replace(layout, head_parallel=self.head_parallel(n))
 
     def dealt(self, problem: Problem) -> Problem:
-        """The problem as this variant deals it out: what its plans are for."""
+        """The problem with this variant's head-parallel degree and head slices, which its plans are for."""
         layout = self.dealt_by(problem.layout, problem.n)
         return replace(problem, layout=layout, head_slices=self.head_slices(problem))
 
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
-        """The plan of one phase, for the problem as dealt. `costs` are those of whole blocks, with all heads."""
+        """The plan of one phase, for the dealt problem. `costs` are for blocks with all heads, not one slice."""
         problem = self.dealt(problem)
         costs = costs.of_a_slice(problem)
         return self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
 
     @abstractmethod
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """q#0, kv#0 -> o#0 or out#0, on the problem as dealt and with what its blocks cost."""
+        """The forward plan, q#0, kv#0 -> o#0 or out#0, of a dealt problem; `costs` are those of its blocks."""
 
     @abstractmethod
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """odoq#0 (or do#0 where the rest was kept), kv#0 -> dq#0, dkv#0, on the problem as dealt."""
+        """The backward plan of a dealt problem: odoq#0 (do#0 if the rest was kept), kv#0 -> dq#0, dkv#0."""
 
     @abstractmethod
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
-        """The closed form: how many chunks of each tensor a GPU sends, on average; a whole chunk of the tensor each."""
+        """The closed form: the mean number of whole chunks of each tensor that a GPU sends."""
 
     def bytes_sent(self, problem: Problem, phase: str) -> float:
-        """The closed form in bytes for each GPU, statistics included."""
+        """The closed form in bytes per GPU, statistics included."""
         problem = self.dealt(problem)
         sent = self.chunks_sent(problem, phase)
         return float(sum(count * problem.mean_wire_bytes(tensor) for tensor, count in sent.items()))
@@ -122,18 +122,18 @@ class Method(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Sized(Method):
-    """A method with one size among its options; where that is auto, every possible size is a variant."""
+    """A method with a size option. If it is auto, every possible size is a variant."""
 
     size_option: ClassVar[str]
-    """The option's name."""
+    """The name of the size option."""
 
     @abstractmethod
     def sizes(self, problem: Problem) -> list[int]:
-        """Every size that is possible."""
+        """All possible sizes, ascending."""
 
     @abstractmethod
     def size_rule(self, problem: Problem) -> str:
-        """What a size must do to be possible, in words that follow "must"."""
+        """The rule for a possible size, in words that follow "must"."""
 
     @property
     def size(self) -> int:
@@ -153,7 +153,7 @@ class Sized(Method):
             )
 
     def candidates(self, problem: Problem) -> tuple[Self, ...]:
-        """One for each size."""
+        """One variant for each possible size, or for the size given."""
         self.refuse(problem)
         size = getattr(self, self.size_option)
         sizes = self.sizes(problem) if size == "auto" else [size]

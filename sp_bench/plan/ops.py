@@ -1,12 +1,11 @@
 """The words that plans are written in: chunks, operations, and the plan itself.
 
 A plan is one straight-line program that all ranks run. Its operations name chunks by local index and peers by a shift
-within a group, so that what a given rank does follows from its rank by arithmetic. Everything that knows a rank takes
-a single one or a numpy array of them.
+within a group; a rank's own chunks and peers follow by arithmetic. Arguments called `rank` may be one rank or a numpy
+array of ranks.
 
-Rules of time, for every reader: an operation may start once its operands are there; the transfers of one lane run one
-at a time in plan order; blocks and folds run one at a time in plan order; nothing else synchronises. A transport may
-relax this where the data allows it (sp_bench.lower).
+Order: an operation may start once its operands are ready. The transfers of a lane run one at a time in plan order, and
+so do blocks and folds. Nothing else synchronises. A transport may relax this where the data allows it (sp_bench.lower).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ BLOCKS = "blocks"
 
 
 class PlanError(Exception):
-    """A plan that is not a correct program; the message names the operation."""
+    """Raised for a plan that is not a correct program; the message names the operation."""
 
 
 class Place(NamedTuple):
-    """Whose tokens a chunk has: those of the rank `index` ahead in the group `home`."""
+    """The owner of a chunk's tokens: the rank `index` ahead in the group `home`."""
 
     home: Group | Grid
     index: int
@@ -38,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A named piece on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
+    """A chunk of a tensor on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
 
     This is table 1 of the Mesh paper: Q#u on rank i is chunk a*floor(i/a) + (i+u) mod a, KV#u is (i + a*u) mod n, and
     (i - a*u) mod n in a group that counts DOWN.
@@ -48,14 +47,14 @@ class Chunk(NamedTuple):
     index: int
     home: Group | Grid
     arrival: int = 0
-    """0 is the rank's own (held). Others are partials from peers, in the wire dtype, to be folded into the held one:
-    as many numbers as are there at once."""
+    """0: the chunk that the rank holds. 1, 2, ...: a peer's partial in the wire dtype, to be folded into the held one;
+    partials that are there at the same time have different numbers."""
     heads: int = 0
     """Which slice of the heads, out of Problem.head_slices."""
 
     @property
     def place(self) -> Place:
-        """Whose tokens it has."""
+        """The owner of the chunk's tokens, as a Place."""
         return Place(self.home, self.index)
 
     def owner(self, rank):
@@ -71,11 +70,11 @@ class Chunk(NamedTuple):
         return self._replace(heads=heads)
 
     def slices(self, count: int) -> list[Chunk]:
-        """The same tokens by slices of the heads, all of them."""
+        """The same tokens in each of `count` head slices."""
         return [self.slice(heads) for heads in range(count)]
 
     def arriving(self, number: int = 1) -> Chunk:
-        """A peer's partial of this chunk."""
+        """The buffer for a peer's partial of this chunk."""
         return self._replace(arrival=number)
 
     @property
@@ -102,8 +101,8 @@ class Pass:
     group: Group | Exchange
     shift: int
     against: Chunk | None = None
-    """Send only those rows of a query chunk which see any of this KV chunk, as it is at the receiver, or of a partial
-    of one, which see any of it as it is at the sender. None sends all rows."""
+    """Send only the rows that see this KV chunk: the receiver's, if `send` is a query chunk; the sender's, if it is a
+    partial. None sends all rows."""
 
     @property
     def stream(self) -> str:
@@ -119,7 +118,7 @@ class Pass:
 
     @property
     def carries(self) -> str:
-        """The tensor that travels."""
+        """The name of the tensor that travels."""
         assert self.send is not None
         return self.send.tensor
 
@@ -132,7 +131,7 @@ class Pass:
         return self.group.member(rank, -self.shift)
 
     def seen_by(self, rank):
-        """The two ranks whose tokens say how much `rank` sends: the owner of the rows, and that of the keys."""
+        """(owner of the queries, owner of the keys) that decide which rows `rank` sends."""
         assert self.send is not None
         assert self.against is not None
         keys_at = rank if is_partial(self.send.tensor) else self.target(rank)
@@ -148,11 +147,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Among the ranks of a group, deal a chunk of each from tokens to heads (q -> q_h), or back (o_h -> out).
+    """An all-to-all in a group, from tokens to heads (q -> q_h) or back (o_h -> out).
 
-    From tokens to heads, every rank gets its own heads of all members' tokens; key heads that are fewer than the ranks
-    go to each rank that needs them. Back, every rank gets all heads of its own tokens; what comes of one key head from
-    several ranks is added up.
+    From tokens to heads, every rank gets its own heads of all members' tokens; with fewer key heads than ranks, each
+    key head goes to every rank that needs it. Back, every rank gets all heads of its own tokens; gradients of one key
+    head from several ranks are summed.
     """
 
     lane: str
@@ -174,7 +173,7 @@ class AllToAll:
 
     @property
     def carries(self) -> str:
-        """The tensor that travels."""
+        """The name of the tensor that travels."""
         return self.recv.tensor
 
     @property
@@ -210,7 +209,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class AttendBackward:
-    """One block backward: what chunks `odoq` and `kv` add to the gradient accumulators `dq` and `dkv`."""
+    """One block backward: the gradients from chunks `odoq` and `kv`, added to the accumulators `dq` and `dkv`."""
 
     odoq: Chunk
     kv: Chunk
@@ -237,7 +236,7 @@ class AttendBackward:
 
 @dataclass(frozen=True)
 class Fold:
-    """Merge a partial that arrived into the accumulator: by its lse for an output, by addition for a gradient."""
+    """Merge an arrived partial into the accumulator `into`: weighted by the lse for an output, a sum for a gradient."""
 
     part: Chunk
     into: Chunk
@@ -258,7 +257,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Put the fields of several chunks together as one, such as q_h, o_h and do_h to odoq_h. Nothing is copied."""
+    """Combine the fields of several chunks into one chunk, such as q_h, o_h and do_h into odoq_h. Copies nothing."""
 
     parts: tuple[Chunk, ...]
     into: Chunk
@@ -279,7 +278,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Join:
-    """A rank's own barrier: what stands before it ends before anything behind it starts (a paper's lock-step)."""
+    """A local barrier of one rank: all operations before it end before any after it starts (a paper's lock-step)."""
 
     stream = BLOCKS
     reads: tuple[Chunk, ...] = ()
@@ -294,7 +293,7 @@ Op = Transfer | Attend | AttendBackward | Fold | Bundle | Join
 
 
 class Line(NamedTuple):
-    """The chunks that a rank sees along one ring: at(u) is that of the rank u ahead in `group`.
+    """The chunks that a rank sees along one ring: at(u) is the chunk of the rank u ahead in `group`.
 
     For chunks at home in a Grid, `first` and `stride` pick the ring: index first.index + stride * u.
     """
@@ -309,13 +308,13 @@ class Line(NamedTuple):
 
 
 def inner(chunk: Chunk, outer_index: int) -> Line:
-    """The inner ring of chunks that belong `outer_index` ahead along the outer one."""
+    """The inner ring of the chunks whose owners are `outer_index` ahead along the outer ring."""
     assert isinstance(chunk.home, Grid)
     return Line(chunk.at(chunk.home.inner.size * outer_index), chunk.home.inner)
 
 
 def outer(chunk: Chunk) -> Line:
-    """The outer ring of a rank's own inner position."""
+    """The outer ring of the ranks with this rank's inner position."""
     assert isinstance(chunk.home, Grid)
     return Line(chunk.at(0), chunk.home.outer, chunk.home.inner.size)
 
@@ -329,20 +328,20 @@ class Plan:
     n: int
     ops: tuple[Op, ...]
     steps: tuple[int, ...]
-    """The paper's step of each operation."""
+    """The step of each operation, as the paper counts steps."""
     inputs: tuple[Chunk, ...]
     outputs: tuple[Chunk, ...]
     kept: tuple[Chunk, ...] = ()
-    """What the forward leaves for the backward beside its inputs and outputs, and the backward finds there."""
+    """Chunks, beside inputs and outputs, that the forward leaves for the backward."""
 
     @property
     def starts_with(self) -> tuple[Chunk, ...]:
-        """What a rank has before the first operation."""
+        """The chunks that a rank has before the first operation."""
         return self.inputs + (self.kept if self.phase == "backward" else ())
 
     @property
     def ends_with(self) -> tuple[Chunk, ...]:
-        """What a rank must have after the last operation."""
+        """The chunks that a rank must have after the last operation."""
         return self.outputs + (self.kept if self.phase == "forward" else ())
 
     @property
@@ -379,5 +378,5 @@ class Steps:
         outputs: tuple[Chunk, ...],
         kept: tuple[Chunk, ...] = (),
     ) -> Plan:
-        """The finished plan."""
+        """The plan of all operations added so far."""
         return Plan(phase, n, tuple(self.ops), tuple(self.numbers), inputs, outputs, kept)

@@ -1,7 +1,7 @@
 """The loops that methods share, as small groups of operations.
 
-Chunk indices are local (Chunk): index u belongs to the rank u ahead in its group, so everything moves one position back
-there; in a group that counts DOWN, to the next rank.
+Chunk indices are local: chunk #u belongs to the rank u ahead in its group. A hop therefore goes one position back in
+the group; in a group that counts DOWN, that is the next higher rank.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ BACK = -1
 
 
 def divisors(n: int) -> list[int]:
-    """Every size that rings of equal size can have on n ranks."""
+    """All divisors of n, ascending: the sizes that equal rings on n ranks can have."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def receive_next(chunks: Chunk | Line, have: int, lane: str) -> Pass:
-    """One hop of a ring all-gather: send chunk #have on, receive #(have + 1). A Chunk stands for its home's ring.
+    """One hop of a ring all-gather: send chunk #have, receive #(have + 1). A Chunk stands for its home's ring.
 
     This is Recv Q / Recv KV of the Mesh paper, section 3.4, and the step of Ring Attention.
     """
@@ -27,10 +27,11 @@ def receive_next(chunks: Chunk | Line, have: int, lane: str) -> Pass:
 
 
 def reduce_next(partials: Chunk | Line, sent: int, lane: str, arrival: int = 1) -> tuple[Pass, Fold]:
-    """One hop of a ring reduce-scatter after `sent` others: send partial #(sent + 1), fold what arrives into the next.
+    """Hop number `sent` of a ring reduce-scatter: send partial #(sent + 1), fold the arrival into #(sent + 2).
 
-    The last of the `size - 1` hops brings what all others have for this rank's own chunk #0. This is Send O,
-    Send dQ and Send dKV of the Mesh paper, sections 3.4 and 3.6. `arrival` tells apart what arrives at one time.
+    The last of the `size - 1` hops brings the sum of all other ranks for this rank's own chunk #0. This is Send O,
+    Send dQ and Send dKV of the Mesh paper, sections 3.4 and 3.6. Partials that arrive at the same time need different
+    numbers `arrival`.
     """
     line = line_of(partials)
     into = line.at(sent + 2)
@@ -40,20 +41,20 @@ def reduce_next(partials: Chunk | Line, sent: int, lane: str, arrival: int = 1) 
 
 
 def all_gather(chunks: Chunk | Line, lane: str) -> list[Pass]:
-    """A ring all-gather: all chunks of the ring, one hop after the other."""
+    """The hops of a ring all-gather."""
     return [receive_next(chunks, have, lane) for have in range(line_of(chunks).group.size - 1)]
 
 
 def reduce_scatter(partials: Chunk | Line, lane: str) -> list[Op]:
-    """A ring reduce-scatter: what all others have for this rank's own chunk is added up along the way."""
+    """The hops and folds of a ring reduce-scatter. At the end every rank has the sum of its own chunk #0."""
     hops = (reduce_next(partials, sent, lane) for sent in range(line_of(partials).group.size - 1))
     return [op for hop in hops for op in hop]
 
 
 def return_home(partial: Chunk, lane: str, against: Chunk | None = None) -> tuple[Pass, Fold]:
-    """Send partial #u straight to its owner, while the partial of this rank's own chunk comes from the other side.
+    """Send partial #u straight to its owner, and fold the partial that arrives for this rank's own chunk.
 
-    `against` is the KV chunk that it was computed with, where only rows that see it are to travel.
+    With `against`, the KV chunk that the partial was computed with, only rows that see it travel.
     """
     assert isinstance(partial.home, Group)
     own = partial.at(0)
@@ -63,7 +64,7 @@ def return_home(partial: Chunk, lane: str, against: Chunk | None = None) -> tupl
 
 
 def line_of(chunks: Chunk | Line) -> Line:
-    """The ring of chunks that are at home in one group."""
+    """The ring of a chunk whose home is a Group; a Line is returned as it is."""
     if isinstance(chunks, Line):
         return chunks
     assert isinstance(chunks.home, Group)

@@ -1,7 +1,7 @@
-"""The problem that a plan solves: shapes, dtypes, mask, how many ranks, and what each tensor weighs.
+"""The problem that a plan solves: shapes, dtypes, mask, number of ranks, and the bytes of each tensor.
 
-Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim. A rank owns S = seqlen / n tokens, or where n
-doesn't divide seqlen one more or less than others; what ranks differ in takes the owner's rank, or an array of ranks.
+Shape legend, here and everywhere: B batch, S tokens, H heads, D head_dim. A rank owns S = seqlen / n tokens. If n
+doesn't divide seqlen, ranks differ by a token; functions that depend on it take an owner's rank, or an array of ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 class Kind(Enum):
-    """What a field holds, which fixes its dtype."""
+    """The kind of content of a field, which decides its dtype."""
 
     COMPUTE = "compute"
-    """An input of a kernel: the compute dtype, held and on the wire."""
+    """Inputs of a kernel: in the compute dtype, held and on the wire."""
     PARTIAL = "partial"
-    """A partial output or gradient: accumulated in fp32, sent in the wire dtype. If nothing is added to it, the compute
-    dtype holds it (lower.staging)."""
+    """A partial output or gradient: accumulated in fp32, sent in the wire dtype. If nothing is ever added to it, it is
+    held in the compute dtype (lower.staging)."""
     STATISTIC = "statistic"
-    """One number for each row (the lse): fp32."""
+    """One number per row (the lse), in fp32."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Field:
     name: str
     kind: Kind
     kv: bool = False
-    """Has kv_heads heads instead of heads."""
+    """Whether it has kv_heads heads; otherwise it has heads."""
     by_heads: bool = False
-    """Has all tokens of a layout chunk that ranks share, and one rank's heads of them."""
+    """Whether it has one rank's heads of all tokens of a layout chunk that ranks share."""
 
 
 _Q, _OUT, _DOUT = (Field(name, Kind.COMPUTE) for name in ("q", "out", "dout"))
@@ -55,23 +55,22 @@ FIELDS = {
     "dq": (Field("dq", Kind.PARTIAL),),
     "dkv": (Field("dk", Kind.PARTIAL, kv=True), Field("dv", Kind.PARTIAL, kv=True)),
 }
-"""The fields of each tensor that a chunk can be a piece of. `odoq` is the Mesh paper's OdOQ (section 3.6), `out` an o
-that is complete. q_h and so on are the same by heads: all tokens of the ranks that share a layout chunk, and the heads
-of one of them (DeepSpeed-Ulysses, section 3.1)."""
+"""The fields of each tensor. `odoq` is the Mesh paper's OdOQ (section 3.6), `out` a complete o. Names in _h are tensors
+by heads: all tokens of the ranks that share a layout chunk, with one rank's heads (DeepSpeed-Ulysses, section 3.1)."""
 FIELDS |= {f"{name}_h": tuple(replace(field, by_heads=True) for field in fields) for name, fields in FIELDS.items()}
 
 
 def is_partial(tensor: str) -> bool:
-    """Whether chunks of the tensor are sums of blocks: o, dq, dkv."""
+    """Whether chunks of the tensor are partial sums over blocks: o, dq, dkv, and the same by heads."""
     return any(field.kind is Kind.PARTIAL for field in FIELDS[tensor])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One exact attention, dealt out over `n` ranks. Raises RequestError where the numbers don't fit together."""
+    """One exact attention on `n` ranks. Raises RequestError where the numbers don't fit together."""
 
     n: int
-    """Ranks."""
+    """The number of ranks."""
     seqlen: int
     """Tokens of the whole sequence."""
     heads: int
@@ -82,10 +81,10 @@ class Problem:
     dtype: str = "bfloat16"
     """The compute dtype: of q, k, v, out and their gradients."""
     wire_dtype: str = ""
-    """The dtype in which partial outputs and gradients travel; the compute dtype where empty (the papers' volume)."""
+    """The dtype in which partial outputs and gradients travel; empty for the compute dtype (the papers' volume)."""
     layout: Layout
     head_slices: int = 1
-    """Chunks hold one of so many equal slices of the heads, which a method takes one after the other."""
+    """How many equal slices of the heads a method computes one after another; a chunk holds one slice."""
 
     def __post_init__(self) -> None:
         for key in ("n", "seqlen", "heads", "kv_heads", "head_dim", "batch"):
@@ -109,17 +108,17 @@ class Problem:
 
     @property
     def local_seqlen(self) -> int:
-        """Tokens that a rank owns: S, of the rank that owns most."""
+        """S, the tokens of the rank that owns most."""
         return -(-self.seqlen // self.n)
 
     @property
     def block_tokens(self) -> int:
-        """Queries, and keys, of one whole block: the tokens of the largest chunk of the layout."""
+        """The tokens of the largest layout chunk: queries, and keys, of the largest block."""
         return self.layout.largest(self.n, self.seqlen)
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The classes of blocks that the mask leaves between chunks, and which class each pair of ranks has."""
+        """The classes of blocks between chunks under the mask, and the class of each pair of ranks."""
         return self.mask.blocks(self.layout, self.n, self.seqlen)
 
     @property
@@ -134,12 +133,12 @@ class Problem:
 
     @property
     def kv_ratio(self) -> float:
-        """k of the volume formulas: kv_heads / heads."""
+        """kv_heads / heads, the k of the volume formulas."""
         return self.kv_heads / self.heads
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether the result of some block covers only a part of its chunks."""
+        """Whether some block computes only a part of its chunks' rows or keys."""
         for q, kv, regions in self.blocks.examples:
             whole = (range(self.block_tokens_of(q)), range(self.block_tokens_of(kv)))
             if any(r.kind is RegionKind.STRICT or (r.q, r.kv) != whole for r in regions):
@@ -147,7 +146,7 @@ class Problem:
         return False
 
     def field_dtype(self, field: Field, *, wire: bool, summed: bool = True) -> str:
-        """The dtype of a field, on the wire or held by a rank; a partial there as a sum, or never `summed`."""
+        """The dtype of a field, on the wire or held. `summed` says whether anything is added to a held partial."""
         if field.kind is Kind.COMPUTE or (field.kind is Kind.PARTIAL and not (wire or summed)):
             return self.dtype
         if field.kind is Kind.PARTIAL and wire:
@@ -155,27 +154,27 @@ class Problem:
         return self.accumulate_dtype
 
     def field_heads(self, field: Field) -> int:
-        """Heads of a field of one chunk. By heads, at least one: key heads are replicated for ranks beyond them."""
+        """Heads of a field of one chunk. A field by heads has at least one: key heads are replicated if too few."""
         heads = self.kv_heads if field.kv else self.heads
         return max(heads // self.layout.head_parallel, 1) if field.by_heads else heads // self.head_slices
 
     def tokens(self, owner):
-        """How many tokens a rank owns, or an array of ranks."""
+        """How many tokens each of one or an array of ranks owns."""
         return self.layout.tokens(owner, self.n, self.seqlen)
 
     def block_tokens_of(self, owner):
-        """How many tokens the chunk of the layout has that a rank owns, alone or with others."""
+        """How many tokens the layout chunk of each of one or an array of ranks has."""
         degree = self.layout.head_parallel
         return self.layout.chunk_tokens(owner // degree, self.n // degree, self.seqlen)
 
     def field_tokens(self, field: Field, owner=None):
-        """Tokens of a field of the chunk of that owner, or array of owners; of the largest chunk without one."""
+        """Tokens of a field of the chunk of one or an array of owners; of the largest chunk if owner is None."""
         if owner is None:
             return self.block_tokens if field.by_heads else self.local_seqlen
         return self.block_tokens_of(owner) if field.by_heads else self.tokens(owner)
 
     def field_shape(self, field: Field, tokens: int | None = None) -> tuple[int, ...]:
-        """The shape of so many tokens of a field; of the largest chunk without a number."""
+        """The shape of `tokens` tokens of a field, (B, S, H, D) or (B, H, S); None for the largest chunk's tokens."""
         tokens = self.field_tokens(field) if tokens is None else tokens
         heads = self.field_heads(field)
         if field.kind is Kind.STATISTIC:
@@ -183,35 +182,35 @@ class Problem:
         return (self.batch, tokens, heads, self.head_dim)
 
     def token_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
-        """What one token of a field of a chunk weighs, in all batch entries."""
+        """Bytes of one token of a field of a chunk, summed over batch entries."""
         elements = self.batch * self.field_heads(field) * (1 if field.kind is Kind.STATISTIC else self.head_dim)
         return elements * DTYPE_BYTES[self.field_dtype(field, wire=wire, summed=summed)]
 
     def field_bytes(self, field: Field, *, wire: bool, summed: bool = True) -> int:
-        """What one field of the largest chunk weighs."""
+        """Bytes of one field of the largest chunk."""
         return self.field_tokens(field) * self.token_bytes(field, wire=wire, summed=summed)
 
     def chunk_bytes(self, tensor: str, *, wire: bool, summed: bool = True) -> int:
-        """What the largest chunk of `tensor` weighs, its statistics included."""
+        """Bytes of the largest chunk of `tensor`, statistics included."""
         return sum(self.field_bytes(field, wire=wire, summed=summed) for field in FIELDS[tensor])
 
     def mean_wire_bytes(self, tensor: str, *, statistics: bool = True) -> Fraction:
-        """What a chunk of `tensor` weighs on the wire on average; papers leave its statistics out."""
+        """Mean bytes of a chunk of `tensor` on the wire. Papers leave statistics out."""
         fields = [field for field in FIELDS[tensor] if statistics or field.kind is not Kind.STATISTIC]
         ranks = {field: self.layout.head_parallel if field.by_heads else 1 for field in fields}
         total = sum(self.seqlen * ranks[field] * self.token_bytes(field, wire=True) for field in fields)
         return Fraction(total, self.n)
 
     def needs_cast(self, tensor: str, *, summed: bool = True) -> bool:
-        """Whether the held form of a chunk differs from its wire form, so that sending it takes a staging buffer."""
+        """Whether the held dtype of a chunk differs from its wire dtype, so that sending it takes a staging buffer."""
         held, sent = ([self.field_dtype(f, wire=w, summed=summed) for f in FIELDS[tensor]] for w in (False, True))
         return held != sent
 
     def rows_seen(self, q_owner: int, kv_owner: int) -> int:
-        """How many queries of a chunk see any key of another one, from the first such to the last."""
+        """Rows of a query chunk from the first to the last that sees a key of the key chunk."""
         return len(self.blocks.rows_seen[self.blocks.of(q_owner, kv_owner)])
 
     @cached_property
     def skips_queries(self) -> bool:
-        """Whether some block needs only a part of its queries."""
+        """Whether some block needs only some of its query rows."""
         return any(self.rows_seen(q, kv) < self.block_tokens_of(q) for q, kv, _ in self.blocks.examples)

@@ -1,4 +1,4 @@
-"""What a transfer moves: from whom to whom, and how many bytes of which field."""
+"""The messages of a transfer: senders, receivers, and bytes by field."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sp_bench.plan.problem import FIELDS, Field, Problem
 
 
 def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
-    """(group, shift) of each of the messages of a transfer, in their order: to whom every rank sends it."""
+    """(group, shift) of each message of a transfer, in order: every rank sends it `shift` ahead in `group`."""
     if isinstance(op, AllToAll):
         return [(op.group, shift) for shift in range(1, op.group.size)]
     return [(op.group, op.shift)] if op.send else []
 
 
 def messages(op: Transfer, problem: Problem, rank) -> list[Mapping[str, Any]]:
-    """Bytes by field of each message that `rank`, one or an array of them, sends in one transfer, in `peers`' order.
+    """Bytes by field of each message that `rank` (one or an array) sends in one transfer, in the order of `peers`.
 
-    All of them are under way at once. Nothing is sent where the peer is the rank itself.
+    The messages of a transfer are concurrent. A rank that is its own peer sends 0 bytes.
     """
     if isinstance(op, AllToAll):
         found = []
@@ -39,12 +39,12 @@ def messages(op: Transfer, problem: Problem, rank) -> list[Mapping[str, Any]]:
 
 @lru_cache(maxsize=64)
 def _token_bytes(problem: Problem, tensor: str) -> Mapping[str, int]:
-    """What a token of each field weighs on the wire. Plans have thousands of messages, of few tensors."""
+    """Wire bytes of a token of each field. Cached, as plans have thousands of messages of few tensors."""
     return {field.name: problem.token_bytes(field, wire=True) for field in FIELDS[tensor]}
 
 
 def _rows_sent(op: Pass, problem: Problem, rank):
-    """How many tokens of its chunk a rank sends: all, or those that something sees."""
+    """How many tokens of its chunk each of one or an array of ranks sends."""
     assert op.send is not None
     if op.against is None:
         return problem.field_tokens(FIELDS[op.send.tensor][0], op.send.owner(rank))
@@ -53,7 +53,7 @@ def _rows_sent(op: Pass, problem: Problem, rank):
 
 
 def rows_sent(op: Pass, problem: Problem, rank: int) -> range:
-    """The tokens of its chunk that one rank sends."""
+    """The tokens of its chunk that one rank sends, as indices in the chunk."""
     assert op.send is not None
     if op.against is None:
         return range(problem.field_tokens(FIELDS[op.send.tensor][0], op.send.owner(rank)))
@@ -67,11 +67,11 @@ def by_heads(op: AllToAll) -> tuple[Field, ...]:
 
 
 def piece_bytes(problem: Problem, field: Field) -> int:
-    """What one rank's heads of another rank's tokens weigh on the wire, where that one owns most."""
+    """Wire bytes of one piece of an all-to-all: one rank's heads of the tokens of the rank that owns most."""
     return problem.local_seqlen * problem.token_bytes(field, wire=True)
 
 
 def adds_up(op: AllToAll, problem: Problem, field: Field) -> bool:
-    """Whether what comes of a field by heads is of several ranks for one key head, and a sum at its owner."""
+    """Whether the owner sums a field from several ranks, because they share a key head."""
     heads = problem.kv_heads if field.kv else problem.heads
     return not op.to_heads and problem.field_heads(field) * op.group.size > heads
