@@ -1,15 +1,14 @@
-"""Schedules of a Mesh-Attention tile that are searched for, beside the paper's greedy ones (methods/mesh.py).
+"""A search for schedules of a Mesh-Attention tile that are faster than the paper's greedy ones (methods/mesh.py).
 
-Algorithms 2 and 3 receive everything before they send, and count a hop in whole blocks. Where blocks and transfers take
-about equally long, neither is hidden well by that. Here the order of the transfers is searched for: from the greedy
-order, one hop after the other is taken to another place while that shortens the step of a rank. Blocks follow from the
-order: of those that are ready, the one that is needed first by a hop.
+Algorithms 2 and 3 receive everything before they send, and count a hop in whole blocks. This hides little where blocks
+and transfers take about equally long. The search starts from the greedy order of transfers and moves one hop at a time
+while this shortens the phase. The order of blocks follows: of the ready blocks, the one that a hop needs first.
 
-With `slices` of the heads the tile is gone through once for each, a few hops after one another: while one slice's
-first chunks come in or its last partials go home, another has blocks to compute. Of one slice neither is hidden.
+With several `slices` of the heads the tile is computed once per slice, each a few hops behind the one before. While the
+first chunks of a slice arrive or its last partials leave, another slice has blocks to compute.
 
-All ranks do the same, so one rank tells the time of all: a hop starts when the lane is free and what it sends is there,
-a block when its chunks are, and what a hop brings is folded before the next one sends it on.
+All ranks do the same, so the times of one rank are those of all. A hop starts when the lane is free and its tensor is
+ready, a block when its chunks are. The arrival of a hop is folded before the next hop sends it on.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from itertools import permutations
 from typing import NamedTuple
 
 EVALUATIONS = 200_000
-"""Blocks that orders tried from the best start on may have together: about half a second, and for starts as much."""
+"""Most blocks placed while hops are moved, summed over the orders tried: about half a second. Starts take as long."""
 
 FEW_HOPS = 5
-"""Of so many hops of a slice, all orders are tried."""
+"""Up to this many hops of a slice, all orders are tried."""
 FEW_LAGS = 12
-"""How many distances between slices are tried."""
+"""About how many distances between slices are tried."""
 
 
 class Hop(NamedTuple):
-    """One hop of one slice's tensor. Hops of a tensor go in their order round its ring."""
+    """One hop of one slice's tensor. The hops of a tensor are equal values; their order is that round its ring."""
 
     slice: int
     tensor: str
@@ -47,29 +46,29 @@ class Block(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What an order of transfers comes to."""
+    """The timing of an order of transfers, in seconds."""
 
     end_s: float
     transfers: list[float]
-    """When each hop starts."""
+    """The start of each hop."""
     blocks: list[tuple[float, Block]]
-    """When each block ends, in the order of execution."""
+    """(end, block) in the order of execution."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What travels in one phase: gathered by rows and columns of the tile, and reduced by rows and columns, if so."""
+    """Tensors that travel in one phase: q (rows) and kv (columns) are gathered, o (rows) and dkv (columns) reduced."""
 
     q: str
     kv: str
     o: str
     dkv: str | None
-    """None in a forward."""
+    """None in the forward."""
 
 
 @dataclass(frozen=True)
 class TileTimes:
-    """A tile, and the seconds of one slice's block and of its hop of each tensor."""
+    """A tile, with the seconds of one slice's block and of a hop of each of its tensors."""
 
     a: int
     b: int
@@ -79,7 +78,7 @@ class TileTimes:
     slices: int = 1
 
     def allowed(self, order: Sequence[Hop]) -> bool:
-        """Whether each hop sends what can be there: rows that saw all columns, columns that saw all rows."""
+        """Whether each hop can be ready: a row is sent after all columns were received, a column after all rows."""
         names, done = self.tensors, Counter[Hop]()
         for hop in order:
             of_q, of_kv = done[hop._replace(tensor=names.q)], done[hop._replace(tensor=names.kv)]
@@ -95,12 +94,12 @@ class TileTimes:
         return True
 
     def place(self, order: Sequence[Hop]) -> Placed:
-        """When everything happens if hops go in this order."""
+        """The timing if hops go in this order."""
         return _Placing(self, order).result()
 
 
 class _Placing:
-    """One rank's time, hop after hop."""
+    """Simulates one rank for one order of hops."""
 
     def __init__(self, times: TileTimes, order: Sequence[Hop]) -> None:
         self._times, self._order = times, order
@@ -129,7 +128,7 @@ class _Placing:
                     self._compute()
                 while self._now_s < self._lane_s and self._compute_before(self._lane_s):
                     pass
-                # What the last hop brought is folded between two blocks.
+                # The arrival of the last hop is folded between two blocks.
                 start = max(self._lane_s, self._now_s if sent[hop] else self._done_s(hop, 1))
                 sent[hop] += 1
             else:
@@ -150,7 +149,7 @@ class _Placing:
         return Placed(max(self._lane_s, self._now_s), starts, self._blocks)
 
     def _done_s(self, hop: Hop, line: int) -> float:
-        """When the blocks of a row or column have ended."""
+        """The end of the last block of a row or column."""
         of_row = hop.tensor == self._times.tensors.o
         ended = reversed(self._blocks)
         return next(at for at, (i, u, v) in ended if i == hop.slice and (u if of_row else v) == line)
@@ -159,7 +158,7 @@ class _Placing:
         heapq.heappush(self._coming, (at_s, block))
 
     def _compute_before(self, end_s: float) -> bool:
-        """Compute a block that can start before that; whether there was one."""
+        """Compute a block that can start before `end_s`. Returns whether there was one."""
         self._gather()
         if not self._ready and (not self._coming or self._coming[0][0] >= end_s):
             return False
@@ -167,7 +166,7 @@ class _Placing:
         return True
 
     def _compute(self) -> None:
-        """Compute the block that is needed first among those that are ready."""
+        """Compute the ready block that a hop needs first."""
         self._gather()
         if not self._ready:
             self._now_s = self._coming[0][0]
@@ -186,13 +185,13 @@ class _Placing:
 
 
 def _places(order: Sequence[Hop], sent: Hop, lines: int) -> list[int]:
-    """For each row or column, the place of the hop that sends it; the own one, #0, is sent by none."""
+    """For each row or column, the place in the order of the hop that sends it. The own one, #0, is never sent."""
     hops = [place for place, hop in enumerate(order) if hop == sent]
     return [len(order), *hops] if hops else [len(order)] * lines
 
 
 def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[Hop], Placed]:
-    """The best order found, and what it comes to; never worse than one slice after the other in the greedy order."""
+    """(order, its timing) of the best order found: never slower than the greedy order, one slice after another."""
     tries = max(8, EVALUATIONS // (times.a * times.b * times.slices))
     order = _lagging(times, greedy, len(greedy))
     best = times.place(order)
@@ -215,7 +214,7 @@ def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[Hop], Placed]:
 
 
 def _starts(times: TileTimes, greedy: Sequence[str]) -> Iterator[list[Hop]]:
-    """Orders to begin with: several for a slice, and for each of them several distances between slices."""
+    """Orders to start from: several orders of one slice, each with several distances between slices."""
     few = len(greedy) <= FEW_HOPS
     for order in _every(times, greedy) if few else (greedy, *_complete_first(times)):
         step = max(1, -(-len(order) // FEW_LAGS))
@@ -224,20 +223,20 @@ def _starts(times: TileTimes, greedy: Sequence[str]) -> Iterator[list[Hop]]:
 
 
 def _lagging(times: TileTimes, order: Sequence[str], lag: int) -> list[Hop]:
-    """All slices in the same order, each `lag` hops behind the one before."""
+    """The order of all slices' hops, each slice `lag` hops behind the one before."""
     hops = [(i * lag + place, Hop(i, name)) for i in range(times.slices) for place, name in enumerate(order)]
     return [hop for _, hop in sorted(hops, key=lambda placed: (placed[0], placed[1].slice))]
 
 
 def _every(times: TileTimes, order: Sequence[str]) -> Iterator[list[str]]:
-    """All allowed orders of one slice's hops, on every rank in the same order."""
+    """All allowed orders of one slice's hops, in a deterministic sequence: every rank must find the same schedule."""
     for other in dict.fromkeys(permutations(order)):
         if times.allowed([Hop(0, name) for name in other]):
             yield list(other)
 
 
 def _complete_first(times: TileTimes) -> Iterator[list[str]]:
-    """All rows first, or all columns first, and what is then complete sent as soon as it is."""
+    """Orders that receive all rows first or all columns first, and send each complete partial at once."""
     names, a, b = times.tensors, times.a - 1, times.b - 1
     if names.dkv is None:
         yield [names.q] * a + [names.kv] * b + [names.o] * a
@@ -249,7 +248,7 @@ def _complete_first(times: TileTimes) -> Iterator[list[str]]:
 
 
 def _moved(order: Sequence[Hop]) -> Iterator[list[Hop]]:
-    """Every order with one hop elsewhere, near places first."""
+    """Every order with one hop moved, the shortest moves first."""
     for distance in range(1, len(order)):
         for i in range(len(order) - distance):
             j = i + distance
@@ -259,10 +258,10 @@ def _moved(order: Sequence[Hop]) -> Iterator[list[Hop]]:
 
 
 def steps_of(order: Sequence[Hop], placed: Placed) -> Iterator[tuple[Hop | None, tuple[Block, ...]]]:
-    """(hop, the blocks that end while it is the last one that has started), in order.
+    """(hop, the blocks that end after it starts and before the next hop starts), in order; hop is None at the start.
 
-    A block that is under way when a hop starts comes after it in the plan, so that the hop needn't wait for a buffer
-    that the block reads.
+    A block that is running when a hop starts comes after it in the plan, so that the hop doesn't wait for a buffer that
+    the block reads.
     """
     starts = [-math.inf, *placed.transfers, math.inf]
     for hop, start, end in zip([None, *order], starts, starts[1:], strict=False):

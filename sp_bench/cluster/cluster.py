@@ -1,4 +1,4 @@
-"""A cluster: its nodes, links and devices, as conf/cluster describes them."""
+"""A cluster as conf/cluster describes it: nodes, links and devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NETWORK_KEYS = Topology.__struct_fields__
 
 
 class ClusterSection(Section, frozen=True, kw_only=True):
-    """A conf/cluster file. Its network (Topology) is given by keys here, or follows from hosts."""
+    """A conf/cluster file. The network (Topology) is given by its keys, or follows from `hosts`."""
 
     name: str
     this_machine: bool = False
@@ -38,31 +38,31 @@ class ClusterSection(Section, frozen=True, kw_only=True):
     placement: Placement = "block"
     lab: str = DEFAULT_LAB
     hosts: Any = None
-    """Of the laboratory (emulation.EmulatedHosts)."""
+    """The section of the laboratory (emulation.EmulatedHosts)."""
     device: DeviceSection
     sources: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of GPUs, what joins them, and what kernels cost on them."""
+    """Nodes of GPUs, the network between them, and the kernel costs of their device."""
 
     name: str
     this_machine: bool
-    """Whether its ranks are processes of this machine, so that points on it are measured."""
+    """Whether ranks are processes on this machine, so that points are measured."""
     cores: int | None
-    """CPU cores that all ranks share, where ranks have no device of their own."""
+    """The number of CPU cores that all ranks share; None if each rank has a device."""
     topology: Topology
     hosts: EmulatedHosts | None = None
-    """How a laboratory emulates the nodes on this machine; None: it doesn't, and ranks talk over its loopback."""
+    """The nodes as a laboratory emulates them on this machine; None: not emulated."""
     device: DeviceCosts
     sources: Mapping[str, str]
-    """Where the numbers are from."""
+    """The sources of the numbers."""
     stragglers: Stragglers = field(default_factory=Stragglers)
 
     @classmethod
     def build(cls, config: Any) -> Self:
-        """The cluster of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
+        """The cluster of a conf/cluster file. Raises RequestError for an invalid key or value."""
         section = read(ClusterSection, config, "cluster")
         hosts = hosts_of(config)
         return cls(
@@ -76,7 +76,7 @@ class Cluster:
         )
 
     def refuse(self, gpus: int) -> None:
-        """Raise RequestError for a number of GPUs that doesn't fill nodes, or that the network can't join."""
+        """Raise RequestError for a number of GPUs that doesn't fill whole nodes or doesn't fit the network."""
         node = self.topology.gpus_per_node
         if node and gpus > node and gpus % node:
             low = gpus // node * node
@@ -86,12 +86,12 @@ class Cluster:
         self.stragglers.slow_ranks(gpus)
 
     def network(self, gpus: int) -> Network:
-        """The links and routes of that many ranks."""
+        """The links and routes of `gpus` ranks."""
         network = _network(self.topology_of(gpus), gpus)
         return self.stragglers.slow_links(network) if self.stragglers.links else network
 
     def topology_of(self, gpus: int) -> Topology:
-        """The topology, with the latency that messages have where that many ranks share the cores."""
+        """The topology, with the added latency of messages if `gpus` ranks share fewer cores."""
         inter, cores = self.topology.inter, self.cores
         if not self.hosts or not inter or not cores or gpus <= cores:
             return self.topology
@@ -99,45 +99,45 @@ class Cluster:
         return self.topology.replace(inter=inter.replace(latency_s=latency_s))
 
     def node_of(self, gpus: int) -> np.ndarray:
-        """The node of each of that many ranks: (gpus,)."""
+        """The node of each rank: (gpus,)."""
         return self.network(gpus).node_of(np.arange(gpus))
 
     def nodes(self, gpus: int) -> int:
-        """How many nodes that many ranks are on."""
+        """How many nodes `gpus` ranks occupy."""
         return int(np.unique(self.node_of(gpus)).size)
 
     def shared_cores(self, ranks: int) -> int | None:
-        """The cores that the ranks share, with transfers too; None where each has a device or a core of its own."""
+        """How many cores ranks and transfers share; None if each rank has a device or a core to itself."""
         take = self.hosts and self.hosts.messages_take_cores
         return self.cores if self.cores and (ranks > self.cores or take) else None
 
     def effects(self, network: Network, simulated: np.ndarray, phase: str) -> Effects:
-        """What the machine does to the blocks and messages of the `simulated` ranks (q,) in one phase."""
+        """The machine's effects on blocks and messages of the `simulated` ranks, (q,), in one phase."""
         if self.hosts is None:
             return Effects()
         return self.hosts.effects(network, simulated, self.cores, self.stragglers.seed, phase)
 
     def is_even(self, ranks: int) -> bool:
-        """Whether no block or message of so many ranks differs from others by chance, but for `stragglers`."""
+        """Whether blocks and messages have no random differences other than `stragglers`."""
         return self.hosts is None or self.hosts.is_even(ranks, self.cores)
 
     @property
     def transport(self) -> TransportKind:
-        """How tensors get from rank to rank."""
+        """The transport between ranks: NCCL on devices, gloo on shared cores."""
         return NCCL if self.cores is None else GLOO
 
     @property
     def even(self) -> Cluster:
-        """The same with cores and links that are shared evenly."""
+        """This cluster with cores and links that are shared evenly."""
         return replace(self, hosts=self.hosts.even) if self.hosts else self
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
-        """What ranks need at least for the work that each has, alone on a core or device: (n,)."""
+        """A lower bound on the seconds that ranks compute, from each rank's seconds alone on a core or device, (n,)."""
         cores = self.shared_cores(work_s.size)
         return max(float(work_s.max()), float(work_s.sum()) / cores if cores else 0.0)
 
     def profile(self, problem: Problem) -> CostProfile:
-        """What a schedule may know of this cluster."""
+        """The costs of this cluster that a schedule may use."""
         topology = self.topology_of(problem.n)
         intra, inter = topology.intra, topology.inter or topology.intra
         intra_rate, inter_rate = self.topology.crowded_bytes_per_s(problem.n)
@@ -159,7 +159,7 @@ class Cluster:
 
 
 def _network_config(config: Mapping[str, Any], hosts: EmulatedHosts | None) -> dict[str, Any]:
-    """The network that a conf/cluster file describes, in words or by its hosts."""
+    """The Topology section of a conf/cluster file: its own keys, or those that follow from its hosts."""
     network = {key: config[key] for key in NETWORK_KEYS if key in config}
     if hosts is None:
         return network

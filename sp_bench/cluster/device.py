@@ -1,4 +1,4 @@
-"""What blocks, folds and casts cost on a device: published or measured figures."""
+"""The costs of blocks, folds and casts on a device, from published or measured figures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem
 from sp_bench.reading import Count, NotNegative, Positive, Section, read
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
-"""For each (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
+"""FLOPs per (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
 
 
 class DeviceSection(Section, frozen=True, kw_only=True):
-    """The device as a cluster file has it (DeviceCosts, KernelTable)."""
+    """The section `device` of a cluster file (fields as in DeviceCosts and KernelTable)."""
 
     name: str
     rates: Annotated[
@@ -29,9 +29,9 @@ class DeviceSection(Section, frozen=True, kw_only=True):
         Meta(min_length=1, description="a section of tables of kernel rates", examples=["{flash_attn_3: {...}}"]),
     ]
     kernel: str | None = None
-    """The kernel whose tables are used; None: all of them."""
+    """Use this kernel's tables only; None: use all tables."""
     sms: Count | None = None
-    """Multiprocessors."""
+    """The number of multiprocessors."""
     peak_tflops: dict[str, Positive]
     memory_bytes: Positive | None = None
     memory_bytes_per_s: Positive
@@ -58,28 +58,28 @@ class DeviceCosts:
 
     name: str
     tables: tuple[KernelTable, ...]
-    """The first one that has a problem's dtype and head_dim is the one for it."""
+    """The first table with a problem's dtype and head_dim is used."""
     peak_tflops: Mapping[str, float]
-    """Dense peak by dtype, for MFU; a dtype that is missing has no MFU."""
+    """Dense peak TFLOP/s by dtype, for MFU; a missing dtype has no MFU."""
     memory_bytes: float | None
-    """What a rank can hold; None for no limit."""
+    """Memory of a rank; None for no limit."""
     memory_bytes_per_s: float
-    """Of copies, casts and sums of gradients, reads and writes together."""
+    """Bandwidth of copies, casts and gradient sums; reads plus writes."""
     fold_bytes_per_s: float
-    """Of merging partial outputs, which is arithmetic too; on a GPU the same as memory_bytes_per_s."""
+    """Bandwidth of merging partial outputs, arithmetic included; on a GPU equal to memory_bytes_per_s."""
     launch_s: float
-    """Seconds that each kernel costs beside its work."""
+    """Launch overhead of each kernel."""
     transfer_slowdown: float
-    """How much longer kernels take while transfers of their rank are under way: 0.19 is 19%."""
+    """How much longer kernels take while their rank's transfers are in flight: 0.19 is 19%."""
 
     @classmethod
     def build(cls, config: Any) -> Self:
-        """The device of a conf/cluster file. Raises RequestError for a key or value that makes no sense."""
+        """The device of a conf/cluster file. Raises RequestError for an invalid key or value."""
         return cls.of(read(DeviceSection, config, "cluster.device"))
 
     @classmethod
     def of(cls, section: DeviceSection) -> Self:
-        """The costs of a device that has been read."""
+        """The costs of a section `device`."""
         tables = [KernelTable.build(name, rates, section.sms) for name, rates in section.rates.items()]
         return cls(
             name=section.name,
@@ -93,7 +93,7 @@ class DeviceCosts:
         )
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError for a dtype or head_dim whose kernel rates are not known."""
+        """Raise RequestError for a dtype or head_dim without kernel rates."""
         known = [table for table in self.tables if problem.dtype in table.dtypes]
         if not known:
             dtypes = dict.fromkeys(dtype for table in self.tables for dtype in table.dtypes)
@@ -111,12 +111,12 @@ class DeviceCosts:
             )
 
     def figures(self, problem: Problem) -> str:
-        """Which kernel figures a problem is simulated with: published (flash_attn_3), measured (aten_cpu)."""
+        """The kernel figures that a problem is simulated with, such as `published (flash_attn_3)`."""
         table = self._table(problem)
         return f"{table.figures} ({table.kernel})"
 
     def notes(self, problem: Problem) -> list[str]:
-        """Where the tables are stretched beyond their figures."""
+        """Warnings where a problem needs more than the tables' figures cover."""
         table, notes = self._table(problem), []
         if table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
@@ -130,7 +130,7 @@ class DeviceCosts:
     def block_s(self, problem: Problem, phase: str) -> np.ndarray:
         """Seconds of one block without its fold, by class of `Problem.blocks`: (classes,).
 
-        As all that a device takes: where a rank has it, or a core, to itself.
+        They are for a rank that has a device or a core to itself.
         """
         classes = problem.blocks.regions
         return np.array([sum(self._region_s(problem, phase, region) for region in regions) for regions in classes])
@@ -140,9 +140,8 @@ class DeviceCosts:
     ) -> float:
         """Seconds of folding one chunk's partial into its accumulator, bound by memory.
 
-        The partial is read in the dtype that it comes in and the accumulator read and written; the first one only
-        written. Where the dtypes are equal, as where nothing is `summed`, the first partial becomes the accumulator at
-        no cost.
+        A fold reads the partial in its own dtype, and reads and writes the accumulator. The first fold only writes it;
+        if the dtypes are equal, as they are without `summed`, the partial becomes the accumulator at no cost.
         """
         moved = 0
         for field in FIELDS[tensor]:
@@ -157,7 +156,7 @@ class DeviceCosts:
         return self._memory_s(moved, self.fold_bytes_per_s if merges else self.memory_bytes_per_s)
 
     def cast_s(self, problem: Problem, tensor: str, *, wire: bool, summed: bool = True) -> float:
-        """Seconds of casting what is held to its wire dtype, or an accumulator to the compute dtype of a result."""
+        """Seconds of casting a held chunk to its wire dtype, or (`wire` false) an accumulator to the compute dtype."""
         moved = 0
         for field in FIELDS[tensor]:
             held = problem.field_dtype(field, wire=False, summed=summed)
@@ -168,14 +167,14 @@ class DeviceCosts:
         return self._memory_s(moved, self.memory_bytes_per_s)
 
     def copy_s(self, moved_bytes: float) -> float:
-        """Seconds of copying so many bytes on the device."""
+        """Seconds of copying `moved_bytes` on the device."""
         return self._memory_s(2 * moved_bytes, self.memory_bytes_per_s)
 
     def _memory_s(self, moved_bytes: float, bytes_per_s: float) -> float:
         return self.launch_s + moved_bytes / bytes_per_s if moved_bytes else 0.0
 
     def _table(self, problem: Problem) -> KernelTable:
-        # Points that are measured may have a dtype or head_dim without figures: the nearest table ranks their variants.
+        # Measured points may have a dtype or head_dim without figures: the nearest table then ranks their variants.
         return min(
             self.tables,
             key=lambda t: (problem.dtype not in t.dtypes, abs(math.log2(t.head_dim / problem.head_dim))),

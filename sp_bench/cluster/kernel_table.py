@@ -1,6 +1,6 @@
-"""What block kernels do on a device: tables of rates at some block sizes, and what lies between and beside these.
+"""Rates of block kernels on a device: tables at some block sizes, and interpolation between them.
 
-A device has any number of tables, each of one kernel, head_dim and set of dtypes:
+A device has any number of tables, each for one kernel, head_dim and set of dtypes:
 
     rates:
       flash_attn_3:               # a name
@@ -9,24 +9,23 @@ A device has any number of tables, each of one kernel, head_dim and set of dtype
         source: where they are from
         head_dim: 128
         dtypes: {bfloat16: 1.0}   # each with a factor on the rates
-        heads: 16                 # of the blocks that the rates were taken at,
-        total_tokens: 16384       #   in batches that make up so many tokens; null: a batch of one
-        tile_tokens: 128          # what one thread block takes: queries forward, keys backward
+        heads: 16                 # heads of the blocks that the rates were measured at
+        total_tokens: 16384       # tokens of a batch of these blocks; null: a batch of one
+        tile_tokens: 128          # tokens of one thread block: queries forward, keys backward
         forward_full: {512: 467, 1024: 565}           # TFLOP/s by tokens of a square block,
         backward_full: {512x512: 404, 512x1024: 440}  #   or by queries x keys, every pair of some sizes
         forward_causal: ...                           # square blocks only
         backward_causal: ...
 
-Between its points a table is linear in log(tokens), bilinear where it has pairs; outside them it is flat. A block that
-is not square takes, from a table without pairs, the rate of the square one with as long an inner loop: a thread block
-of a forward kernel keeps its queries and goes over the keys, one of a backward kernel keeps its keys and goes over the
-queries. How many thread blocks there are is what waves account for.
+Between points a table is linear in log(tokens), or bilinear if it has pairs; outside them it is constant. If a table
+has no pairs, a block that is not square gets the rate of the square block with the same inner loop: forward thread
+blocks loop over keys, backward thread blocks over queries. Waves account for the number of thread blocks.
 
-Waves. A device with `sms` multiprocessors works on so many thread blocks at once: a block of b (batch x heads) by q
-queries takes W = ceil(b * ceil(q / tile_tokens) / sms) waves and fills b * q / tile_tokens / (sms * W) of them. Rates
-are proportional to that fill, and those of a table are taken to have been so in its own configuration, so that a
-table's point comes out as it stands for the blocks that it was taken at. Causal blocks have shorter and longer thread
-blocks, which kernels hand out longest first: for them this is too much where waves are few.
+Waves. A device with `sms` multiprocessors runs `sms` thread blocks at once: a block of b (batch x heads) by q queries
+takes W = ceil(b * ceil(q / tile_tokens) / sms) waves and fills b * q / tile_tokens / (sms * W) of them. Rates are
+proportional to this fill. A table's rates are first divided by the fill of its own configuration, so that its points
+are reproduced there. Causal blocks have thread blocks of different lengths, and kernels schedule the longest first: for
+them the effect is overestimated if waves are few.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ Points = Annotated[
     dict[Block, Positive],
     Meta(min_length=1, description="a table of rates, with at least one", examples=["{512: 100}"]),
 ]
-"""TFLOP/s by the tokens of a block."""
+"""{block: TFLOP/s}, with a block as tokens or queries x keys."""
 
 
 class Rates(Section, frozen=True, kw_only=True):
-    """A table as a cluster file has it."""
+    """One table of a cluster file's section `rates`; the module docstring explains its keys."""
 
     kernel: str | None = None
     figures: Literal["published", "measured", "assumed"]
@@ -74,7 +73,7 @@ class Rates(Section, frozen=True, kw_only=True):
     backward_causal: Points
 
     def __post_init__(self) -> None:
-        """Raises RequestError for a set of blocks that can't be interpolated."""
+        """Raises RequestError for blocks that can't be interpolated: a causal one not square, or a pair missing."""
         for name in RATES:
             known = self.points(name)
             if all(q == kv for q, kv in known):
@@ -89,7 +88,7 @@ class Rates(Section, frozen=True, kw_only=True):
                 raise RequestError(f"{name}.{q}x{kv}", rule, "a rate for it, or square blocks alone, would work")
 
     def points(self, name: str) -> dict[tuple[int, int], float]:
-        """One of RATES by (queries, keys)."""
+        """The table `name`, one of RATES: {(queries, keys): TFLOP/s}."""
         found = {}
         for block, rate in getattr(self, name).items():
             q_tokens, _, kv_tokens = str(block).partition("x")
@@ -99,33 +98,33 @@ class Rates(Section, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Waves:
-    """The thread blocks that a device works on at once, and what each takes."""
+    """How many thread blocks a device runs at once, and the tokens of each."""
 
     sms: int
     tile_tokens: int
 
     def fill(self, tokens: int, batch_heads: int) -> float:
-        """The part of the waves' room that is used by so many queries (keys, backward) of each of batch x heads."""
+        """The share of the waves' slots that are used, for `tokens` queries (keys backward) of batch x heads."""
         waves = math.ceil(batch_heads * math.ceil(tokens / self.tile_tokens) / self.sms)
         return batch_heads * tokens / self.tile_tokens / (self.sms * waves)
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A rate by the tokens of a square block."""
+    """Rates by the tokens of a square block."""
 
     log_tokens: np.ndarray
     rates: np.ndarray
 
     def rate(self, phase: str, q_tokens: int, kv_tokens: int) -> float:
-        """The rate at a block of that many queries and keys."""
+        """The interpolated rate of a block of q_tokens queries and kv_tokens keys."""
         inner = kv_tokens if phase == "forward" else q_tokens
         return float(np.interp(math.log2(inner), self.log_tokens, self.rates))
 
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """A rate by the queries and keys of a block."""
+    """Rates by the queries and keys of a block."""
 
     log_q: np.ndarray
     """(Q,)"""
@@ -135,7 +134,7 @@ class Surface:
     """(Q, K)"""
 
     def rate(self, phase: str, q_tokens: int, kv_tokens: int) -> float:
-        """The rate at a block of that many queries and keys."""
+        """The interpolated rate of a block of q_tokens queries and kv_tokens keys."""
         by_q = [np.interp(math.log2(kv_tokens), self.log_kv, row) for row in self.rates]
         return float(np.interp(math.log2(q_tokens), self.log_q, by_q))
 
@@ -149,17 +148,17 @@ class KernelTable:
     """published, measured or assumed."""
     head_dim: int
     dtypes: Mapping[str, float]
-    """The dtypes that the rates hold for, each with a factor on them."""
+    """{dtype: factor on the rates}."""
     smallest: int
-    """The least tokens of a block that every rate is known for."""
+    """The smallest block, in tokens, that every table of rates covers."""
     waves: Waves | None
-    """None: rates don't depend on how many thread blocks there are."""
+    """None: rates don't depend on the number of thread blocks."""
     rates: Mapping[str, Curve | Surface]
-    """TFLOP/s in full waves, by phase and mask."""
+    """TFLOP/s in full waves, by `phase_mask`, such as forward_causal."""
 
     @classmethod
     def build(cls, name: str, rates: Rates, sms: int | None) -> Self:
-        """The table of that name on a device with so many multiprocessors."""
+        """The table `name` on a device with `sms` multiprocessors."""
         waves = Waves(sms=sms, tile_tokens=rates.tile_tokens) if sms and rates.tile_tokens else None
         points = {rate: rates.points(rate) for rate in RATES}
         if waves:
@@ -184,7 +183,7 @@ class KernelTable:
     def flops_per_s(
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str
     ) -> float:
-        """FLOP/s on a block of that many queries and keys; of a dtype that the table lacks, as if it had it."""
+        """FLOP/s of a block of q_tokens queries and kv_tokens keys; a dtype that the table lacks has factor 1."""
         rate = self.rates[f"{phase}_{mask}"].rate(phase, q_tokens, kv_tokens)
         if self.waves:
             rate *= self.waves.fill(_outer(phase, q_tokens, kv_tokens), batch_heads)
@@ -192,14 +191,14 @@ class KernelTable:
 
 
 def _outer(phase: str, q_tokens: int, kv_tokens: int) -> int:
-    """The tokens that thread blocks share out among them."""
+    """The tokens that are split among thread blocks."""
     return q_tokens if phase == "forward" else kv_tokens
 
 
 def _in_full_waves(
     name: str, points: Mapping[tuple[int, int], float], waves: Waves, heads: int, total_tokens: int | None
 ) -> dict[tuple[int, int], float]:
-    """The rates that full waves would have reached."""
+    """The rates divided by the fill of their waves."""
     found = {}
     for (q_tokens, kv_tokens), rate in points.items():
         batch = max(total_tokens // q_tokens, 1) if total_tokens else 1
@@ -209,7 +208,7 @@ def _in_full_waves(
 
 
 def _shape(points: Mapping[tuple[int, int], float]) -> Curve | Surface:
-    """A curve through squares, or a surface through every pair of some sizes."""
+    """A curve if all blocks are square, else a surface."""
     if all(q == kv for q, kv in points):
         sizes = sorted(q for q, _ in points)
         return Curve(np.log2(sizes), np.array([points[size, size] for size in sizes]))

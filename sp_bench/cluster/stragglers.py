@@ -1,4 +1,4 @@
-"""What is not as it should be on a cluster: slow ranks, slow links, and noise."""
+"""Stragglers of a cluster: slow ranks, slow links, and noise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Factors = dict[
 
 
 class StragglerSection(Section, frozen=True, kw_only=True):
-    """`stragglers` as a config has it."""
+    """The section `stragglers` of a config."""
 
     ranks: Factors = msgspec.field(default_factory=dict)
     links: dict[str, Factors] = msgspec.field(default_factory=dict)
@@ -30,14 +30,14 @@ class StragglerSection(Section, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """Nothing of the kind by default."""
+    """Slow ranks, slow links and noise; by default there are none."""
 
     ranks: Mapping[int, float] = field(default_factory=dict)
-    """How many times as long a rank computes."""
+    """{rank: factor on its compute time}."""
     links: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """What share of its rate a link has, by class (port, nic, ...) and its number there, in both directions."""
+    """{link class (port, nic, ...): {number in the class: factor on its rate}}, in both directions."""
     jitter: float = 0.0
-    """Relative standard deviation of every run of blocks and every latency, log-normal, with their mean unchanged."""
+    """Relative standard deviation of the time of each run of blocks and of each latency: log-normal, mean unchanged."""
     seed: int = 0
 
     def __bool__(self) -> bool:
@@ -45,12 +45,12 @@ class Stragglers:
 
     @classmethod
     def build(cls, config: Any, seed: int) -> Self:
-        """The section of a config. Raises RequestError for a key or value that makes no sense."""
+        """The stragglers of a config section. Raises RequestError for an invalid key or value."""
         section = read(StragglerSection, config or {}, "stragglers")
         return cls(ranks=section.ranks, links=section.links, jitter=section.jitter, seed=seed)
 
     def slow_ranks(self, n: int) -> np.ndarray:
-        """How many times as long each rank computes: (n,). Raises RequestError for a rank that there is not."""
+        """The factor on each rank's compute time: (n,). Raises RequestError for a rank that doesn't exist."""
         factors = np.ones(n)
         for rank, factor in self.ranks.items():
             if rank >= n:
@@ -59,7 +59,7 @@ class Stragglers:
         return factors
 
     def slow_links(self, network: Network) -> Network:
-        """The network with slow links. Raises RequestError for a class or a number that there is not."""
+        """The network with slow links. Raises RequestError for a class or number that doesn't exist."""
         rates = network.link_bytes_per_s.copy()
         names = list(network.first_link)
         for name, entries in self.links.items():
@@ -76,7 +76,7 @@ class Stragglers:
         return replace(network, link_bytes_per_s=rates)
 
     def as_record(self) -> dict[str, Any] | None:
-        """What a record keeps of it."""
+        """The stragglers as a record has them; None if there are none."""
         if not self:
             return None
         links = {name: {str(i): share for i, share in entries.items()} for name, entries in self.links.items()}

@@ -33,7 +33,7 @@ MAX_LINKS = 20_000_000
 """What fits a few GB of memory."""
 
 Crossing = tuple[str, np.ndarray]
-"""A class of links, and the one in its block that each flow crosses, -1 for none: (F,)."""
+"""(link class, number in its block of the link that each flow crosses, (F,); -1 for none)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Level:
 
     name: str
     gpus: int
-    """How many share one."""
+    """How many GPUs share a link."""
     bytes_per_s: float
 
     def crossings(self, a: np.ndarray, b: np.ndarray) -> tuple[Crossing, Crossing]:
@@ -53,20 +53,20 @@ class Level:
 
 
 def climb(levels: Sequence[Level], a: np.ndarray, b: np.ndarray) -> list[Crossing]:
-    """What flows from GPU a to GPU b cross: up the levels, as far as they differ, and down again."""
+    """The links that flows from GPU a to GPU b cross: up the levels where a and b differ, and down again."""
     pairs = [level.crossings(a, b) for level in levels]
     return [out for out, _ in pairs] + [into for _, into in reversed(pairs)]
 
 
 class Tier(Section, frozen=True, kw_only=True):
-    """What transfers inside nodes, and those across, have in common."""
+    """The keys that transfers inside nodes and across nodes have in common."""
 
     bytes_per_s: Positive
-    """Of each GPU, or each NIC, in each direction."""
+    """Bandwidth of each GPU, or of each NIC, in each direction."""
     latency_s: NotNegative
-    """Before a transfer's first byte."""
+    """Seconds before a transfer's first byte."""
     flow_bytes_per_s: Positive = math.inf
-    """Most that one transfer takes, such as what NCCL's channels to one peer carry."""
+    """Bandwidth limit of one transfer, such as that of NCCL's channels to one peer."""
 
 
 class Switch(Tier, frozen=True, kw_only=True, tag_field="kind", tag="switch"):
@@ -80,28 +80,28 @@ class Switch(Tier, frozen=True, kw_only=True, tag_field="kind", tag="switch"):
 class FullMesh(Tier, frozen=True, kw_only=True, tag_field="kind", tag="full_mesh"):
     """A cable between any two GPUs of a node (OAM boards, HCCS).
 
-    Each has an even share of a GPU's bytes_per_s, and traffic to one peer can't use the cables to the others.
+    Each cable has an even share of a GPU's bytes_per_s; traffic to one peer can't use the cables to the others.
     """
 
     def levels(self) -> list[Level]:
-        """No link is shared."""
+        """An empty list: no link is shared."""
         return []
 
 
 class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
-    """GPUs on PCIe switches, and these on the host bridge of a socket.
+    """GPUs on PCIe switches, and switches on the host bridge of a socket.
 
-    Two GPUs on a switch (PIX) cross their own links alone, two on a socket (PXB, PHB) also the uplinks that all GPUs of
-    a switch share, others (SYS) also the links between sockets. A NIC is on the switch of the first GPU that it serves.
+    Transfers inside a switch (PIX) cross only the GPUs' own links. Those inside a socket (PXB, PHB) also cross the
+    uplinks of switches, others (SYS) also the links of sockets. A NIC is on the switch of the first GPU that it serves.
     """
 
     gpus_per_switch: Count
     uplink_bytes_per_s: Positive
-    """Of each PCIe switch, in each direction."""
+    """Bandwidth of each PCIe switch's uplink, in each direction."""
     gpus_per_socket: Count | None = None
-    """None: one host bridge for all."""
+    """None: all switches are on one host bridge."""
     socket_bytes_per_s: Positive | None = None
-    """Of each socket to the others, in each direction."""
+    """Bandwidth of each socket to the others, in each direction."""
 
     def levels(self) -> list[Level]:
         """The shared links of a node, from its GPUs up."""
@@ -118,24 +118,24 @@ class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
 
 
 Intra = Switch | FullMesh | PcieTree
-"""By its kind; without one, a switch."""
+"""The network inside a node, by `kind`; switch if there is none."""
 
 
 class Inter(Tier, frozen=True, kw_only=True):
-    """The NICs of a node. Consecutive GPUs share one where there are fewer NICs than GPUs."""
+    """The NICs of a node. With fewer NICs than GPUs, consecutive GPUs share one."""
 
     nics_per_node: Count | None = None
-    """None: one for each GPU."""
+    """None: one NIC per GPU."""
 
 
 class Fabric(Section, frozen=True, kw_only=True):
-    """A fat tree: consecutive nodes share a leaf switch, and each leaf has uplinks to a spine that is never full."""
+    """A fat tree: consecutive nodes share a leaf switch with uplinks to a non-blocking spine."""
 
     nodes_per_leaf: Count
     oversubscription: Annotated[float, Meta(ge=1, le=FINITE, examples=[1])] = 1.0
-    """What the NICs below a leaf carry, over what its uplinks carry."""
+    """Bandwidth of the NICs below a leaf over that of its uplinks."""
     latency_s: NotNegative = 0.0
-    """Of going to another leaf, in addition."""
+    """Added latency of a transfer to another leaf."""
 
 
 GPUS = Meta(
@@ -151,15 +151,15 @@ class Topology(Section, frozen=True, kw_only=True):
     """None: all ranks are on one node."""
     intra: Intra
     inter: Inter | None = None
-    """None: there is one node and no other."""
+    """None: there is only one node."""
     fabric: Fabric | None = None
-    """None: the fabric is never full."""
+    """None: the fabric is non-blocking."""
     placement: Placement = "block"
-    """Ranks fill node after node, or go round the nodes, or rank r is on GPU placement[r]."""
+    """block: ranks fill node after node; cyclic: rank r is on node r % nodes; list: rank r is on GPU placement[r]."""
 
     @classmethod
     def build(cls, config: Any, path: str = "cluster.network") -> Topology:
-        """The network that a conf/cluster file has at `path`. Raises RequestError for a key or value."""
+        """The topology of a section; `path` names it in errors. Raises RequestError for an invalid key or value."""
         return read(cls, config, path)
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ class Topology(Section, frozen=True, kw_only=True):
             raise RequestError(f"placement={list(placement)}", rule, example)
 
     def place(self, n: int) -> np.ndarray:
-        """The GPU of each of n ranks: (n,). Raises RequestError where a list of GPUs has fewer."""
+        """The GPU of each of n ranks: (n,). Raises RequestError if `placement` lists fewer GPUs."""
         ranks = np.arange(n)
         if self.placement == "block" or self.gpus_per_node is None:
             return ranks
@@ -194,11 +194,11 @@ class Topology(Section, frozen=True, kw_only=True):
         return np.array(self.placement[:n])
 
     def neighbours(self, n: int) -> int:
-        """So many consecutive ranks are on one node: 1 where ranks don't fill node after node."""
+        """How many consecutive ranks are on one node; 1 if ranks don't fill node after node."""
         return (self.gpus_per_node or n) if self.placement == "block" else 1
 
     def crowded_bytes_per_s(self, n: int) -> tuple[float, float]:
-        """What a rank gets inside its node and across nodes where all ranks send one transfer at once."""
+        """(inside a node, across nodes): bytes/s that a rank gets if all ranks send one transfer at once."""
         g, intra, inter = self.gpus_per_node or n, self.intra, self.inter
         inside = min(intra.bytes_per_s / (max(g - 1, 1) if isinstance(intra, FullMesh) else 1), intra.flow_bytes_per_s)
         if inter is None:
@@ -219,7 +219,7 @@ class Topology(Section, frozen=True, kw_only=True):
         return found
 
     def network(self, n: int) -> Network:
-        """The links of n ranks. Raises RequestError where the ranks don't fit the cluster, or the links the memory."""
+        """The links of n ranks. Raises RequestError if the cluster has too few GPUs, or the network too many links."""
         gpu, g = self.place(n), self.gpus_per_node or n
         gpus = (int(gpu.max()) // g + 1) * g
         if gpus > g and not self.inter:
@@ -246,30 +246,30 @@ class Topology(Section, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """How F transfers travel. One from a rank to itself crosses nothing, and a simulation must give it no bytes."""
+    """The routes of F transfers. A transfer from a rank to itself crosses no link, and must have no bytes."""
 
     latency_s: np.ndarray
     """(F,)"""
     links: np.ndarray
-    """(F, P) The links that each crosses, in order, and -1 for none anywhere among them."""
+    """(F, P) The links that each crosses, in order. Entries of -1, anywhere in a row, are no link."""
     rate_cap: np.ndarray
-    """(F,) Most bytes per second that each may take; inf for no cap."""
+    """(F,) Limit in bytes per second of each transfer; inf for no limit."""
     inter: np.ndarray
-    """(F,) Whether its ends are on two nodes."""
+    """(F,) Whether it crosses nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Network:
-    """The L links that n ranks have, and the routes between them."""
+    """The L links of n ranks, and the routes between ranks."""
 
     topology: Topology
     gpus_per_node: int
     gpu: np.ndarray
     """(n,) The GPU of each rank."""
     first_link: dict[str, int]
-    """By class of links, where its block starts."""
+    """The number of the first link of each class."""
     link_class: np.ndarray
-    """(L,) The class of each link, by its place among the keys of first_link."""
+    """(L,) The class of each link, as an index into the keys of first_link."""
     link_bytes_per_s: np.ndarray
     """(L,)"""
 
@@ -292,16 +292,16 @@ class Network:
         if fabric:
             gpus_per_leaf = g * fabric.nodes_per_leaf
             latency_s += np.where(a // gpus_per_leaf != b // gpus_per_leaf, fabric.latency_s, 0.0)
-        # A flow has one of the two paths, and -1 on the other.
+        # A flow takes one of the two paths, and has -1 on the other.
         both = zip_longest(self._numbers(inside, near), self._numbers(across, apart), fillvalue=-1)
         links = np.stack([np.maximum(one, other) for one, other in both], axis=1)
         return Routes(latency_s=latency_s, links=links, rate_cap=rate_cap, inter=apart)
 
     def moved(self, move: np.ndarray) -> np.ndarray | None:
-        """Where each link goes if every rank r takes the place of rank move[r]: (L,); None if the links would differ.
+        """The permutation of links, (L,), if every rank r takes the place of rank move[r]; None if links would differ.
 
-        Only what is uniform is looked for: GPUs that share a link must go where GPUs share one, and on a PCIe tree,
-        whose NICs hang on one of their GPUs' switches, each must keep its place in the node.
+        It is found only in uniform cases: GPUs that share a link must move to GPUs that share one, and on a PCIe tree,
+        where a NIC is on the switch of one of its GPUs, a GPU must keep its place in the node.
         """
         to = np.arange((int(self.gpu.max()) // self.gpus_per_node + 1) * self.gpus_per_node)
         to[self.gpu] = self.gpu[move]
@@ -324,12 +324,12 @@ class Network:
         return moved if np.array_equal(self.link_bytes_per_s[moved], self.link_bytes_per_s) else None
 
     def alone_bytes_per_s(self, routes: Routes) -> np.ndarray:
-        """What each transfer gets where there is no other, inf from a rank to itself: (F,)."""
+        """Bytes/s of each transfer without any other, (F,); inf from a rank to itself."""
         rates = np.append(self.link_bytes_per_s, math.inf)  # which -1 stands for
         return np.minimum(rates[routes.links].min(axis=1), routes.rate_cap)
 
     def _across(self, a: np.ndarray, b: np.ndarray) -> list[Crossing]:
-        """What flows from GPU a to GPU b of another node cross, in order."""
+        """The links that flows from GPU a to GPU b of another node cross, in order."""
         intra, (nic, *leaf) = self.topology.intra, self.topology.between(self.gpus_per_node)
         path = climb([nic, *leaf], a, b)
         if not isinstance(intra, PcieTree):
@@ -339,12 +339,12 @@ class Network:
         return [port_out, *climb(above, a, nic_a), *path, *climb(above, nic_b, b), port_in]
 
     def _numbers(self, path: list[Crossing], crosses: np.ndarray) -> list[np.ndarray]:
-        """The links of a path by their numbers in the network, -1 for flows that don't cross it: [(F,), ...]."""
+        """The link numbers of a path in the network: [(F,), ...], -1 for flows that don't cross it."""
         return [np.where(crosses & (place >= 0), self.first_link[name] + place, -1) for name, place in path]
 
 
 def _check_divides(path: str, part: int | None, name: str, whole: int | None) -> None:
-    """Raise RequestError where a part does not divide the whole of that name."""
+    """Raise RequestError if `part` doesn't divide `whole`."""
     if part and whole and whole % part:
         choices = ", ".join(map(str, divisors(whole)))
         raise RequestError(f"{path}={part}", f"must divide {name}={whole}", f"{choices} would work")

@@ -21,15 +21,15 @@ KERNELS: dict[str, type[BlockKernel]] = {
 """Every backend by its name. A new one is imported above and listed here."""
 
 HOPPER = 9
-"""The first number of its compute capability."""
+"""The major compute capability of Hopper GPUs."""
 
 __all__ = ["KERNELS", "BlockKernel", "auto_order", "choose", "fold_"]
 
 
 def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
-    """The kernel of that name, or for `auto` the fastest that takes the device, dtype and head_dim.
+    """The kernel of that name, or for `auto` the fastest that supports the device, dtype and head_dim.
 
-    Raises RequestError for an unknown name, or one that refuses them.
+    Raises RequestError for an unknown name, or a kernel that doesn't support them.
     """
     if name != "auto":
         if name not in KERNELS:
@@ -44,7 +44,7 @@ def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
 
 
 def auto_order(device: str) -> tuple[type[BlockKernel], ...]:
-    """All that `auto` tries on a device, the fastest first by published figures (docs/reference/kernels.md)."""
+    """The kernels that `auto` tries on a device, fastest first by published figures (docs/reference/kernels.md)."""
     if device != "cuda":
         return (AtenCpu, Reference)
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < HOPPER:

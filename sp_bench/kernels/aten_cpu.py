@@ -12,7 +12,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class AtenCpu(BlockKernel):
-    """Tensors go in and out as views with heads before tokens, so that nothing is copied."""
+    """PyTorch's CPU flash attention. Tensors are passed as (B, H, S, D) views, so that nothing is copied."""
 
     name = "aten_cpu"
 
@@ -22,7 +22,7 @@ class AtenCpu(BlockKernel):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse = _FORWARD(*(heads_first(x) for x in (q, k, v)), 0.0, causal)
-        # The lse is a view of a (B, S, H) tensor, and stays one: folds of such are the fastest.
+        # The lse is a view of a (B, S, H) tensor. It stays one, as folds are fastest on that.
         return out.transpose(1, 2), lse
 
     def _backward(

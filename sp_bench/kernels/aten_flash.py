@@ -13,9 +13,9 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 
 class AtenFlash(CudaKernel):
-    """Tensors go in and out as views with heads before tokens, which it turns round again: nothing is copied.
+    """PyTorch's FlashAttention-2. Tensors are passed as (B, H, S, D) views, so that nothing is copied.
 
-    Its backward has a deterministic form, which torch.use_deterministic_algorithms asks for.
+    torch.use_deterministic_algorithms selects its deterministic backward.
     """
 
     name = "aten_flash"

@@ -19,8 +19,8 @@ from sp_bench.plan.mask import Region, RegionKind
 class BlockKernel(ABC):
     """Attention of one block of queries to one block of keys, forward and backward.
 
-    A backend does FULL and CAUSAL on at least one token (`_forward`, `_backward`). STRICT, empty blocks and rows that
-    saw no key are done here, since backends disagree on all of them.
+    A backend implements FULL and CAUSAL on at least one token (`_forward`, `_backward`). STRICT, empty blocks and rows
+    that saw no key are handled here, since backends disagree on them.
     """
 
     name: ClassVar[str]
@@ -28,9 +28,9 @@ class BlockKernel(ABC):
     @classmethod
     @abstractmethod
     def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
-        """Why the backend can't do this here, forward or backward; empty if it can.
+        """Why the backend can't run forward and backward here; empty if it can.
 
-        `device` is cpu or cuda: what the GPU can do, and what is installed, is for the backend to find out.
+        `device` is cpu or cuda. The backend itself checks the GPU and the installed packages.
         """
 
     @abstractmethod
@@ -78,7 +78,7 @@ class BlockKernel(ABC):
 
 
 def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The (out, lse) of rows that saw no key: the neutral element of a fold."""
+    """(out_BSHD, lse_BHS) of rows that saw no key, 0 and -inf: the neutral element of a fold."""
     batch, tokens, heads, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)
@@ -86,7 +86,7 @@ def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, T
 
 
 def heads_first(x_BSHD: Tensor) -> Tensor:
-    """(B, H, S, D) as a view. torch's kernels take any strides but for head_dim, where they take 1 for granted."""
+    """x as a (B, H, S, D) view with head_dim contiguous, as torch's kernels need; other strides are free."""
     return (x_BSHD if x_BSHD.stride(3) == 1 else x_BSHD.contiguous()).transpose(1, 2)
 
 
@@ -103,6 +103,6 @@ def _square(q: Tensor, k: Tensor, mask: RegionKind) -> None:
 
 
 def _harmless(lse: Tensor) -> Tensor:
-    """exp(score - lse) must be 0 in a row that saw no key, and is NaN for lse = -inf."""
-    # One operation, which is timed with every block.
+    """The lse with -inf as +inf: exp(score - lse) is then 0 in a row that saw no key, not NaN."""
+    # A single operation, as it is timed with every block.
     return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)

@@ -1,4 +1,4 @@
-"""What the backends for NVIDIA GPUs have in common: what they refuse, and why."""
+"""The common base of backends for NVIDIA GPUs: the checks of what they support."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from sp_bench.kernels.contract import BlockKernel
 
 
 class CudaKernel(BlockKernel):
-    """Attention in fp16 or bf16 on GPUs of some compute capabilities, from torch or from a package beside it."""
+    """Attention in fp16 or bf16 on GPUs of some compute capabilities, from torch or another package."""
 
     majors: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
-    """The compute capabilities that it has kernels for, by their first number: 8 Ampere and Ada, 9 Hopper, 10 and up
-    Blackwell."""
+    """The major compute capabilities that it supports: 8 Ampere and Ada, 9 Hopper, 10 and up Blackwell."""
     package: ClassVar[str] = ""
-    """The module that has its functions; empty for torch's own."""
+    """The module with its functions; empty for torch's own."""
     install: ClassVar[str] = ""
-    """How to get the package."""
+    """The command that installs the package."""
 
     @classmethod
     def refuses(cls, device: str, dtype: str, head_dim: int) -> str:
@@ -44,12 +43,12 @@ class CudaKernel(BlockKernel):
 
     @classmethod
     def most_head_dim(cls, capability: tuple[int, int]) -> int:
-        """The largest head_dim, forward and backward, on a GPU of that compute capability."""
+        """The largest head_dim that forward and backward support on a GPU of that compute capability."""
         return 256
 
     @classmethod
     def _refuses_software(cls) -> str:
-        """Why what is installed, or how torch is set, won't do; empty if it will."""
+        """Why the installed software or torch's settings rule the backend out; empty if they don't."""
         try:
             cls.module()
         except RequestError as error:
@@ -58,7 +57,7 @@ class CudaKernel(BlockKernel):
 
     @classmethod
     def module(cls) -> Any:
-        """The package. Raises RequestError where it can't be imported."""
+        """The imported package. Raises RequestError if it can't be imported."""
         if not cls.package:
             return torch.ops.aten
         try:
@@ -73,15 +72,15 @@ class CudaKernel(BlockKernel):
 
 
 def _stands_in(module: ModuleType, package: str) -> bool:
-    # Ranks that run peers on CPUs put a module of ours in flash_attn's place.
+    # Ranks that run peers on CPUs put a module of this suite in flash_attn's place.
     return module.__name__ != package
 
 
 def deterministic() -> bool:
-    """Whether torch was asked for results that are the same in each run: backends with such a backward take that."""
+    """Whether torch.use_deterministic_algorithms is on: backends that have a deterministic backward then use it."""
     return torch.are_deterministic_algorithms_enabled()
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x, with head_dim elements that lie together: no backend takes them otherwise."""
+    """x with head_dim contiguous, which every backend needs; a copy if it wasn't."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention, as torch calls it. It builds a plan for each new shape: warm every block shape up."""
+"""cuDNN's fused attention through torch. It builds a plan for each new shape, so every block shape needs a warm-up."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sp_bench.kernels.reference import Reference
 _FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 _ONE_KEY = Reference()
-"""cuDNN refuses a single key: these blocks, which only tests have, are the reference's."""
+"""The reference kernel computes blocks of a single key, which cuDNN refuses and only tests have."""
 LEAST_VERSION = 90000
 LEAST_TORCH = (2, 9)
-"""Before it torch has the lse as (B, H, S)."""
+"""Older versions of torch return the lse as (B, H, S)."""
 WIDE_VERSION = 91000
-"""From which on heads of up to 256 go on Hopper (torch, sdp_utils.cpp)."""
+"""The first cuDNN version that supports head_dim up to 256 on Hopper (torch, sdp_utils.cpp)."""
 
 
 class Cudnn(CudaKernel):
-    """Tensors go in and out as views with heads before tokens; its lse is (B, H, S, 1)."""
+    """cuDNN's fused attention. Tensors are passed as (B, H, S, D) views; its lse is (B, H, S, 1)."""
 
     name = "cudnn"
 
@@ -52,7 +52,7 @@ class Cudnn(CudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if k.shape[1] == 1:
             return _ONE_KEY._backward(dout, q, k, v, out, lse, causal)
-        # Without dropout nobody reads the state of its generator.
+        # The generator's state is not read without dropout.
         state = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _BACKWARD(
             *(heads_first(x) for x in (dout, q, k, v, out)),

@@ -1,4 +1,4 @@
-"""FlashAttention-2 from its own package (Dao 2023), called where it still gives the lse.
+"""FlashAttention-2 from its own package (Dao 2023), called through the functions that return the lse.
 
 The interface is that of flash_attn 2.7 and 2.8.
 """
@@ -14,7 +14,7 @@ from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
 
 
 class FlashAttn(CudaKernel):
-    """Tokens before heads, as here. A window of (-1, -1) is none."""
+    """FlashAttention-2. Its tensors are (B, S, H, D), as in the contract; a window of (-1, -1) means no window."""
 
     name = "flash_attn"
     package = "flash_attn.flash_attn_interface"

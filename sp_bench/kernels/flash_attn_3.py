@@ -1,6 +1,6 @@
-"""FlashAttention-3, for Hopper (Shah et al. 2024), called as the operators that its package registers.
+"""FlashAttention-3, for Hopper (Shah et al. 2024), called through the operators that its package registers.
 
-As torch's own prototype does: the package's Python functions have changed more often than these.
+torch's own prototype calls them, too: the package's Python functions change more often.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
 
 
 class FlashAttn3(CudaKernel):
-    """Tokens before heads, as here. One split of the keys: with more, the sum's order would depend on the load."""
+    """FlashAttention-3. Its tensors are (B, S, H, D), as in the contract.
+
+    num_splits is 1, as the order of sums over more splits of the keys would depend on the load.
+    """
 
     name = "flash_attn_3"
     majors = (9,)
@@ -25,10 +28,10 @@ class FlashAttn3(CudaKernel):
 
     @classmethod
     def module(cls) -> Any:
-        """The operators. Raises RequestError where the package can't be imported, or has others."""
+        """The package's operators. Raises RequestError if it can't be imported, or lacks operators with defaults."""
         super().module()
         ops = torch.ops.flash_attn_3
-        # Older ones want every argument.
+        # Operators of older releases have no default arguments.
         if not all(hasattr(ops, name) and _has_defaults(getattr(ops, name)) for name in ("fwd", "bwd")):
             rule = "has no operators flash_attn_3::fwd and bwd, or an older release's"
             raise RequestError(f"import {cls.package}", rule, f"{cls.install} would install it")
@@ -66,6 +69,6 @@ class FlashAttn3(CudaKernel):
 
 
 def _has_defaults(operator: Any) -> bool:
-    """Whether only tensors must be given."""
+    """Whether all arguments but tensors have defaults."""
     arguments = operator.default._schema.arguments
     return all(x.has_default_value() or str(x.type) == "Tensor" for x in arguments)

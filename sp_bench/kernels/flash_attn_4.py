@@ -1,6 +1,6 @@
 """FlashAttention-4, in CuTe DSL, for Hopper and Blackwell. It compiles on first use.
 
-The interface is that of flash-attn-4 4.0 (a beta), and what torch 2.13 takes for its own prototype of it.
+The interface is that of flash-attn-4 4.0 (a beta), which torch 2.13 uses in its own prototype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
 
 
 class FlashAttn4(CudaKernel):
-    """Tokens before heads, as here."""
+    """FlashAttention-4. Its tensors are (B, S, H, D), as in the contract."""
 
     name = "flash_attn_4"
     majors = (9, 10, 11, 12)
@@ -22,7 +22,7 @@ class FlashAttn4(CudaKernel):
 
     @classmethod
     def most_head_dim(cls, capability: tuple[int, int]) -> int:
-        # Blackwell has 256 too, and nothing between.
+        # Blackwell supports 256 too, but nothing between 128 and 256.
         return 256 if capability[0] == 9 else 128
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _LEAST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
-"""By the dtype of an lse, the least number that it can hold."""
+"""The lowest finite number of each dtype of an lse."""
 
 
 def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
@@ -30,26 +30,27 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
 
 def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """The same in operations of torch, on any device.
+    """`fold_` in torch operations, on any device.
 
-    Few of them: on a CPU each costs tens of microseconds for the lse alone, and a cast to the same dtype as much, since
-    the block before has emptied the caches of both code and data. Fewest where lse and part_lse lie alike in memory.
+    It uses as few operations as possible. After a block has evicted code and data from a CPU's caches, each costs tens
+    of microseconds for the lse alone, even a cast to the same dtype. It is fastest if lse and part_lse have the same
+    strides.
     """
     torch.logaddexp(lse, part_lse, out=lse)
-    # What saw no key on either side weighs nothing; any other lse that is not finite must show in the result.
+    # Rows that saw no key on either side get weight 0. Any other lse that is not finite must show in the result.
     weight = torch.sub(part_lse, lse.clamp_min(_LEAST[lse.dtype])).exp_()
     out.lerp_(in_dtype(part_out, out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x itself where it has that dtype, without asking torch to look."""
+    """x in that dtype; x itself, without a torch call, if it has it."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def fold_bytes(out: Tensor, lse: Tensor, part_out: Tensor) -> int:
-    """What a fold must read and write at least: the accumulators both ways, the part once.
+    """The fewest bytes that a fold reads and writes: accumulators twice, the part once.
 
-    10 * head_dim + 12 bytes a row for an fp32 accumulator and a part of 2 bytes an element.
+    For an fp32 accumulator and a part of 2 bytes per element this is 10 * head_dim + 12 bytes per row.
     """
     return 2 * out.nbytes + part_out.nbytes + 3 * lse.nbytes
 

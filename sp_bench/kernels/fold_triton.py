@@ -1,7 +1,7 @@
-"""The fold as one Triton kernel: everything is read once and written once. Importing it imports triton.
+"""The fold as one Triton kernel, which reads and writes everything once. Importing this module imports triton.
 
-A program takes some tokens of one head of one batch: their rows are head_dim elements that lie together, and their
-statistics lie together too, as lse_BHS has tokens last.
+A program folds some tokens of one head of one batch entry. The head_dim elements of a row are contiguous, and so are
+the statistics of the tokens, as tokens are the last dimension of lse_BHS.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 4096
-"""Of the accumulator that a program takes: 32 for each thread of its four warps."""
+"""Accumulator elements of one program: 32 for each thread of its four warps."""
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _fold_kernel(
     lse_at = lse + b * lse_b + h * lse_h + s * lse_s
     held = tl.load(lse_at, mask=rows, other=0.0)
     new = tl.load(part_lse + b * part_lse_b + h * part_lse_h + s * part_lse_s, mask=rows, other=0.0)
-    # As torch.logaddexp, where two equal infinities give themselves.
+    # Like torch.logaddexp: two equal infinities give the same infinity.
     apart = tl.where(held == new, 0.0, -tl.abs(held - new))
     total = tl.maximum(held, new) + tl.log(1.0 + tl.exp(apart))
     weight = tl.where(new == float("-inf"), 0.0, tl.exp(new - total))[:, None]
@@ -41,7 +41,7 @@ def _fold_kernel(
     part_at = part_out + b * part_b + h * part_h + s[:, None] * part_s + d[None, :] * part_d
     x = tl.load(out_at, mask=cells, other=0.0)
     y = tl.load(part_at, mask=cells, other=0.0).to(tl.float32)
-    # As torch.lerp: exactly x at weight 0, exactly y at weight 1.
+    # Like torch.lerp: exactly x at weight 0, exactly y at weight 1.
     merged = tl.where(weight < 0.5, x + weight * (y - x), y - (y - x) * (1.0 - weight))
     tl.store(out_at, merged, mask=cells)
     tl.store(lse_at, total, mask=rows)
@@ -59,7 +59,7 @@ def fold_fused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) ->
         return
     padded = triton.next_power_of_2(head_dim)
     at_once = max(1, ELEMENTS // padded)
-    # Without it, triton launches on the current device, which need not be the tensors'.
+    # triton launches on the current device, which may not be the tensors' device.
     with torch.cuda.device_of(out):
         _fold_kernel[triton.cdiv(tokens, at_once), heads, batch](
             out, lse, part_out, part_lse, tokens, head_dim,

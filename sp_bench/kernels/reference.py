@@ -1,4 +1,4 @@
-"""The reference kernel: textbook attention in fp64, on any device. Slow, and what the others are held against."""
+"""The reference kernel: textbook attention in fp64, on any device. It is slow; tests compare other kernels with it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Reference(BlockKernel):
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) in fp64 of a whole sequence: q_BSHD, k_BSHD, ... in order of their positions."""
+    """(out, dq, dk, dv) in fp64 of a whole sequence; all tensors are BSHD, with tokens in order of position."""
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     kernel, everything = Reference(), (range(q.shape[1]),)
     windows = [
@@ -73,7 +73,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> tuple[Te
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """(queries, keys) in fp64, -inf where masked."""
+    """Scaled scores, (queries, keys), in fp64; -inf where masked."""
     scores = q.double() @ k.double().T / math.sqrt(q.shape[-1])
     if causal:
         hidden = torch.ones(scores.shape, dtype=torch.bool, device=scores.device).triu(1)
