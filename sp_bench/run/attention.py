@@ -32,11 +32,11 @@ from sp_bench.run.partials import Tensors
 from sp_bench.run.transport import GlooTransport, Transport
 
 Saved = dict[str, Tensors]
-"""Tensors by the name of what they are, in the order of FIELDS."""
+"""The tensors of each chunk type ("kv", "odoq", ...), in the order of FIELDS."""
 
 
 class Engine:
-    """Proven plans on one problem, on this rank, with buffers that they share."""
+    """Runs checked plans of one problem on this rank. All plans share one set of buffers."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Engine:
         transport: Transport | None = None,
         queues: Device | None = None,
     ) -> None:
-        """`plans` by phase, executed as `rank` of problem.n. One rank of one needs no `transport`.
+        """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
-        `queues` are those of a device that does its work behind the caller, by default those of a GPU. Raises
-        RequestError for a kernel that refuses the device or dtype.
+        `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU.
+        Raises RequestError if the kernel refuses the device or dtype.
         """
         self.plans, self.problem = plans, problem
         self.kernel = choose(kernel, device.type, problem.dtype, problem.head_dim)
@@ -64,7 +64,7 @@ class Engine:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, Saved]:
-        """out_BSHD of this rank's queries in the compute dtype, and what the backward needs beside its gradient."""
+        """Return out_BSHD of this rank's queries in the compute dtype, and the tensors saved for the backward."""
         found = self._run("forward", {"q": (q,), "kv": (k, v)}, action, live)
         out, *lse = found.pop("o", None) or found.pop("out")
         if "backward" in self.plans:
@@ -76,7 +76,7 @@ class Engine:
     def backward(
         self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv) of this rank's tokens, in the compute dtype."""
+        """Return (dq, dk, dv) of this rank's tokens in the compute dtype."""
         inputs = {**saved, "do": (dout,)}
         if "odoq" in saved:
             q, out, lse = saved["odoq"]
@@ -86,11 +86,11 @@ class Engine:
 
     @property
     def kernel_name(self) -> str:
-        """What computes its blocks."""
+        """Name of the block kernel in use."""
         return self.kernel.name
 
     def spent(self, phase: str) -> Spent:
-        """Where the time of the last execution of a phase went; on a device, to be asked for once that has ended."""
+        """Time breakdown of the phase's last execution. On a GPU, synchronize first."""
         return self._executors[phase].spent
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Engine:
         return self._executors[phase]
 
     def _run(self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None) -> Saved:
-        """Run a phase on tensors by name; returns what it ends with, by name, in the compute dtype."""
+        """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype."""
         plan = self.plans[phase]
         given = {
             chunk: tuple(self._slice(x, chunk.heads).contiguous() for x in inputs[chunk.tensor])
@@ -133,7 +133,7 @@ class Engine:
         return x.chunk(self.problem.head_slices, dim=_heads_dim(x))[heads]
 
     def _whole(self, tensor: str, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
-        """All heads of a result, cast to the compute dtype where it was accumulated."""
+        """Concatenate the head slices of a result. Accumulated fields are cast to the compute dtype."""
         chunks = sorted((chunk for chunk in plan.ends_with if chunk.tensor == tensor), key=lambda chunk: chunk.heads)
         whole = []
         for i, field in enumerate(FIELDS[tensor]):
@@ -165,10 +165,10 @@ class _Attention(torch.autograd.Function):
 
 
 class SequenceParallelAttention(torch.nn.Module):
-    """Exact attention over a sequence that is dealt out over the ranks of `group`.
+    """Exact attention, softmax(q k^T / sqrt(D)) v masked by global position, over a sequence sharded across `group`.
 
-    attn = SequenceParallelAttention("mesh", causal=True, tile=(2, 2)); options are those of the method. `tile="auto"`
-    takes the tile that sends least. softmax(q k^T / sqrt(D)) v, masked by global token position.
+    Example: SequenceParallelAttention("mesh", causal=True, tile=(2, 2)). Further keywords are the method's options;
+    `tile="auto"` takes the tile that sends the fewest bytes.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class SequenceParallelAttention(torch.nn.Module):
         costs: CostProfile = COMPUTE_BOUND,
         **method_options: object,
     ) -> None:
-        """`mask` is causal or full, and `causal` is short for it.
+        """`mask` is "causal" or "full"; if empty, `causal` decides.
 
         Raises RequestError for an unknown method, mask, option or kernel, or one that doesn't fit the group.
         """
@@ -193,55 +193,55 @@ class SequenceParallelAttention(torch.nn.Module):
         self.group, self.kernel, self.wire_dtype, self.costs = group, kernel, wire_dtype, costs
         self._layout = self.mask.layout(self.method.layout)
         self._uneven: dict[int, int] = {}
-        """By local length, the last sequence that `shard` could not deal evenly."""
+        """Local length -> length of the last sequence of unequal shards that `shard` cut to it."""
         self._engines: dict[tuple, Engine] = {}
 
     @property
     def n(self) -> int:
-        """How many ranks share the sequence."""
+        """Number of ranks that share the sequence."""
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:
-        """This rank within the group."""
+        """Index of this rank in the group."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
 
     @property
     def layout(self) -> Layout:
-        """How tokens are dealt out. Raises RequestError where an option left at auto decides that."""
+        """Assignment of tokens to ranks. Raises RequestError if it depends on an option left at "auto"."""
         return self.method.dealt_by(self._layout, self.n)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Tensor:
-        """This rank's attention: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
+        """Attention output of this rank's queries: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
 
-        `seqlen` is the length of the whole sequence, by default S * n: only needed where n doesn't divide it.
-        Differentiable in q, k and v. All ranks must call it, with shapes that are equal but for S. Raises RequestError
-        for shapes or dtypes that the method or kernel refuses.
+        `seqlen` is the global length, by default S * n; pass it if n doesn't divide it. Differentiable in q, k and v.
+        All ranks must call it, with shapes that differ in S only. Raises RequestError for shapes or dtypes that the
+        method or kernel refuses.
         """
         return _Attention.apply(q, k, v, self.engine(q, k, v, seqlen=seqlen))
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's tokens of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
+        """This rank's shard of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
         local, seqlen = sharding.shard(x, self.layout, self.rank, self.n), x.shape[1]
         self._uneven.pop(local.shape[1], None)
         self._uneven |= {local.shape[1]: seqlen} if seqlen % self.n else {}
         return local
 
     def unshard(self, x: Tensor) -> Tensor:
-        """The full tensor, on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
+        """All-gather the full tensor on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
         return sharding.unshard(x, self.layout, self.group, self.n)
 
     def positions(self, seqlen: int) -> Tensor:
-        """The global ids of the tokens that this rank owns of a sequence of `seqlen`: (S,)."""
+        """Global ids of the tokens that this rank owns in a sequence of `seqlen`: (S,) int64."""
         return sharding.positions(self.layout, self.rank, self.n, seqlen)
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, str, str]]:
-        """What this rank has sent so far, by (lane, tensor, field)."""
+        """Bytes this rank has sent so far, by (lane, tensor, field)."""
         return sum((engine.transport.sent_bytes for engine in self._engines.values()), Counter())
 
     def engine(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Engine:
-        """The engine for these shapes and dtypes, made at their first use."""
+        """Return the engine for these shapes and dtypes; it is built at first use and cached."""
         if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
             raise RequestError(
                 f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}",
@@ -272,7 +272,7 @@ class SequenceParallelAttention(torch.nn.Module):
                 wire_dtype=self.wire_dtype,
                 layout=self.layout,
             )
-            # With nothing known of the machine, the variant that sends least.
+            # The machine is unknown here: take the variant that sends the fewest bytes.
             method = min(
                 self.method.candidates(problem),
                 key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES),

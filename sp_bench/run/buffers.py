@@ -1,4 +1,4 @@
-"""Buffers that the phases of one problem share: a forward and a backward never run at one time."""
+"""Receive and staging buffers shared by forward and backward, which never run at the same time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sp_bench.run.partials import Tensors
 
 
 class Buffers:
-    """Tensors by shape and dtype; each plan takes as many of a kind as it needs, the first ones first."""
+    """A pool of tensors by shape and dtype. Every plan takes from the start of each list, so plans share tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[TensorSpec, list[Tensor]] = {}
 
     def of(self, lowering: Lowering) -> tuple[dict[ReceiveBuffer, Tensors], dict[StagingUse, Tensors]]:
-        """The tensors of a plan's receive buffers, and of its staging buffers."""
+        """Return the tensors of a plan's receive buffers and of its staging buffers."""
         taken: dict[TensorSpec, int] = {}
 
         def tensors(specs: tuple[TensorSpec, ...]) -> Tensors:
@@ -28,14 +28,14 @@ class Buffers:
         return receiving, {use: tensors(specs) for use, specs in lowering.staging_buffers.items()}
 
     def tensors(self) -> list[Tensor]:
-        """All that were made."""
+        """Return every tensor allocated so far."""
         return [tensor for made in self._made.values() for tensor in made]
 
     def _take(self, spec: TensorSpec, taken: dict[TensorSpec, int]) -> Tensor:
         made, number = self._made.setdefault(spec, []), taken.get(spec, 0)
         taken[spec] = number + 1
         if number == len(made):
-            # Ordinary tensors even if made in inference mode: lanes write to them, and later calls may train.
+            # Never inference tensors: lanes write to these buffers, and later calls may train.
             with torch.inference_mode(False):
                 made.append(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device))
         return made[number]

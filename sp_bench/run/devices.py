@@ -1,4 +1,4 @@
-"""What a rank computes on: how its work is ordered by streams and events, and what time it is there."""
+"""Streams, events and clocks of the device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any, Protocol
 import torch
 
 HIGH_PRIORITY = -1
-"""Transfers are short to start and long to wait for: theirs goes before a block's next wave."""
+"""CUDA priority of lane streams: a send or receive kernel launches before a block kernel's next wave."""
 
 
 class Clock(Protocol):
-    """Time as the device has it. A mark is taken at once on a CPU, and on a GPU once its stream gets there."""
+    """A device's clock. A mark is taken at once on a CPU, and on a GPU when its stream reaches it."""
 
     def mark(self) -> Any:
-        """Now; on a GPU, when the work before it on the current stream has ended."""
+        """Return a time mark: now or, on a GPU, when earlier work on the current stream has ended."""
         ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that have been reached: after `synchronize`."""
+        """Seconds between two marks. Call `synchronize` first: both must have been reached."""
         ...
 
     def machine_s(self, mark: Any) -> float | None:
-        """When a mark was, by a clock that all processes of the machine share; None where a device has its own."""
+        """The mark's time in seconds on a clock shared by all processes of the machine; None on a GPU."""
         ...
 
     def synchronize(self) -> None:
-        """Return when all that was started has ended."""
+        """Block until all work started on the device has ended."""
         ...
 
 
 class HostClock:
-    """The clock of a CPU, on which nothing runs behind the caller."""
+    """The clock of a CPU, where all work is synchronous."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -46,38 +46,38 @@ class HostClock:
         return mark
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: CPU work is synchronous."""
 
 
 class Device(Clock, Protocol):
-    """A device whose work is queued on streams: what torch.cuda has, and what tests put in its place."""
+    """An asynchronous device with streams and events: torch.cuda, or a fake in tests."""
 
     finished: Any
-    """The event at the end of the last execution, whose buffers the next one uses; None before the first."""
+    """Event at the end of the last execution; None before the first. The next one waits for it to reuse buffers."""
 
     def current(self) -> Any:
-        """The stream that the caller's work goes to."""
+        """Return the caller's current stream."""
         ...
 
     def lane(self, number: int) -> Any:
-        """The stream of a lane, the same one each time."""
+        """Return the stream of lane `number`, the same one at every call."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager:
-        """Inside, work goes to that stream."""
+        """Return a context manager that makes `stream` the current one."""
         ...
 
     def record(self, stream: Any) -> Any:
-        """An event that is there once all work so far on that stream has ended."""
+        """Return an event that completes when all work queued on `stream` so far has ended."""
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Work from now on on that stream starts after the event. The caller doesn't wait."""
+        """Make later work on `stream` wait for `event`; the caller doesn't block."""
         ...
 
 
 class Cuda:
-    """One GPU, by torch.cuda."""
+    """One GPU, driven by torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,10 +117,10 @@ class Cuda:
 
 @cache
 def _lane_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """torch has 32 streams of each priority on a device, and deals them out in turn."""
+    """Cached, because torch hands out 32 streams per priority and device in round-robin order."""
     return torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock that work on a device is timed by."""
+    """Return the clock that times work on a device."""
     return Cuda(device) if device.type == "cuda" else HostClock()

@@ -1,6 +1,7 @@
-"""Execute a plan on one rank: blocks and folds on one stream, each lane's transfers on another.
+"""Execute a plan on one rank: blocks and folds on one stream, each lane's transfers on a stream of its own.
 
-Who runs a stream, and how it waits for the others, is told in streams.py; what an operation does, here and in lanes.py.
+streams.py decides which thread or queue runs a stream and how streams wait for each other. This file and lanes.py
+define what each operation does.
 """
 
 from __future__ import annotations
@@ -29,45 +30,43 @@ from sp_bench.run.transport import Transport
 
 
 class Action(Enum):
-    """How much of a plan an execution does."""
+    """Which operations of a plan an execution performs."""
 
     EVERYTHING = "everything"
     COMPUTE = "compute_only"
-    """Its blocks and folds, on what an earlier execution received. The results mean nothing."""
+    """Blocks and folds only, on data received by an earlier execution. The results are meaningless."""
     COMMUNICATION = "communication_only"
-    """Its transfers, with their casts and packing, of whatever is there. The results mean nothing."""
+    """Transfers only, with their casts and packing, of arbitrary data. The results are meaningless."""
 
 
 @dataclass
 class Spent:
-    """Where one execution's time went, in seconds of the blocks' stream."""
+    """Time breakdown of one execution, in seconds on the compute stream (that of the blocks)."""
 
     kernels_s: float = 0.0
-    """In block kernels."""
+    """Time in block kernels."""
     folds_s: float = 0.0
-    """In folds, of a block's result and of what peers sent."""
+    """Time in folds of block results and of partials that peers sent."""
     blocks_s: float = 0.0
-    """In blocks and folds, with what it takes to start them."""
+    """Time in blocks and folds, launch overhead included."""
     waits_s: float = 0.0
-    """Waiting for transfers; on a device also for the caller to queue what comes next."""
+    """Time waiting for transfers and, on a GPU, for the caller to queue the next operation."""
     caller_s: float = 0.0
-    """Of the calling thread: on a device what it takes to queue everything, else all there is."""
+    """Time of the calling thread: on a GPU the time to queue all work, on a CPU the whole execution."""
 
 
 @dataclass
 class _Marks:
-    """Pairs of marks by what was done between them. On a device they can be read once it has got there."""
+    """(start, end) marks by field of Spent. On a GPU, synchronize before reading them."""
 
     clock: Clock
     pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
     caller_s: float = 0.0
 
     def add(self, name: str, start: Any, end: Any) -> None:
-        """Something was done between two marks."""
         self.pairs.setdefault(name, []).append((start, end))
 
     def spent(self) -> Spent:
-        """Their sums."""
         sums = {name: sum(self.clock.seconds(start, end) for start, end in pairs) for name, pairs in self.pairs.items()}
         return Spent(**sums, caller_s=self.caller_s)
 
@@ -86,7 +85,7 @@ class Executor:
         device: torch.device,
         queues: Device | None = None,
     ) -> None:
-        """`queues` has the streams of a device that does its work behind the caller; None where there is none."""
+        """`queues` is the stream interface of an asynchronous device; None on a CPU."""
         self._plan, self._problem, self._rank = plan, problem, rank
         self._transport, self._kernel, self._device = transport, kernel, device
         lowering = lower(plan, problem, transport.kind)
@@ -101,10 +100,11 @@ class Executor:
     def __call__(
         self, inputs: Mapping[Chunk, Tensors], action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> dict[Chunk, Tensors]:
-        """Run the plan on what it starts with; returns what it ends with, partials as accumulators.
+        """Run the plan on its input chunks and return its output chunks; partials keep the accumulation dtype.
 
-        On a device the caller's stream has the results, not yet the caller. `live` is shown what the rank holds after
-        each block. Raises what a transfer raises (RuntimeError from torch.distributed when a peer is gone or late).
+        On a GPU the results are ready on the caller's stream, not yet on the host. `live` records the memory held
+        after each block. Raises what a transfer raises (RuntimeError from torch.distributed if a peer fails or times
+        out).
         """
         self._transport.check()
         self._holdings, self._live = Holdings(inputs, self._problem, self._rank, self._device, self._unsummed), live
@@ -123,17 +123,17 @@ class Executor:
 
     @property
     def spent(self) -> Spent:
-        """Where the time of the last execution went; on a device, to be asked for once it has ended."""
+        """Time breakdown of the last execution. On a GPU, synchronize first."""
         return self._marks.spent()
 
     def close(self) -> None:
-        """End the streams."""
+        """Shut down the streams."""
         self._streams.close()
 
     # Streams
 
     def _run(self, *, compute: bool) -> None:
-        """Lanes beside blocks, or beside nothing where these are only waited for."""
+        """Run transfers concurrently with blocks; without `compute`, skip the blocks but keep their waits."""
 
         def perform(index: int, op: Op) -> None:
             if isinstance(op, Transfer):
@@ -156,7 +156,7 @@ class Executor:
         self._marks.add("waits_s", self._last_mark, self._mark())
 
     def _run_without_lanes(self) -> None:
-        """Operations in the order of the plan, which is one of those that the waits allow, on the caller's stream."""
+        """Run all operations but the transfers on the caller's stream, in plan order, which satisfies every wait."""
         with self._streams.execution():
             for index, op in self._plan:
                 if isinstance(op, Transfer):
@@ -168,7 +168,7 @@ class Executor:
     # Blocks and folds
 
     def _do(self, op: Op) -> None:
-        """A block or a fold. There is nothing to do in a Join: its waits were all there is to it."""
+        """Perform a block, fold or bundle. A Join does nothing: it only waits."""
         match op:
             case Attend():
                 self._attend(op)
@@ -216,12 +216,12 @@ class Executor:
         held.put(op.into, tuple(by_name[field.name] for field in FIELDS[op.into.tensor]))
 
     def _see(self, *results: torch.Tensor) -> None:
-        """Show the memory that is taken at this moment, to whom it may concern."""
+        """Record the memory held now, if live bytes are being tracked."""
         if self._live is not None:
             self._live.see([*self._holdings.tensors(), *self._buffers.tensors(), *results])
 
     def _find_windows(self, q: Place, kv: Place) -> list[tuple[range, range, RegionKind]]:
-        """A block's regions as token ranges of both chunks, each FULL or CAUSAL."""
+        """Return a block's regions as (q rows, kv rows, kind) within the chunks; kind is FULL or CAUSAL."""
         blocks = self._problem.blocks
         regions = blocks.regions[blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank)))]
         return [(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]

@@ -1,22 +1,25 @@
-"""Where this process lives: on the machine as it is, unless a laboratory (sp_bench/labs) made a host for it."""
+"""The host environment of this process: the real machine, or an emulated host made by a lab (sp_bench/labs)."""
 
 from __future__ import annotations
 
 
 class Home:
-    """The machine as it is. Hosts of a laboratory have homes of their own, which are sent to the ranks' processes."""
+    """The real machine. Labs subclass it for emulated hosts, and send the object to the ranks' processes."""
 
     transfers_first: bool = False
-    """Whether threads that transfer run before those that compute, so that transfers must be posted from lanes."""
+    """Whether transfer threads have priority over compute threads; then lanes must post the transfers."""
 
     def enter(self) -> None:
-        """Make this process live here, before it joins a process group."""
+        """Move this process to the host. Call it before joining a process group."""
 
     def put_transfers_first(self) -> None:
-        """Where `transfers_first`, give priority to the calling lane's thread or, from the main one, to all others."""
+        """Raise the priority of the calling lane thread or, from the main thread, of all other threads.
+
+        Does nothing unless `transfers_first`.
+        """
 
     def link_bytes(self) -> tuple[int, int] | None:
-        """What this host has (sent, received) over its link, headers included; None where no link is its own."""
+        """Bytes this host has (sent, received) over its link, headers included; None if it has no link of its own."""
         return None
 
 
@@ -24,12 +27,12 @@ _home = Home()
 
 
 def home() -> Home:
-    """Where this process lives."""
+    """Return the host environment of this process."""
     return _home
 
 
 def move_to(new: Home) -> None:
-    """Make this process live there, before it joins a process group."""
+    """Move this process to another host environment. Call it before joining a process group."""
     global _home
     new.enter()
     _home = new

@@ -22,17 +22,17 @@ from sp_bench.run.transport import Key, Message, NextTransfer, Transport, Turn
 
 
 class _Standing(NamedTuple):
-    """What is the same in every execution of a transfer, which may be one of thousands in each."""
+    """The constants of one transfer, computed once: an execution may have thousands of transfers."""
 
     turn: Turn
     counted_as: list[Key]
     source: int
     target: int
-    """Of a Pass; this rank of an AllToAll."""
+    """Source and target rank of a Pass; this rank for an AllToAll."""
     rows: range
-    """Of the chunk, what it brings."""
+    """The rows of the chunk that it brings."""
     into: Tensors | None
-    """Its receive buffers; None where its result outlives the plan."""
+    """Its receive buffers; None if its result is an output of the plan."""
 
 
 class Lanes:
@@ -54,7 +54,7 @@ class Lanes:
         self._receiving, self._staging = buffers.of(lowering)
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
-        """Made before their transfer comes."""
+        """Output tensors of transfers, allocated before the transfer runs."""
         self._standing = cache(self._find_standing)
         self._followed_by = {
             before: index
@@ -63,7 +63,7 @@ class Lanes:
         }
 
     def begin(self) -> None:
-        """Before an execution: make what lanes may not make when they come to it."""
+        """Allocate, before an execution on a GPU, the outputs that lanes must not allocate themselves."""
         if self._streams.queued:
             received = (
                 (i, op) for i, op in self._plan if isinstance(op, Transfer) and i not in self._lowering.receive_buffers
@@ -71,10 +71,11 @@ class Lanes:
             self._results = {index: self._new(op.recv) for index, op in received if op.recv}
 
     def prepost(self, index: int, op: Op, beside: bool) -> bool:
-        """Post the receives of a transfer, whose buffers are free, before there is anything to send.
+        """Post the receives of a transfer whose buffers are free, before its operands are ready.
 
-        Their senders learn of them from messages that would else wait behind those that this rank sends them meanwhile.
-        Returns whether it could, `beside` the lane's transfer before it (Lowering.preposted).
+        A receive is announced to its sender by a message, which would otherwise queue behind this rank's own sends.
+        `beside`: the lane's previous transfer is still running. Returns whether the receives are posted
+        (see Lowering.preposted).
         """
         assert isinstance(op, Transfer)
         posted = self._lowering.preposted.get(index)
@@ -91,7 +92,7 @@ class Lanes:
         return True
 
     def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
-        """Send and receive, and hold what came."""
+        """Execute a transfer and store the received chunk."""
         into = self._into(index, op)
         if isinstance(op, AllToAll):
             self._all_to_all(index, op, into, holdings)
@@ -100,7 +101,7 @@ class Lanes:
         self._streams.keep(self._arrived(index, op, into, holdings))
 
     def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
-        """Hold what was received last time, or nothing but zeros, as if it had come now. Nothing is sent."""
+        """Store the data of an earlier execution (or zeros) as if it had just been received; nothing is sent."""
         into = self._into(index, op)
         if index not in self._lowering.receive_buffers:
             for tensor in into:
@@ -121,7 +122,7 @@ class Lanes:
         return _Standing(Turn(self._ids[op.lane], index), counted_as, source, target, rows, into)
 
     def _into(self, index: int, op: Transfer) -> Tensors:
-        """Where a transfer receives: the rows that it brings."""
+        """Return the tensors that a transfer receives into, cut to the rows that it brings."""
         standing = self._standing(index)
         if standing.into is not None:
             return standing.into
@@ -129,14 +130,14 @@ class Lanes:
         return self._first_rows(self._results.pop(index, None) or self._new(op.recv), op.recv, len(standing.rows))
 
     def _receives(self, index: int, op: Transfer, into: Tensors) -> list[Message]:
-        """From whom a transfer receives what into a chunk. What a rank has from itself isn't received."""
+        """Return the messages that a transfer receives. A rank receives nothing from itself."""
         if isinstance(op, AllToAll):
             return self._with_others(op, self._pieces(op, into, of_tokens=op.to_heads))
         source = self._standing(index).source
         return [(source, into)] if source != self._rank else []
 
     def _arrived(self, index: int, op: Transfer, tensors: Tensors, holdings: Holdings) -> Tensors | None:
-        """Returns what was sent on, and is held no more."""
+        """Store the received chunk. Returns the sent partial if it was dropped, else None."""
         assert op.send is not None
         assert op.recv is not None
         holdings.put(op.recv, tensors, self._standing(index).rows.start)
@@ -157,7 +158,7 @@ class Lanes:
             self._transport.exchange_pipelined(here.turn, receive, send, here.counted_as, next_transfer)
 
     def _next_transfer(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> NextTransfer:
-        """What operation `after` receives and sends, to be begun with while `op` receives `into`."""
+        """Return a function giving the messages of transfer `after`, which may start while `op` receives `into`."""
         then, there = self._plan.ops[after], self._standing(after)
         assert isinstance(then, Pass)
 
@@ -171,7 +172,7 @@ class Lanes:
         return messages
 
     def _all_to_all(self, index: int, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
-        """Exchange one piece with each member: its heads of this rank's tokens for this rank's heads of its tokens."""
+        """Exchange pieces with each group member: send its heads of my tokens, receive my heads of its tokens."""
         sent = self._staged(op, "send")
         own, held = int(op.group.position(self._rank)), self._held(op.send, holdings)[: len(into)]
         mine = self._pieces(op, held, of_tokens=not op.to_heads)
@@ -189,18 +190,18 @@ class Lanes:
             if several:
                 tensor.zero_()
             for member, place in enumerate(there):
-                # The rank's own piece doesn't travel, and is spared the rounding of the wire.
+                # The rank's own piece is not sent, so it isn't rounded to the wire dtype.
                 piece = theirs[member] if member != own else ours[own]
                 if piece is not place:
                     place.add_(piece) if several else place.copy_(piece)
 
     def _with_others(self, op: AllToAll, pieces: Sequence[Sequence[Tensor] | Tensor]) -> list[Message]:
-        """Each other member's rank, and its pieces out of those of all members by field."""
+        """Return (rank, its tensors) for every other member; `pieces` is by field, then by member."""
         ranks = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
         return [(rank, [field[int(op.group.position(rank))] for field in pieces]) for rank in ranks]
 
     def _staged(self, op: AllToAll, use: Literal["send", "recv"]) -> list[list[Tensor]] | None:
-        """By field, where each member's piece is sent from or arrives (`use`) if that isn't where it lies."""
+        """Return the staging tensors by field and member for `use`; None if the transfer needs no staging."""
         buffers = self._staging.get(StagingUse(op.lane, op.send.tensor, use))
         if buffers is None:
             return None
@@ -213,12 +214,12 @@ class Lanes:
         ]
 
     def _runs(self, op: AllToAll) -> list[range]:
-        """Each member's tokens in the chunk that they own together."""
+        """Return each member's token range in the group's common chunk."""
         problem, first = self._problem, self._rank - int(op.group.position(self._rank))
         return [problem.layout.run(first + i, problem.n, problem.seqlen) for i in range(op.group.size)]
 
     def _pieces(self, op: AllToAll, tensors: Tensors, *, of_tokens: bool) -> list[list[Tensor]]:
-        """By field, each member's tokens of a chunk by heads, or each member's heads of a chunk by tokens."""
+        """Split each field by member: along tokens (`of_tokens`) or along heads."""
         if of_tokens:
             runs = self._runs(op)
             return [[x[:, run.start : run.stop] for run in runs] for x in tensors]
@@ -230,7 +231,7 @@ class Lanes:
         return found
 
     def _outgoing(self, op: Pass, holdings: Holdings) -> Tensors:
-        """What a rank sends, in its wire form: the chunk itself, or rows of it or a cast of it, in a staging buffer."""
+        """Return the tensors to send: the chunk itself or, if rows are cut or it is cast, a staging copy."""
         assert op.send is not None
         chunk, rows = op.send, rows_sent(op, self._problem, self._rank)
         held = self._held(chunk, holdings)
@@ -245,19 +246,19 @@ class Lanes:
         return staged
 
     def _held(self, chunk: Chunk, holdings: Holdings) -> Tensors:
-        """A chunk that is sent, contiguous. Of a partial that no block has touched, the neutral one has to be made."""
+        """Return a chunk to send, contiguous. A partial that no block has written is created as the neutral element."""
         if holdings.is_packed(chunk):
             return holdings.packed(chunk)
         with self._streams.making():
             return holdings.packed(chunk)
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:
-        """As much of a chunk's buffers as so many tokens of it take, contiguous."""
+        """Return contiguous views of `buffers` with room for `tokens` tokens of the chunk."""
         shapes = [self._problem.field_shape(field, tokens) for field in FIELDS[chunk.tensor]]
         return tuple(_as_shape(x, shape) for x, shape in zip(buffers, shapes, strict=True))
 
     def _new(self, chunk: Chunk) -> Tensors:
-        """Tensors for a chunk that outlives the plan."""
+        """Allocate tensors for a chunk that outlives the plan."""
         problem, found = self._problem, []
         for field in FIELDS[chunk.tensor]:
             dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._lowering.unsummed)
@@ -266,5 +267,5 @@ class Lanes:
 
 
 def _as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The first elements of a contiguous buffer as a tensor of that shape, which is no larger."""
+    """View the first elements of a contiguous buffer as a tensor of `shape`, which must fit."""
     return x if x.shape == shape else x.view(-1)[: math.prod(shape)].view(shape)

@@ -1,10 +1,10 @@
-"""Transfers between GPUs by NCCL: a communicator for each lane, so that a lane doesn't wait for another.
+"""Transfers between GPUs by NCCL, with one communicator per lane so that lanes don't wait for each other.
 
-NCCL wants the operations of several communicators in one order on all ranks. Here all are queued by one thread in plan
-order (DeviceStreams), and plans are the same for all ranks: an operation that some rank takes no part in, such as an
-exchange with itself, is left out of the order and changes nothing for the rest. That two communicators are under way
-at once, in one order on a rank and in the other on its peer, is sound as long as the kernels of all of them fit on the
-GPU together: plans have at most 4 lanes, and NCCL takes some channels, of an SM each, for one communicator.
+NCCL requires all ranks to launch the operations of several communicators in one order. One thread queues them in plan
+order (DeviceStreams), which is the same on all ranks. A rank that takes no part in an operation, such as an exchange
+with itself, skips it; the order of the others stays. Two communicators may execute in different orders on two ranks.
+That can't deadlock as long as the kernels of all communicators fit on the GPU together: plans have at most 4 lanes,
+and a communicator takes a few channels of one SM each.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from sp_bench.plan.ops import Plan
 from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport, Turn
 
 _groups: dict[int, tuple[Any, list[Any]]] = {}
-"""By the device's index, the default group and all its ranks' communicators so far, in the order of lanes."""
+"""Device index -> (default group, its lane communicators made so far, in lane order)."""
 
 
 @dataclass
 class NcclTransport(Transport):
-    """Between GPUs, each transfer one batch of sends and receives on its lane's communicator and the current stream.
+    """NCCL transport: each transfer is one batch_isend_irecv on its lane's communicator.
 
-    torch queues the batch on a stream of the communicator's own, which waits for the current stream first, and
-    work.wait() has the current stream wait for it: the caller goes on at once.
+    torch runs the batch on the communicator's own stream, after the current stream. work.wait() makes the current
+    stream wait for it, without blocking the caller.
     """
 
     kind = NCCL
     lanes: Sequence[Any] = ()
-    """A process group of NCCL for each lane, of the ranks of `group` in their order."""
+    """One NCCL process group per lane, with the ranks of `group` in their order."""
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
@@ -46,40 +46,39 @@ class NcclTransport(Transport):
         for target, tensors in sends:
             self.count(tensors, counted_as)
             batch += [dist.P2POp(dist.isend, _flat(x), group=group, group_peer=target) for x in tensors]
-        # torch takes no empty batch; a group of one has no messages.
+        # torch rejects an empty batch, which is what a group of one has.
         for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """NCCL sends memory as it lies, and torch lets any order of dimensions through."""
+    """Refuse a non-contiguous tensor: NCCL would send its raw memory, and torch doesn't check."""
     if not x.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} would be sent in the order of its strides {x.stride()}")
     return x
 
 
 def lane_groups(group: dist.ProcessGroup, device: torch.device, count: int, timeout: timedelta | None) -> list[Any]:
-    """A communicator for each of `count` lanes, connected, its kernels on a stream of high priority.
+    """Return one connected, high-priority NCCL communicator per lane. Communicators are reused across calls.
 
-    All ranks of `group` must call this, in the same order for all that they call it for. What was made before is taken
-    again. The connection to each peer is opened by the first message to it. A part of the default group's ranks can't
-    make groups among themselves (torch gives those of equal ranks one name), nor can ranks in another order (torch
-    sorts them): its lanes share its own communicator, one after the other in plan order, which is as right and
-    overlaps less.
+    All ranks of `group` must call this, in the same order of calls. The connection to a peer opens at the first
+    message to it. If `group` is not the whole default group in rank order, all lanes share its own communicator:
+    correct, but with less overlap. torch can't make the lane groups there: it names groups of equal ranks alike, and
+    sorts ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     if ranks != list(range(dist.get_world_size())):
-        # Connects it: the first batch would have to be one of all ranks.
+        # The barrier connects the communicator; otherwise all ranks would have to join the first batch.
         dist.barrier(group, device_ids=[device.index])
         return [group] * count
     default, made = _groups.get(device.index, (None, []))
-    if default is not _default_group():  # another than before, or the first
+    if default is not _default_group():  # first call, or a new default group
         made = []
         _groups[device.index] = _default_group(), made
     while len(made) < count:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
-            options._timeout = timeout  # the argument counts, and torch warns where this is another
+            options._timeout = timeout  # torch uses the argument below, and warns if this one differs
         made.append(
             dist.new_group(
                 ranks,
@@ -87,7 +86,7 @@ def lane_groups(group: dist.ProcessGroup, device: torch.device, count: int, time
                 backend="nccl",
                 pg_options=options,
                 group_desc=f"sp_bench lane {len(made)}",
-                device_id=device,  # with it torch connects at once
+                device_id=device,  # makes torch connect eagerly
             )
         )
     return made[:count]
@@ -100,13 +99,13 @@ def _default_group() -> Any:
 def nccl_transport(
     group: dist.ProcessGroup, device: torch.device, plans: Mapping[str, Plan], timeout: timedelta | None = None
 ) -> NcclTransport:
-    """A transport for plans, with as many communicators as the one that has most lanes. All ranks must call this."""
+    """Return an NcclTransport with enough communicators for the plan with most lanes. All ranks must call this."""
     count = max(len(plan.lanes) for plan in plans.values())
     return NcclTransport(group, lanes=lane_groups(group, device, count, timeout))
 
 
 def transport_for(group: dist.ProcessGroup | None, device: torch.device, plans: Mapping[str, Plan]) -> Transport:
-    """How ranks of `group` exchange tensors on `device`: by NCCL where the group does, else by gloo."""
+    """Return the transport for `group` on `device`: NCCL if the group has that backend, else gloo."""
     if group is None or device.type == "cpu":
         return GlooTransport(group)
     if "nccl" in dist.get_backend_config(group):

@@ -1,4 +1,4 @@
-"""The partial outputs and gradients that a rank accumulates while it executes a plan."""
+"""Partial outputs and gradients that a rank accumulates while it executes a plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tensors = tuple[Tensor, ...]
 
 
 class Partials:
-    """Accumulators by chunk, in fp32 (fp64 for fp64 problems), and in the compute dtype what nothing is added to.
+    """Accumulators by chunk, in fp32 (fp64 for fp64 problems). `unsummed` chunks stay in the compute dtype.
 
-    The first block of a chunk becomes its accumulator where shapes and dtypes allow, so that nothing is copied.
+    The first block result of a chunk becomes its accumulator, without a copy, if shape and dtype allow.
     """
 
     def __init__(self, problem: Problem, rank: int, device: torch.device, unsummed: Container[Chunk] = ()) -> None:
@@ -28,7 +28,7 @@ class Partials:
         self._held: dict[Chunk, Tensors] = {}
 
     def add_output(self, chunk: Chunk, rows: range, out: Tensor, lse: Tensor) -> None:
-        """Fold (out_BSHD, lse_BHS), which cover the tokens `rows` of the chunk, into it."""
+        """Fold (out_BSHD, lse_BHS) of the chunk's tokens `rows` into its accumulator."""
         if chunk not in self._held and len(rows) == self._tokens(chunk):
             self._held[chunk] = (in_dtype(out, self._dtype(chunk)).contiguous(), lse)
             return
@@ -36,7 +36,7 @@ class Partials:
         fold_(tokens_of(into_out, rows), tokens_of(into_lse, rows), out, lse)
 
     def add_gradients(self, chunk: Chunk, rows: range, gradients: Tensors) -> None:
-        """Add gradients_BSHD, which cover the tokens `rows` of the chunk, to it."""
+        """Add gradients_BSHD of the chunk's tokens `rows` to its accumulator."""
         if chunk not in self._held and len(rows) == self._tokens(chunk):
             self._held[chunk] = tuple(in_dtype(x, self._dtype(chunk)).contiguous() for x in gradients)
             return
@@ -44,8 +44,8 @@ class Partials:
             tokens_of(into, rows).add_(gradient)
 
     def add(self, chunk: Chunk, rows: range, part: Tensors) -> None:
-        """Fold what a peer sent of the tokens `rows` of the same chunk into it."""
-        # Never adopted as the accumulator, unlike a block's: it stands in a receive buffer.
+        """Fold a peer's partial of the chunk's tokens `rows` into the accumulator."""
+        # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
         if _is_output(chunk):
             out, lse = self._sum(chunk)
             fold_(tokens_of(out, rows), tokens_of(lse, rows), *part)
@@ -54,7 +54,7 @@ class Partials:
                 tokens_of(into, rows).add_(gradient)
 
     def get(self, chunk: Chunk) -> Tensors:
-        """The accumulator; of a chunk that no block has touched, the neutral one."""
+        """Return the accumulator; the neutral element if no block has written to it."""
         if chunk not in self._held:
             tokens, dtype = self._tokens(chunk), self._dtype(chunk)
             shapes = [self._problem.field_shape(field, tokens) for field in FIELDS[chunk.tensor]]
@@ -65,29 +65,29 @@ class Partials:
         return self._held[chunk]
 
     def packed(self, chunk: Chunk) -> Tensors:
-        """The accumulator in contiguous tensors, as it is sent and handed over: a kernel's lse may lie in any way."""
+        """Return the accumulator as contiguous tensors, ready to send: a kernel's lse may have any strides."""
         self._held[chunk] = tuple(tensor.contiguous() for tensor in self.get(chunk))
         return self._held[chunk]
 
     def is_packed(self, chunk: Chunk) -> bool:
-        """Whether there is an accumulator, and contiguous."""
+        """Whether the accumulator exists and is contiguous."""
         return chunk in self._held and all(tensor.is_contiguous() for tensor in self._held[chunk])
 
     def tensors(self) -> list[Tensors]:
-        """All accumulators. Other threads may drop some meanwhile."""
+        """Return all accumulators. Safe while other threads drop some."""
         return list(self._held.values())
 
     def drop(self, chunk: Chunk) -> Tensors | None:
-        """Forget the accumulator: it was sent on. Returns it, if there was one."""
+        """Remove the accumulator, which was sent on, and return it; None if there was none."""
         return self._held.pop(chunk, None)
 
     def _sum(self, chunk: Chunk) -> Tensors:
-        """The accumulator, to be added to."""
+        """Return the accumulator for an addition; asserts that the chunk is not `unsummed`."""
         assert chunk not in self._unsummed, f"{chunk} is no sum: it may be held in a dtype too narrow for one"
         return self.get(chunk)
 
     def _tokens(self, chunk: Chunk) -> int:
-        """Rows of the whole chunk on this rank."""
+        """Return the number of tokens in the chunk on this rank."""
         return self._problem.field_tokens(FIELDS[chunk.tensor][0], int(chunk.owner(self._rank)))
 
     def _dtype(self, chunk: Chunk) -> torch.dtype:
@@ -95,7 +95,7 @@ class Partials:
 
 
 def tokens_of(x: Tensor, rows: range) -> Tensor:
-    """The tokens `rows` of an x_BSHD or x_BHS. All of them are x itself: beside a short block a view takes its time."""
+    """Return tokens `rows` of x_BSHD or x_BHS; x itself if they are all, since even a view costs time per block."""
     dim = 1 if x.ndim == 4 else 2
     return x if len(rows) == x.shape[dim] else x.narrow(dim, rows.start, len(rows))
 

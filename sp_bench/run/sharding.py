@@ -1,4 +1,4 @@
-"""Deal a full tensor out by a layout and gather it again."""
+"""Shard a full tensor by a layout, and gather it again."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from sp_bench.plan.layout import Layout
 
 
 def positions(layout: Layout, rank: int, n: int, seqlen: int) -> Tensor:
-    """The global ids of the tokens that `rank` owns, in its local order: (S,) int64.
+    """Return the global ids of the tokens that `rank` owns, in its local order: (S,) int64.
 
-    Raises RequestError for a sequence with fewer tokens than the layout deals to n ranks.
+    Raises RequestError if the sequence has too few tokens for n ranks of this layout.
     """
     layout.refuse(n, seqlen)
     return torch.cat([torch.arange(r.start, r.stop, r.step) for r in layout.positions(rank, n, seqlen)])
 
 
 def shard(x_BSHD: Tensor, layout: Layout, rank: int, n: int) -> Tensor:
-    """This rank's tokens of a full tensor, contiguous: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
+    """Return this rank's shard, contiguous: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
     index = positions(layout, rank, n, x_BSHD.shape[1]).to(x_BSHD.device)
     return x_BSHD.index_select(1, index)
 
 
 def unshard(x_BSHD: Tensor, layout: Layout, group: dist.ProcessGroup | None, n: int) -> Tensor:
-    """The full tensor from every rank's part, on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
+    """All-gather the full tensor on every rank: (B, S, H, D) -> (B, seqlen, H, D). Not differentiable."""
     local = x_BSHD.detach().contiguous()
     if n == 1:
         return _whole([local], layout)
@@ -33,7 +33,7 @@ def unshard(x_BSHD: Tensor, layout: Layout, group: dist.ProcessGroup | None, n: 
     counts = [torch.empty_like(count) for _ in range(n)]
     dist.all_gather(counts, count, group=group)
     tokens = [int(x) for x in counts]
-    # Collectives take parts of one size.
+    # all_gather needs shards of equal size.
     padded = local.new_zeros((local.shape[0], max(tokens), *local.shape[2:]))
     padded[:, : local.shape[1]] = local
     parts = [torch.empty_like(padded) for _ in range(n)]
@@ -42,7 +42,7 @@ def unshard(x_BSHD: Tensor, layout: Layout, group: dist.ProcessGroup | None, n: 
 
 
 def _whole(parts: list[Tensor], layout: Layout) -> Tensor:
-    """Every rank's part at its positions."""
+    """Assemble the full tensor from the shards of all ranks."""
     n, seqlen = len(parts), sum(part.shape[1] for part in parts)
     full = parts[0].new_empty((parts[0].shape[0], seqlen, *parts[0].shape[2:]))
     for rank, part in enumerate(parts):

@@ -1,8 +1,8 @@
-"""Streams of one rank: blocks and folds on one, each lane's transfers on one of their own.
+"""Streams of one rank: one for blocks and folds, and one per lane for its transfers.
 
-Which thread or queue does an operation, and how one waits for another, is decided here, once for CPUs (ThreadStreams)
-and once for devices that queue their work (DeviceStreams). What waits for what is the lowering's: a transfer starts as
-soon as its operands and its buffer are there, however far the blocks are, and the other way round.
+This file decides which thread or GPU stream runs an operation and how streams wait for each other: ThreadStreams on
+CPUs, DeviceStreams on asynchronous devices. The lowering decides what waits for what. A transfer starts when its
+operands and its buffer are ready, whatever block is running, and a block likewise.
 """
 
 from __future__ import annotations
@@ -23,69 +23,69 @@ from sp_bench.run.devices import Clock, Device, HostClock
 from sp_bench.run.home import home
 
 Perform = Callable[[int, Op], None]
-"""Does operation `index`: at once on a CPU, and on a device by queueing its work on the current stream."""
+"""Performs operation `index`: synchronously on a CPU, queued on the current stream on a GPU."""
 Prepost = Callable[[int, Op, bool], bool]
-"""Posts the receives of transfer `index`, whose buffer is free; returns whether it could. With True, while the transfer
-before it on its lane hasn't ended."""
+"""Posts the receives of transfer `index`, whose buffer is free, and returns whether it could. The bool says that the
+lane's previous transfer is still running."""
 
 
 class Aborted(RuntimeError):
-    """Another stream of this rank failed; that stream raises the cause."""
+    """Raised in the streams that were waiting when another stream of this rank failed."""
 
 
 class Streams(ABC):
     """The streams of one plan, for one execution at a time."""
 
     clock: Clock
-    """By which the work of blocks is timed."""
+    """The clock that times blocks."""
     queued: bool
-    """Whether work is queued, and done after the caller has gone on."""
+    """Whether work is queued and runs asynchronously to the caller."""
 
     @abstractmethod
     def run(self, perform: Perform, prepost: Prepost) -> None:
-        """Perform all operations, each on its stream after what it waits for. Raises what the first to fail raised.
+        """Perform every operation on its stream once its waits are met. Raises the error of the first to fail.
 
-        Where work isn't queued, lanes pre-post the receives of a transfer, and of the one after it, as soon as their
-        buffer is free.
+        If work isn't queued, a lane pre-posts the receives of its current and next transfer as soon as their buffers
+        are free.
         """
 
     @abstractmethod
     def ready(self, index: int) -> bool:
-        """Whether all that operation `index` waits for on other streams is known to have ended."""
+        """Whether every operation that `index` waits for on other streams is known to have ended."""
 
     @abstractmethod
     def execution(self) -> Any:
-        """A context for an execution on the caller's stream, after whatever the last one left to be done."""
+        """Return a context for an execution on the caller's stream; it starts after the previous execution ends."""
 
     @abstractmethod
     def making(self) -> Any:
-        """A context in which a lane may make tensors."""
+        """Return a context in which a lane may allocate tensors."""
 
     @abstractmethod
     def keep(self, tensors: Any) -> None:
-        """From within a lane's operation: hold what nobody else does any more until it has ended."""
+        """Keep tensors alive until the lane's current operation has ended. Call it within that operation."""
 
     @abstractmethod
     def abandon(self, held: Any) -> None:
-        """An execution has failed, which used `held`."""
+        """Clean up after a failed execution, whose tensors were `held`."""
 
     def close(self) -> None:  # noqa: B027  # only threads have to be ended
-        """No more executions."""
+        """Shut down; no execution may follow."""
 
 
 # CPUs: a thread for each lane
 
 
 def lane_threads(lanes: int) -> ThreadPoolExecutor:
-    """A thread for the transfers of each lane."""
+    """Return a pool with one thread per lane."""
     return ThreadPoolExecutor(lanes, "sp_bench-lane", initializer=home().put_transfers_first)
 
 
 class ThreadStreams(Streams):
-    """Blocks on the calling thread, each lane on a thread of its own.
+    """Blocks run on the calling thread, each lane on a thread of its own.
 
-    Where each operation waits for the one before it, as in Ulysses, the calling thread does all of them: on busy cores,
-    handing over to another thread takes milliseconds. It can then be interrupted only between messages.
+    If every operation waits for the previous one, as in Ulysses, the calling thread performs all of them: on busy
+    cores a thread switch takes milliseconds. It can then be interrupted only between messages.
     """
 
     queued = False
@@ -120,7 +120,7 @@ class ThreadStreams(Streams):
             raise progress.cause from None
 
     def _follow_all(self, perform: Perform, ahead: dict[str, _Preposting], progress: Progress) -> None:
-        """The whole plan, in its order."""
+        """Perform the whole plan in its order on the calling thread."""
         with torch.no_grad():
             for index, op in self._plan:
                 if op.stream in ahead:
@@ -129,14 +129,14 @@ class ThreadStreams(Streams):
                 progress.end(op.stream, index)
 
     def _lane(self, name: str, perform: Perform, ahead: _Preposting, progress: Progress) -> None:
-        """One lane. Only its own thread, which may have priority, touches its messages."""
+        """Perform one lane's transfers. Only this thread, which may have priority, touches the lane's messages."""
         try:
-            with torch.no_grad():  # a thread of its own doesn't know the caller's grad mode
+            with torch.no_grad():  # grad mode is thread-local
                 for index, op in self._by_stream[name]:
                     progress.wait(self._buffer_free[index])
                     ahead.look(index)
                     progress.wait(self._waits[index])
-                    ahead.look(index)  # the next one's buffer may be free by now
+                    ahead.look(index)  # the next transfer's buffer may be free by now
                     perform(index, op)
                     progress.end(name, index)
         except BaseException as error:
@@ -159,10 +159,10 @@ class ThreadStreams(Streams):
         return nullcontext()
 
     def keep(self, tensors: Any) -> None:
-        """A transfer has ended when its thread comes here."""
+        """Do nothing: the transfer has already ended."""
 
     def abandon(self, held: Any) -> None:
-        """Whoever still uses tensors has references to them."""
+        """Do nothing: threads that still use tensors hold references to them."""
 
     def close(self) -> None:
         if self._threads:
@@ -170,7 +170,7 @@ class ThreadStreams(Streams):
 
 
 class _Preposting:
-    """A lane's receives, pre-posted in the order of its transfers: of each one, and of the next one beside it."""
+    """Pre-posts a lane's receives in plan order: those of the current transfer and of the next one."""
 
     def __init__(
         self, ops: Sequence[tuple[int, Op]], buffer_free: Sequence[Waits], prepost: Prepost, progress: Progress
@@ -178,10 +178,10 @@ class _Preposting:
         self._ops, self._buffer_free, self._prepost, self._progress = ops, buffer_free, prepost, progress
         self._places = {index: place for place, (index, _) in enumerate(ops)}
         self._posted = 0
-        """How many of them have been posted, or have ended."""
+        """Number of transfers that are posted or have ended."""
 
     def look(self, index: int) -> None:
-        """Pre-post what has a free buffer while the lane comes to transfer `index`."""
+        """Pre-post receives with free buffers, up to the transfer after `index`, the lane's current one."""
         here = self._places[index]
         self._posted = max(self._posted, here)
         for place, (other, op) in enumerate(self._ops[self._posted : here + 2], start=self._posted):
@@ -191,23 +191,23 @@ class _Preposting:
 
 
 def _is_sequence(plan: Plan, lowering: Lowering) -> bool:
-    """Whether no operation may start before the one that it follows in the plan has ended."""
+    """Whether every operation must wait for the one before it in the plan."""
     streams = [op.stream for op in plan.ops]
     follows = enumerate(pairwise(streams), start=1)
     return all(here == before or (before, index - 1) in lowering.waits[index] for index, (before, here) in follows)
 
 
 class Progress:
-    """The last operation that each stream has ended. Operations of one stream end in plan order."""
+    """Index of the last finished operation of each stream. A stream finishes its operations in plan order."""
 
     def __init__(self, streams: tuple[str, ...]) -> None:
         self._ended = dict.fromkeys(streams, -1)
         self._changed = threading.Condition()
         self.cause: BaseException | None = None
-        """What the first stream to fail raised."""
+        """Exception of the first stream that failed."""
 
     def wait(self, waits: Waits) -> None:
-        """Return when every (stream, index) has ended. Raises Aborted if another stream failed."""
+        """Block until every (stream, index) has ended. Raises Aborted if another stream failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.cause or self._reached(waits))
             if self.cause:
@@ -219,13 +219,13 @@ class Progress:
             return self._reached(waits)
 
     def end(self, stream: str, index: int) -> None:
-        """Operation `index` of `stream` has ended."""
+        """Mark operation `index` of `stream` as ended."""
         with self._changed:
             self._ended[stream] = index
             self._changed.notify_all()
 
     def fail(self, cause: BaseException) -> None:
-        """Wake all streams with Aborted."""
+        """Make all waiting streams raise Aborted."""
         with self._changed:
             self.cause = self.cause or cause
             self._changed.notify_all()
@@ -238,28 +238,27 @@ class Progress:
 
 
 _abandoned: list[Any] = []
-"""What failed executions used."""
+"""Tensors of failed executions. They are never freed: their transfers may still be running."""
 
 
 class DeviceStreams(Streams):
-    """Everything queued by the calling thread in plan order: blocks on the current stream, each lane on one of its own.
+    """The calling thread queues everything in plan order: blocks on the current stream, each lane on its own stream.
 
-    Before an operation its stream waits, by events, for exactly what the plan says; the caller never waits. Plan order
-    is the same on all ranks, and so is that in which each uses its communicators. Nor can it deadlock if queueing
-    blocks: of all operations that have not ended on some rank, the first one in plan order has been queued by all its
-    ranks, or will be, since all before it have ended.
+    Before an operation its stream waits, by events, for exactly what the plan says; the caller never blocks. Plan order
+    is the same on all ranks, so all ranks use their communicators in the same order. There is no deadlock even if
+    queueing blocks: the first operation in plan order that has not ended is, or will be, queued by all its ranks,
+    since all operations before it have ended.
 
-    Memory. An allocator gives memory that was freed to the next who asks on the stream that it was made on, ordered
-    with the work of that stream only. Therefore all tensors are made on the blocks' stream, which is the caller's:
+    Memory: the caching allocator hands freed memory to the next request on the stream it was allocated on, ordered
+    with that stream's work only. Therefore all tensors are allocated on the blocks' stream, which is the caller's:
 
-    - what a lane reads or writes was made before the execution, which its stream waits for (inputs, buffers, results
-      that it receives), or by a block that the plan has it wait for (partials), or within `making`;
-    - what blocks make and free among themselves stays on one stream;
-    - a partial that a lane sent on is kept until the blocks' stream has waited for that lane (`keep`), so that who
-      gets its memory comes after the transfer. That is where account.peak_bytes releases it too;
-    - receive buffers and staging stay. Within an execution the plan's waits order their uses, the next one begins
-      after the last has ended, and at its end the caller's stream has waited for all lanes: whatever is freed after
-      that, by whomever, was used by nobody else.
+    - A lane's tensors are allocated before the execution (inputs, buffers, received results), by a block that the
+      lane waits for (partials), or within `making`.
+    - Tensors that only blocks use stay on one stream.
+    - `keep` holds a partial that a lane sent until the blocks' stream has waited for that lane, so its memory is
+      reused after the transfer. account.peak_bytes releases it at the same point.
+    - Receive and staging buffers are never freed. The plan's waits order their uses within an execution. The next
+      execution starts after the last, and at its end the caller's stream has waited for all lanes.
     """
 
     queued = True
@@ -280,7 +279,7 @@ class DeviceStreams(Streams):
             self._run(perform)
 
     def ready(self, index: int) -> bool:
-        """The caller never knows what has ended."""
+        """Return False: the host doesn't know what has ended on the GPU."""
         return False
 
     @contextmanager
@@ -317,7 +316,7 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """On the blocks' stream, and the lane waits for it: more than the plan asks, so only where it must."""
+        """Allocate on the blocks' stream and make the lane wait for it, a wait that the plan doesn't have."""
         lane = self._lanes[self._here[0]]
         with self._device.on(self._blocks):
             yield
@@ -328,7 +327,7 @@ class DeviceStreams(Streams):
         self._kept[lane].append((index, tensors))
 
     def abandon(self, held: Any) -> None:
-        """Lanes may use it as long as the process lives, since nobody waits for them any more."""
+        """Keep the tensors for the life of the process: nothing waits for the lanes that use them."""
         _abandoned.append((held, self._kept))
 
     def _let_go(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""How tensors get from rank to rank, and the count of what was sent."""
+"""Transports: how tensors get from rank to rank, and how many bytes were sent."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torch import Tensor
 from sp_bench.lower import ALONE, GLOO, STAGED, TransportKind
 
 FIRST_TAG = 7_000
-"""Message tags start here, out of the way of the caller's own messages on the same group."""
+"""First message tag, chosen to avoid the tags of the caller's own messages on the same group."""
 FIELDS_PER_LANE = 8
-"""A lane has this many tags, one for each tensor of a chunk."""
+"""Tags reserved per lane, one for each tensor of a chunk."""
 
 
 class Turn(NamedTuple):
-    """Which transfer of an execution a message belongs to."""
+    """Identifies the transfer that a message belongs to."""
 
     lane: int
-    """The lane's number."""
+    """Number of the lane."""
     number: int
-    """The transfer's, which no other one of the execution has."""
+    """Number of the transfer, unique in an execution."""
 
 
 Message = tuple[int, Sequence[Tensor]]
-"""The peer's rank in the group, and the tensors of one chunk, which are contiguous."""
+"""(the peer's rank in the group, the contiguous tensors of one chunk)."""
 Key = tuple[str, str, str]
-"""(lane, tensor, field), by which bytes are counted."""
+"""(lane, tensor, field): the key under which sent bytes are counted."""
 NextTransfer = Callable[[], tuple[Turn, Message, Message] | None]
-"""Returns a lane's next transfer, what it receives and what it sends; None while it still waits for other streams."""
+"""Returns (turn, receive, send) of the lane's next transfer; None while that waits for other streams."""
 
 _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
@@ -45,9 +45,9 @@ class Transport(ABC):
     """Point-to-point messages, matched by lane, number of the tensor and order."""
 
     kind: ClassVar[TransportKind]
-    """What plans must be lowered to."""
+    """The transport kind that plans must be lowered for."""
     group: dist.ProcessGroup | None
-    """None where there is one rank and nothing to send."""
+    """The process group; None for a single rank, which sends nothing."""
     sent_bytes: Counter[Key] = field(default_factory=Counter)
     """Bytes handed to the network, by (lane, tensor, field)."""
 
@@ -55,34 +55,35 @@ class Transport(ABC):
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        """All messages of one transfer, at once. Its lane uses the tensors only after that.
+        """Send and receive all messages of one transfer concurrently.
 
-        Returns when they have come and gone or, on a device, once the current stream waits for that. Each tensor of a
-        message is counted under one of the keys, in their order.
+        Returns when they have completed or, on a GPU, once the current stream waits for them. `counted_as` has one
+        key for each tensor of a message.
         """
 
     def exchange_pipelined(
         self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer
     ) -> None:
-        """An exchange beside which the lane's next transfer begins: with each tensor, once its predecessor has come and
-        gone. Only where `kind.pipelines`.
+        """Exchange one message each way, and start the lane's next transfer tensor by tensor as tensors complete.
+
+        Only if `kind.pipelines`.
         """
         raise NotImplementedError(self.kind.name)
 
     def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
-        """Pre-post the receives of a transfer, ahead of its `exchange`. Only where `kind.preposts`.
+        """Post the receives of a transfer before its `exchange`. Only if `kind.preposts`.
 
-        A lane does so in the order of its transfers. Receives that are posted already stay as they are.
+        A lane calls it in the order of its transfers. Receives that are already posted are left alone.
         """
         raise NotImplementedError(self.kind.name)
 
     def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
-        """Add up what each tensor really weighs."""
+        """Add each tensor's actual size in bytes to `sent_bytes`."""
         for tensor, key in zip(tensors, counted_as, strict=True):
             self.sent_bytes[key] += tensor.numel() * tensor.element_size()
 
     def give_up(self, why: str) -> None:
-        """Refuse the group from now on: messages may be under way that the next execution would take for its own."""
+        """Mark the group as unusable: the next execution could receive messages still in flight as its own."""
         if self.group is not None:
             _BROKEN.setdefault(self.group, why)
 
@@ -94,13 +95,13 @@ class Transport(ABC):
 
 @dataclass
 class GlooTransport(Transport):
-    """Between CPUs, by one message of torch.distributed for each tensor."""
+    """CPU transport: one torch.distributed message per tensor."""
 
     kind = GLOO
 
     _ahead: dict[tuple[bool, Turn, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
-    """What was posted ahead of its exchange: (whether it is sent, turn, peer, tensor's number in the chunk). Of a
-    failed execution it stays: what is late may still come."""
+    """Operations posted before their exchange, by (is a send, turn, peer, tensor's number in the chunk). Those of a
+    failed execution are kept: a late message may still arrive."""
 
     def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         for source, tensors in receives:
@@ -118,9 +119,10 @@ class GlooTransport(Transport):
     def exchange_pipelined(
         self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer
     ) -> None:
-        """The link isn't idle until a thread has woken that waits for the last tensor: milliseconds on busy cores.
+        """Start each tensor of the next transfer as soon as its predecessor has been received and sent.
 
-        Before its predecessor has gone, a tensor would be received over it.
+        Otherwise the link would idle until the thread that waits for the last tensor wakes, which takes milliseconds
+        on busy cores. Starting earlier would overwrite a predecessor that is still being sent.
         """
         received, sent = self.receive(turn, *receive), self.send(turn, *send, counted_as)
         for i, (came, gone) in enumerate(zip(received, sent, strict=True)):
@@ -128,17 +130,17 @@ class GlooTransport(Transport):
             gone.wait()
             if then := next_transfer():
                 after, (source, into), (target, outgoing) = then
-                if i < len(into):  # the next transfer may be of another tensor, of fewer fields
+                if i < len(into):  # the next transfer may carry another chunk type with fewer fields
                     self._prepost(after, source, i, into[i])
                     self._ahead[True, after, target, i] = self._send(after.lane, target, i, outgoing[i])
 
     def receive(self, turn: Turn, source: int, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        """Post the receives of one chunk, but for what was posted ahead."""
+        """Return the receives of one chunk, posting those that are not yet posted."""
         ahead = [self._ahead.pop((False, turn, source, i), None) for i in range(len(tensors))]
         return [ahead[i] or self._receive(turn.lane, source, i, x) for i, x in enumerate(tensors)]
 
     def send(self, turn: Turn, target: int, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> list[dist.Work]:
-        """The same for its sends, and count them all."""
+        """Return the sends of one chunk, posting those that are not yet posted, and count their bytes."""
         self.count(tensors, counted_as)
         ahead = [self._ahead.pop((True, turn, target, i), None) for i in range(len(tensors))]
         return [ahead[i] or self._send(turn.lane, target, i, x) for i, x in enumerate(tensors)]
@@ -156,9 +158,9 @@ class GlooTransport(Transport):
 
 @dataclass
 class HostTransport(Transport):
-    """Between GPUs, or ranks that share one, through the memory of their hosts by gloo. It keeps the caller waiting.
+    """GPU transport staged through host memory, by gloo; it blocks the caller. Ranks may share a GPU.
 
-    Nothing is received ahead: what came would have to be copied to the device, which is for `exchange`.
+    It doesn't pre-post: only `exchange` copies received data to the GPU.
     """
 
     kind = STAGED
@@ -179,7 +181,7 @@ class HostTransport(Transport):
 
 @dataclass
 class AloneTransport(Transport):
-    """For one rank without its peers: it receives copies of what it sends, as large as what would have come."""
+    """Transport of a rank executed without peers: it receives copies of what it sends, cut or padded to size."""
 
     kind = ALONE
     group: dist.ProcessGroup | None = None
@@ -191,7 +193,7 @@ class AloneTransport(Transport):
             self.count(tensors, counted_as)
         for (_, ours), (_, theirs) in zip(receives, sends, strict=True):
             for into, tensor in zip(ours, theirs, strict=True):
-                # Peers may send another part of a chunk than this rank does.
+                # Peers may send another number of rows than this rank does.
                 into, tensor = into.view(-1), tensor.view(-1)
                 both = min(into.numel(), tensor.numel())
                 into[:both].copy_(tensor[:both])
