@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,9 @@ def test_readers_name_no_method(path: str) -> None:
     names = {*REGISTRY} | {cls.__name__ for cls in REGISTRY.values()}
     assert not names & words
     assert not names & literals
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+def test_workers_take_tests_by_groups(request: pytest.FixtureRequest) -> None:
+    """Else two of them would have ranks, SLURM or hosts at one time."""
+    assert request.node.nodeid.endswith("@tests/test_house.py")

@@ -99,9 +99,9 @@ def test_folders_that_are_refused(
 
 
 class Run:
-    """A sweep of ring and mesh on 2 and 4 ranks at two lengths, and at one that can't be served."""
+    """A sweep of ring and mesh on 2 and 4 ranks at two lengths, and on more ranks than there are tokens."""
 
-    def __init__(self, box: SlurmBox, folder: Path, gpus: str = "2,4,6") -> None:
+    def __init__(self, box: SlurmBox, folder: Path, gpus: str = "2,4,2048") -> None:
         self.box, self.folder = box, folder
         keys = ["method=ring,mesh", f"gpus={gpus}", "seqlen=512,1k", "heads=4", "iters=10", f"folder={folder}"]
         settings = [f"slurm.variables.SLURM_CONF={box.conf}", f"slurm.python={sys.executable}", "slurm.most_at_once=1"]
@@ -142,7 +142,7 @@ def test_a_sweep_that_is_disturbed(box: SlurmBox, tmp_path: Path, capsys: pytest
     """A task is cancelled, a node fails, the controller restarts: what was not done is done, and nothing twice."""
     run = Run(box, tmp_path / "sweep")
     found = re.search(r"0 done, (\d+) running, (\d+) pending, 0 failed, 4 unsupported", capsys.readouterr().out)
-    assert found, "points of 6 ranks have been refused already"
+    assert found, "points of 2048 ranks have been refused already"
     assert int(found[1]) + int(found[2]) == 8
     wait_for(lambda: len(run.running()) == 2, "one task of each array to run")
     cancelled, failed = sorted(run.running())
