@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, GPUs."""
+"""The machine that this process runs on: cores, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 
 def cores_here() -> int:
-    """CPU cores that this process may use."""
+    """The number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted in `devices` without loading a driver."""
+    """The number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible, counted in `devices` without a driver."""
     there = sum(1 for _ in devices.glob("nvidia[0-9]*"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
 
 
 def gpus_and_driver() -> list[str]:
-    """The model of each NVIDIA GPU here and the version of its driver; empty where nvidia-smi can't tell."""
+    """The model and driver version of each NVIDIA GPU; empty if nvidia-smi fails."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -33,7 +33,7 @@ def gpus_and_driver() -> list[str]:
 
 
 def torch_has_cuda() -> bool:
-    """Whether torch was built for CUDA, found out without importing it."""
+    """Whether torch was built for CUDA. Does not import torch."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return False
@@ -42,39 +42,43 @@ def torch_has_cuda() -> bool:
 
 
 def free_bytes() -> int:
-    """Memory that can be had without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
+    """Memory that is available without swapping."""
+    available_kib = proc_number("meminfo", "MemAvailable")
+    if available_kib is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return available_kib * 1024
 
 
 def boot_id() -> str:
-    """What this machine's kernel calls itself since it started, whatever hosts it poses as; empty if it doesn't."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    """The kernel's id of this boot, the same on all emulated hosts of one machine; empty if there is none."""
+    return _proc_text("sys/kernel/random/boot_id").strip()
 
 
 def busy_s() -> float | None:
-    """Seconds that this machine's cores have been busy since it started, with whatever; None where no kernel says.
+    """Core seconds that all processes and the kernel have used since the machine started; None if not known.
 
-    All processes, and the kernel's own work, that for messages among it. What a hypervisor takes is not in it.
+    Time that a hypervisor takes is not included.
     """
-    try:
-        times = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-        user, nice, system, _idle, _iowait, irq, softirq = map(int, times[:7])
-    except (OSError, IndexError, ValueError):
+    times = re.match(r"cpu" + r"\s+(\d+)" * 7, _proc_text("stat"))
+    if times is None:
         return None
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, times.groups())
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed so far because memory was out; 0 where it doesn't say."""
+    """How many processes the kernel has killed so far because memory ran out; 0 if it keeps no count."""
+    return proc_number("vmstat", "oom_kill") or 0
+
+
+def proc_number(file: str, field: str) -> int | None:
+    """The number of a field of a file in /proc, such as MemAvailable in meminfo; None if there is none."""
+    line = re.search(rf"^{field}:?\s+(\d+)", _proc_text(file), re.MULTILINE)
+    return int(line[1]) if line else None
+
+
+def _proc_text(file: str) -> str:
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        return Path("/proc", file).read_text()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        return ""

@@ -15,10 +15,10 @@ from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.measure.homes import homes_for
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
-from sp_bench.measure.ranks import by_host, open_ranks
+from sp_bench.measure.ranks import open_ranks, ranks_by_host
 from sp_bench.measure.spec import Spec
 from sp_bench.measure.termination import raise_if_terminated
-from sp_bench.measure.where import as_json
+from sp_bench.measure.thread_dump import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 
@@ -51,7 +51,7 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
             hosts = homes_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
         processes = 1 if alone else first.problem.n
         with open_ranks(processes, timeout_s, first.launch, hosts, first.devices) as pool:
-            ranks_by_host = by_host(pool)
+            hosts_of_ranks = ranks_by_host(pool)
             by_rank = pool.run(
                 "sp_bench.measure.job:measure", specs, first.iters, first.warmup, progress=lambda _: progress(1)
             )
@@ -62,14 +62,14 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
         if under_way is None and len(requests) > 1:
             return [point for request in requests for point in measure_points([request], progress)]
         under_way = (under_way or 0) // each
-        hang = as_json(failure.where) if isinstance(failure, RankHang) else None
+        hang = as_json(failure.dumps) if isinstance(failure, RankHang) else None
         failed = Outcome(requests[under_way].record(_status(failure), str(failure)), hang=hang)
         others = [request for i, request in enumerate(requests) if i != under_way]
         points = measure_points(others, progress) if others else []
         return [*points[:under_way], failed, *points[under_way:]]
     return [
         outcome_of(
-            request, choice, [r for rank in by_rank for r in rank[each * i : each * (i + 1)]], ranks_by_host, started
+            request, choice, [r for rank in by_rank for r in rank[each * i : each * (i + 1)]], hosts_of_ranks, started
         )
         for i, (request, choice) in enumerate(zip(requests, choices, strict=True))
     ]

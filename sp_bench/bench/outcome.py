@@ -19,7 +19,7 @@ class Outcome:
     samples: Samples | None = None
     """Of a measured point."""
     hang: dict[str, Any] | None = None
-    """Where each rank was when none answered any more (measure.where), by rank."""
+    """Where each rank was when none answered any more (measure.thread_dump), by rank."""
     trace: dict[str, Any] | None = None
     """The simulated timeline, for Perfetto."""
     ranks: dict[str, list[float]] | None = None

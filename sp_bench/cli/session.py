@@ -17,7 +17,7 @@ from sp_bench.bench.request import unsupported
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.loggers import Logger
-from sp_bench.measure.launch import OtherLaunchError, launched
+from sp_bench.measure.launch import RankCountError, launched
 from sp_bench.records import Record
 
 
@@ -56,11 +56,11 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
     """
     console = report.make_console()
     requests: list[Request | Record] = []
-    elsewhere: list[OtherLaunchError] = []
+    elsewhere: list[RankCountError] = []
     for config in configs:
         try:
             requests.append(resolve(config, launched()))
-        except OtherLaunchError as error:
+        except RankCountError as error:
             elsewhere.append(error)
         except RequestError as error:
             requests.append(unsupported(config, error))

@@ -1,1 +1,1 @@
-"""Measure plans on real ranks."""
+"""Measure points on real ranks."""

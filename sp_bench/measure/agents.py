@@ -1,8 +1,8 @@
-"""Ranks under srun or torchrun: a pool like RankPool, over the hosts of a launch.
+"""Ranks under srun or torchrun: a pool like RankPool, over all hosts of a launch.
 
-Each process of the launch is the agent of one rank, which is its child: a rank can die or hang, and a new pool can
-still be opened. Rank 0's process also drives: it tells all agents to start their ranks, talks to each rank directly,
-and asks the agents why a rank is silent. The other processes are nothing but agents (`run_agent`).
+Each process of the launch is the agent of one rank, and the rank is its child. So a rank can die or hang, and a new
+pool can still be opened. Rank 0's process also drives: it tells all agents to start their ranks, talks to each rank
+directly, and asks the agents why a rank is silent. The other processes only run `run_agent`.
 """
 
 from __future__ import annotations
@@ -15,67 +15,61 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from sp_bench.machine import oom_kills
-from sp_bench.measure.devices import CPUS, Devices, local_number, settle
-from sp_bench.measure.launch import Launch, host_here, launched
-from sp_bench.measure.meeting import Listener, connect, interface_of
+from sp_bench.measure.devices import CPUS, Devices, local_rank
+from sp_bench.measure.launch import Launch, host_name, launched
 from sp_bench.measure.pool import (
     GRACE_S,
     RankFailure,
     RankPool,
-    answer,
-    end_with_the_pool,
     exit_reason,
     forkserver,
+    prepare_to_join,
+    rank_process,
+    run_requests,
 )
-from sp_bench.measure.where import NOWHERE, Where, answering, ask
+from sp_bench.measure.rendezvous import Listener, connect, interface_of
+from sp_bench.measure.thread_dump import NO_DUMP, ThreadDump, dump
 
 JOIN_S = 120.0
-"""How long processes of a launch wait for each other, and a pool for its ranks to start."""
+"""Seconds that processes of a launch wait for each other, and a pool for its ranks to start."""
 ANSWER_S = 10.0
-"""How long an agent may take to answer: it may be starting a rank, on a busy host."""
+"""Seconds an agent has to answer. It may be starting a rank, on a busy host."""
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """What a rank is started with."""
+class StartRequest:
+    """What rank 0's process tells an agent about a new pool."""
 
-    rank: int
-    n: int
-    address: str
-    """Of rank 0's host."""
-    name: str
-    """That rank 0's process listens by."""
-    opened: int
-    """Which of the launch's pools, in order, the rank is for."""
+    pool: int
+    """The number of the pool among those of the launch."""
     own_address: str | None
-    """Of the interface to use; None for the one that leads to rank 0."""
+    """The address of the network interface to use; None: the one that leads to rank 0."""
     timeout_s: float
     devices: Devices
 
 
 class Agents:
-    """The agents of all ranks of a launch, as rank 0's process reaches them; its own agent is a thread."""
+    """The agents of all ranks of a launch, as rank 0's process reaches them. Its own agent is a thread."""
 
     def __init__(self, launch: Launch) -> None:
-        """Waits for all agents to connect. Raises OSError where no port is free to listen at."""
-        self.launch, self.opened = launch, 0
+        """Wait for all agents to connect. Raises OSError if no port is free to listen at."""
+        self.launch, self.pools_opened = launch, 0
         self.lost: RankFailure | None = None
-        """The first process found gone; after that no pool can be opened."""
+        """The first process found gone. After that no pool can be opened."""
         self.listener = Listener(launch.name)
         ours, theirs = multiprocessing.Pipe()
-        threading.Thread(target=_serve_driver, args=(theirs,), daemon=True).start()
+        threading.Thread(target=_serve_driver, args=(launch, theirs), daemon=True).start()
         self.connections: dict[int, Connection] = {0: ours}
         self.own_address = LOOPBACK
-        """Of the interface that ranks on other hosts reach rank 0 by."""
-        self._beside: set[int] = {0}
+        """The address of the interface by which ranks on other hosts reach rank 0."""
+        self._ranks_here: set[int] = {0}
         """The ranks on rank 0's host, which all use that interface."""
         deadline = time.monotonic() + JOIN_S
         while len(self.connections) < launch.n:
@@ -89,13 +83,13 @@ class Agents:
             except (EOFError, OSError):
                 continue
             self.connections[rank] = agent
-            if host == host_here():
-                self._beside.add(rank)
+            if host == host_name():
+                self._ranks_here.add(rank)
             if not address.startswith("127."):
                 self.own_address = address
 
     def ask(self, ranks: list[int], what: str) -> dict[int, Any]:
-        """What the agents of some ranks answer; None of one that is gone or silent, which is lost from then on."""
+        """The answers of some ranks' agents. None stands for an agent that is gone or silent; it counts as lost."""
         answers: dict[int, Any] = {}
         for rank in ranks:
             with contextlib.suppress(OSError):
@@ -111,26 +105,20 @@ class Agents:
         return answers
 
     def start_ranks(self, timeout_s: float, devices: Devices) -> None:
-        """Have every agent start its rank for a new pool. Raises RankFailure where one is lost."""
+        """Have every agent start its rank for a new pool. Raises RankFailure if an agent is lost."""
         if self.lost:
             raise RankFailure(self.lost.rank, self.lost.why)
-        self.opened += 1
+        self.pools_opened += 1
         for rank, agent in self.connections.items():
-            order = Order(
-                rank=rank,
-                n=self.launch.n,
-                address=self.launch.address if rank else LOOPBACK,
-                name=self.launch.name,
-                opened=self.opened,
-                own_address=self.own_address if rank in self._beside else None,
-                timeout_s=timeout_s,
-                devices=devices,
+            own_address = self.own_address if rank in self._ranks_here else None
+            request = StartRequest(
+                pool=self.pools_opened, own_address=own_address, timeout_s=timeout_s, devices=devices
             )
             with contextlib.suppress(OSError):
-                agent.send(("start", order))
+                agent.send(("start", request))
 
     def dismiss(self, code: int) -> None:
-        """Have all other processes end with exit code `code`, once this one has ended."""
+        """Have all other processes exit with `code`, as soon as this one has ended."""
         for agent in self.connections.values():
             with contextlib.suppress(OSError):
                 agent.send(("leave", code))
@@ -139,26 +127,26 @@ class Agents:
 
 @cache
 def agents_of_launch() -> Agents:
-    """The agents of the launch that this process drives; they connect at the first call."""
+    """The agents of the launch that this process drives. They connect at the first call."""
     launch = launched()
     assert launch and launch.rank == 0
     return Agents(launch)
 
 
 class LaunchedRanks(RankPool):
-    """The ranks of this process's launch, one gloo group of all of them. Use it as a context manager, or close it."""
+    """The ranks of this process's launch, in one gloo group. Use it as a context manager, or close it."""
 
     def __init__(self, agents: Agents, timeout_s: float = 60.0, devices: Devices = CPUS) -> None:
-        """`timeout_s` is how long all ranks may be silent before they count as hung. Raises RankFailure."""
+        """Start the ranks. They count as hung once all have been silent for `timeout_s`. Raises RankFailure."""
         self.n, self.timeout_s, self._agents = agents.launch.n, timeout_s, agents
         self._processes, self._pipes = [], []
         self._agents.start_ranks(timeout_s, devices)
         ranks: dict[int, Connection] = {}
         try:
-            self._meet(ranks)
+            self._connect(ranks)
         except (TimeoutError, EOFError, OSError):
             absent = min(set(range(self.n)) - set(ranks), default=0)
-            raise RankFailure(absent, f"did not start: {self._reasons()[absent]}") from None
+            raise RankFailure(absent, f"did not start: {self._stop()[absent]}") from None
         self._pipes = [ranks[rank] for rank in range(self.n)]
 
     @property
@@ -169,25 +157,25 @@ class LaunchedRanks(RankPool):
     def close(self) -> None:
         """End all ranks."""
         if self._pipes:
-            self._reasons()
+            self._stop()
         for pipe in self._pipes:
             pipe.close()
         self._pipes = []
 
-    def _meet(self, ranks: dict[int, Connection]) -> None:
-        """Fill in the pipe to each rank, and tell them all where rank 0 has the store by which they form a group."""
+    def _connect(self, ranks: dict[int, Connection]) -> None:
+        """Set `ranks` to the pipe to each rank. Tell them the port of rank 0's store, by which they form a group."""
         deadline = time.monotonic() + JOIN_S
         while len(ranks) < self.n:
             pipe, _ = self._agents.listener.accept(deadline)
-            opened, rank = pipe.recv()
-            if opened == self._agents.opened:
+            pool, rank = pipe.recv()
+            if pool == self._agents.pools_opened:
                 ranks[rank] = pipe
         port = ranks[0].recv()
         for rank in range(1, self.n):
             ranks[rank].send(port)
 
-    def _reasons(self) -> dict[int, str]:
-        """End all ranks, and say why each had ended before; "killed by SIGKILL" where it had not."""
+    def _stop(self) -> dict[int, str]:
+        """End all ranks; return how each had ended before, or "killed by SIGKILL" if it had not."""
         reasons = self._agents.ask(list(range(self.n)), "stop")
         return {rank: reason or "its process is gone" for rank, reason in reasons.items()}
 
@@ -198,80 +186,77 @@ class LaunchedRanks(RankPool):
             reason = self._agents.ask([rank], "why")[rank]
             raise RankFailure(rank, f"died: {reason or 'with its process, or its host'}") from None
 
-    def _where(self, pending: list[int]) -> dict[int, Where]:
-        return {rank: found or NOWHERE for rank, found in self._agents.ask(pending, "where").items()}
+    def _dumps(self, ranks: list[int]) -> dict[int, ThreadDump]:
+        return {rank: found or NO_DUMP for rank, found in self._agents.ask(ranks, "dump").items()}
 
 
 def run_agent(launch: Launch) -> int:
-    """What a process other than rank 0's does, without output; returns the exit code that rank 0 sends."""
+    """Run a process of the launch other than rank 0's, without output; return the exit code that rank 0 sends."""
     for sent_to_all in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent_to_all, signal.SIG_IGN)  # rank 0 ends in order, and this process after it
     try:
         driver, _ = connect(launch.address, launch.name, time.monotonic() + JOIN_S)
     except TimeoutError:
         return 1
-    driver.send((launch.rank, host_here()))
-    return _serve_driver(driver)
+    driver.send((launch.rank, host_name()))
+    return _serve_driver(launch, driver)
 
 
-def _serve_driver(driver: Connection) -> int:
-    """Start, watch and end this agent's rank as the driver says, until that ends. Returns the exit code it has sent.
+def _serve_driver(launch: Launch, driver: Connection) -> int:
+    """Start, watch and end this agent's rank as the driver says, until the driver ends. Return the exit code it sent.
 
     An agent must not end first: srun may take that for a failure and end the others.
     """
     with tempfile.TemporaryDirectory(prefix="sp_bench-rank-") as folder, contextlib.ExitStack() as at_the_end:
-        worker, code = _Worker(Path(folder, "rank")), 1
+        worker, code = _Worker(launch, Path(folder, "rank")), 1
         at_the_end.callback(worker.stop)
+        answers = {"dump": worker.dump, "why": worker.why, "stop": worker.stop}
         with contextlib.suppress(EOFError, OSError):
             while True:
                 what, value = driver.recv()
-                match what:
-                    case "start":
-                        worker.start(value)
-                    case "where":
-                        driver.send(worker.where())
-                    case "why":
-                        driver.send(worker.why())
-                    case "stop":
-                        driver.send(worker.stop())
-                    case "leave":
-                        code = value
+                if what == "start":
+                    worker.start(value)
+                elif what == "leave":
+                    code = value
+                else:
+                    driver.send(answers[what]())
     return code
 
 
 class _Worker:
     """The child process of an agent that executes its rank: not started, running, or ended."""
 
-    def __init__(self, path: Path) -> None:
-        """Stacks are written to files beside `path`."""
-        self._path = path
+    def __init__(self, launch: Launch, dump_path: Path) -> None:
+        """Thread dumps are written to files beside `dump_path`."""
+        self._launch, self._dump_path = launch, dump_path
         self._process: Any = None
         self._lifeline: Connection | None = None
         self._oom_kills = 0
 
-    def start(self, order: Order) -> None:
-        """Start a new process, in place of a running one."""
+    def start(self, request: StartRequest) -> None:
+        """Start a new process, after ending a running one."""
         self.stop()
         self._oom_kills = oom_kills()
         context = forkserver()
         theirs, self._lifeline = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(order, theirs, str(self._path)), daemon=True)
+        arguments = (self._launch, request, theirs, self._dump_path)
+        process = context.Process(target=_run_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
         self._process = process
 
-    def where(self) -> Where:
-        """The stacks and threads of the process."""
-        return ask([(self._process.pid, self._path)])[0] if self._process else NOWHERE
+    def dump(self) -> ThreadDump:
+        """The threads of the process."""
+        return dump([(self._process.pid, self._dump_path)])[0] if self._process else NO_DUMP
 
     def why(self) -> str:
-        """Why the process has ended, or is about to."""
+        """How the process ended, or is about to end."""
         if self._process:
             self._process.join(GRACE_S)
         return self.stop()
 
     def stop(self) -> str:
-        """End the process; returns how it has ended."""
+        """End the process; return how it ended."""
         if not self._process:
             return "it was not started"
         by_itself = not self._process.is_alive()
@@ -282,36 +267,29 @@ class _Worker:
         return exit_reason(self._process.exitcode, self._oom_kills if by_itself else oom_kills())
 
 
-def _serve(order: Order, lifeline: Connection, path: str) -> None:
-    """A rank's process: join the group, then run what the pool sends until its pipe closes."""
-    threading.Thread(target=end_with_the_pool, args=(lifeline,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with answering(Path(path)):
-        driver, address = connect(order.address, order.name, time.monotonic() + JOIN_S)
-        driver.send((order.opened, order.rank))
-        if interface := interface_of(order.own_address or address):
+def _run_rank(launch: Launch, request: StartRequest, lifeline: Connection, dump_path: Path) -> None:
+    """The process of a rank: join the group, then run what the pool sends until its pipe closes."""
+    address = launch.address if launch.rank else LOOPBACK
+    with rank_process(lifeline, dump_path):
+        driver, own_address = connect(address, launch.name, time.monotonic() + JOIN_S)
+        driver.send((request.pool, launch.rank))
+        if interface := interface_of(request.own_address or own_address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         try:
-            _join_group(order, driver)
+            _join_group(launch.rank, launch.n, address, request, driver)
         except (EOFError, ConnectionError):  # the driver has ended before all have joined
             os._exit(1)
-        answer(driver)
-    os._exit(0)
+        run_requests(driver)
 
 
-def _join_group(order: Order, driver: Connection) -> None:
-    """The default group, by a store that rank 0 has."""
-    import torch
+def _join_group(rank: int, n: int, address: str, request: StartRequest, driver: Connection) -> None:
+    """Join the default group by a store that rank 0's process has at `address`."""
     import torch.distributed as dist
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    torch.set_num_threads(1)
-    # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
-    patience = timedelta(seconds=60 + 4 * order.timeout_s)
-    settle(order.devices, local_number(), patience)
-    if order.rank == 0:
-        store = TCPStore(order.address, 0, order.n, is_master=True, timeout=patience, wait_for_workers=False)
+    timeout = prepare_to_join(request.devices, local_rank(), request.timeout_s)
+    port = driver.recv() if rank else 0
+    store = TCPStore(address, port, n, is_master=not rank, timeout=timeout, wait_for_workers=False)
+    if rank == 0:
         driver.send(store.port)
-    else:
-        store = TCPStore(order.address, driver.recv(), order.n, timeout=patience, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=order.rank, world_size=order.n, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)

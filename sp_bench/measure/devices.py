@@ -1,8 +1,8 @@
-"""What the ranks of a pool compute on: told to each rank's process before it joins a group. Imports no torch.
+"""The devices that a pool's ranks compute on. Each rank's process is told before it joins a group. Imports no torch.
 
-One GPU belongs to one rank: the one of the rank's number on its host or, where a launch shows each of its processes a
-GPU of its own, that one. Host-side messages (barriers, samples, agreement) stay on gloo; transfers between GPUs go by
-NCCL or, where ranks share a GPU, which NCCL refuses, through the memory of their host.
+Each rank has one GPU: the one whose index is its local rank or, if the launcher shows each process a single GPU, that
+one. Host-side messages (barriers, samples, agreement) use gloo. Transfers between GPUs use NCCL. Ranks that share a
+GPU, which NCCL refuses, transfer through host memory.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ PREFIX = "NCCL_"
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What all ranks of a pool have."""
+    """The devices of all ranks of a pool."""
 
     kind: str = "cpu"
     """cpu or cuda."""
     nccl: Mapping[str, str] = field(default_factory=dict)
-    """Settings of NCCL, for all methods alike: the names of its environment variables without NCCL_."""
+    """NCCL settings for all methods: its environment variables, named without NCCL_."""
     shared: bool = False
-    """Whether several ranks have one GPU. Tests do that; no point is measured so."""
+    """Whether several ranks share one GPU. Only tests do that; no point is measured so."""
 
 
 CPUS = Devices()
 
 
-class _Here:
-    """What this process has."""
+class _Process:
+    """The device of this process."""
 
     devices: Devices = CPUS
     index: int = 0
-    patience: timedelta | None = None
+    group_timeout: timedelta | None = None
     refused: RequestError | None = None
 
 
-def settle(devices: Devices, number: int, patience: timedelta) -> None:
-    """In a rank's process, before it joins a group. `number` is the rank's on its host, `patience` its groups'.
+def set_up_device(devices: Devices, local_rank: int, group_timeout: timedelta) -> None:
+    """Choose this rank's device. Call it in a rank's process before it joins a group.
 
-    What is in the way is raised by `device_here`, so that the pool can say it.
+    An error is kept and raised by `device_here`, so that the rank can report it to its pool.
     """
-    _Here.devices, _Here.patience = devices, patience
+    _Process.devices, _Process.group_timeout = devices, group_timeout
     if devices.kind == "cpu":
         return
     os.environ |= {PREFIX + name: value for name, value in devices.nccl.items()}
@@ -60,48 +60,48 @@ def settle(devices: Devices, number: int, patience: timedelta) -> None:
 
     count = torch.cuda.device_count()
     if not count:
-        _Here.refused = RequestError("device=cuda", "torch finds no GPU on this host", "device=cpu would work")
-    elif number >= count and count > 1 and not devices.shared:
-        rule = f"rank {number} of its host has no GPU: torch finds {count} there"
-        _Here.refused = RequestError("device=cuda", rule, f"{count} ranks on each host would work")
+        _Process.refused = RequestError("device=cuda", "torch finds no GPU on this host", "device=cpu would work")
+    elif local_rank >= count and count > 1 and not devices.shared:
+        rule = f"rank {local_rank} of its host has no GPU: torch finds {count} there"
+        _Process.refused = RequestError("device=cuda", rule, f"{count} ranks on each host would work")
     else:
-        _Here.index = number % count
-        torch.cuda.set_device(_Here.index)
+        _Process.index = local_rank % count
+        torch.cuda.set_device(_Process.index)
 
 
 def device_here() -> torch.device:
-    """This rank's. Raises RequestError where it has none."""
+    """This rank's device. Raises RequestError if it has none."""
     import torch
 
-    if _Here.refused:
-        raise _Here.refused
-    return torch.device("cuda", _Here.index) if _Here.devices.kind == "cuda" else torch.device("cpu")
+    if _Process.refused:
+        raise _Process.refused
+    return torch.device("cuda", _Process.index) if _Process.devices.kind == "cuda" else torch.device("cpu")
 
 
 def transport_here(plans: Mapping) -> Transport:
-    """How plans by phase exchange tensors between all ranks of the pool. All ranks must call it."""
+    """The transport by which plans, given by phase, exchange tensors between all ranks. All ranks must call it."""
     import torch.distributed as dist
 
     from sp_bench.run.nccl import nccl_transport
     from sp_bench.run.transport import GlooTransport, HostTransport
 
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    if _Here.devices.kind == "cpu":
-        return GlooTransport(everybody)
-    if _Here.devices.shared:
-        return HostTransport(everybody)
-    return nccl_transport(everybody, device_here(), plans, _Here.patience)
+    world = dist.group.WORLD
+    assert world is not None
+    if _Process.devices.kind == "cpu":
+        return GlooTransport(world)
+    if _Process.devices.shared:
+        return HostTransport(world)
+    return nccl_transport(world, device_here(), plans, _Process.group_timeout)
 
 
-def local_number(environment: Mapping[str, str] = os.environ) -> int:
-    """Which of the ranks on its host a launch's process is. A LOCAL_RANK without RANK is none of torchrun's."""
-    of_torchrun = environment.get("LOCAL_RANK") if "RANK" in environment else None
-    return int(of_torchrun or environment.get("SLURM_LOCALID") or 0)
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """This process's index among the ranks on its host. LOCAL_RANK counts only beside RANK, as torchrun sets both."""
+    by_torchrun = environment.get("LOCAL_RANK") if "RANK" in environment else None
+    return int(by_torchrun or environment.get("SLURM_LOCALID") or 0)
 
 
-def described() -> dict[str, str]:
-    """This rank's device, and what drives it, for records."""
+def device_versions() -> dict[str, str]:
+    """The name of this rank's device and, for a GPU, the versions of CUDA and NCCL."""
     device = device_here()
     if device.type == "cpu":
         return {"device": "CPU"}

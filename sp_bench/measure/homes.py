@@ -1,4 +1,4 @@
-"""Hosts that a laboratory (sp_bench/labs) makes for the ranks of a pool."""
+"""Emulated hosts that a laboratory (sp_bench/labs) makes for the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ if TYPE_CHECKING:
 
 
 class Homes(Protocol):
-    """Hosts that are there, until they are closed, and the ranks that are to live on them."""
+    """Hosts that exist until they are closed, and the ranks on each."""
 
     @property
     def ranks_by_host(self) -> dict[str, list[int]]:
-        """The ranks on each host, by its name."""
+        """The ranks on each host, by the host's name."""
         ...
 
     def home_of(self, rank: int) -> Home:
-        """Where that rank's process must move to (run.home). It is pickled on its way there."""
+        """The host environment that the rank's process must move to (run.home). It is pickled for that process."""
         ...
 
     def close(self) -> None:
-        """Let go of the hosts."""
+        """Release the hosts."""
         ...
 
 
 def homes_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> Homes | None:
-    """The emulated hosts of a cluster, made for that many ranks; None where it has none. Raises RequestError.
+    """The emulated hosts of a cluster, made for that many ranks; None if it has none.
 
-    `transfers_first` false takes from transfers the priority over blocks that the hosts may give them.
+    transfers_first=False takes away the priority of transfers over blocks that the hosts may give.
+    Raises RequestError if the hosts can't be made.
     """
     from sp_bench.cluster.emulation import lab_module
 
@@ -42,7 +43,7 @@ def homes_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> 
 
 
 def refuse_hosts(hosts: EmulatedHosts) -> None:
-    """Raise RequestError where such hosts can't be made here."""
+    """Raise RequestError if this machine can't make these hosts."""
     from sp_bench.cluster.emulation import lab_module
 
     lab_module(hosts.lab, "hosts").refuse(hosts)

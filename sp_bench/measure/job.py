@@ -1,4 +1,4 @@
-"""What every rank does to measure points: prove them right on a small problem, then time them in turn."""
+"""The job of every rank that measures points: check each on a small problem, then time all in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sp_bench.machine import boot_id, busy_s
-from sp_bench.measure.devices import described, device_here, transport_here
+from sp_bench.measure.devices import device_here, device_versions, transport_here
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
 from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, INSIDE, STEP, Row, Samples
@@ -24,11 +24,11 @@ PART_OF = {Action.EVERYTHING: STEP, Action.COMPUTE: COMPUTE_ONLY, Action.COMMUNI
 
 
 def measure(specs: list[Spec], iters: int, warmup: int) -> list[RankResult]:
-    """Measure all points in turn, iteration by iteration, so that drift of the machine meets all of them alike.
+    """Measure all points in turn, iteration by iteration, so that drift of the machine affects all of them alike.
 
-    Each iteration has its own order, the same on all ranks: none always comes first, or after the same other one.
-    Runs on every rank of the default group. A point that fails the gate is not timed. Before each piece of work the
-    index of its point is reported, so that a failure can be put down to it.
+    Runs on every rank of the default group. Each iteration has its own order of points, the same on all ranks: no point
+    always comes first, or after the same other point. A point that fails the correctness gate is not timed. Before each
+    piece of work the index of its point is reported, so that a failure can be attributed to it.
     """
     gates = [_gate(index, spec) for index, spec in enumerate(specs)]
     timed = {
@@ -51,19 +51,19 @@ def _gate(index: int, spec: Spec) -> GateErrors:
 
 
 def _context(index: int) -> RankContext:
-    """This rank, and where to report the point at `index`."""
+    """The context of this rank, which reports the point at `index` as alive."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return RankContext(rank, device_here(), transport_here, alive=lambda: report(index, step=False))
 
 
 class TimedPoint:
-    """A point that is ready to be timed on this rank, with what was measured so far."""
+    """A point that is ready to be timed on this rank, and its samples so far."""
 
     def __init__(self, index: int, spec: Spec) -> None:
-        """Makes the point's step, and executes one that isn't timed to find out how much memory it takes.
+        """Prepare the point's step, and execute it once, untimed, to measure its memory.
 
-        That also opens the connections between ranks, all that the plans use and no other, and loads the kernels.
-        Nothing else may run meanwhile.
+        That also opens exactly the connections between ranks that the plans use, and loads the kernels. Nothing else
+        may run meanwhile.
         """
         context = _context(index)
         self._rank = context.rank if spec.workload.alone is None else spec.workload.alone
@@ -84,13 +84,13 @@ class TimedPoint:
         self._memory = memory.peak(live.peak)
 
     def iterate(self, iteration: int | None) -> None:
-        """One iteration of the step and its parts, kept as samples unless it is None. Ranks start phases together."""
+        """Run one iteration of the step and its parts, and sample it unless it is None. Ranks start phases together."""
         for action in self._actions:
             self._step.untimed()
             _barrier()
             link_before, busy_before_s = home().link_bytes(), busy_s() if self._on_cpu else None
             self._execute(action, iteration)
-            _barrier()  # all have received, so that nothing is on its way any more
+            _barrier()  # all ranks have received, so no transfer is under way any more
             link_after, busy_after_s = home().link_bytes(), busy_s() if self._on_cpu else None
             if iteration is None:
                 continue
@@ -100,7 +100,7 @@ class TimedPoint:
                 self._link_sent_bytes.append(link_after[0] - link_before[0])
 
     def result(self, gate: GateErrors) -> RankResult:
-        """All that this rank has to say of the point, which ends here."""
+        """This rank's result of the point. Closes the step."""
         result = RankResult(
             gate=gate,
             samples=Samples.of(self._rows),
@@ -109,14 +109,14 @@ class TimedPoint:
             link_sent_bytes=tuple(self._link_sent_bytes),
             finite=self._step.finite(),
             kernel=self._step.kernel_name,
-            device=described(),
+            device=device_versions(),
             machine=boot_id(),
         )
         self._step.close()
         return result
 
     def _execute(self, action: Action, iteration: int | None, live: LiveBytes | None = None) -> None:
-        """All timed phases once, each of which all ranks start together with nothing left to do on their devices."""
+        """Run each timed phase once. All ranks start it together, with idle devices."""
         for phase in self._phases:
             self._clock.synchronize()
             sent_before = Counter(self._step.sent_bytes)
@@ -131,15 +131,14 @@ class TimedPoint:
                 self._sent_bytes[phase] = Counter(self._step.sent_bytes) - sent_before
 
     def _keep(self, iteration: int, phase: str, action: Action, start: Any, end: Any) -> None:
-        """Sample a phase between two marks that the device has reached."""
+        """Add the samples of a phase between two marks that the device has reached."""
         began_s = self._clock.machine_s(start)
         seconds = self._clock.seconds(start, end)
         self._add(iteration, phase, PART_OF[action], seconds, float("nan") if began_s is None else began_s)
         spent = self._step.spent(phase) if action is Action.EVERYTHING else None
         if spent:
-            of = (spent.blocks_s, spent.waits_s, spent.kernels_s, spent.folds_s, spent.caller_s)
-            for part, part_s in zip(INSIDE, of, strict=True):
-                self._add(iteration, phase, part, part_s)
+            for part in INSIDE:
+                self._add(iteration, phase, part, getattr(spent, f"{part}_s"))
 
     def _add(self, iteration: int, phase: str, part: str, seconds: float, began_s: float = float("nan")) -> None:
         self._rows.append(Row(self._rank, iteration, phase, part, seconds, began_s))

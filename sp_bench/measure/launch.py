@@ -1,4 +1,4 @@
-"""The processes that srun or torchrun has started together, as their environment describes them. Imports no torch."""
+"""A launch: processes that srun or torchrun started together, as their environment describes it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
 
 
-class OtherLaunchError(RequestError):
-    """A point that needs another number of ranks than were started."""
+class RankCountError(RequestError):
+    """A point needs another number of ranks than the launch has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The processes that srun or torchrun has started together, as one of them sees it."""
+    """A launch, as one of its processes sees it."""
 
     by: str
     """srun or torchrun."""
     rank: int
     n: int
     ranks_by_node: tuple[int, ...]
-    """How many ranks each node has."""
+    """The number of ranks on each node."""
     ranks_here: int
-    """On this process's host, this one among them."""
+    """The number of ranks on this process's host, including this one."""
     cores_here: int
-    """That the ranks on this host share."""
+    """The number of cores that the ranks on this host share."""
     address: str
-    """Of rank 0's host."""
+    """The address of rank 0's host."""
     name: str
-    """What all processes of the launch call it, and no other launch is called."""
+    """The launch's name: the same in all its processes, and unique."""
 
     def refuse(self, gpus: int) -> None:
-        """Raise OtherLaunchError for a point of other than n ranks."""
+        """Raise RankCountError unless a point needs n ranks."""
         if gpus != self.n:
-            raise OtherLaunchError(
+            raise RankCountError(
                 f"gpus={gpus}", f"{self.by} has started {self.n} ranks", f"gpus={self.n}, or mode=simulate, would work"
             )
 
     @staticmethod
     def planned(n: int) -> Launch:
-        """A launch to come, of which no rank is on this machine."""
+        """A future launch of n ranks, none of them on this machine."""
         return Launch(by="srun", rank=0, n=n, ranks_by_node=(), ranks_here=0, cores_here=1, address="", name="")
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The launch that this process is a rank of; None where it was started alone.
+    """The launch that this process belongs to; None if it was started alone.
 
-    One task is no launch: it may fork ranks of its own.
+    A single task is no launch: it may fork ranks of its own.
     """
     by_torchrun = "WORLD_SIZE" in environment and "RANK" in environment
     by_srun = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
@@ -81,7 +81,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> Launch:
 
 
 def _of_srun(environment: Mapping[str, str]) -> Launch:
-    """Array tasks have job ids of their own, and a job that is requeued its restart count."""
+    """The launch of an srun step. Its name has the array task's own job id and a requeued job's restart count."""
     keys = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     cores, by_node = os.cpu_count() or 1, tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     return Launch(
@@ -97,14 +97,14 @@ def _of_srun(environment: Mapping[str, str]) -> Launch:
 
 
 def first_host(node_list: str) -> str:
-    """The first of a list as SLURM writes it: r1n03 of r[1-2]n[03-05,9],login."""
+    """The first host of a list as SLURM writes it: r1n03 for r[1-2]n[03-05,9],login."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
     assert match
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """The tasks of each node, which SLURM writes as 2(x3),1."""
+    """The number of tasks on each node, which SLURM writes as 2(x3),1."""
     counts: list[int] = []
     for part in text.split(","):
         tasks, _, times = part.rstrip(")").partition("(x")
@@ -113,20 +113,20 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def _address(node: str) -> str:
-    """The node's name where it resolves, else the address that SLURM has for it."""
+    """The node's name if it resolves, otherwise the address that SLURM has for it."""
     try:
         socket.getaddrinfo(node, None)
         return node
     except OSError:
         command = ["scontrol", "show", "node", node, "--oneliner"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return node
-    match = re.search(r"\bNodeAddr=(\S+)", told)
+    match = re.search(r"\bNodeAddr=(\S+)", output)
     return match[1] if match else node
 
 
-def host_here() -> str:
-    """What this process's host is called; a node of SLURM has its name from there."""
+def host_name() -> str:
+    """The name of this process's host: in a SLURM job, the node's name."""
     return os.environ.get("SLURMD_NODENAME", platform.node())

@@ -1,7 +1,7 @@
-"""Ranks as processes of this machine, watched: a pool runs one function on all of them and survives none of them.
+"""A pool of ranks: processes of this machine that all run one function, watched by the process that owns the pool.
 
-Ranks are forked from a server that has torch imported already. A rank that dies, raises or hangs ends them all, and
-the error says which rank it was and why.
+Ranks are forked from a server that has imported torch already. If a rank dies, raises or hangs, all are ended, and the
+error names the rank and the reason.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sp_bench.machine import oom_kills
-from sp_bench.measure.devices import CPUS, Devices, settle
+from sp_bench.measure.devices import CPUS, Devices, set_up_device
 from sp_bench.measure.termination import deferred
-from sp_bench.measure.where import Where, answering, ask
+from sp_bench.measure.thread_dump import ThreadDump, dump, dumping
 from sp_bench.run.home import Home, move_to
 
 if TYPE_CHECKING:
     from sp_bench.measure.homes import Homes
 
 GRACE_S = 2.0
-"""How long the other ranks have to answer once one has failed."""
+"""Seconds the other ranks have to answer after one has failed."""
 
 
 class RankFailure(RuntimeError):
-    """A rank that died, raised or hung. `rank` is None where no single one can be blamed."""
+    """A rank died, raised or hung. `rank` is None if no single rank is to blame."""
 
     def __init__(self, rank: int | None, why: str) -> None:
         super().__init__(f"rank {rank}: {why}" if rank is not None else why)
         self.rank, self.why = rank, why
         self.progress: Any = None
-        """What the rank reported last, where one is to blame."""
+        """What `rank` reported last."""
 
 
 class RankError(RankFailure):
-    """A rank that raised; `cause` is what it raised, all ranks answered, and the pool can go on."""
+    """A rank raised `cause`. All ranks answered, so the pool can go on."""
 
     def __init__(self, rank: int, why: str, cause: Exception | None) -> None:
         super().__init__(rank, why)
@@ -54,23 +54,23 @@ class RankError(RankFailure):
 
 
 class RankHang(RankFailure):
-    """Ranks that said nothing for longer than their pool waits; `where` they are, all that had not answered."""
+    """Ranks were silent for longer than their pool waits. `dumps` has the threads of all that had not answered."""
 
-    def __init__(self, rank: int | None, why: str, where: dict[int, Where]) -> None:
+    def __init__(self, rank: int | None, why: str, dumps: dict[int, ThreadDump]) -> None:
         super().__init__(rank, why)
-        self.where = where
+        self.dumps = dumps
 
 
 class RankPool:
-    """n processes, one gloo group of all of them. Use it as a context manager, or close it."""
+    """n processes in one gloo group. Use it as a context manager, or close it."""
 
     hosts: Homes | None = None
-    """Where the ranks live; None: they talk over this machine's loopback."""
+    """The emulated hosts of the ranks; None: they talk over this machine's loopback."""
 
     def __init__(self, n: int, timeout_s: float = 60.0, hosts: Homes | None = None, devices: Devices = CPUS) -> None:
-        """`timeout_s` is how long all ranks may be silent before they count as hung.
+        """Start the ranks. They count as hung once all have been silent for `timeout_s`.
 
-        `hosts` are closed with the pool. `devices` are what ranks compute on.
+        `hosts` are closed with the pool.
         """
         self.n, self.timeout_s, self.hosts = n, timeout_s, hosts
         self._oom_kills = oom_kills()
@@ -85,7 +85,7 @@ class RankPool:
                     ours, theirs = context.Pipe()
                     home = hosts.home_of(rank) if hosts else Home()
                     arguments = (rank, n, theirs, lifeline, self._folder.name, timeout_s, home, devices)
-                    process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+                    process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank}", daemon=True)
                     process.start()
                     theirs.close()
                     self._pipes.append(ours)
@@ -103,20 +103,20 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank."""
+        """The process id of each rank."""
         return [int(process.pid) for process in self._processes]
 
     @property
     def alive(self) -> bool:
-        """Whether all ranks are there."""
+        """Whether all ranks run."""
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def run(self, function: Callable | str, *args: object, progress: Callable[[Any], None] | None = None) -> list[Any]:
-        """function(*args) on every rank; returns what each rank returned.
+        """Call function(*args) on every rank; return the results by rank.
 
-        The function is one at module level, or "module:name", which spares this process its imports. Inside,
+        The function must be at module level, or named as "module:name", which saves importing it here. Inside it,
         `report(x)` of this module passes x to `progress` (rank 0's steps only) and shows that the rank is alive.
-        Raises RankError if a rank raised and all answered, else RankFailure, after which the pool is closed.
+        Raises RankError if a rank raised and all answered, otherwise RankFailure, which closes the pool.
         """
         if not self._pipes:
             raise RuntimeError("this pool of ranks is closed; a new one would work")
@@ -150,7 +150,7 @@ class RankPool:
                 self.hosts.close()
 
     def _collect(self, progress: Callable[[Any], None] | None, reported: dict[int, Any]) -> list[Any]:
-        """Everybody's answer; `reported` is filled with what each rank reported last."""
+        """Every rank's answer. Sets `reported` to what each rank reported last."""
         answers: dict[int, Any] = {}
         errors: dict[int, tuple[str, Exception | None]] = {}
         deadline = time.monotonic() + self.timeout_s
@@ -190,41 +190,41 @@ class RankPool:
             raise RankFailure(rank, f"died: {reason}") from None
 
     def _blame_hang(self, pending: list[int]) -> RankHang:
-        """Ask every silent rank where it is: one that waits for a transfer is a victim, any other the cause."""
-        where = self._where(pending)
-        frozen = [rank for rank, found in where.items() if not found.stack]
-        busy = [rank for rank, found in where.items() if found.stack and not found.waits_for_others]
+        """Dump every silent rank. One that waits for a transfer is a victim, any other the cause."""
+        dumps = self._dumps(pending)
+        frozen = [rank for rank, found in dumps.items() if not found.stack]
+        busy = [rank for rank, found in dumps.items() if found.stack and not found.waits_for_others]
         silent = f"no rank has answered for {self.timeout_s:g} s"
         if frozen:
-            return RankHang(frozen[0], f"hangs: its process is stopped or does not react ({silent})", where)
+            return RankHang(frozen[0], f"hangs: its process is stopped or does not react ({silent})", dumps)
         if busy:
-            return RankHang(busy[0], f"hangs ({silent}) in {where[busy[0]].stack[0]}", where)
-        return RankHang(None, f"{silent}; all of ranks {pending} wait for each other", where)
+            return RankHang(busy[0], f"hangs ({silent}) in {dumps[busy[0]].stack[0]}", dumps)
+        return RankHang(None, f"{silent}; all of ranks {pending} wait for each other", dumps)
 
-    def _where(self, pending: list[int]) -> dict[int, Where]:
-        """Where each of some ranks is."""
-        found = ask([(self.pids[rank], Path(self._folder.name, str(rank))) for rank in pending])
-        return dict(zip(pending, found, strict=True))
+    def _dumps(self, ranks: list[int]) -> dict[int, ThreadDump]:
+        found = dump([(self.pids[rank], Path(self._folder.name, str(rank))) for rank in ranks])
+        return dict(zip(ranks, found, strict=True))
 
 
 _report: Callable[[str, Any], None] = lambda kind, value: None  # noqa: E731
 
 
 def report(value: Any, *, step: bool = True) -> None:
-    """From inside a function that a pool runs: say that this rank is alive, and pass `value` to the caller.
+    """From inside a function that a pool runs: show that this rank is alive, and send `value` to the pool.
 
-    What is no `step` is not shown to the caller's `progress`, and told only if the rank fails.
+    Steps are passed to the pool's `progress`; other values are kept in case the rank fails.
     """
     _report("step" if step else "progress", value)
 
 
 def forkserver() -> Any:
+    """The context of multiprocessing that forks ranks from a process with torch imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sp_bench.measure.job"])
     return context
 
 
-def _serve(
+def _run_rank(
     rank: int,
     n: int,
     pipe: Connection,
@@ -234,31 +234,47 @@ def _serve(
     home: Home,
     devices: Devices,
 ) -> None:
-    """A rank's process: join the group, then run what the pool sends until its pipe closes."""
-    import torch
+    """The process of a rank: join the group, then run what the pool sends until its pipe closes."""
     import torch.distributed as dist
 
-    threading.Thread(target=end_with_the_pool, args=(lifeline,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with answering(Path(folder, str(rank))):
+    with rank_process(lifeline, Path(folder, str(rank))):
         move_to(home)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        torch.set_num_threads(1)
-        # Longer than the pool's patience, which says who is to blame: gloo only says who noticed.
-        patience = timedelta(seconds=60 + 4 * timeout_s)
-        settle(devices, rank, patience)
+        timeout = prepare_to_join(devices, rank, timeout_s)
         store = f"file://{folder}/store"
         try:
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n, timeout=patience)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n, timeout=timeout)
         except Exception:
-            time.sleep(GRACE_S)  # a pool that ends meanwhile ends its ranks one by one, and this is what others see
+            time.sleep(GRACE_S)  # a pool that closes ends its ranks one by one, and the others fail here meanwhile
             raise
         home.put_transfers_first()
-        answer(pipe)
+        run_requests(pipe)
+
+
+@contextlib.contextmanager
+def rank_process(lifeline: Connection, dump_path: Path) -> Iterator[None]:
+    """Run the block as all of a rank's process: it writes thread dumps when asked, and ends when its pool does."""
+    threading.Thread(target=_exit_with_pool, args=(lifeline,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with dumping(dump_path):
+        yield
     os._exit(0)
 
 
-def answer(pipe: Connection) -> None:
+def prepare_to_join(devices: Devices, local_rank: int, timeout_s: float) -> timedelta:
+    """Set up this process to be a rank; return the timeout of its process groups.
+
+    It is longer than the pool's `timeout_s`: gloo's timeout only tells who noticed a hang, the pool's who caused it.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60 + 4 * timeout_s)
+    set_up_device(devices, local_rank, timeout)
+    return timeout
+
+
+def run_requests(pipe: Connection) -> None:
     """In a rank's process: run what its pool sends, until the pipe closes."""
     global _report
     _report = lambda kind, value: pipe.send((kind, value))  # noqa: E731
@@ -269,23 +285,23 @@ def answer(pipe: Connection) -> None:
             return
         try:
             function, args = pickle.loads(message)
-            pipe.send(("answer", _found(function)(*args)))
+            pipe.send(("answer", _resolved(function)(*args)))
         except Exception as error:
             try:
-                pipe.send(("error", (_summary(error), _portable(error))))
-            except OSError:  # nobody is there any more
+                pipe.send(("error", (_summary(error), _picklable(error))))
+            except OSError:  # the pool has ended
                 return
 
 
-def _found(function: Callable | str) -> Callable:
+def _resolved(function: Callable | str) -> Callable:
     if isinstance(function, str):
         module, _, name = function.partition(":")
         return getattr(importlib.import_module(module), name)
     return function
 
 
-def end_with_the_pool(lifeline: Connection) -> None:
-    """No orphan is left when the process that has the pool dies, however it does."""
+def _exit_with_pool(lifeline: Connection) -> None:
+    """End this process when the pool's process ends, however it does."""
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv_bytes()
     os._exit(1)
@@ -296,16 +312,18 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (at {Path(frame.filename).name}:{frame.lineno})"
 
 
-def _portable(error: Exception) -> Exception | None:
+def _picklable(error: Exception) -> Exception | None:
     try:
-        pickle.loads(pickle.dumps(error))
+        return pickle.loads(pickle.dumps(error))
     except Exception:
         return None
-    return error
 
 
 def exit_reason(code: int | None, oom_kills_before: int) -> str:
-    """How a rank has ended, given what machine.oom_kills said before: on a shared machine a good guess."""
+    """How a rank ended. On a shared machine "out of memory" is a guess: another process may have been killed for it.
+
+    `oom_kills_before` is the value of machine.oom_kills from before the rank started.
+    """
     if code is None or code >= 0:
         return f"exit code {code}"
     killed = f"killed by {signal.Signals(-code).name}"

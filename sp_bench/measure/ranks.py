@@ -1,4 +1,4 @@
-"""Where a point's ranks come from: forked on this machine, or started by srun or torchrun with this process among them.
+"""The ranks of a point: forked on this machine, or started by srun or torchrun together with this process.
 
 Imports no torch.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def drive(answer: Callable[[], int]) -> int:
-    """answer() on this process; in a launch only on rank 0's, while the others are agents. All return its exit code.
+    """Call answer(), in a launch only on rank 0's process; the others are agents. All return its exit code.
 
     SIGTERM, which SLURM sends before it kills, ends ranks, logger and launch in order, with exit code 143.
     """
@@ -43,9 +43,9 @@ def drive(answer: Callable[[], int]) -> int:
 def open_ranks(
     n: int, timeout_s: float, launch: Launch | None, hosts: Homes | None = None, devices: Devices = CPUS
 ) -> RankPool:
-    """A pool of n ranks: the launch's if there is one, else processes of this machine, on `hosts` if given.
+    """A pool of n ranks: the launch's if there is one, otherwise processes of this machine, on `hosts` if given.
 
-    Raises RankFailure where a process of the launch is gone.
+    Raises RankFailure if a process of the launch is gone.
     """
     if launch is None:
         return RankPool(n, timeout_s, hosts, devices)
@@ -53,9 +53,9 @@ def open_ranks(
     return LaunchedRanks(agents_of_launch(), timeout_s, devices)
 
 
-def by_host(pool: RankPool) -> dict[str, list[int]]:
-    """The ranks on each host."""
+def ranks_by_host(pool: RankPool) -> dict[str, list[int]]:
+    """The ranks on each host, by the host's name."""
     if pool.hosts:
         return pool.hosts.ranks_by_host
-    hosts = pool.run("sp_bench.measure.launch:host_here")
+    hosts = pool.run("sp_bench.measure.launch:host_name")
     return {host: [rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)}

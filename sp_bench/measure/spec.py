@@ -1,4 +1,4 @@
-"""What ranks are asked and what they answer; imports no torch, so that the process which asks needn't."""
+"""The points that ranks are asked to measure, and their results. Imports no torch: the asking process needs none."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from sp_bench.workload import GateErrors, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One point as the ranks need it."""
+    """A point, as ranks get it."""
 
     workload: Workload
     verify: bool
     """Whether the correctness gate runs before any timing."""
     parts: bool
-    """Whether to time blocks alone and transfers alone too."""
+    """Whether to also time blocks alone and transfers alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
-    """The most memory that one step took on a rank, in bytes."""
+    """Peak memory of one step on a rank."""
 
     live_bytes: int = 0
-    """The executor's tensors together: inputs, buffers, accumulators, results; 0 of a peer's code."""
+    """All tensors of the executor: inputs, buffers, accumulators, results; 0 for a peer's code."""
     grown_bytes: int = 0
-    """On a CPU: how much resident memory grew from before the point's inputs to its peak in the first step."""
+    """On a CPU: growth of resident memory from before the point's inputs to its peak in the first step."""
     device_bytes: int = 0
-    """On a GPU: the same of what torch's allocator had given out."""
+    """On a GPU: the same growth of memory given out by torch's allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank saw of one point. Only `gate` is there of a point that has failed it."""
+    """One rank's results of one point. A point that fails the correctness gate has only `gate`."""
 
     gate: GateErrors = field(default_factory=GateErrors)
     samples: Samples = field(default_factory=lambda: Samples.of([]))
-    """Of the timed iterations, counted from when this rank began (`Samples.from_first_start`)."""
+    """Samples of the timed iterations. Times count from when this rank began (`Samples.from_first_start`)."""
     memory: MemoryPeak = field(default_factory=MemoryPeak)
     sent_bytes: Mapping[str, Counter[tuple[str, ...]]] = field(default_factory=dict)
-    """In one iteration, by phase, then by lane, tensor and field, or by operation where a peer's code ran."""
+    """Bytes sent in one iteration: by phase, then by lane, tensor and field, or by operation for a peer's code."""
     link_sent_bytes: tuple[int, ...] = ()
-    """What the rank's emulated host sent over its link in each iteration, headers and barriers included."""
+    """Bytes that the rank's emulated host sent over its link in each iteration, including headers and barriers."""
     finite: bool = True
     """Whether the results of the last timed iteration are finite."""
     kernel: str = ""
     device: Mapping[str, str] = field(default_factory=dict)
-    """The rank's device by name, and the versions of what drives it."""
+    """The rank's device and its software (devices.device_versions)."""
     machine: str = ""
-    """Which machine it is on: its kernel's boot id."""
+    """The machine the rank is on: its kernel's boot id."""
 
     def wrong(self, dtype: str) -> str:
-        """Why the numbers can't be trusted; empty if they can."""
+        """Why the results are incorrect; empty if they are correct."""
         return self.gate.wrong(dtype) or ("" if self.finite else "a timed result is not finite")

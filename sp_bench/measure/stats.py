@@ -23,7 +23,7 @@ class Summary:
 
 
 def summarise(samples: np.ndarray, seed: int = 0) -> Summary:
-    """The summary of at least one sample: (iterations,). Nothing is dropped."""
+    """The summary of at least one sample, (iterations,). Nothing is dropped. Raises ValueError if there is none."""
     if samples.size == 0:
         raise ValueError("no samples")
     resampled = np.random.default_rng(seed).choice(samples, (RESAMPLES, samples.size))
@@ -33,10 +33,10 @@ def summarise(samples: np.ndarray, seed: int = 0) -> Summary:
 
 
 def slowest_ms(samples: Samples, part: str, phase: str) -> np.ndarray:
-    """What a phase takes in each iteration: its slowest rank's time, (iterations,). All ranks start it together."""
+    """The time of a phase in each iteration, (iterations,): the slowest rank's. All ranks start it together."""
     return 1e3 * samples.by_rank(part, phase).max(axis=0)
 
 
 def rank_medians_ms(samples: Samples, part: str) -> np.ndarray:
-    """The median over iterations of each rank's phases together: (ranks,)."""
+    """Each rank's median over iterations of all phases together, (ranks,)."""
     return 1e3 * np.median(samples.by_rank(part), axis=1)

@@ -1,4 +1,4 @@
-"""SIGTERM, which SLURM sends before it kills, ends a process in order. Imports no torch."""
+"""Orderly exit on SIGTERM, which SLURM sends before it kills. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Terminated(BaseException):
-    """This process has received `signal` and is to end."""
+    """This process has received `signal` and must end."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -26,7 +26,7 @@ class _Here:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated. For a process's outermost block: at its end the signal is forgotten."""
+    """Raise Terminated on SIGTERM inside the block, the process's outermost: at its end the signal is forgotten."""
     handler, hook = signal.signal(signal.SIGTERM, _receive), sys.unraisablehook
     sys.unraisablehook = _all_but_terminated(hook)
     try:
@@ -39,7 +39,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Inside, Terminated is not raised, but at the end: a resource that is half made could not be closed."""
+    """Delay Terminated to the end of the block: a resource that is half made could not be closed."""
     _Here.deferring += 1
     try:
         yield
@@ -49,20 +49,20 @@ def deferred() -> Iterator[None]:
 
 
 def raise_if_terminated() -> None:
-    """Raise Terminated if the signal has come: an exception that is raised in a callback from C is lost.
+    """Raise Terminated if the signal has come. An exception raised in a callback from C may have been lost.
 
-    Ask before blaming a failure on a rank: its process may have received the same signal.
+    Call it before blaming a failure on a rank: the rank's process may have received the same signal.
     """
     if _Here.received and not _Here.deferring:
         raise Terminated(_Here.received)
 
 
 def _all_but_terminated(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """`hook` for everything that is lost in callbacks from C but Terminated, which is raised again later."""
+    """`hook` without Terminated, which is raised again later, for exceptions lost in callbacks from C."""
     return lambda lost: None if isinstance(lost.exc_value, Terminated) else hook(lost)
 
 
 def _receive(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # ending in order takes a moment, and a second signal must not disturb it
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not disturb the orderly exit, which takes a moment
     _Here.received = signal.Signals(number)
     raise_if_terminated()

@@ -17,11 +17,11 @@ import pytest
 
 from sp_bench import records
 from sp_bench.measure import agents as agents_module
-from sp_bench.measure import meeting
+from sp_bench.measure import rendezvous
 from sp_bench.measure.agents import Agents, LaunchedRanks
-from sp_bench.measure.launch import Launch, OtherLaunchError, first_host, launched, tasks_per_node
+from sp_bench.measure.launch import Launch, RankCountError, first_host, launched, tasks_per_node
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
-from sp_bench.measure.ranks import by_host
+from sp_bench.measure.ranks import ranks_by_host
 from tests.measure import jobs
 from tests.support.marks import exhaustive
 from tests.support.processes import LONG_S, SHORT_S, survivors
@@ -122,7 +122,7 @@ def test_a_pool_that_goes_on(pool: RankPool) -> None:
         pool.run(jobs.report_then_fail, 2)
     assert (caught.value.rank, caught.value.progress) == (2, "before the fall of 2")
     assert pool.run(jobs.total) == [3.0] * N
-    assert by_host(pool) == {os.environ.get("SLURMD_NODENAME", os.uname().nodename): [0, 1, 2]}
+    assert ranks_by_host(pool) == {os.environ.get("SLURMD_NODENAME", os.uname().nodename): [0, 1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,10 @@ def test_agents_end_when_rank_0_does() -> None:
 def test_strangers_at_the_ports() -> None:
     """Another program, which never says a word, has the first port: the next one is taken, and found."""
     name, deadline = uuid.uuid4().hex, time.monotonic() + LONG_S
-    call = "import sys; from sp_bench.measure.meeting import connect; connect('localhost', sys.argv[1], 1e9)[0].send(7)"
-    with socket.create_server(("", meeting._ports(name)[0])), meeting.Listener(name) as listener:
+    call = (
+        "import sys; from sp_bench.measure.rendezvous import connect; connect('localhost', sys.argv[1], 1e9)[0].send(7)"
+    )
+    with socket.create_server(("", rendezvous._ports(name)[0])), rendezvous.Listener(name) as listener:
         caller = subprocess.Popen([sys.executable, "-c", call, name], env=os.environ | {"PYTHONPATH": str(ROOT)})
         connection, address = listener.accept(deadline)
         assert (connection.recv(), address) == (7, "127.0.0.1")
@@ -210,14 +212,14 @@ def test_strangers_at_the_ports() -> None:
 
 def test_callers_without_the_token_are_turned_away() -> None:
     name = uuid.uuid4().hex
-    with meeting.Listener(name) as listener:
-        with socket.create_connection(("localhost", meeting._ports(name)[0])) as stranger:
+    with rendezvous.Listener(name) as listener:
+        with socket.create_connection(("localhost", rendezvous._ports(name)[0])) as stranger:
             stranger.sendall(b"x" * 32)
             with pytest.raises(TimeoutError):
                 listener.accept(time.monotonic() + 0.5)
             assert stranger.recv(1) == b""
         with pytest.raises(TimeoutError, match="nobody listens at localhost"):
-            meeting.connect("localhost", uuid.uuid4().hex, time.monotonic())
+            rendezvous.connect("localhost", uuid.uuid4().hex, time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -264,9 +266,7 @@ def test_one_process_is_no_launch() -> None:
 
 
 def test_a_launch_has_its_number_of_ranks() -> None:
-    with pytest.raises(
-        OtherLaunchError, match="gpus=8: srun has started 4 ranks; gpus=4, or mode=simulate, would work"
-    ):
+    with pytest.raises(RankCountError, match="gpus=8: srun has started 4 ranks; gpus=4, or mode=simulate, would work"):
         Launch.planned(4).refuse(8)
     Launch.planned(4).refuse(4)
 

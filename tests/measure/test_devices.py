@@ -23,7 +23,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import make_console, print_points, print_sweep
 from sp_bench.errors import RequestError
 from sp_bench.measure import devices
-from sp_bench.measure.devices import CPUS, Devices, device_here, local_number, settle
+from sp_bench.measure.devices import CPUS, Devices, device_here, local_rank, set_up_device
 from sp_bench.measure.launch import Launch
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.spec import RankResult
@@ -135,10 +135,10 @@ def test_a_launch_may_show_each_process_one_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_number_of_a_rank_on_its_host() -> None:
-    assert local_number({"RANK": "11", "LOCAL_RANK": "3", "SLURM_LOCALID": "0"}) == 3
-    assert local_number({"LOCAL_RANK": "3", "SLURM_LOCALID": "5"}) == 5, "exported, by whomever"
-    assert local_number({"SLURM_LOCALID": "5"}) == 5
-    assert local_number({}) == 0
+    assert local_rank({"RANK": "11", "LOCAL_RANK": "3", "SLURM_LOCALID": "0"}) == 3
+    assert local_rank({"LOCAL_RANK": "3", "SLURM_LOCALID": "5"}) == 5, "exported, by whomever"
+    assert local_rank({"SLURM_LOCALID": "5"}) == 5
+    assert local_rank({}) == 0
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {"count": 8}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found["count"])
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: found.update(taken=index))
-    for name in ("devices", "index", "patience", "refused"):
-        monkeypatch.setattr(devices._Here, name, getattr(devices._Here, name))
+    for name in ("devices", "index", "group_timeout", "refused"):
+        monkeypatch.setattr(devices._Process, name, getattr(devices._Process, name))
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     return found
 
@@ -161,7 +161,7 @@ def test_a_rank_takes_its_gpu(
     environment: dict[str, str] = {}
     monkeypatch.setattr(devices.os, "environ", environment)
     cuda["count"] = count
-    settle(Devices(kind="cuda", nccl={"ALGO": "Ring"}), number, timedelta(seconds=9))
+    set_up_device(Devices(kind="cuda", nccl={"ALGO": "Ring"}), number, timedelta(seconds=9))
     assert cuda["taken"] == index
     assert device_here() == torch.device("cuda", index)
     assert environment == {"NCCL_ALGO": "Ring"}
@@ -170,11 +170,11 @@ def test_a_rank_takes_its_gpu(
 def test_ranks_share_gpus_only_where_told_to(monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any]) -> None:
     monkeypatch.setattr(devices.os, "environ", {})
     cuda["count"] = 2
-    settle(Devices(kind="cuda"), 2, timedelta(seconds=9))
+    set_up_device(Devices(kind="cuda"), 2, timedelta(seconds=9))
     with pytest.raises(RequestError, match="rank 2 of its host has no GPU: torch finds 2 there; 2 ranks on each host"):
         device_here()
-    monkeypatch.setattr(devices._Here, "refused", None)
-    settle(Devices(kind="cuda", shared=True), 3, timedelta(seconds=9))
+    monkeypatch.setattr(devices._Process, "refused", None)
+    set_up_device(Devices(kind="cuda", shared=True), 3, timedelta(seconds=9))
     assert device_here() == torch.device("cuda", 1)
 
 

@@ -21,7 +21,7 @@ from sp_bench.errors import RequestError
 from sp_bench.machine import oom_kills
 from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
-from sp_bench.measure.where import as_json
+from sp_bench.measure.thread_dump import as_json
 from tests.measure import jobs
 from tests.support.marks import exhaustive
 from tests.support.processes import LONG_S, SHORT_S, is_running, survivors
@@ -171,26 +171,26 @@ def test_a_rank_that_hangs(how: str, others: str) -> None:
     assert "hangs" in str(failure) and f"{SHORT_S:g} s" in str(failure)
     assert how == "stop" or "jobs.py" in str(failure), "where it hangs"
     assert isinstance(failure, RankHang)
-    assert how != "spin" or failure.where[jobs.BAD].threads[0].core_s > 0
+    assert how != "spin" or failure.dumps[jobs.BAD].threads[0].core_s > 0
 
 
 def test_what_hung_ranks_were_at() -> None:
     """All that were silent, with the lanes and gloo's threads of those that wait."""
     failure = failure_of("sleep", "attention", timeout_s=SHORT_S)
     assert isinstance(failure, RankHang)
-    assert set(failure.where) == set(range(N))
-    for rank, where in failure.where.items():
-        assert where.waits_for_others is (rank != jobs.BAD), rank
-        assert all(frame.strip() in "\n".join(where.stacks) for frame in where.stack), "the main thread is one of all"
-        assert {thread.policy for thread in where.threads} == {"other"}, "there are no hosts"
-        assert ("in _lane" in "\n".join(where.stacks)) is (rank != jobs.BAD), rank
-    assert json.loads(json.dumps(as_json(failure.where)))[str(jobs.BAD)]["threads"][0]["state"] == "S"
+    assert set(failure.dumps) == set(range(N))
+    for rank, dump in failure.dumps.items():
+        assert dump.waits_for_others is (rank != jobs.BAD), rank
+        assert all(frame.strip() in "\n".join(dump.stacks) for frame in dump.stack), "the main thread is one of all"
+        assert {thread.policy for thread in dump.threads} == {"other"}, "there are no hosts"
+        assert ("in _lane" in "\n".join(dump.stacks)) is (rank != jobs.BAD), rank
+    assert json.loads(json.dumps(as_json(failure.dumps)))[str(jobs.BAD)]["threads"][0]["state"] == "S"
 
 
 def test_a_stopped_rank_is_nowhere() -> None:
     failure = failure_of("stop", "barrier", timeout_s=SHORT_S)
     assert isinstance(failure, RankHang)
-    stopped = failure.where[jobs.BAD]
+    stopped = failure.dumps[jobs.BAD]
     assert (stopped.stack, stopped.stacks) == ([], [])
     assert {thread.state for thread in stopped.threads} == {"T"}
 
@@ -240,7 +240,7 @@ def test_a_closed_pool_says_so() -> None:
 PARENT = """
 import sys
 from sp_bench.measure.pool import RankPool
-from sp_bench.measure.where import as_json
+from sp_bench.measure.thread_dump import as_json
 from tests.measure import jobs
 
 pool = RankPool(3)

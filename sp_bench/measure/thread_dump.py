@@ -1,6 +1,6 @@
-"""Where a rank is that doesn't answer: what its threads execute, by Python, and what they wait for, by the kernel.
+"""Thread dumps of ranks that don't answer: what each thread executes (Python) and what it waits for (the kernel).
 
-A rank writes two files when it is asked by signals: the stack of its main thread, by which the blame is found, and
+A rank is asked by two signals and writes a file for each: the stack of its main thread, which tells what to blame, then
 those of all threads. Python can't write the latter safely while threads run, so they come second.
 """
 
@@ -19,42 +19,42 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WAITING_IN = ("torch/distributed", "torch/cuda")
-"""Where in torch a rank waits for others, itself or by what it has queued on its GPU."""
+"""Folders of torch in which a rank waits for others, itself or through work it has queued on its GPU."""
 ANSWER_S = 1.0
-"""How long a rank has to write a file."""
+"""Seconds a rank has to write a file."""
 ASKED_BY = {"main": signal.SIGUSR1, "all": signal.SIGUSR2}
-"""The file's suffix, and the signal that asks for it."""
+"""The signal that asks for each file, by the file's suffix."""
 POLICIES = {0: "other", 1: "fifo", 2: "rr"}
-"""Linux's numbers of them."""
+"""Scheduling policies by Linux's numbers."""
 
 
 class Thread(NamedTuple):
-    """What the kernel says of a thread."""
+    """A thread as the kernel describes it."""
 
     name: str
     state: str
     """R runs or waits for a core, S sleeps, D sleeps and can't be woken, T is stopped."""
     policy: str
-    """How it gets cores: rr and fifo have priority over other."""
+    """The scheduling policy: rr and fifo have priority over other."""
     core_s: float
-    """Seconds on cores since it started."""
+    """Seconds on cores since the thread started."""
     sleeps_in: str
-    """A function of the kernel; 0 where it doesn't sleep, or one may not know."""
+    """The kernel function it sleeps in; 0 if it doesn't sleep, or this user may not know."""
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where one rank is. A rank that doesn't react, as it is stopped or deep in the kernel, has no stack."""
+class ThreadDump:
+    """The threads of one rank. The stacks are empty if it doesn't react: it is stopped or deep in the kernel."""
 
     stack: list[str]
-    """Of the main thread, innermost frame first."""
+    """The main thread's frames, innermost first."""
     stacks: list[str]
-    """Of all threads, line by line as faulthandler writes them."""
+    """The stacks of all threads, in lines as faulthandler writes them."""
     threads: list[Thread]
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether its main thread does."""
+        """Whether the main thread waits for other ranks."""
         for frame in self.stack[:4]:
             match = re.match(r'File "(.*)", line (\d+) in (.*)', frame)
             if match and (
@@ -64,23 +64,23 @@ class Where:
         return False
 
 
-NOWHERE = Where([], [], [])
-"""Of a rank that nobody can ask."""
+NO_DUMP = ThreadDump([], [], [])
+"""The dump of a rank that can't be asked."""
 
 
 @contextlib.contextmanager
-def answering(path: Path) -> Iterator[None]:
-    """In a rank's process: write to files beside `path` where it is, when asked."""
+def dumping(path: Path) -> Iterator[None]:
+    """In a rank's process: write the dump to files beside `path` when asked."""
     with contextlib.ExitStack() as files:
-        for who, asked_by in ASKED_BY.items():
-            file = files.enter_context(open(_file(path, who), "w"))
-            faulthandler.register(asked_by, file=file, all_threads=who == "all")
+        for which, asked_by in ASKED_BY.items():
+            file = files.enter_context(open(_file(path, which), "w"))
+            faulthandler.register(asked_by, file=file, all_threads=which == "all")
             files.callback(faulthandler.unregister, asked_by)
         yield
 
 
-def ask(ranks: Sequence[tuple[int, Path]]) -> list[Where]:
-    """Where each process is, given its number and the `path` of its `answering`. All are asked at once."""
+def dump(ranks: Sequence[tuple[int, Path]]) -> list[ThreadDump]:
+    """The dump of each process, given its pid and the `path` of its `dumping`. All are asked at once."""
     for asked_by in ASKED_BY.values():
         for pid, _ in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -89,21 +89,21 @@ def ask(ranks: Sequence[tuple[int, Path]]) -> list[Where]:
     found = []
     for pid, path in ranks:
         frames = [line.strip() for line in _lines(_file(path, "main")) if line.strip().startswith("File ")]
-        found.append(Where(frames, _lines(_file(path, "all")), threads_of(pid)))
+        found.append(ThreadDump(frames, _lines(_file(path, "all")), threads_of(pid)))
     return found
 
 
 def threads_of(pid: int) -> list[Thread]:
-    """What Linux says of the threads of a process, the main one first; none on another system, or once it has ended."""
+    """The threads of a process, the main one first; empty on systems other than Linux, or if the process has ended."""
     tasks = sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name))
     return [found for task in tasks if (found := _thread(task))]
 
 
-def as_json(where: Mapping[int, Where]) -> dict[str, Any]:
-    """For a file, by rank."""
+def as_json(dumps: Mapping[int, ThreadDump]) -> dict[str, Any]:
+    """The dumps by rank, as a JSON object."""
     return {
         str(rank): asdict(found) | {"threads": [thread._asdict() for thread in found.threads]}
-        for rank, found in where.items()
+        for rank, found in dumps.items()
     }
 
 
@@ -121,8 +121,8 @@ def _thread(task: Path) -> Thread | None:
     return Thread(name, state, POLICIES.get(policy, str(policy)), core_s, sleeps_in)
 
 
-def _file(path: Path, who: str) -> Path:
-    return path.with_name(f"{path.name}.{who}")
+def _file(path: Path, which: str) -> Path:
+    return path.with_name(f"{path.name}.{which}")
 
 
 def _lines(path: Path) -> list[str]:

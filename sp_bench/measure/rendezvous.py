@@ -1,8 +1,8 @@
-"""How processes find each other that know only a name which they share and the host of one of them.
+"""Rendezvous of processes that share a name and know the host of one of them.
 
-The name decides on some ports, of which the one process listens at the first that is free; the others try them in
-turn. A token, which the name decides as well, tells a listener of another name or another program from the right one.
-It keeps no secret: as with torch.distributed, whoever can reach the ports must be trusted.
+The name determines a list of ports. One process listens at the first that is free; the others try them in turn. A
+token, also determined by the name, tells the right listener from those of other names or programs. It is no secret: as
+with torch.distributed, whoever can reach the ports must be trusted.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from multiprocessing.connection import Connection
 
 CANDIDATES = 16
 PORTS = range(10_000, 32_000)
-"""Below those that systems give to outgoing connections."""
+"""Ports below those that systems give to outgoing connections."""
 HANDSHAKE_S = 2.0
-"""How long to wait for a peer to show its token."""
+"""Seconds to wait for the other side to send its token."""
 RETRY_S = 0.05
 
 
 class Listener:
-    """The side that others come to. Close it, or use it as a context manager."""
+    """The process that others connect to. Close it, or use it as a context manager."""
 
     def __init__(self, name: str) -> None:
-        """Raises OSError where none of the name's ports is free."""
+        """Start to listen. Raises OSError if none of the name's ports is free."""
         self._name, self._socket = name, _bound(name)
         self._socket.listen(1024)
 
@@ -37,13 +37,13 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """No more connections."""
+        """Accept no more connections."""
         self._socket.close()
 
     def accept(self, deadline: float) -> tuple[Connection, str]:
-        """The next peer that has the token, and our address that it came to. `deadline` is by time.monotonic().
+        """The next connection with the right token, and the local address it came to.
 
-        Raises TimeoutError.
+        `deadline` is a time of time.monotonic(). Raises TimeoutError.
         """
         while True:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -59,9 +59,9 @@ class Listener:
 
 
 def connect(host: str, name: str, deadline: float) -> tuple[Connection, str]:
-    """A connection to the listener of that name, and our address that it goes out from.
+    """A connection to the listener of that name, and the local address it starts from.
 
-    `deadline` is by time.monotonic(). Raises TimeoutError.
+    `deadline` is a time of time.monotonic(). Raises TimeoutError.
     """
     while True:
         for port in _ports(name):
@@ -81,7 +81,7 @@ def connect(host: str, name: str, deadline: float) -> tuple[Connection, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an IPv4 address; None where none has."""
+    """The name of the network interface that has this IPv4 address; None if none has."""
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR
@@ -110,7 +110,7 @@ def _token(name: str, side: str) -> bytes:
 
 
 def _received(peer: socket.socket) -> bytes:
-    """A token's length of bytes, or fewer where the peer has no more."""
+    """As many bytes as a token has; fewer if the connection ends."""
     size, found = hashlib.sha256().digest_size, b""
     while len(found) < size and (part := peer.recv(size - len(found))):
         found += part
