@@ -1,11 +1,11 @@
-"""Figures that are fit to print: one style, colours that the colour-blind tell apart, and the kind of each number."""
+"""Figures for print: one style, colours that the colour-blind can tell apart, and the kind of each number."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import NullLocator
 
 from sp_bench.analysis.number import Number, Source, sources_of
 
@@ -22,7 +24,7 @@ METHOD_ORDER = (
     *("ulysses", "usp", "startrail", "mesh"),
 )
 METHOD_COLOURS = (0, 9, 5, 4, 6, 8, 2, 1, 3, 7, 10)
-"""Of seaborn's colorblind palette, with black behind it; the lightest are for methods that are drawn least."""
+"""Indices into seaborn's colorblind palette, with black after it. Methods that are drawn least have the lightest."""
 BLACK = (0.1, 0.1, 0.1)
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h")
 WIDTH, HEIGHT = 6.5, 3.6
@@ -32,23 +34,23 @@ FORMATS = ("pdf", "svg", "png")
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, what it shows, and the sources of its numbers."""
+    """A picture, its title, and the sources of its numbers."""
 
     name: str
-    """Of its files, such as mesh-figure8a."""
+    """The name of its files, such as mesh-figure8a."""
     title: str
     canvas: Canvas
     sources: tuple[Source, ...]
     note: str = ""
 
     def save(self, folder: Path) -> None:
-        """<name>.pdf, .svg and .png in `folder`."""
+        """Write <name>.pdf, .svg and .png to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         for ending in FORMATS:
             (folder / f"{self.name}.{ending}").write_bytes(self._bytes(ending))
 
     def to_html(self) -> str:
-        """The picture within the page."""
+        """The picture, its caption and links to its sources."""
         data = base64.b64encode(self._bytes("svg")).decode()
         links = " ".join(f'<a href="#source-{html.escape(s.id)}">{html.escape(s.id)}</a>' for s in self.sources)
         sources = f"<details><summary>{len(self.sources)} sources</summary>{links}</details>"
@@ -84,19 +86,25 @@ STYLE: Any = {
 
 
 def colours(names: Sequence[str]) -> dict[str, Any]:
-    """A colour for each name; a method has the same one in every figure, and no two of them have one."""
+    """A colour for each name. A method has the same colour in every figure, and no two methods share one."""
     palette = sns.color_palette("colorblind", 10)
     of_methods = {name: (*palette, BLACK)[i] for name, i in zip(METHOD_ORDER, METHOD_COLOURS, strict=True)}
     return _by_name(names, of_methods, palette)
 
 
 def markers(names: Sequence[str]) -> dict[str, str]:
-    """A marker for each name, so that colour is not needed to tell lines apart."""
+    """A marker for each name, so that lines can be told apart without colour."""
     return _by_name(names, dict(zip(METHOD_ORDER, MARKERS, strict=True)), MARKERS)
 
 
+def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each name, as keyword arguments of a plot."""
+    marker = markers(names)
+    return {name: {"color": colour, "marker": marker[name]} for name, colour in colours(names).items()}
+
+
 def _by_name(names: Sequence[str], of_methods: dict[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
-    """A method's own choice, and for other names what the methods among them leave."""
+    """The fixed choice of each method; other names get what these methods leave."""
     taken = [of_methods[name] for name in names if name in of_methods]
     free = [choice for choice in choices if choice not in taken] or list(choices)
     others = [name for name in names if name not in of_methods]
@@ -107,7 +115,7 @@ def _by_name(names: Sequence[str], of_methods: dict[str, Any], choices: Sequence
 def new_figure(
     columns: int = 1, rows: int = 1, *, width: float = WIDTH, height: float = HEIGHT, **options: Any
 ) -> tuple[Canvas, np.ndarray]:
-    """(canvas, axes) in the style of all figures, without the state that pyplot keeps. axes: (rows, columns)."""
+    """An empty figure in the style of all figures, and its axes: (rows, columns). Sizes are in inches."""
     with mpl.rc_context(STYLE):
         canvas = Canvas(figsize=(width, height), layout="constrained")
         axes = canvas.subplots(rows, columns, squeeze=False, **options)
@@ -115,10 +123,54 @@ def new_figure(
 
 
 def labelled(name: str, kind: str) -> str:
-    """A legend's entry: a method or what it is, and what kind of number."""
+    """A legend's entry: the name and the kind of number."""
     return f"{name} ({kind})"
 
 
 def sources(numbers: Sequence[Number]) -> tuple[Source, ...]:
-    """Of the numbers in a figure."""
+    """The sources of the numbers in a figure, each once."""
     return tuple(sources_of(numbers))
+
+
+class Panels:
+    """Axes side by side that remember the numbers drawn on them, for the figure's sources."""
+
+    def __init__(self, columns: int = 1, rows: int = 1, **options: Any) -> None:
+        self.canvas, self.axes = new_figure(columns, rows, **options)
+        self.numbers: list[Number] = []
+
+    @property
+    def first(self) -> Axes:
+        """The panel at the upper left."""
+        return self.axes[0, 0]
+
+    def line(self, points: Mapping[Any, Number], name: str = "", *, axis: Axes | None = None, **style: Any) -> None:
+        """Draw numbers over x, without those that have no value. The legend says the name and the kind of number."""
+        known = {x: number for x, number in points.items() if number.value is not None}
+        self.numbers += known.values()
+        if name and known:
+            style["label"] = labelled(name, next(iter(known.values())).kind)
+        with mpl.rc_context(STYLE):
+            (axis or self.first).plot([*known], [number.known for number in known.values()], **style)
+
+    def legend(self, axis: Axes | None = None, **style: Any) -> None:
+        """The legend of one panel."""
+        with mpl.rc_context(STYLE):
+            (axis or self.first).legend(**style)
+
+    def legend_below(self, ncols: int, **style: Any) -> None:
+        """One legend below all panels, with the entries of the first."""
+        entries, place = self.first.get_legend_handles_labels(), {"loc": "outside lower center", "ncols": ncols}
+        with mpl.rc_context(STYLE):
+            self.canvas.legend(*entries, **place, **style)
+
+    def figure(self, name: str, title: str, note: str = "") -> Figure:
+        """The finished figure."""
+        return Figure(name, title, self.canvas, sources(self.numbers), note)
+
+
+def log2_ticks(axis: Axes, ticks: Sequence[int], labels: Sequence[str] | None = None) -> None:
+    """Make the x axis logarithmic to base 2, with a labelled tick at each of `ticks` and no others."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, labels or [f"{tick:g}" for tick in ticks])
+    axis.xaxis.set_minor_locator(NullLocator())

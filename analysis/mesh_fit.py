@@ -33,6 +33,7 @@ CLUSTER = HERE.parent / "conf" / "cluster" / "mesh_paper.yaml"
 HEADS, HEAD_DIM = 32, 128
 """Section 4.1. The batch, not named, is taken to be 1, the dtype bf16."""
 TOKENS = {"256k": 2**18, "512k": 2**19, "1M": 2**20}
+NAMES = {tokens: name for name, tokens in TOKENS.items()}
 FITTED_MESH_GPUS = 32
 
 

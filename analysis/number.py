@@ -1,22 +1,24 @@
-"""Numbers that know where they are from: a record, a formula, or a table of a paper.
+"""Numbers that know where they come from: a record, a formula, or a table of a paper.
 
-A report shows no other. What is worked out of several numbers has the sources of all of them.
+Reports show only such numbers. A number that is computed from others has the sources of all of them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sp_bench.records import Record
 
 KINDS = ("measured", "measured alone", "simulated", "computed", "paper")
-"""What a number is: wall time of a whole run or of single ranks without their peers, a model's time, counted or a
-formula's value, or as a paper prints it."""
+"""What a number is: wall time of a run, wall time of single ranks without their peers, a simulated time, a count or the
+value of a formula, or a value that a paper prints."""
 RECORD_KINDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated"}
 
 
@@ -25,21 +27,21 @@ class Source:
     """Where a number can be looked up."""
 
     id: str
-    """A record's run_id, or a short name in words joined by hyphens. Unique in a report."""
+    """A record's run_id, or words joined by hyphens. Unique in a report."""
     kind: str
     """record, formula, or paper."""
     text: str
-    """What a reader needs to get the number again: the command, the formula, or the table's file."""
+    """How to get the number again: the command, the formula, or the table's file."""
 
 
 def formula(id: str, text: str, reference: str) -> Source:
-    """A formula, and the paper, equation or function that it is from."""
+    """A formula as a source; `reference` is the paper, equation or function that states it."""
     return Source(id, "formula", f"{text} [{reference}]")
 
 
 @dataclass(frozen=True)
 class Number:
-    """A value, what kind of number it is, and its sources. None is "there is none"; `why` may say why."""
+    """A value, its kind and its sources. A value of None means that there is no number; `why` may say why."""
 
     value: float | None
     kind: str
@@ -60,35 +62,78 @@ class Number:
         return self.value
 
     def times(self, factor: float) -> Number:
-        """In another unit."""
+        """The number in another unit: multiplied by `factor`."""
         return Number(None if self.value is None else self.value * factor, self.kind, self.sources, self.why)
 
     def over(self, other: Number) -> Number:
-        """The quotient."""
+        """The quotient of this number and `other`, with the sources of both."""
         return derived(lambda a, b: a / b, self, other)
 
     def text(self, format: str = ".4g") -> str:
-        """As shown; a dash where there is none."""
+        """The value as text; a dash where there is no value."""
         return "-" if self.value is None or math.isnan(self.value) else f"{self.value:{format}}"
 
 
 def derived(function: Any, *numbers: Number) -> Number:
-    """`function` of the values of the numbers, or none if one of them is.
+    """`function` of the numbers' values. The result has no value if one of the numbers has none.
 
-    Of paper and ours the kind is ours. Raises ValueError for times of several modes in one number.
+    Its kind is that of ours where a number of the paper is among them. Raises ValueError for times of several modes.
     """
     kinds = {number.kind for number in numbers}
     if len(modes := kinds & set(RECORD_KINDS.values())) > 1:
         raise ValueError(f"{' and '.join(sorted(modes))} times don't make one number")
-    sources = tuple(dict.fromkeys(source for number in numbers for source in number.sources))
+    sources = tuple(sources_of(numbers))
     kind = min(kinds, key=KINDS.index)
     if missing := [number for number in numbers if number.value is None]:
         return Number(None, kind, sources, missing[0].why)
     return Number(float(function(*(number.value for number in numbers))), kind, sources)
 
 
+def computed(value: float, *sources: Source) -> Number:
+    """A count, or the value of a formula."""
+    return Number(value, "computed", sources)
+
+
+def tally(value: float, numbers: Iterable[Number]) -> Number:
+    """A count of something about the numbers, with their sources. Numbers without a value are allowed."""
+    numbers = list(numbers)
+    kind = min((number.kind for number in numbers), key=KINDS.index)
+    return Number(float(value), kind, tuple(sources_of(numbers)))
+
+
+def count(numbers: Iterable[Number], test: Callable[[float], bool] = lambda value: True) -> Number:
+    """How many of the numbers pass a test; without a test, how many there are."""
+    numbers = list(numbers)
+    return tally(sum(test(number.known) for number in numbers), numbers)
+
+
+def total(numbers: Iterable[Number]) -> Number:
+    """The sum of the numbers."""
+    return derived(lambda *values: sum(values), *numbers)
+
+
+def mean(numbers: Iterable[Number]) -> Number:
+    """The arithmetic mean of the numbers."""
+    return derived(lambda *values: np.mean(values), *numbers)
+
+
+def median(numbers: Iterable[Number]) -> Number:
+    """The median of the numbers."""
+    return derived(lambda *values: np.median(values), *numbers)
+
+
+def least(numbers: Iterable[Number]) -> Number:
+    """The smallest of the numbers."""
+    return derived(lambda *values: min(values), *numbers)
+
+
+def most(numbers: Iterable[Number]) -> Number:
+    """The largest of the numbers."""
+    return derived(lambda *values: max(values), *numbers)
+
+
 def of_record(record: Record, field: str) -> Number:
-    """A field of a record. Where the point has none, the record's error says why."""
+    """A field of a record as a number. Where the record has no value, its error says why."""
     counted = field in COUNTED and (record.mode == "simulate" or field not in COUNTED_WHERE_MEASURED)
     kind = "computed" if counted else RECORD_KINDS[record.mode]
     return Number(getattr(record, field), kind, (record_source(record),), record.error or "")
@@ -98,13 +143,13 @@ COUNTED = (
     *("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "comm_bytes_expected", "comm_bytes_lower_bound"),
     *("comm_bytes_statistics", "comm_bytes_across_nodes_max", "peak_mem_bytes_max", "peak_mem_bytes_expected"),
 )
-"""Fields that are counted from plans: no model of time is in them, and no measurement but in the following."""
+"""Fields that are counted from plans."""
 COUNTED_WHERE_MEASURED = ("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "peak_mem_bytes_max")
-"""Of a measured record, from the tensors that were sent or held."""
+"""Fields of COUNTED that a measured record takes from the tensors that were sent or held."""
 
 
 def record_source(record: Record) -> Source:
-    """The record as a source; its text is the command that makes it again."""
+    """The record as a source. Its text is the command that makes the record again."""
     return Source(record.run_id, "record", f"python -m sp_bench {command(record.config or {})}")
 
 
@@ -112,7 +157,7 @@ NOT_IN_COMMANDS = ("logger", "baseline", "reuse", "timeout_s", "trace", "results
 
 
 def command(config: Any) -> str:
-    """The arguments that compose to a config, as far as they differ from conf/config.yaml's defaults."""
+    """The command-line arguments that compose to `config`. Defaults of conf/config.yaml are left out."""
     from sp_bench.analysis.runs import argument, defaults, group
 
     usual, found = defaults(), []
@@ -134,7 +179,7 @@ def command(config: Any) -> str:
 
 
 def _changed(path: str, value: Any, plain: Any) -> list[str]:
-    """The arguments that make `plain` the value."""
+    """The arguments that turn the value `plain` at `path` into `value`."""
     from sp_bench.analysis.runs import argument
 
     if isinstance(value, dict) and isinstance(plain, dict):
@@ -143,19 +188,19 @@ def _changed(path: str, value: Any, plain: Any) -> list[str]:
 
 
 def of_paper(value: float | None, path: str | Path, where: str = "") -> Number:
-    """A number as printed. `path` is the file under analysis/papers that holds it."""
+    """A number that a paper prints. `path` is its file under analysis/papers, `where` the place in the paper."""
     name = Path(path).name
     id = "-".join([name.removesuffix(".csv"), *re.findall(r"[\w.]+", where)])
     return Number(value, "paper", (Source(id, "paper", f"analysis/papers/{name} {where}".strip()),))
 
 
 def about_number(number: Number) -> str:
-    """Its kind and sources in a line, for a tooltip."""
+    """The number's kind and sources in one line, for a tooltip."""
     shown = "; ".join(source.text for source in number.sources[:4])
     more = f"; {len(number.sources) - 4} more" if len(number.sources) > 4 else ""
     return f"{number.kind}: {shown}{more}{f' ({number.why})' if number.why else ''}"
 
 
 def sources_of(numbers: Iterable[Number]) -> list[Source]:
-    """All sources, each once."""
+    """The sources of all the numbers, each once."""
     return list(dict.fromkeys(source for number in numbers for source in number.sources))

@@ -68,7 +68,7 @@ def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:
         title, study = STUDIES[paper]
         begun, before = time.perf_counter(), len(ran)
         with console.status(title):
-            found[title] = list(study(runs))
+            found[title] = [section(runs) for section in study]
         points, seconds = len(ran) - before, time.perf_counter() - begun
         console.print(f"{title}: {len(found[title])} sections, {points} points in {seconds:.0f} s", highlight=False)
     report.write(

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sp_bench.bench import resolve, run_points
 from sp_bench.bench.request import Request, unsupported
@@ -27,6 +27,7 @@ from sp_bench.resources import ROOT
 
 Point = tuple[str, ...]
 """The arguments of `python -m sp_bench` for one point, sorted."""
+Key = TypeVar("Key")
 FEW = 4
 """Up to so many points are run in this process: another needs a second to start."""
 
@@ -105,6 +106,10 @@ class Runs:
                 self._keep(one, record_of(one, self.folder))
         self._measure([p for p in todo if is_measured(p)])
         return [self._known[p] for p in points]
+
+    def by_key(self, asked: Mapping[Key, Point]) -> dict[Key, Record]:
+        """The records of points, by the keys of the points."""
+        return dict(zip(asked, self.ask(asked.values()), strict=True))
 
     def _keep(self, one: Point, record: Record) -> None:
         self._known[one] = record

@@ -1,10 +1,10 @@
-"""What a study is made of: sections of text, tables and figures, which notebooks show and the report joins."""
+"""Sections of a study: texts, tables and figures. Notebooks show them one by one, the report all together."""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sp_bench.analysis.figure import Figure
@@ -14,72 +14,81 @@ from sp_bench.analysis.table import Table
 Part = Table | Figure
 
 
+_FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
+
+
 @dataclass(frozen=True)
 class Text:
-    """A sentence or more with numbers in it.
+    """A paragraph with values in it.
 
-    `template` has a field for each number by name, with its format: "{ratio:.2f} times". Only so do numbers get into a
-    text, so that each can be looked up.
+    `template` names each value with its format: "{ratio:.2f} times". A Number becomes a link to its source. Other
+    values are words, and what the study itself chose, such as a number of GPUs.
     """
 
     template: str
-    numbers: dict[str, Number]
+    values: Mapping[str, Number | str | float]
 
     def __str__(self) -> str:
-        return _FIELD.sub(lambda match: self.numbers[match[1]].text(match[2] or ".4g"), self.template)
+        return _FIELD.sub(lambda match: _shown(self.values[match[1]], match[2]), self.template)
+
+    @property
+    def numbers(self) -> list[Number]:
+        """The values that have a source."""
+        return [value for value in self.values.values() if isinstance(value, Number)]
 
     def to_html(self) -> str:
         """A paragraph whose numbers are links to their sources."""
 
         def linked(match: re.Match[str]) -> str:
-            number = self.numbers[match[1]]
-            source, text = number.sources[0], number.text(match[2] or ".4g")
-            about = html.escape(about_number(number))
-            return f'<a class="{number.kind}" href="#source-{html.escape(source.id)}" title="{about}">{text}</a>'
+            value = self.values[match[1]]
+            shown = html.escape(_shown(value, match[2]))
+            if not isinstance(value, Number):
+                return shown
+            target, about = html.escape(value.sources[0].id), html.escape(about_number(value))
+            return f'<a class="{value.kind}" href="#source-{target}" title="{about}">{shown}</a>'
 
         return f"<p>{_FIELD.sub(linked, html.escape(self.template))}</p>"
 
     _repr_html_ = to_html
 
 
-_FIELD = re.compile(r"\{(\w+)(?::([^}]*))?\}")
+def _shown(value: Number | str | float, format: str | None) -> str:
+    return value.text(format or ".4g") if isinstance(value, Number) else f"{value:{format or ''}}"
 
 
-def text(template: str, **numbers: Number) -> Text:
-    """A text with its numbers. Raises KeyError for a field without number, ValueError for a number without field."""
+def text(template: str, **values: Number | str | float) -> Text:
+    """A text with its values. Raises KeyError for a field without value, ValueError for a value without field."""
     fields = {match[1] for match in _FIELD.finditer(template)}
-    if missing := fields - set(numbers):
-        raise KeyError(f"no number for {', '.join(sorted(missing))}")
-    if unused := set(numbers) - fields:
+    if missing := fields - set(values):
+        raise KeyError(f"no value for {', '.join(sorted(missing))}")
+    if unused := set(values) - fields:
         raise ValueError(f"not in the text: {', '.join(sorted(unused))}")
-    return Text(template, numbers)
+    return Text(template, values)
 
 
-@dataclass(frozen=True)
 class Section:
-    """A heading, and what belongs under it."""
+    """A heading, and the texts, tables and figures below it."""
 
-    title: str
-    parts: Sequence[Text | Part]
+    def __init__(self, title: str, *parts: Text | Part) -> None:
+        self.title, self.parts = title, parts
 
     @property
     def sources(self) -> list[Source]:
-        """Of all its numbers."""
-        found: dict[Source, None] = {}
-        for part in self.parts:
-            if isinstance(part, Figure):
-                found |= dict.fromkeys(part.sources)
-            else:
-                numbers = part.numbers.values() if isinstance(part, Text) else part.numbers
-                found |= dict.fromkeys(sources_of(numbers))
-        return list(found)
+        """The sources of all numbers in the section, each once."""
+        of_parts = (p.sources if isinstance(p, Figure) else sources_of(p.numbers) for p in self.parts)
+        return list(dict.fromkeys(source for sources in of_parts for source in sources))
+
+    def to_markdown(self) -> str:
+        """The heading, texts and tables. Figures are left out."""
+        parts = (p.to_markdown() if isinstance(p, Table) else str(p) for p in self.parts if not isinstance(p, Figure))
+        return "\n\n".join([f"## {self.title}", *map(str.strip, parts)])
 
     def to_html(self) -> str:
-        """A section of a page."""
+        """A section of the report's page."""
         return f"<section><h2>{html.escape(self.title)}</h2>{''.join(part.to_html() for part in self.parts)}</section>"
 
     _repr_html_ = to_html
 
     def saved(self) -> Iterator[Part]:
-        """What has files of its own."""
+        """The tables and figures, which have files of their own."""
         return (part for part in self.parts if not isinstance(part, Text))

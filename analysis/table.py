@@ -1,4 +1,4 @@
-"""Tables of numbers with their sources, as Markdown, LaTeX, HTML and CSV."""
+"""Tables of numbers with their sources, written as Markdown, LaTeX, HTML and CSV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cell = Number | str | int
 
 @dataclass(frozen=True)
 class Column:
-    """A column: what it shows, in what unit, and how its numbers are written."""
+    """A column: its name, the unit of its numbers, and their format."""
 
     name: str
     unit: str = ""
@@ -25,23 +25,28 @@ class Column:
 
     @property
     def head(self) -> str:
-        """Name and unit."""
+        """The name with the unit."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+def columns(heads: str) -> list[Column]:
+    """Columns from text, for example "method; time | ms | .2f; ratio || .2f": name, unit and format of each."""
+    return [Column(*map(str.strip, head.split("|"))) for head in heads.split(";")]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; every number in it has a source."""
+    """A table. Every number in it has a source."""
 
     name: str
-    """Of its files, such as mesh-table3."""
+    """The name of its files, such as mesh-table3."""
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     note: str = ""
-    """What a reader must know, in a sentence or two."""
+    """What a reader must know to read it, in a sentence or two."""
     shown_rows: int | None = field(default=None, kw_only=True)
-    """In a report, that many rows are shown and the rest on request; None: all."""
+    """How many rows a page shows; the others unfold. None: all."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -50,12 +55,12 @@ class Table:
 
     @property
     def numbers(self) -> list[Number]:
-        """All its numbers."""
+        """All numbers of the table."""
         return [cell for row in self.rows for cell in row if isinstance(cell, Number)]
 
     @property
     def legend(self) -> str:
-        """What kinds of numbers there are in which columns."""
+        """Which columns hold numbers of which kind."""
         kinds: dict[str, list[str]] = {}
         for i, column in enumerate(self.columns):
             of_column = {row[i].kind for row in self.rows if isinstance(row[i], Number)}  # type: ignore[union-attr]
@@ -65,13 +70,9 @@ class Table:
 
     def to_markdown(self) -> str:
         """Title, table, legend and note."""
-        rows = [
-            [_text(cell, c).replace("|", "\\|") for cell, c in zip(row, self.columns, strict=True)] for row in self.rows
-        ]
-        text = markdown.table([column.head for column in self.columns], rows)
-        return (
-            "\n\n".join(part for part in (f"**{self.title}**", text, _sentence(self.legend), self.note) if part) + "\n"
-        )
+        rows = [[entry.replace("|", "\\|") for entry in row] for row in self._texts()]
+        grid = markdown.table([column.head for column in self.columns], rows)
+        return "\n\n".join(filter(None, (f"**{self.title}**", grid, _sentence(self.legend), self.note))) + "\n"
 
     def to_latex(self) -> str:
         """A booktabs table."""
@@ -79,60 +80,41 @@ class Table:
         lines = [" & ".join(_latex(column.head) for column in self.columns)]
         lines += [" & ".join(map(_latex, row)) for row in self._texts()]
         head, *body = [line + r" \\" for line in lines]
-        return "\n".join(
-            [
-                r"\begin{table}",
-                rf"\caption{{{_latex(' '.join(map(_sentence, filter(None, (self.title, self.legend)))))}}}",
-                rf"\label{{tab:{self.name}}}",
-                rf"\begin{{tabular}}{{{align}}}",
-                r"\toprule",
-                head,
-                r"\midrule",
-                *body,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
-        )
+        caption = _latex(" ".join(map(_sentence, filter(None, (self.title, self.legend)))))
+        start = [r"\begin{table}", rf"\caption{{{caption}}}", rf"\label{{tab:{self.name}}}"]
+        start += [rf"\begin{{tabular}}{{{align}}}", r"\toprule", head, r"\midrule"]
+        return "\n".join([*start, *body, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
     def to_html(self) -> str:
-        """A table whose numbers are links to their sources, which a report lists under these ids."""
+        """A table whose numbers are links to their sources; a report lists the sources under these ids."""
         head = "".join(f"<th>{html.escape(column.head)}</th>" for column in self.columns)
         rows = [
             f"<tr>{''.join(_html(cell, c) for cell, c in zip(row, self.columns, strict=True))}</tr>"
             for row in self.rows
         ]
-        start = (
-            f'<table id="table-{self.name}"><caption>{html.escape(self.title)}</caption><thead><tr>{head}</tr></thead>'
-        )
-        if self.shown_rows is None or len(rows) <= self.shown_rows:
-            body = f"{start}<tbody>{''.join(rows)}</tbody></table>"
-        else:
-            few = f"{start}<tbody>{''.join(rows[: self.shown_rows])}</tbody></table>"
-            rest = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows[self.shown_rows :])}</tbody></table>"
-            body = f"{few}<details><summary>{len(rows) - self.shown_rows} more rows</summary>{rest}</details>"
+        shown = len(rows) if self.shown_rows is None else self.shown_rows
+        caption = f"<caption>{html.escape(self.title)}</caption>"
+        body = f'<table id="table-{self.name}">{caption}{_grid(head, rows[:shown])}'
+        if rest := rows[shown:]:
+            body += f"<details><summary>{len(rest)} more rows</summary><table>{_grid(head, rest)}</details>"
         notes = " ".join(part for part in (_sentence(self.legend), self.note) if part)
         return f'<div class="table">{body}<p class="note">{html.escape(notes)}</p></div>'
 
     _repr_html_ = to_html
 
     def to_csv(self) -> str:
-        """Values as they are, and after each column of numbers the ids of their sources."""
+        """Values in full, and after each column of numbers the ids of their sources."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         sourced = [any(isinstance(row[i], Number) for row in self.rows) for i in range(len(self.columns))]
-        head = [
-            ([c.head, f"{c.name}: source"] if has else [c.head]) for c, has in zip(self.columns, sourced, strict=True)
-        ]
-        writer.writerow(sum(head, []))
+        heads = zip(self.columns, sourced, strict=True)
+        writer.writerow(sum(([c.head, f"{c.name}: source"] if has else [c.head] for c, has in heads), []))
         for row in self.rows:
             cells: list[object] = []
             for cell, has in zip(row, sourced, strict=True):
-                if isinstance(cell, Number):
-                    cells += [cell.value, " ".join(source.id for source in cell.sources)]
-                else:
-                    cells += [cell, ""] if has else [cell]
+                number = isinstance(cell, Number)
+                ids = " ".join(source.id for source in cell.sources) if number else ""
+                cells += [cell.value if number else cell, *([ids] if has else [])]
             writer.writerow(cells)
         return out.getvalue()
 
@@ -140,15 +122,15 @@ class Table:
         return [[_text(cell, c) for cell, c in zip(row, self.columns, strict=True)] for row in self.rows]
 
     def save(self, folder: Path) -> None:
-        """<name>.md, .tex, .html and .csv in `folder`."""
+        """Write <name>.md, .tex, .html and .csv to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        for ending, text in (
-            ("md", self.to_markdown()),
-            ("tex", self.to_latex()),
-            ("html", self.to_html()),
-            ("csv", self.to_csv()),
-        ):
-            (folder / f"{self.name}.{ending}").write_text(text)
+        writers = {"md": self.to_markdown, "tex": self.to_latex, "html": self.to_html, "csv": self.to_csv}
+        for ending, written in writers.items():
+            (folder / f"{self.name}.{ending}").write_text(written())
+
+
+def _grid(head: str, rows: Sequence[str]) -> str:
+    return f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _sentence(text: str) -> str:

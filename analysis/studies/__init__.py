@@ -1,23 +1,22 @@
-"""Studies: what we make of each paper, and a fifth of our own. Each is `sections(runs)`, in a file of its own.
+"""Studies: one for each paper, and one of our own. A study is a module with SECTIONS, functions that make its sections.
 
-A study asks `runs` for records, and makes Section after Section of them. A new one is imported and listed here, and
-has a notebook of the same name in analysis/notebooks.
+A section's function asks `runs` for records and returns a Section. A new study is imported and listed here, and has a
+notebook of the same name in analysis/notebooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section
 from sp_bench.analysis.studies import choosing, mesh, ring, striped, tokenring
 
-Study = Callable[[Runs], Iterator[Section]]
-STUDIES: dict[str, tuple[str, Study]] = {
-    "ring": ("Ring Attention", ring.sections),
-    "striped": ("Striped Attention", striped.sections),
-    "tokenring": ("TokenRing", tokenring.sections),
-    "mesh": ("Mesh-Attention", mesh.sections),
-    "choosing": ("Which method and tile to choose", choosing.sections),
+STUDIES: dict[str, tuple[str, tuple[Callable[[Runs], Section], ...]]] = {
+    "ring": ("Ring Attention", ring.SECTIONS),
+    "striped": ("Striped Attention", striped.SECTIONS),
+    "tokenring": ("TokenRing", tokenring.SECTIONS),
+    "mesh": ("Mesh-Attention", mesh.SECTIONS),
+    "choosing": ("Which method and tile to choose", choosing.SECTIONS),
 }
-"""By the name on the command line: the title, and what makes the sections."""
+"""Titles and section functions, by the name on the command line."""

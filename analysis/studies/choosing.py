@@ -1,13 +1,11 @@
-"""Which method and tile to choose: a study of ours, over all methods of the papers on the same clusters.
+"""Which method and tile to choose: a study of ours, with all methods of the papers on the same clusters.
 
 All times are simulated. Volumes, bounds on them and memory are computed from the plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from sp_bench.analysis.number import derived, of_record
+from sp_bench.analysis.number import of_record
 from sp_bench.analysis.pictures import bound_bars
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section, text
@@ -18,41 +16,25 @@ from sp_bench.analysis.studies.choosing_tiles import memory, tiles, volume
 
 BOUND_AT = ("h100_ndr400", 32, "512k", 64)
 
-__all__ = ["bounds", "limits", "maps", "maps_whole_heads", "memory", "points", "sections", "tiles", "volume"]
-
-
-def sections(runs: Runs) -> Iterator[Section]:
-    """What to choose, why, and where it stops."""
-    yield points(runs)
-    yield maps(runs)
-    yield maps_whole_heads(runs)
-    yield tiles(runs)
-    yield volume(runs)
-    yield memory(runs)
-    yield bounds(runs)
-    yield limits(runs)
-
 
 def bounds(runs: Runs) -> Section:
-    """How near each method is to the least that its own plan takes on that cluster."""
+    """How near each method's step is to its bound, the least time that its own plan takes on the cluster."""
     found = grid(runs)
     records = [record for method in METHODS if (record := found[BOUND_AT, method]).status == "ok"]
-    shares = [of_record(record, "bound_ms").over(of_record(record, "step_ms_median")) for record in records]
-    low = derived(lambda *values: min(values), *shares)
-    far = records[[share.value for share in shares].index(low.value)].method
+    shares = {r.method: of_record(r, "bound_ms").over(of_record(r, "step_ms_median")) for r in records}
+    low = min(shares, key=lambda method: shares[method].known)
     cluster, _, seqlen, gpus = BOUND_AT
-    figure = bound_bars(
-        records, "choosing-bounds", f"Steps and their bounds, {seqlen} tokens on {gpus} GPUs, {cluster}"
-    )
+    title = f"Steps and their bounds, {seqlen} tokens on {gpus} GPUs, {cluster}"
     return Section(
         "How near to their bounds",
-        [
-            text(
-                "A method's bound is what its own plan takes at least: the busiest rank's blocks, the busiest link at"
-                " its full rate, or a lane's latencies. Bound and step are both of the model. What is above it is"
-                " waiting that a better schedule of the same transfers might hide."
-            ),
-            figure,
-            text(f"Furthest from its bound is {far}: the bound is {{low:.0%}} of its step.", low=low),
-        ],
+        text(
+            "A method's bound is the least time that its own plan takes: that of the busiest rank's blocks, of the"
+            " busiest link at its full rate, or of a lane's latencies. Bound and step are both simulated. The rest of"
+            " the step is waiting, which a better schedule of the same transfers might hide."
+        ),
+        bound_bars(records, "choosing-bounds", title),
+        text("{method} is farthest from its bound, which is {share:.0%} of its step.", method=low, share=shares[low]),
     )
+
+
+SECTIONS = (points, maps, maps_whole_heads, tiles, volume, memory, bounds, limits)

@@ -1,16 +1,17 @@
-"""Which tile: what it costs to take the one that sends least, and what memory a faster one takes."""
+"""Which tile: the cost of the tile that sends least, volumes against their bound, and memory against speed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-from sp_bench.analysis.figure import Figure, colours, labelled, markers, new_figure, sources
-from sp_bench.analysis.number import Number, derived, formula, of_record, record_source
+from sp_bench.analysis.figure import Figure, Panels, colours, labelled, log2_ticks, styles
+from sp_bench.analysis.number import Number, computed, count, formula, least, most, of_record, record_source, tally
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section, Text, text
 from sp_bench.analysis.studies.choosing_grid import (
@@ -23,10 +24,8 @@ from sp_bench.analysis.studies.choosing_grid import (
     Key,
     grid,
     payload_over_bound,
-    setting,
-    tally,
 )
-from sp_bench.analysis.table import Cell, Column, Table
+from sp_bench.analysis.table import Cell, Table, columns
 from sp_bench.records import Record
 
 TILED_GPUS = (64, 256)
@@ -36,234 +35,199 @@ HALF = formula("choosing-half", "sqrt(k n) / sqrt(k n / 2)", "sp_bench.account.l
 
 
 def tiles(runs: Runs) -> Section:
-    """Mesh's tile with the shortest time, against the one that sends least."""
+    """Mesh's fastest tile against the tile that sends least."""
     found = grid(runs)
     lines: list[list[Cell]] = []
     costs: list[Number] = []
     same = 0
-    for cluster in CLUSTERS:
-        for kv_heads in KV_HEADS:
-            for gpus in TILED_GPUS:
-                for seqlen in SEQLENS:
-                    record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
-                    least = _least_volume_tile(record)
-                    time, word = _time_of(record, least)
-                    cost = time.over(of_record(record, "step_ms_median"))
-                    same += least["tile_a"] == record.tile_a
-                    costs += [cost] if word == "simulated" else []
-                    lines.append([cluster, kv_heads, gpus, seqlen, record.variant or "-", str(least["variant"])])
-                    lines[-1] += [of_record(record, "step_ms_median"), time, word, cost]
-    columns = [Column(name) for name in ("cluster", "key heads", "GPUs", "seqlen", "fastest tile", "sends least")]
-    columns += [Column("step", "ms"), Column("with the tile that sends least", "ms"), Column("that time is")]
-    columns += [Column("ratio", "", ".2f")]
+    for cluster, kv_heads, gpus, seqlen in product(CLUSTERS, KV_HEADS, TILED_GPUS, SEQLENS):
+        record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
+        smallest = _least_volume_tile(record)
+        time, word = _time_of(record, smallest)
+        cost = time.over(of_record(record, "step_ms_median"))
+        same += smallest["tile_a"] == record.tile_a
+        costs += [cost] if word == "simulated" else []
+        lines.append([cluster, kv_heads, gpus, seqlen, record.variant or "-", str(smallest["variant"])])
+        lines[-1] += [of_record(record, "step_ms_median"), time, word, cost]
+    heads = columns(
+        "cluster; KV heads; GPUs; seqlen; fastest tile; tile that sends least; step of the fastest | ms;"
+        " step of the one that sends least | ms; the latter is; ratio || .2f"
+    )
     return Section(
         "Which tile of Mesh",
-        [
-            text(
-                "The tile that sends least is known without a simulation: of 6 (a - 1) + 6 k (b - 1) chunks, the least"
-                " over a * b = n, near a = sqrt(k n). The fastest tile may be another one, as links inside a node are"
-                " faster than those between nodes and transfers hide behind blocks. A time that is a bound stands for"
-                " a tile that was not simulated, because it can't be faster."
-            ),
-            _tiles_figure(found),
-            text(
-                "The two are the same tile in {same:.0f} of {all:.0f} points. Where both were simulated, the tile that"
-                " sends least takes up to {high:.2f} times as long.",
-                same=tally(same, costs, "points with one tile"),
-                all=tally(len(lines), costs, "points with tiles"),
-                high=derived(lambda *values: max(values), *costs),
-            ),
-            Table("choosing-tiles", "The fastest tile and the one that sends least", columns, lines, shown_rows=12),
-        ],
+        text(
+            "The tile that sends least is known without a simulation. It has the least 6 (a - 1) + 6 k (b - 1) chunks"
+            " with a * b = n, near a = sqrt(k n). The fastest tile may be another one: links inside a node are faster"
+            " than those between nodes, and transfers hide behind blocks. A time that is a bound stands for a tile that"
+            " was not simulated, because it can't be faster."
+        ),
+        _tiles_figure(found),
+        text(
+            "The two are the same tile in {same:.0f} of {all:.0f} points. Where both were simulated, the tile that"
+            " sends least takes up to {high:.2f} times as long.",
+            same=tally(same, costs),
+            all=tally(len(lines), costs),
+            high=most(costs),
+        ),
+        Table("choosing-tiles", "The fastest tile and the one that sends least", heads, lines, shown_rows=12),
     )
 
 
 def _least_volume_tile(record: Record) -> dict[str, Any]:
-    """The candidate that sends least, by the closed form of the Mesh paper's table 2 and our backward."""
+    """The candidate tile that sends least, by the closed form of the Mesh paper's table 2 and our backward."""
     k = record.kv_heads / record.heads
     return min(record.candidates or (), key=lambda one: (one["tile_a"] - 1) + k * (one["tile_b"] - 1))
 
 
 def _time_of(record: Record, candidate: dict[str, Any]) -> tuple[Number, str]:
-    """A candidate's time, and whether it is simulated or a bound."""
+    """A candidate's time in ms, and whether it is simulated or a bound."""
     known = candidate["step_ms"] is not None
     value = candidate["step_ms"] if known else candidate["bound_ms"]
     return Number(value, "simulated", (record_source(record),)), "simulated" if known else "a bound"
 
 
 def _tiles_figure(found: Grid) -> Figure:
-    canvas, axes = new_figure(len(CLUSTERS), height=2.9, sharey=True)
+    panels = Panels(len(CLUSTERS), height=2.9, sharey=True)
     tones, gpus, kv_heads = colours(SEQLENS), TILED_GPUS[-1], KV_HEADS[0]
-    used: list[Number] = []
-    for axis, cluster in zip(axes[0], CLUSTERS, strict=True):
+    for axis, cluster in zip(panels.axes[0], CLUSTERS, strict=True):
         for marker, seqlen in zip("osD", SEQLENS, strict=False):
             record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
-            ordered = sorted(record.candidates or (), key=lambda one: one["tile_a"])
-            times = [_time_of(record, one) for one in ordered]
-            ratios = [time.over(of_record(record, "step_ms_median")) for time, _ in times]
-            used += ratios
-            shape = [one["tile_a"] for one in ordered]
-            style = {"color": tones[seqlen], "marker": marker, "markersize": 4.5}
-            axis.plot(shape, [ratio.known for ratio in ratios], linewidth=0.8, markerfacecolor="white", **style)
-            simulated = [
-                (a, r.known) for a, r, (_, word) in zip(shape, ratios, times, strict=True) if word != "a bound"
-            ]
-            axis.plot(*zip(*simulated, strict=True), linestyle="none", label=f"{seqlen} tokens", **style)
+            times = {one["tile_a"]: _time_of(record, one) for one in record.candidates or ()}
+            step = of_record(record, "step_ms_median")
+            ratios = {a: times[a][0].over(step) for a in sorted(times)}
+            simulated = {a: ratio for a, ratio in ratios.items() if times[a][1] == "simulated"}
+            style = {"color": tones[seqlen], "marker": marker, "markersize": 4.5, "axis": axis}
+            panels.line(ratios, markerfacecolor="white", linewidth=0.8, **style)
+            panels.line(simulated, f"{seqlen} tokens", linestyle="none", **style)
         axis.axvline(math.sqrt(gpus * kv_heads / 32), color="black", linestyle=":", linewidth=1)
-        axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_yticks([1, 2, 5, 10], ["1", "2", "5", "10"])
         axis.set_yticks([], minor=True)
-        shown = [1, 4, 16, 64, 256]
-        axis.set(title=cluster, xlabel="rows a of the tile", xticks=shown)
-        axis.set_xticklabels(map(str, shown))
-    axes[0, 0].set_ylabel("step / that of the fastest tile\n(simulated)")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside lower center", ncols=3)
-    return Figure(
-        "choosing-tiles",
-        f"Tiles of Mesh on {gpus} GPUs",
-        canvas,
-        sources(used),
-        "Filled: simulated. Hollow: a bound, the tile can't be faster than that. Dotted: the tile that sends least.",
-    )
+        log2_ticks(axis, [1, 4, 16, 64, 256])
+        axis.set(title=cluster, xlabel="rows a of the tile")
+    panels.first.set_ylabel("step / that of the fastest tile")
+    panels.legend_below(3)
+    note = "Filled: simulated. Hollow: a bound, the tile can't be faster than that. Dotted: the tile that sends least."
+    return panels.figure("choosing-tiles", f"Tiles of Mesh on {gpus} GPUs", note)
 
 
 def volume(runs: Runs) -> Section:
-    """Payload over the lower bound, by method and n."""
+    """Payload over the lower bound, by method and number of GPUs."""
     found, (cluster, seqlen) = grid(runs), VOLUME_AT
-    canvas, axes = new_figure(len(KV_HEADS), height=3.4, sharey=True)
-    colour, marker = colours(METHODS), markers(METHODS)
-    lines: list[list[Cell]] = []
-    ratios: dict[tuple[str, int, int], Number] = {}
-    for axis, kv_heads in zip(axes[0], KV_HEADS, strict=True):
-        for method in METHODS:
-            records = [found[(cluster, kv_heads, seqlen, gpus), method] for gpus in GPUS]
-            numbers = [payload_over_bound(record) for record in records]
-            ratios |= {(method, kv_heads, gpus): number for gpus, number in zip(GPUS, numbers, strict=True)}
-            lines.append([method, kv_heads, *numbers])
-            there = [(gpus, number.known) for gpus, number in zip(GPUS, numbers, strict=True) if number.value]
-            style = {"color": colour[method], "marker": marker[method], "markersize": 5, "linewidth": 0.8}
-            axis.plot(*zip(*there, strict=True), label=labelled(method, "computed"), **style)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        axis.set(title=f"{kv_heads} key heads", xlabel="GPUs", xticks=GPUS)
-        axis.set_xticklabels(map(str, GPUS))
-        axis.yaxis.set_major_formatter("{x:g}")
-    axes[0, 0].set_ylabel("sent / lower bound")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    known = [number for number in ratios.values() if number.value]
-    mesh = [number for (method, *_), number in ratios.items() if method == "mesh" and number.value]
-    worst = max((key for key in ratios if ratios[key].value), key=lambda key: ratios[key].known)
+    places = list(product(METHODS, KV_HEADS, GPUS))
+    ratios = {(m, kv, n): payload_over_bound(found[(cluster, kv, seqlen, n), m]) for m, kv, n in places}
+    lines: list[list[Cell]] = [
+        [method, kv_heads, *(ratios[method, kv_heads, gpus] for gpus in GPUS)]
+        for kv_heads, method in product(KV_HEADS, METHODS)
+    ]
+    known = {place: number for place, number in ratios.items() if number.value}
+    mesh = [number for (method, *_), number in known.items() if method == "mesh"]
+    method, kv_heads, gpus = worst = max(known, key=lambda place: known[place].known)
+    heads = columns("; ".join(["method; KV heads", *(f"{gpus} GPUs || .3g" for gpus in GPUS)]))
+    note = "A dash: the point can't be served, for the reason listed above."
     return Section(
         "Volume against the lower bound",
-        [
-            text(
-                "Computed: payload that a GPU sends forward and backward, over the least that a method can send which"
-                " splits the heads as this one does (account.lower_bound_bytes; for a causal mask it counts the"
-                f" unmasked half alone, so that a method which sends what a full mask needs is some {{causal:.2f}}"
-                f" times above it at best). Of {cluster}, {seqlen} tokens; each method with its fastest variant, which"
-                " need not be the one that sends least.",
-                causal=Number(math.sqrt(2), "computed", (HALF,)),
-            ),
-            Figure("choosing-volume", "Sent over the lower bound", canvas, sources(known)),
-            text(
-                f"Furthest above its bound is {worst[0]} on {{gpus:.0f}} GPUs with {{kv:.0f}} key heads: {{high:.3g}}"
-                f" times. Mesh stays between {{low:.3g}} and {{mesh:.3g}} times.",
-                gpus=setting(worst[2], "gpus"),
-                kv=setting(worst[1], "key heads"),
-                high=ratios[worst],
-                low=derived(lambda *values: min(values), *mesh),
-                mesh=derived(lambda *values: max(values), *mesh),
-            ),
-            Table(
-                "choosing-volume",
-                "Payload over the lower bound",
-                [Column("method"), Column("key heads"), *(Column(f"{gpus} GPUs", "", ".3g") for gpus in GPUS)],
-                lines,
-                "A dash: the point can't be served, for the reason listed above.",
-            ),
-        ],
+        text(
+            "Computed: the payload that a GPU sends forward and backward, over the fewest bytes that any method with"
+            " the same head split can send (account.lower_bound_bytes). For a causal mask the bound counts only the"
+            " unmasked half, so a method that sends as much as for a full mask is at best {causal:.2f} times above it."
+            " On {cluster}, with {seqlen} tokens. Each method has its fastest variant, which need not be the one that"
+            " sends least.",
+            causal=computed(math.sqrt(2), HALF),
+            cluster=cluster,
+            seqlen=seqlen,
+        ),
+        _volume_figure(ratios),
+        text(
+            "{method} on {gpus} GPUs with {kv_heads} KV heads is farthest above its bound: {high:.3g} times. Mesh is"
+            " between {low:.3g} and {mesh:.3g} times.",
+            method=method,
+            gpus=gpus,
+            kv_heads=kv_heads,
+            high=known[worst],
+            low=least(mesh),
+            mesh=most(mesh),
+        ),
+        Table("choosing-volume", "Payload over the lower bound", heads, lines, note),
     )
 
 
+def _volume_figure(ratios: dict[tuple[str, int, int], Number]) -> Figure:
+    panels = Panels(len(KV_HEADS), height=3.4, sharey=True)
+    for axis, kv_heads in zip(panels.axes[0], KV_HEADS, strict=True):
+        for method, style in styles(METHODS).items():
+            points = {gpus: ratios[method, kv_heads, gpus] for gpus in GPUS if ratios[method, kv_heads, gpus].value}
+            panels.line(points, method, axis=axis, markersize=5, linewidth=0.8, **style)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_yscale("log", base=2)
+        axis.set(title=f"{kv_heads} KV heads", xlabel="GPUs")
+        log2_ticks(axis, GPUS)
+        axis.yaxis.set_major_formatter("{x:g}")
+    panels.first.set_ylabel("sent / lower bound")
+    panels.legend_below(3, fontsize=8)
+    return panels.figure("choosing-volume", "Sent over the lower bound")
+
+
 def memory(runs: Runs) -> Section:
-    """Time against memory, of every variant that was simulated."""
+    """Time against memory of every simulated variant."""
     found = grid(runs)
-    canvas, axes = new_figure(len(MEMORY_KEYS), height=3.5)
+    panels = Panels(len(MEMORY_KEYS), height=3.5)
     lines: list[list[Cell]] = []
-    used: list[Number] = []
     parts: list[Text] = []
-    for axis, key in zip(axes[0], MEMORY_KEYS, strict=True):
+    for axis, key in zip(panels.axes[0], MEMORY_KEYS, strict=True):
         variants = [variant for method in METHODS for variant in _variants(found[key, method])]
         front = pareto(variants)
-        used += [number for _, _, *numbers in variants for number in numbers]
-        lines += [[f"{key[2]} on {key[3]} GPUs", method, variant, gb, ms] for method, variant, gb, ms in front]
+        panels.numbers += [number for _, _, *numbers in variants for number in numbers]
+        lines += [[f"{key[2]} on {key[3]} GPUs", *variant] for variant in front]
         _scatter(axis, key, variants, front)
         (*_, fast_gb, fast_ms), (*_, lean_gb, lean_ms) = front[-1], front[0]
         parts.append(
             text(
-                f"{key[2]} tokens on {{gpus:.0f}} GPUs: {{front:.0f}} of {{all:.0f}} variants are on the front. The"
-                f" fastest takes {{times:.3g}} times the memory of the leanest and {{share:.2f}} of its time.",
-                gpus=setting(key[3], "gpus"),
-                front=tally(len(front), [fast_ms], "variants on the front"),
-                all=tally(len(variants), [fast_ms], "variants simulated"),
+                "{seqlen} tokens on {gpus} GPUs: {front:.0f} of {all:.0f} variants are on the front. The fastest takes"
+                " {times:.3g} times the memory of the leanest and {share:.2f} of its time.",
+                seqlen=key[2],
+                gpus=key[3],
+                front=count(ms for *_, ms in front),
+                all=count(ms for *_, ms in variants),
                 times=fast_gb.over(lean_gb),
                 share=fast_ms.over(lean_ms),
             )
         )
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    columns = [
-        Column("point"),
-        Column("method"),
-        Column("variant"),
-        Column("memory", "GB", ".3g"),
-        Column("step", "ms"),
-    ]
+    panels.legend_below(3, fontsize=8)
+    heads = columns("point; method; variant; memory | GB | .3g; step | ms")
     return Section(
         "Memory against speed",
-        [
-            text(
-                "A point is a variant of a method: its peak memory for the attention, computed from the plans, and its"
-                " step, simulated. On the line are those that no other beats in both. Variants that were not simulated,"
-                " because a bound on their time was above their method's best, are not shown."
-            ),
-            Figure("choosing-memory", f"Step against peak memory, {MEMORY_KEYS[0][0]}", canvas, sources(used)),
-            *parts,
-            Table("choosing-memory", "Variants that no other beats in time and memory", columns, lines),
-        ],
+        text(
+            "A point is a variant of a method: its peak memory for the attention, computed from the plans, and its"
+            " step, simulated. The line joins the front: variants that no other beats in both. Variants whose bound was"
+            " above their method's best time were not simulated and are not shown."
+        ),
+        panels.figure("choosing-memory", f"Step against peak memory, {MEMORY_KEYS[0][0]}"),
+        *parts,
+        Table("choosing-memory", "Variants that no other beats in time and memory", heads, lines),
     )
 
 
 Variant = tuple[str, str, Number, Number]
-"""Method, variant, GB, ms."""
+"""Method, variant, peak memory in GB, step in ms."""
 
 
 def _variants(record: Record) -> list[Variant]:
-    """Those of a method with a simulated time."""
+    """The variants of a method that have a simulated time."""
     if record.status != "ok":
         return []
     if not record.candidates:
         gb, ms = of_record(record, "peak_mem_bytes_max").times(1e-9), of_record(record, "step_ms_median")
         return [(record.method, record.variant or "", gb, ms)]
     source = (record_source(record),)
-    return [
-        (
-            record.method,
-            str(one["variant"]),
-            Number(one["peak_mem_bytes"] * 1e-9, "computed", source),
-            Number(one["step_ms"], "simulated", source),
-        )
-        for one in record.candidates
-        if one["step_ms"] is not None
-    ]
+    timed = [one for one in record.candidates if one["step_ms"] is not None]
+    memory = [computed(one["peak_mem_bytes"] * 1e-9, *source) for one in timed]
+    times = [Number(one["step_ms"], "simulated", source) for one in timed]
+    return [(record.method, str(one["variant"]), gb, ms) for one, gb, ms in zip(timed, memory, times, strict=True)]
 
 
 def pareto(variants: Sequence[Variant]) -> list[Variant]:
-    """Those that no other beats in both memory and time, the leanest first."""
+    """The variants that no other beats in both memory and time, the leanest first."""
     front: list[Variant] = []
     for variant in sorted(variants, key=lambda one: (one[2].known, one[3].known)):
         if not front or variant[3].known < front[-1][3].known:
@@ -272,13 +236,12 @@ def pareto(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _scatter(axis: Axes, key: Key, variants: Sequence[Variant], front: Sequence[Variant]) -> None:
-    colour, marker = colours(METHODS), markers(METHODS)
-    for method in METHODS:
+    for method, style in styles(METHODS).items():
         if not (at := [(gb.known, ms.known) for name, _, gb, ms in variants if name == method]):
             continue
         x, y = zip(*at, strict=True)
-        style = {"color": colour[method], "marker": marker[method], "s": 28, "edgecolor": "black", "linewidth": 0.4}
-        axis.scatter(x, y, label=labelled(method, "simulated"), zorder=3, **style)
+        edge = {"s": 28, "edgecolor": "black", "linewidth": 0.4, "zorder": 3}
+        axis.scatter(x, y, label=labelled(method, "simulated"), **style, **edge)
     axis.plot([one[2].known for one in front], [one[3].known for one in front], color="black", linewidth=0.8)
     axis.set_xscale("log")
     axis.set_yscale("log")

@@ -1,4 +1,4 @@
-"""When Ring Attention's transfers are hidden behind its blocks: the paper's condition, and ours with kernels' rates."""
+"""When blocks hide Ring Attention's transfers: by the paper's condition, and by the kernel rates of a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from sp_bench import account
-from sp_bench.analysis.number import Number, formula
+from sp_bench.analysis.number import Number, computed, formula
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.methods import build
@@ -39,21 +39,17 @@ TRANSFERS = formula(
     "sp_bench/account.py: traffic, conf/cluster's figures",
 )
 STEP = 128
-"""Tokens that blocks are tried in: a thread block's."""
+"""Block sizes are multiples of this many tokens: those of a thread block."""
 FARTHEST = 2**18
+"""The largest block, in tokens."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A ring on a cluster of conf/cluster: within a node, or over several."""
+    """A ring on one or more nodes of a cluster of conf/cluster."""
 
     cluster: str
     nodes: int
-
-    @property
-    def label(self) -> str:
-        """In words."""
-        return f"{self.cluster}, {'one node' if self.nodes == 1 else f'{self.nodes} nodes'}"
 
     @cached_property
     def _cluster(self) -> Cluster:
@@ -61,43 +57,43 @@ class Setting:
 
     @property
     def gpus(self) -> int:
-        """All of its nodes."""
+        """The GPUs of all nodes."""
         assert self._cluster.topology.gpus_per_node
         return self._cluster.topology.gpus_per_node * self.nodes
 
     def problem(self, block: int, mask: Mask = FULL) -> Problem:
-        """32 heads of 128 in bfloat16, blocks of that many tokens."""
+        """Attention with `block` tokens on each GPU, 32 heads of 128, in bfloat16."""
         seqlen, layout = self.gpus * block, mask.layout("auto")
         return Problem(n=self.gpus, seqlen=seqlen, heads=32, kv_heads=32, head_dim=128, mask=mask, layout=layout)
 
     @property
     def peak_flops(self) -> float | None:
-        """The dense bfloat16 peak of a device, FLOP/s."""
+        """The dense bfloat16 peak of a device in FLOP/s; None if its file has none."""
         peak = self._cluster.device.peak_tflops.get("bfloat16")
         return None if peak is None else peak * 1e12
 
     def hop_bytes_per_s(self) -> float:
-        """What the slowest hop gives, latency aside."""
+        """The rate of the slowest hop in bytes/s, without its latency."""
         problem = self.problem(STEP)
         plan = ring_plan(problem, "forward")
         load_s, _ = load(self._cluster, plan, problem)
         return (problem.n - 1) * problem.chunk_bytes("kv", wire=True) / load_s
 
     def paper_tokens(self) -> Number:
-        """F / B: the least block, by the paper's condition."""
+        """The least block in tokens by the paper's condition, F / B."""
         if self.peak_flops is None:
             return Number(None, "computed", (CONDITION,), f"cluster={self.cluster} has no peak")
-        return Number(self.peak_flops / self.hop_bytes_per_s(), "computed", (CONDITION,))
+        return computed(self.peak_flops / self.hop_bytes_per_s(), CONDITION)
 
     def least_tokens(self, mask: Mask = FULL) -> Number:
-        """The same with the kernel's rates."""
+        """The least block in tokens by kernel rates, folds and latencies."""
         hop_s, latency_s = self._hop(mask)
         blocks = range(STEP, FARTHEST, STEP)
         short = [c for c in blocks if self._block_s(c, mask) < latency_s + c * hop_s]
-        return Number((short[-1] if short else 0) + STEP, "computed", (CONDITION_BY_RATES,))
+        return computed((short[-1] if short else 0) + STEP, CONDITION_BY_RATES)
 
     def _hop(self, mask: Mask) -> tuple[float, float]:
-        """Seconds of a hop for each token of a block, and its latency."""
+        """Seconds of a hop for each token of a block, and its latency in seconds."""
         problem = self.problem(STEP, mask)
         load_s, latency_s = load(self._cluster, ring_plan(problem, "forward"), problem)
         return load_s / (problem.n - 1) / STEP, latency_s / (problem.n - 1)
@@ -109,7 +105,7 @@ class Setting:
 
 @cache
 def cluster_named(name: str) -> Cluster:
-    """A file of conf/cluster."""
+    """The cluster of a file in conf/cluster."""
     with Composer() as composer:
         return Cluster.build(composer.compose([f"cluster={name}"])["cluster"])
 
@@ -121,12 +117,12 @@ def _ring_plan(n: int, phase: str) -> Plan:
 
 
 def ring_plan(problem: Problem, phase: str) -> Plan:
-    """Ring's plan, which depends on the number of ranks alone."""
+    """Ring's plan of a phase. It depends on the number of ranks alone."""
     return _ring_plan(problem.n, phase)
 
 
 def load(cluster: Cluster, plan: Plan, problem: Problem) -> tuple[float, float]:
-    """(seconds on the busiest link or of the slowest flow, seconds of latency) of all transfers of a ring's plan."""
+    """All transfers of a ring's plan: seconds on the busiest link or of the slowest flow, and seconds of latency."""
     network, ranks = cluster.network(problem.n), np.arange(problem.n)
     traffic = account.traffic(plan, problem)
     seconds = (link_bytes(network, traffic) / network.link_bytes_per_s).max()
@@ -139,6 +135,6 @@ def load(cluster: Cluster, plan: Plan, problem: Problem) -> tuple[float, float]:
 
 
 def transfers_ms(cluster: str, problem: Problem, phases: tuple[str, ...]) -> Number:
-    """What the transfers of Ring's plans take with nothing computed."""
+    """Milliseconds that the transfers of Ring's plans take if nothing is computed."""
     total = sum(sum(load(cluster_named(cluster), ring_plan(problem, phase), problem)) for phase in phases)
-    return Number(1e3 * total, "computed", (TRANSFERS,))
+    return computed(1e3 * total, TRANSFERS)

@@ -1,23 +1,22 @@
-"""Striped against Ring Attention measured with CPU ranks, and what ranks that share cores can show of it."""
+"""Striped against Ring Attention measured with CPU ranks, and the speedup that ranks which share cores can show."""
 
 from __future__ import annotations
 
 import matplotlib as mpl
-import numpy as np
 
 from sp_bench.analysis import verdict
-from sp_bench.analysis.figure import STYLE, Figure, colours, labelled, new_figure, sources
+from sp_bench.analysis.figure import STYLE, Figure, Panels, colours, labelled
 from sp_bench.analysis.frames import iterations, samples
-from sp_bench.analysis.number import Number, formula, of_record
+from sp_bench.analysis.number import Number, computed, formula, least, most, of_record
 from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies.striped_model import shared_limit, tiles_computed
-from sp_bench.analysis.table import Column, Table
+from sp_bench.analysis.table import Table, columns
 from sp_bench.machine import cores_here
 from sp_bench.records import Record
 
 SIZES = ((2, 4096), (4, 4096), (4, 8192))
-"""Ranks and tokens. With 2 ranks on 2 cores each has one to itself; with 4 they share them."""
+"""Ranks and tokens. On 2 cores, 2 ranks have a core each, and 4 ranks share them."""
 ITERATIONS = 10
 KERNEL_STEP = 512
 """Tokens: torch's kernel for CPUs computes causal blocks in steps of so many keys (docs/results/executor.md)."""
@@ -33,10 +32,11 @@ STEPPED = formula(
     " have an unmasked element",
     "docs/results/executor.md: torch's kernel for CPUs",
 )
+LIMITS = ("limit, a core for each rank", "limit on these cores", "limit with the kernel's steps")
 
 
 def ask(runs: Runs) -> list[tuple[Record, Record]]:
-    """(ring, striped) for each size, timed in turn."""
+    """The records of Ring and Striped for each size, timed in turn."""
     points = []
     for ranks, seqlen in SIZES:
         keys = {"cluster": "local", "mode": "measure", "gpus": ranks, "seqlen": seqlen, "heads": 4, "head_dim": 64}
@@ -47,106 +47,72 @@ def ask(runs: Runs) -> list[tuple[Record, Record]]:
 
 
 def speedup(ring: Record, striped: Record, runs: Runs) -> tuple[Number, Number, Number]:
-    """Ring's median step over Striped's, and its 95% interval; none where a point was not measured."""
-    both = of_record(ring, "step_ms_median"), of_record(striped, "step_ms_median")
-    if any(number.value is None for number in both):
-        missing = both[0].over(both[1])
-        return missing, missing, missing
+    """Ring's median step over Striped's, and its 95% interval; none of them where a point was not measured."""
+    value = of_record(ring, "step_ms_median").over(of_record(striped, "step_ms_median"))
+    if value.value is None:
+        return value, value, value
     files = ((record, runs.folder / f"{record.run_id}.json") for record in (striped, ring))
     steps = (iterations(samples(record, file))["step"].to_numpy() for record, file in files)
     ratio = verdict.of_medians(*steps, in_turn=True)
-    sourced = both[0].over(both[1])
-    bounds = (Number(value, sourced.kind, sourced.sources, ratio.why) for value in (ratio.low, ratio.high))
-    return sourced, *bounds  # type: ignore[return-value]
+    low, high = (Number(end, value.kind, value.sources, ratio.why) for end in (ratio.low, ratio.high))
+    return value, low, high
 
 
 def measured(runs: Runs) -> Section:
-    """The speedup on this machine's cores beside what such a machine can show."""
-    cores = cores_here()
-    table, shown = [], []
+    """The measured speedup on this machine's cores, beside the limits of such a machine."""
+    cores, table = cores_here(), []
     notes: dict[str, None] = {}
     for (ranks, seqlen), (ring, striped) in zip(SIZES, ask(runs), strict=True):
         notes |= dict.fromkeys(note for record in (ring, striped) for note in record.notes or ())
         block = seqlen // ranks
-        share = tiles_computed(block, KERNEL_STEP, KERNEL_STEP)
-        limits = (
-            Number(shared_limit(ranks, ranks), "computed", (SHARED,)),
-            Number(shared_limit(ranks, cores), "computed", (SHARED,)),
-            Number(shared_limit(ranks, cores, share), "computed", (STEPPED,)),
-        )
+        stepped = shared_limit(ranks, cores, tiles_computed(block, KERNEL_STEP, KERNEL_STEP))
+        limits = [computed(shared_limit(ranks, n), SHARED) for n in (ranks, cores)] + [computed(stepped, STEPPED)]
         numbers = speedup(ring, striped, runs)
-        shown.append((f"{ranks} ranks,\n{seqlen // 1024}k tokens", numbers, limits))
         times = (of_record(record, "step_ms_median") for record in (ring, striped))
         table.append([ranks, cores, seqlen, block, *times, *numbers, *limits, numbers[0].over(limits[2])])
     ratios = [row[-1] for row in table if row[-1].value is not None]
-    columns = (
-        *(Column("ranks"), Column("cores"), Column("seqlen", "tokens"), Column("block", "tokens")),
-        *(Column("Ring", "ms", ".0f"), Column("Striped", "ms", ".0f")),
-        *(Column("speedup", "", ".2f"), Column("95%, low", "", ".2f"), Column("95%, high", "", ".2f")),
-        *(Column("limit, a core each", "", ".3g"), Column("limit, these cores", "", ".3g")),
-        *(Column("with the kernel's steps", "", ".2f"), Column("measured over that", "", ".2f")),
+    heads = columns(
+        "ranks; cores; seqlen | tokens; block | tokens; Ring | ms | .0f; Striped | ms | .0f; speedup || .2f;"
+        " 95%, low || .2f; 95%, high || .2f; limit, a core each || .3g; limit, these cores || .3g;"
+        " limit with the kernel's steps || .2f; speedup / limit with steps || .2f"
     )
-    told = f" Of these records: {'; '.join(notes)}." if notes else " No record says that its ranks share cores."
-    found = (
-        text(
-            "Measured on this machine, forward, Ring and Striped in turn. The speedup is {least:.2f} to"
-            " {most:.2f} times what the cores and the kernel's steps leave of the limit. Where ranks share cores, a"
-            " rank of Ring that has nothing to do leaves its core to the others, so that the imbalance costs little or"
-            " nothing; what Striped can still lose is the kernel's, which computes more than half of a masked block,"
-            " and Striped has only masked ones. What as many devices would make of it such a machine can't show."
-            f"{told} A few iterations on cores that"
-            " others may use: the interval says how far they agree, not whether another day would.",
-            least=min(ratios, key=lambda number: number.known),
-            most=max(ratios, key=lambda number: number.known),
-        )
-        if ratios
-        else text("No point could be measured: {why}", why=table[0][6])
+    title = "Attention alone, measured with CPU ranks"
+    values = Table("striped-measured", "Striped against Ring on this machine's cores", heads, table)
+    if not ratios:
+        return Section(title, text("No point could be measured: {why}", why=table[0][6]), _figure(table), values)
+    about = text(
+        "Measured on this machine, forward, Ring and Striped in turn. The speedup is {low:.2f} to {high:.2f} times the"
+        " limit that the cores and the kernel's steps set. Where ranks share cores, an idle rank of Ring leaves its"
+        " core to the others, so the imbalance costs little or nothing. Striped can still lose time in the kernel,"
+        " which computes more than half of a masked block: Striped has only masked blocks. Such a machine can't show"
+        " the speedup on as many devices. {told} The interval says how far a few iterations agree, on cores that"
+        " others may use; it doesn't say whether another day would.",
+        low=least(ratios),
+        high=most(ratios),
+        told=f"Notes of these records: {'; '.join(notes)}." if notes else "No record says that its ranks share cores.",
     )
-    title = "Striped against Ring on this machine's cores"
-    return Section(
-        "Attention alone, measured with CPU ranks",
-        [found, _figure(shown), Table("striped-measured", title, columns, table)],
-    )
+    return Section(title, about, _figure(table), values)
 
 
-Shown = tuple[str, tuple[Number, Number, Number], tuple[Number, Number, Number]]
-
-
-def _figure(shown: list[Shown]) -> Figure:
-    canvas, axes = new_figure(height=3.4)
-    axis = axes[0][0]
-    numbers = [number for _, measured, limits in shown for number in (*measured, *limits)]
-    with mpl.rc_context(STYLE):
-        for x, (_, (value, low, high), _) in enumerate(shown):
-            if value.value is not None:
-                whiskers = None
-                if low.value is not None and high.value is not None:
-                    whiskers = [[max(value.value - low.value, 0)], [max(high.value - value.value, 0)]]
-                axis.errorbar(x, value.value, whiskers, fmt="o", color="black", capsize=5)
-        axis.plot([], [], "o", color="black", label=labelled("speedup, 95% interval", "measured"))
-        labels = ("limit, a core for each rank", "limit on these cores", "the same with the kernel's steps")
-        palette = colours(labels)
-        for i, (label, marker) in enumerate(zip(labels, "^sD", strict=True)):
-            values = [limits[i].known for *_, limits in shown]
-            axis.plot(
-                np.arange(len(shown)) + 0.12 * (i + 1),
-                values,
-                marker,
-                markersize=7,
-                color=palette[label],
-                fillstyle="none",
-                label=labelled(label, "computed"),
-            )
-        axis.axhline(1, color="grey", linewidth=1)
-        axis.set_xticks(range(len(shown)), [label for label, *_ in shown])
-        axis.set_xlim(-0.4, len(shown) - 0.3)
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("speedup of Striped over Ring")
-        canvas.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
-    return Figure(
-        "striped-measured",
-        f"Striped over Ring, measured on {cores_here()} cores",
-        canvas,
-        sources(numbers),
-        f"Forward, {ITERATIONS} iterations of each, in turn.",
-    )
+def _figure(table: list[list]) -> Figure:
+    panels = Panels(height=3.4)
+    axis = panels.first
+    for x, (value, low, high) in enumerate(row[6:9] for row in table):
+        if value.value is not None:
+            ends = None
+            if low.value is not None and high.value is not None:
+                ends = [[max(value.value - low.value, 0)], [max(high.value - value.value, 0)]]
+            with mpl.rc_context(STYLE):
+                axis.errorbar(x, value.value, ends, fmt="o", color="black", capsize=5)
+    axis.plot([], [], "o", color="black", label=labelled("speedup, 95% interval", "measured"))
+    for i, (name, colour) in enumerate(colours(LIMITS).items()):
+        style = {"color": colour, "marker": "^sD"[i], "markersize": 7, "fillstyle": "none", "linestyle": "none"}
+        panels.line({x + 0.12 * (i + 1): row[9 + i] for x, row in enumerate(table)}, name, **style)
+    axis.axhline(1, color="grey", linewidth=1)
+    axis.set_xticks(range(len(table)), [f"{row[0]} ranks,\n{row[2] // 1024}k tokens" for row in table])
+    axis.set(xlim=(-0.4, len(table) - 0.3), ylabel="speedup of Striped over Ring")
+    axis.set_ylim(bottom=0)
+    panels.legend_below(2, fontsize=8)
+    panels.numbers += [number for row in table for number in row[6:9]]
+    title = f"Striped over Ring, measured on {cores_here()} cores"
+    return panels.figure("striped-measured", title, f"Forward, {ITERATIONS} iterations of each, in turn.")

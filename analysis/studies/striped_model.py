@@ -1,6 +1,7 @@
-"""What causal attention costs with Ring and with Striped Attention, by formula, and what that makes of a whole model.
+"""The cost of causal attention with Ring and with Striped Attention by formula, and the speedup of a whole model.
 
-All for Brandon et al. 2023, "Striped Attention". Work is in (query, key) pairs, FLOPs are of one layer and one token.
+The formulas are from Brandon et al. 2023, "Striped Attention". Work is in (query, key) pairs, FLOPs are those of one
+layer and token.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TILE_SHARE = formula(
 
 @dataclass(frozen=True)
 class Model:
-    """A model of table 1."""
+    """A model of the paper's table 1."""
 
     name: str
     width: int
@@ -56,24 +57,24 @@ class Model:
 
     @property
     def rest_flops(self) -> float:
-        """Forward, beside attention: four projections and a gated feed-forward of three matrices."""
+        """FLOPs of the forward pass beside attention: four projections, and a gated feed-forward of three matrices."""
         return 2.0 * (4 * self.width**2 + 3 * self.width * self.ff)
 
     def attention_flops(self, seqlen: int) -> float:
-        """Forward, without a mask: QK^T and PV."""
+        """FLOPs of the forward pass of attention without a mask: QK^T and PV."""
         return 4.0 * seqlen * self.width
 
 
 @cache
 def models() -> dict[str, Model]:
-    """Table 1, by name."""
+    """The models of table 1, by name."""
     table = rows("striped_table1_models")
     return {r["model"]: Model(r["model"], int(r["d_model"]), int(r["d_ff"]), int(r["heads"])) for r in table}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a training step does the FLOPs of a forward pass."""
+    """How often a training step computes the FLOPs of a forward pass, for attention and for the rest."""
 
     attention: float
     rest: float
@@ -89,7 +90,7 @@ ASSUMPTIONS = (
     Passes(4.5, 4, "each layer again, and QK^T once more"),
     RECOMPUTED,
 )
-"""What a step may do of each: forward 1, backward 2, and what is computed again."""
+"""Passes that a step may need: 1 for the forward, 2 for the backward, and what is computed again."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,18 @@ class Cell:
 
     @property
     def mesh(self) -> str:
-        """As the paper writes it: model x sequence."""
+        """The device mesh as the paper writes it: model x sequence."""
         return f"{self.tensor_parallel}x{self.n}"
 
     @property
     def block(self) -> int:
-        """c: tokens of a device."""
+        """The tokens of a device: c."""
         return self.seqlen // self.n
 
 
 @cache
 def cells() -> tuple[Cell, ...]:
-    """All of them."""
+    """All rows of the paper's tables 3 to 5 and appendix A."""
     found = []
     for row in rows("striped_full_results"):
         tensor_parallel, n = map(int, row["mesh_model_x_sequence"].split("x"))
@@ -132,7 +133,7 @@ DEVICES = {"a100": "A100", "tpuv4": "TPUv4"}
 
 @cache
 def flops_cost(device: str) -> float:
-    """What a FLOP of attention costs, in others (section 5)."""
+    """The cost of a FLOP of attention over the cost of another FLOP (section 5)."""
     return claims("striped_claims")[f"attention FLOPs over other FLOPs {DEVICES[device]}"].known
 
 
@@ -150,7 +151,7 @@ def maximum_speedup(cell: Cell, passes: Passes = RECOMPUTED, masked_share: float
 
 
 def tiles_computed(block: int, tile_queries: int, tile_keys: int) -> float:
-    """The share of a causal block's tiles that have an unmasked element (section 2.2.1)."""
+    """The share of a causal block's tiles that hold an unmasked element (section 2.2.1). Sizes are in tokens."""
     tile_rows, columns = math.ceil(block / tile_queries), math.ceil(block / tile_keys)
     kept = sum(math.ceil(min((r + 1) * tile_queries, block) / tile_keys) for r in range(tile_rows))
     return kept / (tile_rows * columns)
@@ -163,17 +164,17 @@ def tile(device: str) -> tuple[int, int]:
 
 
 def tiled_speedup(cell: Cell) -> float:
-    """The maximum where whole tiles are left out, as the paper's implementation does."""
+    """The maximum speedup if only whole tiles are left out, as in the paper's implementation."""
     return maximum_speedup(cell, masked_share=tiles_computed(cell.block, *tile(cell.device)))
 
 
 def attention_limit(n: int, masked_share: float = 0.5) -> float:
-    """Ring's time over Striped's for attention alone, where each of n ranks has a device: 2 - 1/n."""
+    """Ring's time over Striped's for attention alone, with a device for each of n ranks: 2 - 1/n."""
     return (n - 1 + masked_share) / (n * masked_share)
 
 
 def shared_limit(n: int, cores: int, masked_share: float = 0.5) -> float:
-    """The same where n ranks share cores: a step takes as long as its busiest rank, or as all the work on all cores.
+    """`attention_limit` for ranks that share cores: a step takes as long as its busiest rank, or all work on all cores.
 
     Of n^2 blocks Ring computes n masked and n (n - 1) / 2 full ones, Striped n^2 masked ones.
     """

@@ -125,8 +125,7 @@ def test_pareto_keeps_what_nothing_beats() -> None:
 
 
 def ladder(*gains: float) -> Ladder:
-    at = tuple((float(2**i), Number(gain, "simulated", SOURCE)) for i, gain in enumerate(gains))
-    return Ladder("x", "GB/s", ".3g", at)
+    return Ladder("GB/s", ".3g", {float(2**i): Number(gain, "simulated", SOURCE) for i, gain in enumerate(gains)})
 
 
 def test_a_crossing_is_found_between_two_records() -> None:
@@ -148,7 +147,7 @@ def test_no_crossing_is_said(gains: tuple[float, ...], word: str) -> None:
 def test_claims_stop_where_records_say(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing_limits, "RIVALS", ("striped", "mesh"))
     monkeypatch.setattr(choosing_limits, "TOKENS", (2, 64))
-    found = choosing_limits._token_ladder(runs)
+    found = choosing_limits._by_tokens(runs)
     gains = choosing_limits._ladder(found, "mesh", "striped", choosing_limits.PER_GPU)
     (at,) = gains.crossings()
     assert 2048 < at.known < 65536
@@ -165,7 +164,7 @@ def test_notebook_shows_all_sections_and_its_last_cells_run(runs: Runs, tmp_path
     shown = {line.split(".")[1].split("(")[0] for line in code if line.startswith("choosing.")}
     from sp_bench.analysis.studies import choosing
 
-    assert shown == set(choosing.__all__) - {"sections"}
+    assert shown == {section.__name__ for section in choosing.SECTIONS}
     names: dict[str, object] = {}
     for cell in (code[0], *code[-2:]):
         exec(cell.replace('"results/report/records"', repr(str(tmp_path))), names)

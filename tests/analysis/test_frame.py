@@ -17,7 +17,7 @@ from sp_bench.analysis import report
 from sp_bench.analysis.figure import METHOD_ORDER, Figure, colours, labelled, markers, new_figure, sources
 from sp_bench.analysis.number import Number, command, derived, formula, of_paper, of_record
 from sp_bench.analysis.section import Section, text
-from sp_bench.analysis.table import Column, Table
+from sp_bench.analysis.table import Table, columns
 from sp_bench.cli.compose import Composer
 from tests.support.made_records import made
 
@@ -28,9 +28,9 @@ AWKWARD = r"50% of a_b & c|d <e> {f} $g$ #h \i ~j ^k"
 
 
 def table(**changes: Any) -> Table:
-    columns = [Column("method"), Column("ours", "GB", ".2f"), Column("paper", "GB")]
     rows = [["mesh", COUNTED, PRINTED], [AWKWARD, MISSING, PRINTED]]
-    return Table(**{"name": "volumes", "title": "Volumes", "columns": columns, "rows": rows, **changes})
+    heads = columns("method; ours | GB | .2f; paper | GB")
+    return Table(**{"name": "volumes", "title": "Volumes", "columns": heads, "rows": rows, **changes})
 
 
 def figure(name: str = "line") -> Figure:
@@ -135,7 +135,7 @@ def test_csv_has_values_and_sources() -> None:
 
 
 def test_a_table_of_names_has_no_legend() -> None:
-    plain = table(columns=[Column("method")], rows=[["mesh"]])
+    plain = table(columns=columns("method"), rows=[["mesh"]])
     assert plain.to_markdown().rstrip().endswith("| mesh |")
     assert r"\caption{Volumes.}" in plain.to_latex()
     with pytest.raises(ValueError, match="1 cells for 3 columns"):
@@ -172,14 +172,14 @@ def test_numbers_in_a_text_are_linked() -> None:
     found = text("a < b: {ratio:.1f} of {n}", ratio=COUNTED.over(PRINTED), n=PRINTED)
     assert str(found) == "a < b: 2.0 of 4"
     assert found.to_html().startswith('<p>a &lt; b: <a class="computed" href="#source-volume"')
-    with pytest.raises(KeyError, match="no number for x"):
+    with pytest.raises(KeyError, match="no value for x"):
         text("{x}")
     with pytest.raises(ValueError, match="not in the text: y"):
         text("{x}", x=COUNTED, y=COUNTED)
 
 
 def study() -> list[Section]:
-    return [Section("Volumes & more", [text("{x}", x=COUNTED.over(PRINTED)), table(), figure(), figure("volumes")])]
+    return [Section("Volumes & more", text("{x}", x=COUNTED.over(PRINTED)), table(), figure(), figure("volumes"))]
 
 
 def targets(page: str) -> tuple[list[str], list[str]]:
@@ -208,7 +208,7 @@ def test_a_report_needs_nothing_outside_itself() -> None:
 def test_names_in_a_report_are_not_used_twice() -> None:
     other = Number(1.0, "computed", (formula("volume", "another", "eq. 2"),))
     with pytest.raises(ValueError, match="two sources are called volume"):
-        report.page("Title", {"a": study(), "b": [Section("b", [text("{x}", x=other)])]}, "about")
+        report.page("Title", {"a": study(), "b": [Section("b", text("{x}", x=other))]}, "about")
     with pytest.raises(ValueError, match="there is table volumes, figure line, figure volumes"):
         report.page("Title", {"a": study(), "b": study()}, "about")
 

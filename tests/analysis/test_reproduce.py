@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -17,7 +16,7 @@ from sp_bench.analysis.number import of_record
 from sp_bench.analysis.runs import FEW, Runs, is_measured, point
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies import STUDIES
-from sp_bench.analysis.table import Column, Table
+from sp_bench.analysis.table import Table, columns
 from sp_bench.resources import ROOT
 
 SMALL = {"seqlen": "8k", "heads": 8, "gpus": 4}
@@ -106,19 +105,19 @@ def test_bad_keys_are_refused(arguments: list[str], said: str, capsys: pytest.Ca
     assert said in capsys.readouterr().err
 
 
-def tiny(runs: Runs) -> Iterator[Section]:
+def tiny(runs: Runs) -> Section:
     """One point, as text, table and figure."""
     step = of_record(runs.one(method="ring", **SMALL), "step_ms_median")
     canvas, axes = new_figure()
     axes[0, 0].bar(["ring"], [step.known], label=labelled("step", step.kind))
     picture = Figure("tiny-step", "A step", canvas, sources([step]))
-    yield Section("Tiny", [text("{step} ms", step=step), Table("tiny", "T", [Column("step", "ms")], [[step]]), picture])
+    return Section("Tiny", text("{step} ms", step=step), Table("tiny", "T", columns("step | ms"), [[step]]), picture)
 
 
 def test_one_command_makes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(STUDIES, "tiny", ("A tiny study", tiny))
+    monkeypatch.setitem(STUDIES, "tiny", ("A tiny study", (tiny,)))
     monkeypatch.setattr(notebooks, "HERE", tmp_path)
     (tmp_path / "tiny.py").write_text(NOTEBOOK)
     out = tmp_path / "out"

@@ -54,10 +54,10 @@ def test_a_mask_halves_what_there_is_to_hide_behind() -> None:
 
 def test_the_simulator_hides_from_where_the_rates_say(runs: Runs) -> None:
     (onset,) = onsets(runs, [Setting("a100_hdr200", 2)])
-    shares = [share.known for share in onset.shares]
+    shares = [share.known for share in onset.shares.values()]
     assert onset.from_block.known == pytest.approx(onset.least.known, rel=0.12)
     assert shares == sorted(shares) and shares[0] < 0.5 and shares[-1] >= HIDDEN
-    assert all(block % STEP == 0 for block in onset.blocks)
+    assert all(block % STEP == 0 for block in onset.shares)
 
 
 def test_every_preset_is_looked_at() -> None:
