@@ -1,4 +1,4 @@
-"""Least squares in a few positive parameters, and what the data say of each: small, so that numpy is enough."""
+"""Nonlinear least squares in a few positive parameters (Levenberg-Marquardt), with the errors of the parameters."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 STEP, MAX_MOVE, MAX_ROUNDS, TRIES = 0.02, 0.5, 20, 6
 SETTLED = 1e-5
-"""A round that lowers the sum of squares by less is the last."""
+"""The fit ends with a round that lowers the sum of squares by less than this."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A minimum of the sum of squares, and its neighbourhood."""
+    """A minimum of the sum of squares, with the slopes there."""
 
     values: Mapping[str, float]
     residuals: np.ndarray
-    """(m,)"""
+    """Residuals at the minimum: (m,)."""
     slopes: np.ndarray
-    """(m, k) Change of each residual with the logarithm of each parameter."""
+    """The derivative of each residual by the logarithm of each parameter: (m, k)."""
 
     @property
     def squares(self) -> float:
@@ -29,14 +29,14 @@ class Fit:
 
     @property
     def aicc(self) -> float:
-        """Akaike's criterion with its small-sample term; less is better, differences below 2 say little."""
+        """Akaike's information criterion for small samples; less is better, differences below 2 say little."""
         m, k = self.slopes.shape
-        k += 1  # the variance
+        k += 1  # the variance is estimated too
         return m * math.log(self.squares / m) + 2 * k + 2 * k * (k + 1) / (m - k - 1)
 
     @property
     def left_out_rms(self) -> float:
-        """The error on each point if the others alone were fitted, to first order in the slopes."""
+        """The rms error on each point if only the others were fitted, to first order in the slopes."""
         leverage = np.einsum("ij,jk,ik->i", self.slopes, np.linalg.pinv(self.slopes.T @ self.slopes), self.slopes)
         return float(np.sqrt(np.mean((self.residuals / (1 - leverage)) ** 2)))
 
@@ -50,7 +50,7 @@ class Fit:
 
     @property
     def correlation(self) -> np.ndarray:
-        """(k, k) Between the parameters' errors."""
+        """The correlations of the parameters' errors: (k, k)."""
         covariance = np.linalg.pinv(self.slopes.T @ self.slopes)
         scale = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
         return covariance / np.outer(scale, scale)
@@ -61,7 +61,7 @@ def fit(
     start: Mapping[str, float],
     bounds: Mapping[str, tuple[float, float]],
 ) -> Fit:
-    """Levenberg-Marquardt in the parameters' logarithms, from `start`, within `bounds`. Deterministic."""
+    """Minimise the residuals in the parameters' logarithms, from `start`, within `bounds`. Deterministic."""
     names = tuple(start)
     low, high = (np.log([bounds[name][side] for name in names]) for side in (0, 1))
 

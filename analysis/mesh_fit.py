@@ -1,6 +1,6 @@
-"""The Mesh-Attention paper's tables, cells of them predicted on a cluster, and the cluster's numbers fitted to some.
+"""The Mesh-Attention paper's tables, simulations of their cells, and the fit of a cluster to some of these cells.
 
-The paper names no hardware. Fitted are 30 of the 48 cells of table 3: all of Ring, and Mesh on 32 GPUs. The other 18
+The paper names no hardware. 30 of the 48 cells of table 3 are fitted: all of Ring, and Mesh on 32 GPUs. The other 18
 Mesh cells are held out: they choose neither a parameter nor a set of parameters.
 """
 
@@ -31,7 +31,7 @@ from sp_bench.simulate import simulate
 HERE = Path(__file__).parent
 CLUSTER = HERE.parent / "conf" / "cluster" / "mesh_paper.yaml"
 HEADS, HEAD_DIM = 32, 128
-"""Section 4.1. The batch, not named, is taken to be 1, the dtype bf16."""
+"""The shape of section 4.1. The batch and the dtype are not named and assumed to be 1 and bf16."""
 TOKENS = {"256k": 2**18, "512k": 2**19, "1M": 2**20}
 NAMES = {tokens: name for name, tokens in TOKENS.items()}
 FITTED_MESH_GPUS = 32
@@ -48,36 +48,28 @@ class Cell:
 
     @property
     def fitted(self) -> bool:
-        """Whether parameters are fitted to it; else it is held out."""
+        """Whether parameters are fitted to the cell; else it is held out."""
         return self.method == "ring" or self.gpus == FITTED_MESH_GPUS
 
     @property
     def mask(self) -> Mask:
-        """As our problems say it."""
+        """The mask of the cell."""
         return CAUSAL if self.causal else FULL
 
     @property
     def problem(self) -> Problem:
-        """Its attention: striped if causal (section 3.7), else contiguous."""
-        mask = self.mask
-        return Problem(
-            n=self.gpus,
-            seqlen=self.seqlen,
-            heads=HEADS,
-            kv_heads=HEADS,
-            head_dim=HEAD_DIM,
-            mask=mask,
-            layout=mask.layout("auto"),
-        )
+        """The attention of the cell, with a striped layout if causal (section 3.7), else contiguous."""
+        mask, shape = self.mask, {"heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM}
+        return Problem(n=self.gpus, seqlen=self.seqlen, mask=mask, layout=mask.layout("auto"), **shape)
 
     @property
     def flops_per_gpu(self) -> float:
-        """What MFU counts: 3.5 times the forward's 4 * seqlen^2 * hidden size, half of it if causal."""
+        """The FLOPs that MFU counts: 3.5 times the forward's 4 * seqlen^2 * hidden size, half of it if causal."""
         return 3.5 * 4 * self.seqlen**2 * HEADS * HEAD_DIM / self.gpus / (2 if self.causal else 1)
 
 
 def table(number: int, name: str) -> dict[Cell, tuple[float, ...]]:
-    """A table of the paper, in the order of its file: what analysis/papers/mesh_table<number>_<name>.csv has."""
+    """The values of analysis/papers/mesh_table<number>_<name>.csv by cell, in the order of the file."""
     keys = ("causal", "seqlen", "gpus", "method")
     return {
         Cell(row["causal"] == "true", TOKENS[row["seqlen"]], int(row["gpus"]), row["method"]): tuple(
@@ -88,19 +80,19 @@ def table(number: int, name: str) -> dict[Cell, tuple[float, ...]]:
 
 
 def paper_s() -> dict[Cell, float]:
-    """Table 3 as seconds of an iteration."""
+    """Table 3 in seconds of an iteration."""
     return {cell: 100 / value for cell, (value,) in table(3, "throughput").items()}
 
 
 def implied_peak_tflops(cells: Iterable[Cell]) -> float:
-    """The peak that tables 3 and 4 imply together on these cells, the median."""
+    """The peak in TFLOP/s that tables 3 and 4 imply together, the median of the cells."""
     seconds, mfu = paper_s(), {cell: value for cell, (value,) in table(4, "mfu").items()}
     return float(np.median([c.flops_per_gpu / seconds[c] / (mfu[c] / 100) / 1e12 for c in cells]))
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number of the cluster that may be fitted."""
+    """A number of the cluster that may be fitted, with its first value and its bounds."""
 
     start: float
     low: float
@@ -119,7 +111,7 @@ PARAMETERS = {
     "transfer_slowdown": Parameter(0.2, 0.01, 0.4, "how much longer kernels take while their rank sends"),
 }
 FIXED = {"intra_gb_per_s": 100.0, "transfer_slowdown": 0.0, "node_gb_per_s": 1e4}
-"""Values of parameters that are not fitted: fast enough not to matter, so that what they stand for is left out."""
+"""Values of parameters that are not fitted, fast enough not to matter."""
 NODES, WORKERS = (8, 16, 32, 4), 2
 BASE = ("flow_gb_per_s", "step_ms", "tflops")
 
@@ -131,16 +123,16 @@ class Variant:
     gpus_per_node: int
     free: tuple[str, ...]
     own_nics: bool = False
-    """flow_gb_per_s is what each GPU has, rather than each transfer: two that it sends at once share it."""
+    """Whether flow_gb_per_s is the rate of a GPU, which concurrent transfers share, rather than of each transfer."""
 
     @property
     def name(self) -> str:
-        """In a few words."""
+        """The variant in a few words."""
         wiring = ", flows of a GPU share its rate" if self.own_nics else ""
         return f"nodes of {self.gpus_per_node}{wiring}: {', '.join(self.free)}"
 
     def config(self, values: Mapping[str, float]) -> dict[str, Any]:
-        """The cluster as a file of conf/cluster has it."""
+        """The cluster in the form of a file of conf/cluster."""
         v = {**FIXED, **values}
         g, step_s, flow, node = self.gpus_per_node, v["step_ms"] / 1e3, v["flow_gb_per_s"], v["node_gb_per_s"]
         inter: dict[str, Any] = {"bytes_per_s": node * 1e9, "latency_s": step_s, "nics_per_node": 1}
@@ -152,7 +144,8 @@ class Variant:
         else:
             inter["flow_bytes_per_s"] = flow * 1e9
         full, causal = v["tflops"], v.get("causal_tflops", v["tflops"])
-        rates = {f"{phase}_{mask}": {1024: rate} for phase in PHASES for mask, rate in _masks(full, causal)}
+        by_mask = {"full": full, "causal": causal}
+        rates = {f"{phase}_{mask}": {1024: rate} for phase in PHASES for mask, rate in by_mask.items()}
         config = {
             "name": "mesh_paper",
             "gpus_per_node": g,
@@ -170,10 +163,6 @@ class Variant:
         return config | ({"fabric": fabric} if fabric else {})
 
 
-def _masks(full: float, causal: float) -> tuple[tuple[str, float], ...]:
-    return ("full", full), ("causal", causal)
-
-
 @cache
 def fitted() -> tuple[Cell, ...]:
     """The cells that parameters are fitted to."""
@@ -182,26 +171,26 @@ def fitted() -> tuple[Cell, ...]:
 
 @cache
 def held_out() -> tuple[Cell, ...]:
-    """All others."""
+    """The cells that are not fitted."""
     return tuple(cell for cell in paper_s() if not cell.fitted)
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """One cell, simulated with every tile that its method can have."""
+    """A cell simulated with every tile that its method can have."""
 
     cell: Cell
     by_tile: Mapping[tuple[int, int], tuple[float, float]]
-    """Seconds forward and backward."""
+    """Seconds forward and backward, by tile."""
 
     @property
     def tile(self) -> tuple[int, int]:
-        """The tile that is fastest, as tile=auto chooses."""
+        """The fastest tile, which tile=auto chooses."""
         return min(self.by_tile, key=lambda tile: sum(self.by_tile[tile]))
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, forward and backward."""
+        """Seconds of an iteration, forward and backward."""
         return sum(self.by_tile[self.tile])
 
 
@@ -211,13 +200,13 @@ def predict(cluster: Cluster, cell: Cell) -> Prediction:
 
 
 class Simulator:
-    """Simulates cells on many clusters of one shape; remembers the task graphs."""
+    """Simulates cells on many clusters of one shape, and keeps the task graphs."""
 
     def __init__(self) -> None:
         self.templates: dict[Any, Template] = {}
 
     def seconds(self, cluster: Cluster, cells: Iterable[Cell]) -> np.ndarray:
-        """Of each cell, as `predict` says."""
+        """The seconds of each cell, equal to those of `predict`."""
 
         def makespan_s(plan: Plan, problem: Problem) -> float:
             key = (plan.phase, plan.ops, problem.seqlen, problem.mask)
@@ -241,7 +230,7 @@ def _predict(cluster: Cluster, cell: Cell, makespan_s: Any) -> Prediction:
 
 
 def fit_variant(variant: Variant) -> dict[str, Any]:
-    """The least squares of log(ours / paper's) over the fitted cells, as the report has it."""
+    """Fit log(ours / paper's) by least squares over the fitted cells; returns the row of the report."""
     simulator, paper = Simulator(), paper_s()
     measured = np.log([paper[cell] for cell in fitted()])
 
@@ -252,7 +241,7 @@ def fit_variant(variant: Variant) -> dict[str, Any]:
     start = {name: PARAMETERS[name].start for name in variant.free}
     bounds = {name: (PARAMETERS[name].low, PARAMETERS[name].high) for name in variant.free}
     found = fit(residuals, start, bounds)
-    # Worked out last, and chooses nothing.
+    # Computed last: held-out errors choose nothing.
     cluster = Cluster.build(variant.config(found.values))
     unseen = errors(predict(cluster, cell).seconds / paper[cell] for cell in held_out())
     print(f"{variant.name}: {found.aicc:.1f} {dict(found.values)} {unseen}", file=sys.stderr, flush=True)
@@ -272,16 +261,16 @@ def fit_variant(variant: Variant) -> dict[str, Any]:
 
 
 def errors(ratios: Iterable[float]) -> tuple[float, float]:
-    """Median and maximum of |ours / paper's - 1|."""
+    """The median and the maximum of |ratio - 1|."""
     off = np.abs(np.array(list(ratios)) - 1)
     return float(np.median(off)), float(off.max())
 
 
 def fit_all() -> tuple[Variant, list[dict[str, Any]]]:
-    """Fit variants step by step; the best on the fitted cells, and a row for each.
+    """Fit variants step by step; returns the best on the fitted cells, and a row for each.
 
-    First node sizes, then what the best one could do without or have beside, then that with the second best node size.
-    Best is the least AICc, where a parameter more must lower it by 2: less says little.
+    First come the node sizes, then the best one with a parameter less or more, then the result with the second best
+    node size. The best has the least AICc, where each additional parameter must lower it by 2: less says little.
     """
     with_node = (*BASE, "node_gb_per_s")
     rows: dict[Variant, dict[str, Any]] = {}
@@ -300,7 +289,7 @@ def fit_all() -> tuple[Variant, list[dict[str, Any]]]:
 
 
 def rounded(config: Any) -> Any:
-    """A config with its numbers to four digits, as the file has them."""
+    """A config with its numbers rounded to four digits."""
     if isinstance(config, dict):
         return {key: rounded(value) for key, value in config.items()}
     return float(f"{config:.4g}") if isinstance(config, float) else config

@@ -1,13 +1,14 @@
-"""Fit the cluster that the Mesh-Attention paper doesn't name, and test it on what was not fitted.
+"""Fit the cluster that the Mesh-Attention paper doesn't name, and test it on the cells that were not fitted.
 
 python -m analysis.mesh_paper fit       # writes conf/cluster/mesh_paper.yaml and analysis/mesh_paper_fits.json
-python -m analysis.mesh_paper report    # predicts every cell from that file; writes docs/results/mesh_paper.md
+python -m analysis.mesh_paper report    # simulates every cell with that file; writes docs/results/mesh_paper.md
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from sp_bench.analysis.mesh_fit import (
     CLUSTER,
@@ -16,19 +17,20 @@ from sp_bench.analysis.mesh_fit import (
     fit_all,
     fitted,
     held_out,
-    load_cluster,
     paper_s,
     predict,
     rounded,
 )
 from sp_bench.analysis.mesh_report import REPORT, cluster_file, report
+from sp_bench.analysis.runs import Runs
 from sp_bench.cluster import Cluster
 
 FITS = HERE / "mesh_paper_fits.json"
+RECORDS = Path("results/report/records")
 
 
 def run_fit() -> None:
-    """Fit, and write what was found."""
+    """Fit the cluster, and write its file and the fits."""
     best, rows = fit_all()
     FITS.write_text(json.dumps({"chosen": best.name, "fits": rows}, indent=1) + "\n")
     chosen = next(row for row in rows if row["name"] == best.name)
@@ -41,10 +43,8 @@ def run_fit() -> None:
 
 
 def run_report() -> None:
-    """Predict all cells from the cluster's file, and write the report."""
-    cluster = load_cluster()
-    found = {cell: predict(cluster, cell) for cell in paper_s()}
-    REPORT.write_text(report(cluster, found, json.loads(FITS.read_text())))
+    """Simulate all cells with the cluster's file, and write the report."""
+    REPORT.write_text(report(Runs(RECORDS), json.loads(FITS.read_text())))
     print(REPORT.read_text())
 
 

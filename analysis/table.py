@@ -60,13 +60,13 @@ class Table:
 
     @property
     def legend(self) -> str:
-        """Which columns hold numbers of which kind."""
+        """The kind of the numbers in each column."""
         kinds: dict[str, list[str]] = {}
         for i, column in enumerate(self.columns):
             of_column = {row[i].kind for row in self.rows if isinstance(row[i], Number)}  # type: ignore[union-attr]
             if of_column:
                 kinds.setdefault(" or ".join(sorted(of_column, key=KINDS.index)), []).append(column.name)
-        return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
+        return "; ".join(f"{', '.join(names)}: {kind.replace('paper', 'as printed')}" for kind, names in kinds.items())
 
     def to_markdown(self) -> str:
         """Title, table, legend and note."""

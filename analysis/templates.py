@@ -1,12 +1,11 @@
-"""Simulate one plan on many clusters that differ in numbers alone: its task graph is built once.
+"""Simulate one plan on many clusters that differ in their numbers only. The task graph is built once.
 
-A task's delay is a sum of constants, latencies and seconds of blocks, so that graphs built on three clusters give it
-for all. Results are those of sp_bench.simulate.simulate up to rounding.
+A task's delay is linear in the latency and in the seconds of blocks, so graphs on three clusters give it for all.
+Results equal those of sp_bench.simulate.simulate up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,27 +20,26 @@ from sp_bench.simulate import settle
 from sp_bench.simulate.graph import PlanGraph, build_graph
 
 UNIT_TFLOPS, NO_WORK_TFLOPS = 1.0, 1e30
-"""Rates at which blocks take their FLOPs in 1e-12 s, and no time at all."""
+"""Rates at which a block takes its FLOPs x 1e-12 s, and no time."""
 
 
 def flat_rate(device: DeviceCosts, phase: str, mask: Mask) -> float:
-    """The TFLOP/s of a device whose kernels have one rate for each phase and mask."""
+    """The TFLOP/s of a device whose kernels have one rate for each phase and mask, whatever the size."""
     curve = device.tables[0].rates[f"{phase}_{mask.name}"]
     assert isinstance(curve, Curve) and curve.rates.size == 1
     return float(curve.rates[0])
 
 
 def with_rate(cluster: Cluster, tflops: float) -> Cluster:
-    """The cluster with that rate for all blocks."""
+    """The cluster with the rate `tflops` for all blocks."""
     table = cluster.device.tables[0]
     curve = Curve(np.zeros(1), np.array([tflops]))
-    rates: Mapping[str, Curve] = dict.fromkeys(table.rates, curve)
-    changed: KernelTable = replace(table, rates=rates)
+    changed: KernelTable = replace(table, rates=dict.fromkeys(table.rates, curve))
     return replace(cluster, device=replace(cluster.device, tables=(changed,)))
 
 
 def with_network(cluster: Cluster, latency_s: float, flow_bytes_per_s: float) -> Cluster:
-    """The cluster with that latency everywhere and that cap on transfers across nodes."""
+    """The cluster with `latency_s` everywhere and a cap on transfers across nodes."""
     topology = cluster.topology
     assert topology.inter
     intra = topology.intra.replace(latency_s=latency_s)
@@ -51,20 +49,20 @@ def with_network(cluster: Cluster, latency_s: float, flow_bytes_per_s: float) ->
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The task graph of one plan, with its delays by what they are made of."""
+    """The task graph of one plan, with its delays split into constants, latencies and work."""
 
     problem: Problem
     phase: str
     graph: PlanGraph
-    """Its delays are the constants; caps are finite across nodes alone."""
+    """The graph. Its delays are the constants, and its rate caps are finite only across nodes."""
     latencies: np.ndarray
-    """(T,) How many latencies each task waits."""
+    """The number of latencies that each task waits: (T,)."""
     work: np.ndarray
-    """(T,) Seconds of each task's blocks at UNIT_TFLOPS."""
+    """Seconds of each task's blocks at UNIT_TFLOPS: (T,)."""
 
     @classmethod
     def build(cls, plan: Plan, problem: Problem, cluster: Cluster) -> Template:
-        """From a plan, and any cluster of the right shape."""
+        """The template of a plan, from any cluster of the right shape."""
         still = with_rate(with_network(cluster, 0.0, 1.0), NO_WORK_TFLOPS)
         graph = build_graph(plan, problem, still)
         delays = graph.tasks.delay_s
@@ -73,7 +71,7 @@ class Template:
         return cls(problem, plan.phase, graph, late, slow)
 
     def makespan_s(self, cluster: Cluster) -> float:
-        """What simulate would say on a cluster of this shape, with one latency for all transfers."""
+        """Seconds of the plan on a cluster of this shape that has one latency for all transfers."""
         topology, device = cluster.topology, cluster.device
         assert topology.inter and topology.inter.latency_s == topology.intra.latency_s
         rate = flat_rate(device, self.phase, self.problem.mask)

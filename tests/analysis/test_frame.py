@@ -107,7 +107,7 @@ def test_markdown_holds_its_columns() -> None:
     assert lines[0] == "| method | ours, GB | paper, GB |"
     assert lines[2] == "| mesh | 8.00 | 4 |"
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [4] * len(lines)
-    assert "simulated or computed: ours; paper: paper." in table().to_markdown()
+    assert "ours: simulated or computed; paper: as printed." in table().to_markdown()
 
 
 def test_latex_escapes() -> None:
@@ -115,7 +115,7 @@ def test_latex_escapes() -> None:
     awkward = r"50\% of a\_b \& c|d <e> \{f\} \$g\$ \#h \textbackslash{}i \textasciitilde{}j \textasciicircum{}k"
     assert rf"{awkward} & - & 4 \\" in text
     assert r"\begin{tabular}{lrr}" in text
-    assert r"\caption{Volumes. simulated or computed: ours; paper: paper.}" in text
+    assert r"\caption{Volumes. ours: simulated or computed; paper: as printed.}" in text
 
 
 def test_html_escapes_and_links() -> None:
