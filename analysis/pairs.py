@@ -68,7 +68,7 @@ def read(argument: str, notes: list[str]) -> list[Point]:
     path, would_work = Path(argument), "results, or results/<run_id>.json, would work"
     if path.is_dir():
         found = gather([path])
-        if others := [*found.left.values(), *(why for _, why in found.broken.values())]:
+        if others := [*found.unread.values(), *(why for _, why in found.broken.values())]:
             notes.append(f"{argument} has {len(others)} files that this code can't read as records: {others[0]}")
         if not found.records:
             raise RequestError(argument, "has no records", would_work)

@@ -31,7 +31,6 @@ from sp_bench.errors import RequestError
 FOLDER = Path("/tmp/sp_bench-slurm")
 PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm"}
 """The programs that are needed, and the Debian package that each is in."""
-DAEMONS = ("slurmctld", "slurmd", "slurmstepd", "munged")
 PORTS = range(20_000, 32_000)
 """Below the ports that systems give to outgoing connections, so that a daemon can come back to its own."""
 PATIENCE_S = 60.0

@@ -1,33 +1,30 @@
-"""python -m sp_bench key=value ...: run or simulate one benchmark point, or a sweep of them."""
+"""python -m sp_bench [-m] [--config-dir DIR] key=value ...
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-USAGE = """\
-python -m sp_bench [-m] [--config-dir DIR] key=value ...
-
-Runs one sequence-parallel attention benchmark point, beside a baseline. Measures if this machine has what the point
-asks for; otherwise simulates, and says so.
+Runs one point of the sequence-parallel attention benchmark beside a baseline. The point is measured if this machine has
+the hardware it asks for; otherwise it is simulated, and the output says so.
 
   python -m sp_bench method=mesh gpus=256
   python -m sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32
   python -m sp_bench -m method=ring,mesh gpus=32,64,128,256
 
   -m, --multirun    values may be comma-separated lists: one point for each combination, one table at the end
-  --config-dir DIR  a folder with method/, cluster/ ... of your own, beside conf/
+  --config-dir DIR  a folder with your own method/, cluster/ ..., in addition to conf/
   --cfg             print the composed config and run nothing
-  -h, --help        this
+  -h, --help        print this text
 
 Exit codes: 0 ok, 2 a request that can't be served, 143 ended by SIGTERM, 1 anything else.
 
 Keys, with their defaults (conf/config.yaml), then the choices of each group (conf/<group>/):
 """
 
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Under srun or torchrun rank 0 does, and the others serve it."""
+    """Run the command line; return the exit code. Under srun or torchrun, rank 0 runs it, the others are its ranks."""
     from sp_bench.measure.ranks import drive
 
     return drive(lambda: _answer(sys.argv[1:] if argv is None else argv))
@@ -36,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 def _answer(arguments: list[str]) -> int:
     flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg")}
     if flags & {"-h", "--help"}:
-        print(USAGE + _keys())
+        print((__doc__ or "") + _keys())
         return 0
     from sp_bench.errors import RequestError
 
@@ -93,7 +90,7 @@ def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bo
     if sweep:
         configs = [in_group(config, sweep_name(overrides)) for config in configs]
     folder = writable_folder("results_dir", configs[0]["results_dir"])
-    # The writer starts before the suite's own imports, so that it gets ready beside them.
+    # The logger starts before the suite's own imports, and gets ready meanwhile.
     with open_logger({"dir": str(folder), **configs[0]["logger"]}) as logger:
         from sp_bench.cli.session import run_point, run_sweep
 

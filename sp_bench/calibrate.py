@@ -1,10 +1,32 @@
-"""python -m sp_bench.calibrate key=value ...: measure this machine and write a cluster file for it."""
+"""python -m sp_bench.calibrate [key=value ...]
+
+Measures the costs of this machine's block kernels, folds, copies and links between rank processes, and writes a cluster
+file. `python -m sp_bench cluster=NAME` then measures on this machine and chooses tiles by these figures; with
+mode=simulate it simulates the machine. cluster=shaped also makes that cluster's hosts and measures their links. With
+device=cuda one GPU is measured, and the figures of links come from another cluster file.
+
+  name=calibrated   the cluster's name
+  out=null          the file; null: cluster/NAME.yaml in $XDG_CONFIG_HOME/sp_bench, by default ~/.config/sp_bench,
+                    where cluster=NAME finds it. In another folder it should be FOLDER/cluster/NAME.yaml, for
+                    --config-dir FOLDER
+  cluster=null      a cluster with hosts, to measure these too; null: ranks talk over loopback.
+                    With device=cuda: the cluster whose links the file takes; null: one with such GPUs
+  device=auto       cpu or cuda; auto: cuda if this machine has a GPU and cluster=null
+  kernel=auto       as in conf/kernel
+  head_dim=null     the head_dim of the measured blocks; null: 64, or 128 with device=cuda
+  heads=null        null: 8, or 32 with device=cuda
+  kv_heads=null     fewer than heads for GQA; null: as many
+  ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts
+  repetitions=null  null: 5, or 3 if quick
+  quick=false       small blocks and messages, for a try: seconds instead of minutes
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,48 +50,29 @@ from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.reading import Count, read
 from sp_bench.resources import CONF, conf_files, user_conf
 
-USAGE = """\
-python -m sp_bench.calibrate [key=value ...]
-
-Measures what this machine's block kernels, folds, copies and links between rank processes cost, and writes a cluster
-file. `python -m sp_bench cluster=NAME` measures on this machine and chooses tiles by those figures, and with
-mode=simulate it simulates the machine. cluster=shaped also makes that cluster's hosts, and measures their links.
-On a GPU it measures one, without links between them: those are another cluster file's.
-
-  name=calibrated   what the cluster is called
-  out=null          the file; null: cluster/NAME.yaml in $XDG_CONFIG_HOME/sp_bench, by default ~/.config/sp_bench,
-                    where cluster=NAME finds it. In any other folder it should be FOLDER/cluster/NAME.yaml, for
-                    --config-dir FOLDER
-  cluster=null      one with hosts, which the file is for too; null: ranks talk over loopback.
-                    With device=cuda the one whose links the file takes; null: one of such GPUs
-  device=auto       cpu or cuda; auto: cuda if this machine has a GPU and cluster=null
-  kernel=auto       as in conf/kernel
-  head_dim=null     the one that the figures hold for; null: 64, or 128 with device=cuda
-  heads=null        null: 8, or 32 with device=cuda
-  kv_heads=null     fewer than heads for GQA; null: as many
-  ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts
-  repetitions=null  null: 5, or 3 if quick
-  quick=false       small blocks and messages: seconds instead of minutes, for a try
-"""
 DEFAULTS: dict[str, Any] = {
     "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
     "heads": None, "kv_heads": None, "ranks": "auto", "repetitions": None, "quick": False,
 }  # fmt: skip
-SIZES, QUICK_SIZES = (256, 512, 1024, 2048, 4096), (64, 128)
-GPU_SIZES, QUICK_GPU_SIZES = tuple(2**power for power in range(9, 17)), (512, 1024)
-MEMORY_TOKENS, GPU_MEMORY_TOKENS = 4096, 65536
-LAUNCH_TOKENS, GPU_LAUNCH_TOKENS = 1, 16
-MESSAGE_BYTES, QUICK_MESSAGE_BYTES = 4 * 2**20, 2**20
+CPU = Setting(
+    device="cpu", kernel="auto", dtypes=("float32", "bfloat16"), heads=8, kv_heads=8, head_dim=64,
+    sizes=(256, 512, 1024, 2048, 4096), launch_tokens=1, memory_tokens=4096, repetitions=5, message_bytes=4 * 2**20,
+)  # fmt: skip
+GPU = replace(
+    CPU, device="cuda", dtypes=("bfloat16", "float16"), heads=32, kv_heads=32, head_dim=128,
+    sizes=tuple(2**power for power in range(9, 17)), launch_tokens=16, memory_tokens=65536,
+)  # fmt: skip
+QUICK_SIZES = {"cpu": (64, 128), "cuda": (512, 1024)}
 HOSTED_RANKS = 16
 GPU_PATIENCE_S = 300.0
-"""For one call: some kernels are compiled at their first."""
+"""Seconds a rank may be silent: the first call of some kernels compiles them."""
 BUSY = 0.1
-"""A spread of block times from which on their medians can't be trusted."""
+"""The spread of block times above which their medians can't be trusted."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    return run_command("sp_bench.calibrate", USAGE, _calibrate, argv)
+    """Run the command line; return the exit code."""
+    return run_command("sp_bench.calibrate", __doc__ or "", _calibrate, argv)
 
 
 def _calibrate(arguments: list[str]) -> int:
@@ -93,7 +96,7 @@ def _calibrate(arguments: list[str]) -> int:
         _write(path, config)
     except RankFailure as error:
         if isinstance(error, RankError) and isinstance(error.cause, RequestError):
-            raise error.cause from None  # what a kernel refuses, a rank raises
+            raise error.cause from None  # a kernel refused, inside a rank
         print(f"sp_bench.calibrate: {error}", file=sys.stderr)
         return 1
     print(f"{path}: {_how_to_use(path)}")
@@ -101,40 +104,31 @@ def _calibrate(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> dict[str, Any]:
-    """The options with their defaults. Raises RequestError for an argument that is none."""
+    """The options with their defaults. Raises RequestError for an invalid argument."""
     options, given = dict(DEFAULTS), only_keys(arguments, DEFAULTS)
     for key, value in given.items():
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise RequestError(f"{key}={value}", "is no value", f"{key}={DEFAULTS[key]} would work") from None
+            raise RequestError(f"{key}={value}", "is not YAML", f"{key}={DEFAULTS[key]} would work") from None
     if options["out"] and "name" not in given:
         options["name"] = Path(str(options["out"])).stem
     return options
 
 
 def _setting(options: dict[str, Any]) -> Setting:
-    """What to measure. Raises RequestError for a value that makes no sense, or a GPU that is not there."""
-    device, quick = _device(options), read(bool, options["quick"], "quick")
-    gpu, repetitions = device == "cuda", options["repetitions"]
-    heads = _or_default("heads", options, 32 if gpu else 8)
-    kv_heads = _or_default("kv_heads", options, heads)
-    if heads % kv_heads:
-        raise RequestError(f"kv_heads={kv_heads}", f"must divide heads={heads}", f"kv_heads={heads} would work")
-    sizes = (QUICK_GPU_SIZES if quick else GPU_SIZES) if gpu else (QUICK_SIZES if quick else SIZES)
-    return Setting(
-        device=device,
-        kernel=str(options["kernel"]),
-        dtypes=("bfloat16", "float16") if gpu else ("float32", "bfloat16"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=_or_default("head_dim", options, 128 if gpu else 64),
-        sizes=sizes,
-        launch_tokens=GPU_LAUNCH_TOKENS if gpu else LAUNCH_TOKENS,
-        memory_tokens=GPU_MEMORY_TOKENS if gpu else MEMORY_TOKENS,
-        repetitions=(3 if quick else 5) if repetitions is None else read(Count, repetitions, "repetitions"),
-        message_bytes=QUICK_MESSAGE_BYTES if quick else MESSAGE_BYTES,
-    )
+    """What to measure. Raises RequestError for an invalid value, or without the GPU that is asked for."""
+    device = _device(options)
+    setting = replace(GPU if device == "cuda" else CPU, kernel=str(options["kernel"]))
+    if read(bool, options["quick"], "quick"):
+        setting = replace(setting, sizes=QUICK_SIZES[device], repetitions=3, message_bytes=2**20)
+    counts = ("heads", "kv_heads", "head_dim", "repetitions")
+    given = {key: read(Count, options[key], key) for key in counts if options[key] is not None}
+    setting = replace(setting, **{"kv_heads": given.get("heads", setting.heads), **given})
+    if setting.heads % setting.kv_heads:
+        rule = f"must divide heads={setting.heads}"
+        raise RequestError(f"kv_heads={setting.kv_heads}", rule, f"kv_heads={setting.heads} would work")
+    return setting
 
 
 def _device(options: dict[str, Any]) -> str:
@@ -151,12 +145,8 @@ def _device(options: dict[str, Any]) -> str:
     return device
 
 
-def _or_default(key: str, options: dict[str, Any], default: int) -> int:
-    return default if options[key] is None else read(Count, options[key], key)
-
-
 def _hosts(cluster: Any) -> EmulatedHosts | None:
-    """The hosts of a cluster. Raises RequestError where it has none, or they can't be made here."""
+    """The emulated hosts of a cluster. Raises RequestError if it has none, or this machine can't make them."""
     if cluster is None:
         return None
     known = conf_files("cluster")
@@ -170,7 +160,7 @@ def _hosts(cluster: Any) -> EmulatedHosts | None:
 
 
 def _ranks(value: Any, hosts: EmulatedHosts | None) -> int:
-    """How many ranks. Raises RequestError for fewer than two, or too few or too many for whole hosts."""
+    """The number of ranks. Raises RequestError for fewer than two, or if they don't fill two or more hosts."""
     if value != "auto":
         ranks = read(Annotated[int, Meta(ge=2, examples=[2])], value, "ranks")
     else:
@@ -183,7 +173,7 @@ def _ranks(value: Any, hosts: EmulatedHosts | None) -> int:
 
 
 def _path(options: dict[str, Any]) -> Path:
-    """The file to write. Raises RequestError before anything is measured where it can't or shouldn't be written."""
+    """The file to write. Raises RequestError if it can't be written, or is not one of this command's."""
     name, out = str(options["name"]), options["out"]
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise RequestError(f"name={name}", "must be a word of letters, digits and _", "name=calibrated would work")
@@ -200,7 +190,7 @@ def _path(options: dict[str, Any]) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise RequestError(key, "can't be written", f"out=my_conf/cluster/{name}.yaml would work")
     if path.exists() and not _ours(path):
-        raise RequestError(key, "there is such a file, and this command didn't write it", "another name would work")
+        raise RequestError(key, "the file exists, and this command didn't write it", "another name would work")
     return path
 
 
@@ -218,7 +208,7 @@ def _measure(name: str, setting: Setting, ranks: int, command: str) -> dict[str,
         print(f"links between {ranks} ranks", flush=True)
         links = pool.run("sp_bench.calibrating.links:measure_links", setting)
     if (spread := blocks_spread(costs)) > BUSY:
-        print(f"block times vary by {spread:.0%}: the machine is busy, and again when it is idle would be better")
+        print(f"block times vary by {spread:.0%}: the machine is busy; calibrate again when it is idle")
     return cluster_config(name, setting, costs, links, _provenance(command))
 
 
@@ -230,12 +220,14 @@ def _measure_gpu(name: str, setting: Setting, cluster: Any, command: str) -> dic
         costs = pool.run("sp_bench.calibrating.kernels:measure_kernels", setting)[0]
     config = gpu_cluster_config(name, setting, costs, gpu, base, _provenance(command))
     if beyond := above_peak(config["device"]):
-        print(f"rates above the peak of {gpu.name}, where launch_s is too much of the time: {', '.join(beyond)}")
+        print(
+            f"rates above the peak of {gpu.name}, because launch_s is too large a part of the time: {', '.join(beyond)}"
+        )
     return config
 
 
 def _provenance(command: str) -> dict[str, str]:
-    """When and from what, without the host's name."""
+    """When, by what and on which hardware the file was made. The host's name is left out."""
     machine, code = records.machine(), records.provenance()
     commit = f"{code['git_commit']}{' with changes' if code['git_dirty'] else ''}" if code["git_commit"] else "unknown"
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -246,7 +238,11 @@ def _provenance(command: str) -> dict[str, str]:
 
 
 def _write(path: Path, config: dict[str, Any]) -> None:
-    what = "ranks are its processes" if config.get("this_machine") else "one of its GPUs, and links that were not"
+    what = (
+        "ranks are its processes"
+        if config.get("this_machine")
+        else "one of its GPUs, with the links of another cluster"
+    )
     text = f"# This machine, as sp_bench.calibrate measured it: {what}.\n"
     figures = {key: value for key, value in config.items() if key != "sources"}
     text += yaml.safe_dump(figures, sort_keys=False, width=118, default_flow_style=None)

@@ -1,4 +1,4 @@
-"""python -m sp_bench.describe method=mesh gpus=9: what a method does, and what all of them cost.
+"""python -m sp_bench.describe method=mesh gpus=9: print a method's plan, or the costs of all methods.
 
 key=value ...   the assignment matrix, the steps of a rank's tile and its program, forward and backward
 --methods       the table of all methods (docs/results/methods.md)
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench import account, draw
+from sp_bench import account, draw, markdown
 from sp_bench.bench import resolve
 from sp_bench.bench.choose import choose
 from sp_bench.cli.arguments import run_command
@@ -28,7 +28,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Tokens, read
 
 MOST_RANKS = 40
-"""Wider matrices don't fit a terminal."""
+"""The most ranks that can be described: wider matrices don't fit a terminal."""
 TABLE_N = 16
 ABOUT_METHODS = f"""
 Made by `python -m sp_bench.describe --methods`; a test holds it against the code.
@@ -48,7 +48,7 @@ has to exchange its KV at the start; one rank in C has it already, so that the m
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     return run_command("sp_bench.describe", __doc__ or "", _describe, argv, flags=("--methods",))
 
 
@@ -60,7 +60,7 @@ def _describe(arguments: Sequence[str]) -> int:
 
 
 def describe(overrides: Sequence[str]) -> str:
-    """The description of one point as text. Rounds seqlen up to a multiple of 2 * gpus.
+    """The description of one point as text, with seqlen rounded up to a multiple of 2 * gpus.
 
     Raises RequestError as the benchmark does, and for more than MOST_RANKS GPUs.
     """
@@ -71,7 +71,7 @@ def describe(overrides: Sequence[str]) -> str:
     if gpus > MOST_RANKS:
         raise RequestError(f"gpus={gpus}", "its matrix would not fit a terminal", f"up to {MOST_RANKS} would work")
     config["seqlen"] = -(-read(Tokens, config["seqlen"], "seqlen") // (2 * gpus)) * 2 * gpus
-    # Any number of GPUs can be described: if they don't fill whole nodes, they are all put on one node.
+    # GPUs that don't fill whole nodes are all put on one node, so that any number can be described.
     node = config["cluster"]["gpus_per_node"]
     if node and gpus % node:
         inside = {key: config["cluster"]["intra"][key] for key in ("bytes_per_s", "latency_s")}
@@ -106,16 +106,13 @@ def _tiles(steps: np.ndarray) -> list[str]:
 
 
 def methods_table() -> str:
-    """A Markdown table of every method's volume, memory, limit, layouts, masks and source, computed from the code."""
-    rows = [
-        "# Methods",
-        "",
-        *ABOUT_METHODS.strip().splitlines(),
-        "",
-        "| method | volume forward | backward | memory forward | with backward | GPUs | layouts | masks | source |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*rows, *(_row(name) for name in REGISTRY), "", *_papers_volumes()])
+    """A Markdown page on all methods, computed from the code: volume, memory, limit, layouts, masks and source."""
+    head = "method, volume forward, backward, memory forward, with backward, GPUs, layouts, masks, source".split(", ")
+    methods = markdown.table(head, map(_row, REGISTRY))
+    head = ["method", "formula", "n", "variant", "by formula", "counted, mean", "busiest"]
+    papers = markdown.table(head, [_paper_row(paper, n) for paper in PAPERS_VOLUMES for n in (16, 64, 256)])
+    sections = ["# Methods", ABOUT_METHODS, methods, "## Table 2 of Mesh-Attention, counted", ABOUT_TABLE_2, papers]
+    return "\n\n".join(section.strip() for section in sections)
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ PAPERS_VOLUMES = (
 
 
 class Volumes(NamedTuple):
-    """A forward volume by the paper's formula, and counted from all ranks' plans, in units of N * d."""
+    """The forward volume of a variant in units of N * d: by the paper's formula, and counted from all ranks' plans."""
 
     variant: str
     paper: float
@@ -156,34 +153,17 @@ def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
     return Volumes(method.variant(n), formula, volume.payload_bytes / whole, (volume.max_bytes - statistics) / whole)
 
 
-def _papers_volumes() -> list[str]:
-    lines = [
-        "## Table 2 of Mesh-Attention, counted",
-        "",
-        *ABOUT_TABLE_2.strip().splitlines(),
-        "",
-        "| method | formula | n | variant | by formula | counted, mean | busiest |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for paper in PAPERS_VOLUMES:
-        for n in (16, 64, 256):
-            row = counted_volumes(paper, n)
-            figures = " | ".join(f"{value:.6f}" for value in row[1:])
-            lines.append(f"| `{paper.method}` | {_as_text(paper.formula)} | {n} | {row.variant} | {figures} |")
-    return lines
+def _paper_row(paper: PaperVolume, n: int) -> list[str]:
+    variant, *figures = counted_volumes(paper, n)
+    return [f"`{paper.method}`", _as_text(paper.formula), str(n), variant, *(f"{value:.6f}" for value in figures)]
 
 
 def _as_text(formula: str) -> str:
     return formula.replace("**", "^").replace("*", " ").replace(" (", "(")
 
 
-def formula_value(method: Method, problem: Problem, phase: str) -> float:
-    """The value of a method's formula: payload that a GPU sends in a phase, in chunks of Q."""
-    names = {"n": problem.n, "h": problem.heads, "k": problem.kv_ratio, "max": max, **method.symbols(problem)}
-    return eval(method.formula[phase], {"__builtins__": {}}, names)
-
-
-def _row(name: str) -> str:
+def _row(name: str) -> list[str]:
+    """The cells of a method in the table of all methods."""
     cls = REGISTRY[name]
     n = TABLE_N
     try:
@@ -196,8 +176,7 @@ def _row(name: str) -> str:
     unit = problem.chunk_bytes("q", wire=True) * problem.head_slices
     memory = [f"{account.peak_bytes(chosen, problem) / unit:.1f}" for chosen in (plans[:1], plans)]
     volumes = [_as_text(cls.formula[phase]) for phase in PHASES]
-    cells = (f"`{name}`", *volumes, *memory, cls.limit, ", ".join(cls.layouts), ", ".join(MASKS), cls.citation)
-    return f"| {' | '.join(cells)} |"
+    return [f"`{name}`", *volumes, *memory, cls.limit, ", ".join(cls.layouts), ", ".join(MASKS), cls.citation]
 
 
 def _problem(cls: type[Method], n: int) -> Problem:

@@ -1,4 +1,4 @@
-"""Draw plans and timelines as text: assignment matrices, a rank's tile by step, bars over time."""
+"""Draw plans and timelines as text: assignment matrices, the steps of a rank's tile, bars over time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SHADES = " ░▒▓█"
 
 
 def timeline(spans: Iterable[tuple[str, float, float]], end_s: float, width: int) -> dict[str, str]:
-    """A text bar for each stream of the (stream, start_s, end_s) spans: `width` columns from 0 to end_s.
+    """A text bar of `width` columns, from 0 to end_s, for each stream of (stream, start_s, end_s) spans.
 
-    A column's shade is the share of its time that the stream was busy.
+    A column's shade is the fraction of its time that the stream was busy.
     """
     busy: dict[str, list[float]] = {}
     column_s = end_s / width if end_s > 0 else 1.0
@@ -29,7 +29,7 @@ def timeline(spans: Iterable[tuple[str, float, float]], end_s: float, width: int
 
 
 def chrome_trace(spans: Iterable[tuple[int, str, str, float, float]]) -> dict[str, Any]:
-    """A Chrome trace (Perfetto opens it) of (rank, stream, label, start_s, end_s) spans, one track per stream.
+    """A Chrome trace, for Perfetto, of (rank, stream, label, start_s, end_s) spans, with a track for each stream.
 
     The trace's times are in microseconds. Rank -1 stands for all ranks.
     """
@@ -49,7 +49,7 @@ def chrome_trace(spans: Iterable[tuple[int, str, str, float, float]]) -> dict[st
 
 
 def shares(parts: Sequence[tuple[str, float]], width: int) -> str:
-    """One text bar of `width` columns, divided among (character, amount) parts in proportion."""
+    """A text bar of `width` columns, divided among (character, amount) parts in proportion."""
     total = sum(amount for _, amount in parts) or 1.0
     bar, upto = "", 0.0
     for character, amount in parts:
@@ -63,9 +63,9 @@ def _shade(share: float) -> str:
 
 
 def assignment(plan: Plan, problem: Problem) -> np.ndarray:
-    """The assignment matrix, (query chunks, key chunks): the rank that computes each block; -1 for none.
+    """The assignment matrix, (query chunks, key chunks): the rank that computes each block; -1 if none does.
 
-    Where several ranks split the heads of a block, it has the lowest of them.
+    If several ranks split the heads of a block, it has the lowest of them.
     """
     degree = problem.layout.head_parallel
     ranks, matrix = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), -1)
@@ -76,7 +76,7 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
 
 
 def block_steps(plan: Plan) -> np.ndarray:
-    """The step of each block of a rank's tile, (head slice, local query index, local key index); -1 for none."""
+    """The step of each block of a rank's tile, (head slices, local queries, local keys); -1 for blocks outside it."""
     blocks = [
         (op, step) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Attend | AttendBackward)
     ]
@@ -99,7 +99,7 @@ def grid(matrix: np.ndarray, row_name: str, column_name: str) -> str:
 
 
 def steps(plan: Plan) -> list[str]:
-    """A rank's program as text, one line per step."""
+    """A rank's program as text, a line for each step."""
     by_step: dict[int, list[str]] = {}
     for op, step in zip(plan.ops, plan.steps, strict=True):
         if not isinstance(op, Join):

@@ -1,4 +1,4 @@
-"""The one error that a user's request can raise."""
+"""The error for requests that can't be served."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 
 class RequestError(ValueError):
-    """A request that can't be served, said before any rank starts.
+    """A request can't be served. It is raised before any rank starts.
 
-    The message names the value, the rule that it breaks and what would work, in that order.
+    The message names the value, the rule that it breaks, and what would work, in that order.
     """
 
     def __init__(self, value: str, rule: str, would_work: str) -> None:
@@ -20,14 +20,14 @@ class RequestError(ValueError):
         return type(self), self._parts
 
     def under(self, path: str) -> RequestError:
-        """The same of a key in the section at `path`."""
+        """The same error for a key in the section at `path`."""
         value, rule, would_work = self._parts
         same_key = would_work.startswith(value.partition("=")[0] + "=")
         return RequestError(f"{path}.{value}", rule, f"{path}.{would_work}" if same_key else would_work)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """What would work in place of an unknown `word`: the name that it begins, or the nearest, then all of them."""
+    """A hint for an unknown `word`: the choice that it begins, or the nearest, then all choices."""
     names = sorted(choices)
     begun = [name for name in names if word and name.startswith(word)]
     close = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
@@ -41,5 +41,5 @@ def unknown(key: str, word: str, choices: Iterable[str]) -> RequestError:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> RequestError:
-    """The error for a key that there is not."""
+    """The error for an unknown key."""
     return RequestError(key, "there is no such key", nearest(key, known))

@@ -1,4 +1,4 @@
-"""The optional packages that an install may lack, by the extra of this project that brings them."""
+"""Optional packages, by the extra of this project that installs them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from importlib.util import find_spec
 
 from sp_bench.errors import RequestError
 
-EXTRAS = {
-    "run": ("torch",),
-    "analysis": ("matplotlib", "pandas", "pyarrow", "seaborn"),
-}
+EXTRAS = {"run": ("torch",), "analysis": ("matplotlib", "pandas", "pyarrow", "seaborn")}
 """The packages of each extra that the code imports."""
 
 
 def require(extra: str, purpose: str) -> None:
-    """Raise RequestError where this environment lacks a package of the extra that `purpose` needs."""
+    """Raise RequestError if a package of the extra, which `purpose` needs, is not installed."""
     lacking = [package for package in EXTRAS[extra] if find_spec(package) is None]
     if lacking:
         rule = f"needs {', '.join(lacking)}, which this environment lacks"

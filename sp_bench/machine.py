@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 from collections.abc import Mapping
@@ -13,6 +14,12 @@ from pathlib import Path
 def cores_here() -> int:
     """The number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The name of the processor."""
+    line = re.search(r"^model name\s*:(.*)$", _proc_text("cpuinfo"), re.MULTILINE)
+    return line[1].strip() if line and line[1].strip() else platform.processor()
 
 
 def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:

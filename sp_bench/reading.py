@@ -1,7 +1,7 @@
-"""Values that users write, checked against types: `read(Count, "8k", "gpus")`, `read(Topology, {...}, "cluster")`.
+"""Read values that users write, by types: `read(Count, "8k", "gpus")`, `read(Topology, {...}, "cluster")`.
 
-A type says what is allowed. `Section` is a mapping with known keys; `Annotated[..., Meta(...)]` has the bounds of a
-number, a `description` where words beat the derived ones, and `examples` of what would work.
+A type says which values are valid. A `Section` is a mapping with known keys. `Annotated[..., Meta(...)]` has the bounds
+of a number, a `description` for error messages, and `examples` of valid values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import getitem
 from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
@@ -31,20 +32,20 @@ T = TypeVar("T")
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section of a config file: its fields are the keys, and those with a default may be missing or null.
+    """A section of a config file. Its fields are the keys; those with a default may be missing or null.
 
-    Rules between keys stand in `__post_init__`, which raises RequestError with keys relative to the section.
+    `__post_init__` checks rules between keys, and raises RequestError with keys relative to the section.
     """
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values of some keys."""
+        """A copy with other values for some keys."""
         return structs.replace(self, **changes)
 
 
 def read(kind: type[T] | Any, value: Any, path: str = "") -> T:
-    """The value that a user wrote at `path`, as a `kind`. Whole numbers may be 256k or 1M, which are powers of two.
+    """The value that a user wrote at `path`, as a `kind`. Whole numbers may have a unit, k = 2**10 or M = 2**20.
 
-    Raises RequestError with the path of what breaks a rule, the rule, and what would work.
+    Raises RequestError with the path of an invalid value, the rule it breaks, and a value that would work.
     """
     plain = _plain(_info(kind), value)
     try:
@@ -54,12 +55,12 @@ def read(kind: type[T] | Any, value: Any, path: str = "") -> T:
 
 
 def has_key(kind: Any, key: str) -> bool:
-    """Whether a section of this kind may have the dotted key, such as device.launch_s."""
+    """Whether a section of this kind may have a dotted key, such as device.launch_s."""
     return bool(_at_key(kind, key.split(".")))
 
 
 def keys_at(kind: Any, keys: Sequence[str]) -> set[str]:
-    """The keys that a section below one of this kind may have; empty where it may have any."""
+    """The keys that the section at a path of `keys` may have; empty if it may have any."""
     members = [member for info in _at_key(kind, keys) for member in _members(info)]
     return {
         field.encode_name for member in members if isinstance(member, inspect.StructType) for field in member.fields
@@ -67,7 +68,7 @@ def keys_at(kind: Any, keys: Sequence[str]) -> set[str]:
 
 
 def _at_key(kind: Any, keys: Sequence[str]) -> list[inspect.Type]:
-    """The types of what may stand at a path of keys."""
+    """The types that the value at a path of keys may have."""
     kinds = [_info(kind)]
     for key in keys:
         kinds = [below for each in kinds for below in _below(each, key)]
@@ -89,7 +90,7 @@ def _members(info: inspect.Type) -> list[inspect.Type]:
 
 
 def _section(info: inspect.Type, value: Any) -> inspect.StructType | None:
-    """The kind of section that a mapping is: the one that its tag names, or the first where it has none."""
+    """The kind of section of a mapping: the one its tag names, or the first if it has no tag."""
     sections = [member for member in _members(info) if isinstance(member, inspect.StructType)]
     if not sections or not isinstance(value, Mapping):
         return None
@@ -98,7 +99,7 @@ def _section(info: inspect.Type, value: Any) -> inspect.StructType | None:
 
 
 def _below(info: inspect.Type, name: Any) -> list[inspect.Type]:
-    """The types of what stands at a key."""
+    """The types that the value of a key may have."""
     found: list[inspect.Type] = []
     for member in _members(info):
         if isinstance(member, inspect.StructType):
@@ -112,7 +113,7 @@ def _below(info: inspect.Type, name: Any) -> list[inspect.Type]:
 
 
 def _plain(info: inspect.Type, value: Any) -> Any:
-    """The value with defaults for nulls, the first of several kinds of section by name, and 256k as a number."""
+    """The value for msgspec: without nulls that mean defaults, with tags of sections, and with 256k as a number."""
     if isinstance(value, str) and any(isinstance(member, inspect.IntType) for member in _members(info)):
         number = re.fullmatch(r"(\d+)([km]?)", value.strip().lower())
         return int(number[1]) * _UNITS[number[2]] if number else value
@@ -126,6 +127,7 @@ def _plain(info: inspect.Type, value: Any) -> Any:
 
 
 def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str) -> RequestError:
+    """The error for the user: the path of the invalid value, the rule, and what would work."""
     place = _PLACE.fullmatch(str(error))
     assert place
     keys, value = _culprit(error, kind, value, re.findall(r"\.([^.\[]+)|\[(.+?)\]", place["path"] or ""))
@@ -159,18 +161,20 @@ def _dot(path: str, key: Any) -> str:
 
 
 def _culprit(error: Exception, kind: Any, value: Any, found: list[tuple[str, str]]) -> tuple[list[Any], Any]:
-    """The keys to what is wrong, and the value with no other entry in the tables on the way there.
+    """The path of keys to the invalid value, and `value` reduced to the one entry of each table on that path.
 
-    msgspec names the keys of sections alone, so that tables are tried entry by entry. A list is named as a whole.
+    msgspec names only the keys of sections, so the entries of tables are tried one by one. A list is named as a whole.
     """
     keys: list[Any] = []
     for name, index in found:
         if index.isdigit():
             break
-        keys.append(name or next(k for k in _at(value, keys) if _same(error, kind, _with_only(value, keys, k))))
+        keys.append(
+            name or next(k for k in reduce(getitem, keys, value) if _same(error, kind, _with_only(value, keys, k)))
+        )
         value = value if name else _with_only(value, keys[:-1], keys[-1])
     if "`key` in" in str(error):
-        wrong = next(k for k in _at(value, keys) if _same(error, kind, _with_only(value, keys, k)))
+        wrong = next(k for k in reduce(getitem, keys, value) if _same(error, kind, _with_only(value, keys, k)))
         value = _with_only(value, keys, wrong)
     return keys, value
 
@@ -183,14 +187,8 @@ def _same(error: Exception, kind: Any, value: Any) -> bool:
     return False
 
 
-def _at(value: Any, keys: list[Any]) -> Any:
-    for key in keys:
-        value = value[key]
-    return value
-
-
 def _with_only(value: Any, keys: list[Any], only: Any) -> Any:
-    """The value with no other entry than one in its table at `keys`."""
+    """The value with only one entry in its table at `keys`."""
     if not keys:
         return {only: value[only]}
     first, *rest = keys
@@ -198,12 +196,12 @@ def _with_only(value: Any, keys: list[Any], only: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """As YAML has it."""
+    """The value as YAML."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def _words(info: inspect.Type) -> str:
-    """What a value must be."""
+    """The rule for a value, in words."""
     if isinstance(info, inspect.Metadata):
         return (info.extra_json_schema or {}).get("description") or _words(info.type)
     if isinstance(info, inspect.UnionType):
@@ -226,7 +224,7 @@ def _words(info: inspect.Type) -> str:
 
 
 def _examples(info: inspect.Type) -> list[Any]:
-    """Values that would work."""
+    """Valid values."""
     if isinstance(info, inspect.Metadata):
         return (info.extra_json_schema or {}).get("examples") or _examples(info.type)
     if isinstance(info, inspect.UnionType):

@@ -1,4 +1,16 @@
-"""python -m sp_bench.validate key=value ...: measure points and simulate them, and say how far apart the two are."""
+"""python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
+
+Measures every point on this machine, simulates it with its cluster's figures, and reports how far apart the two are.
+The figures should be calibrated ones (python -m sp_bench.calibrate). The speed of the cores is measured in turn with
+the points: the blocks of the first point run on all ranks without transfers. Simulated cores get that speed. Writes
+FOLDER/validation.md, .csv and .svg: both times of each point, the error, and whether the simulator ranks the methods
+like the measurements do, wherever their intervals don't overlap.
+
+  out=results/validate    the folder, also for records and speeds; a point that has both is not measured again
+  key=value,value         axes as in python -m sp_bench -m; without any, the points below
+
+Without keys, on cluster=shaped (its hosts need root):
+"""
 
 from __future__ import annotations
 
@@ -28,20 +40,6 @@ from sp_bench.simulate import simulate
 if TYPE_CHECKING:
     import pandas as pd
 
-USAGE = """\
-python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
-
-Measures every point on this machine and simulates it with the figures of the same cluster, which should be calibrated
-ones (python -m sp_bench.calibrate). How fast the cores are just then is measured in turn with the points, by the blocks
-of the first one on all ranks without transfers, and simulated cores are as fast. Writes FOLDER/validation.md, .csv and
-.svg: both times of each point, the error, and whether the simulator orders the methods as the measurements do wherever
-these can tell them apart.
-
-  out=results/validate    the folder; records and speeds are in it too, and what has both is not measured again
-  key=value,value         axes as in python -m sp_bench -m; without any, the points below
-
-Without keys, on cluster=shaped (its hosts need root):
-"""
 COMMON = (
     "heads=8", "head_dim=64", "dtype=float32", "causal=false", "seqlen=4k", "iters=5", "warmup=1", "parts=false",
     "logger=none",
@@ -50,7 +48,7 @@ METHODS = (
     "method=ring,mesh,ulysses,tokenring,pass_q,all_gather", "method=startrail method.team=2",
     "method=usp method.ulysses=2", "method=double_ring method.inner=2",
 )  # fmt: skip
-"""Each as it is itself: what auto takes can be another's plan, as USP is Ulysses where all ranks have heads."""
+"""Options are fixed where auto could choose another method's plan, as USP with a head for each rank is Ulysses."""
 LINK, LEAVES = "cluster.hosts.link_bytes_per_s", "cluster.hosts.hosts_per_leaf=4 cluster.hosts.uplink_bytes_per_s=25e6"
 SETTINGS = (
     f"gpus=4 {LINK}=12.5e6",
@@ -60,64 +58,53 @@ SETTINGS = (
     f"gpus=8 {LINK}=25e6 causal=true",
     f"gpus=16 {LINK}=25e6 heads=16",
 )
-"""With keys beside COMMON."""
+"""Settings: keys in addition to COMMON."""
 MORE = (
     (f"gpus=8 {LINK}=25e6 causal=true", "method=striped,zigzag"),
     (f"gpus=16 {LINK}=12.5e6", "method=mesh method.tile=[1,16],[2,8],[4,4],[8,2],[16,1]"),
 )
-"""Settings with the methods that are measured in these alone."""
+"""More settings, each with its own methods."""
 SETTING = ["cluster", "link_mbit_per_s", "uplink_mbit_per_s", "gpus", "seqlen", "causal", "heads"]
-"""What points must share to be compared."""
+"""Columns that points must share to be compared."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     lines = [*METHODS, "in each of", *SETTINGS, "and", *map(" ".join, MORE), "all with", " ".join(COMMON)]
-    usage = USAGE + "".join(f"  {line}\n" for line in lines)
+    usage = (__doc__ or "") + "".join(f"  {line}\n" for line in lines)
     return run_command("sp_bench.validate", usage, _validate, argv, flags=("--config-dir",))
 
 
 def _validate(arguments: list[str]) -> int:
     require("analysis", "validating")
-    out, own, keys = _arguments(arguments)
-    sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else None
+    own, rest = config_dir(arguments)
+    keys = [argument for argument in rest if not argument.startswith("out=")]
+    out = Path(next((a.removeprefix("out=") for a in reversed(rest) if a not in keys), "results/validate"))
+    sweeps = [keys] if any("=" in key and not key.startswith("cluster=") for key in keys) else _default_sweeps(keys)
     with Composer(own) as composer:
-        configs = [config for sweep in sweeps or _shaped(keys) for config in _configs(composer, sweep)]
+        points = [point for sweep in sweeps for point in composer.points(sweep, sweep=True)]
+        configs = [composer.compose(point) for point in points]
     table = validate(configs, writable_folder("out", str(out)))
     write(table, out)
     print((out / "validation.md").read_text())
     return 0
 
 
-def _arguments(arguments: Sequence[str]) -> tuple[Path, Path | None, list[str]]:
-    """The folder, the user's own conf, and the rest."""
-    out = Path("results/validate")
-    own, rest = config_dir(arguments)
-    for argument in [a for a in rest if a.startswith("out=")]:
-        out = Path(argument.removeprefix("out="))
-        rest.remove(argument)
-    return out, own, rest
-
-
-def _shaped(keys: Sequence[str]) -> list[list[str]]:
-    """The default sweeps, on the cluster that the command line names."""
+def _default_sweeps(keys: Sequence[str]) -> list[list[str]]:
+    """The default points, on the cluster that the command line names."""
     cluster = keys or ["cluster=shaped"]
-    found = []
+    sweeps = []
     for setting, methods in [*itertools.product(SETTINGS, METHODS), *MORE]:
         given = {key.partition("=")[0] for key in setting.split()}
         common = [key for key in COMMON if key.partition("=")[0] not in given]
-        found.append([*cluster, *common, *setting.split(), *methods.split()])
-    return found
-
-
-def _configs(composer: Composer, sweep: Sequence[str]) -> list[dict[str, Any]]:
-    return [composer.compose(point) for point in composer.points(sweep, sweep=True)]
+        sweeps.append([*cluster, *common, *setting.split(), *methods.split()])
+    return sweeps
 
 
 def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
-    """Both modes of each point, a row for each (see `row`).
+    """Measure and simulate each point; return a table with a row for each (see `row`).
 
-    Records go to out/records, and the speeds of the cores to out/speeds.json; points that are in both are not measured
+    Records go to out/records, and the speeds of the cores to out/speeds.json. A point that is in both is not measured
     again. Raises RequestError if no point can be measured here.
     """
     groups: dict[str, list[Request]] = {}
@@ -129,7 +116,7 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
         except RequestError as error:
             refused.append(error)
             continue
-        groups.setdefault(_but_its_method(request), []).append(request)
+        groups.setdefault(_setting_of(request), []).append(request)
     if not groups:
         raise refused[0] if refused else RequestError("no points", "there is nothing to do", "method=ring would work")
     for error in refused:
@@ -146,86 +133,73 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _but_its_method(request: Request) -> str:
-    """All of a point's config but its method: points that share it are measured together, with one speed."""
+def _setting_of(request: Request) -> str:
+    """A point's config without its method. Points with the same are measured together, with one speed."""
     config = {key: value for key, value in request.config.items() if key not in ("method", "impl")}
     return json.dumps(config, sort_keys=True, default=str)
 
 
 def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None]) -> list[dict[str, Any]]:
-    """Points that differ in their methods, measured and simulated, with the speed of the cores at that time."""
-    run, speeds = partial(run_points, folder=out / "records"), _Speeds(out / "speeds.json")
-    # A record without its speed was cut off from it: it is of another time than any speed that could be had now.
-    new = [request for request in requests if request.run_id not in speeds.known]
+    """The rows of points that differ only in their methods: measured and simulated, with the speed of the cores."""
+    run, speeds_file = partial(run_points, folder=out / "records"), out / "speeds.json"
+    speeds: dict[str, float | None] = json.loads(speeds_file.read_text()) if speeds_file.exists() else {}
+    # A record without a speed is measured again: the speed at its time is not known.
+    new = [request for request in requests if request.run_id not in speeds]
     measured: dict[str, Record] = {}
     if new:
         measured, speed = _measure(requests[0], new, partial(run, reuse=False, progress=progress))
-        speeds.add({record.run_id: speed for record in measured.values() if record.status == "ok"})
+        speeds |= {record.run_id: speed for record in measured.values() if record.status == "ok"}
+        records.write_whole(speeds_file, json.dumps(speeds, indent=1))
     kept = run([request for request in requests if request not in new], reuse=True)
     measured |= {outcome.record.run_id: outcome.record for outcome in kept}
     simulated = run([resolve({**request.config, "mode": "simulate", "trace": 0}) for request in requests], reuse=True)
     rows = []
     for request, outcome in zip(requests, simulated, strict=True):
-        speed, ok = speeds.known.get(request.run_id), outcome.record.status == "ok"
-        rows.append(
-            row(measured[request.run_id], outcome.record, speed, at_speed_ms(request, speed or 1) if ok else {})
-        )
+        speed, ok = speeds.get(request.run_id), outcome.record.status == "ok"
+        simulated_ms = at_speed_ms(request, speed or 1) if ok else {}
+        rows.append(row(measured[request.run_id], outcome.record, speed, simulated_ms))
     return rows
 
 
 def _measure(
     first: Request, new: Sequence[Request], run: Callable[[list[Request]], list[Outcome]]
 ) -> tuple[dict[str, Record], float | None]:
-    """The records of new points, by run_id, and the speed of the cores meanwhile (calibrating.speed).
+    """The records of new points by run_id, and the speed of the cores meanwhile (calibrating.speed).
 
-    The `first` point of their setting tells it, whose blocks are timed without transfers in turn with them: whichever
-    points are new, all of the setting mean the same by a speed. None, and said, where that point fails.
+    The speed comes from the `first` point of the setting, timed without transfers in turn with the new ones, so that it
+    means the same for all points of the setting. It is None, with a message, if that point fails.
     """
     on_cores = first.devices.kind == "cpu"
-    alone = resolve({**first.config, "parts": True})
-    extra = [alone] if on_cores and alone.run_id not in [request.run_id for request in new] else []
+    reference = resolve({**first.config, "parts": True})
+    extra = [reference] if on_cores and reference.run_id not in [request.run_id for request in new] else []
     found = {outcome.record.run_id: outcome.record for outcome in run([*extra, *new])}
     if not on_cores:
         return found, 1.0
-    told = found[alone.run_id]
-    if told.status == "ok":
-        return found, speed_of(alone, told)
-    print(f"the speed of the cores is not known, and taken to be as calibrated: {told.error}", file=sys.stderr)
+    record = found[reference.run_id]
+    if record.status == "ok":
+        return found, speed_of(reference, record)
+    print(f"the speed of the cores is not known, and taken to be as calibrated: {record.error}", file=sys.stderr)
     return found, None
 
 
 def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
-    """What the plans that a point was measured with take on its cluster with cores so many times as fast, by phase.
+    """The simulated time of a point's plans on its cluster with cores `speed` times as fast, by phase.
 
-    Raises RequestError where no plan fits the memory, or it is too large to simulate.
+    Raises RequestError if no plan fits in memory, or it is too large to simulate.
     """
     choice, cluster = choose(request), cluster_at(request, speed)
     return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
 
 
-class _Speeds:
-    """The speeds at which points were measured, by run_id, so that they are kept with the records; None: not known."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.known: dict[str, float | None] = json.loads(path.read_text()) if path.exists() else {}
-
-    def add(self, speeds: Mapping[str, float | None]) -> None:
-        self.known |= speeds
-        records.write_whole(self._path, json.dumps(self.known, indent=1))
-
-
 def row(measured: Record, simulated: Record, speed: float | None, simulated_ms: Mapping[str, float]) -> dict[str, Any]:
-    """One point: what it is, both times in milliseconds, and the error of the simulated one.
+    """The row of one point: its setting, both times in milliseconds, and the simulation's error.
 
-    `simulated_ms` is by phase with cores at a `speed`, None where it isn't known, and `simulated` with the figures that
-    the cluster has of them.
+    `simulated_ms` is by phase, with cores at `speed`, or as calibrated if that is None. `simulated` has the times with
+    the cluster's own figures.
     """
-    simulated_ms = {**simulated_ms, "step": sum(simulated_ms.values())} if simulated_ms else {}
     hosts = (measured.config or {}).get("cluster", {}).get("hosts") or {}
-    found = {
-        key: getattr(measured, key) for key in ("method", "variant", "cluster", "gpus", "seqlen", "causal", "heads")
-    }
+    shape = ("method", "variant", "cluster", "gpus", "seqlen", "causal", "heads")
+    found = {key: getattr(measured, key) for key in shape}
     for tier in ("link", "uplink"):
         found[f"{tier}_mbit_per_s"] = (hosts.get(f"{tier}_bytes_per_s") or 0) * 8e-6 or None
     found |= {
@@ -233,22 +207,31 @@ def row(measured: Record, simulated: Record, speed: float | None, simulated_ms: 
         "status": measured.status,
         "why": measured.error or simulated.error,
         "bound_by": simulated.bound_by,
+        "measured_run_id": measured.run_id,
+        "simulated_run_id": simulated.run_id,
     }
-    found |= {"measured_run_id": measured.run_id, "simulated_run_id": simulated.run_id}
+    times_ms = {"step": sum(simulated_ms.values()), **simulated_ms} if simulated_ms else {}
     for phase in ("step", "forward", "backward"):
-        one, other = getattr(measured, f"{phase}_ms_median"), simulated_ms.get(phase)
-        found |= {f"{phase}_measured_ms": one, f"{phase}_simulated_ms": other}
-        found[f"{phase}_error"] = other / one - 1 if one and other else None
-    one, other = measured.step_ms_median, simulated.step_ms_median
-    found |= {"speed": speed, "step_as_calibrated_ms": other}
-    found["step_error_as_calibrated"] = other / one - 1 if one and other else None
-    return found | {"low_ms": measured.step_ms_ci95_low, "high_ms": measured.step_ms_ci95_high}
+        phase_ms = getattr(measured, f"{phase}_ms_median")
+        found |= {f"{phase}_measured_ms": phase_ms, f"{phase}_simulated_ms": times_ms.get(phase)}
+        found[f"{phase}_error"] = _error(times_ms.get(phase), phase_ms)
+    return found | {
+        "speed": speed,
+        "step_as_calibrated_ms": simulated.step_ms_median,
+        "step_error_as_calibrated": _error(simulated.step_ms_median, measured.step_ms_median),
+        "low_ms": measured.step_ms_ci95_low,
+        "high_ms": measured.step_ms_ci95_high,
+    }
+
+
+def _error(simulated_ms: float | None, measured_ms: float | None) -> float | None:
+    return simulated_ms / measured_ms - 1 if measured_ms and simulated_ms else None
 
 
 def pairs_in_order(table: pd.DataFrame) -> tuple[int, int, list[str]]:
-    """(pairs ordered alike, pairs, those that are not): of points that differ in method or variant only.
+    """(number of pairs that both modes rank alike, number of pairs, pairs ranked differently).
 
-    A pair counts where the measured intervals don't overlap.
+    The points of a pair differ only in method or variant, and their measured intervals don't overlap.
     """
     alike, wrong, pairs = 0, [], 0
     for _, group in table.dropna(subset=["step_error"]).groupby(SETTING, dropna=False):
@@ -265,7 +248,7 @@ def pairs_in_order(table: pd.DataFrame) -> tuple[int, int, list[str]]:
 
 
 def write(table: pd.DataFrame, out: Path) -> None:
-    """The table as CSV and Markdown, and a scatter plot."""
+    """Write the table as CSV and Markdown, and a scatter plot."""
     out.mkdir(parents=True, exist_ok=True)
     table.to_csv(out / "validation.csv", index=False)
     done = table.dropna(subset=["step_error"])
@@ -289,9 +272,9 @@ def _report(found: pd.DataFrame, done: pd.DataFrame) -> str:
         speeds = (
             "In turn with the points of a setting, the blocks and folds of its first one ran on all ranks without "
             f"transfers: {done['speed'].min():.2f} to {done['speed'].max():.2f} times as fast as the cluster's figures "
-            "say. That has in it what else the machine does, and how well the figures meet blocks of this size on so "
-            "many ranks. Simulated cores are as fast. As the figures say, the errors of steps would be: median "
-            f"{as_calibrated.median():.1%}, 90th percentile {np.percentile(as_calibrated, 90):.1%}."
+            "say. This speed includes other load on the machine, and how well the figures fit blocks of this size on "
+            "so many ranks. Simulated cores have this speed. With the figures alone, the errors of steps would be: "
+            f"median {as_calibrated.median():.1%}, 90th percentile {np.percentile(as_calibrated, 90):.1%}."
         )
         parts += [_errors(done), verdict, speeds, "![simulated over measured](validation.svg)"]
     head = ["setting", "method", "measured, ms [95%]", "simulated, ms", "error", "forward", "backward", "bound by"]
@@ -306,7 +289,7 @@ def _errors(done: pd.DataFrame) -> str:
         for phase, size in sizes.items()
         if len(size)
     ]
-    return markdown.table(["", "median of errors' sizes", "90th percentile", "largest"], rows)
+    return markdown.table(["", "median absolute error", "90th percentile", "largest"], rows)
 
 
 def _cells(point: Mapping[str, Any]) -> list[str]:
@@ -337,7 +320,7 @@ def _setting(point: Mapping[str, Any]) -> str:
 
 
 def plot(done: pd.DataFrame, path: Path) -> None:
-    """Simulated over measured, both logarithmic, with the diagonal."""
+    """Plot simulated over measured times, on logarithmic axes, with the diagonal."""
     import matplotlib
     import seaborn as sns
 

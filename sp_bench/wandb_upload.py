@@ -1,7 +1,21 @@
-"""python -m sp_bench.wandb_upload FOLDER ...: W&B runs of records that are there already."""
+"""python -m sp_bench.wandb_upload FOLDER [FOLDER ...] [key=value ...]
+
+Writes a W&B run for each record in the folders and below, as a benchmark with logger=wandb does. Records that W&B has
+already (by <run_id>.wandb.json) are skipped. A record that has changed since is written again, with the same id.
+
+  mode=offline       offline: for `wandb sync` later; online
+  project=sp_bench
+  entity=null        null: the account's default
+  group=null         null: the sweep that the record was made in
+  dir=FOLDER         offline runs are written to dir/wandb; the first folder if not given
+  timeout_s=60       seconds for each run
+
+Exit codes: 0 ok, 2 a request that can't be served, 1 anything else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -20,38 +34,25 @@ from sp_bench.reading import read
 from sp_bench.records.gather import gather
 
 TIMEOUT_S = 60.0
-"""Of each run; nothing waits for this but the user."""
+"""The default of timeout_s: longer than a benchmark would wait."""
 GIVE_UP_AFTER = 3
-"""Failures in a row, after which the others would fail too."""
-USAGE = f"""\
-python -m sp_bench.wandb_upload FOLDER [FOLDER ...] [key=value ...]
-
-Writes a W&B run for each record in the folders and below, the same as a benchmark with logger=wandb does. What W&B has
-already (<run_id>.wandb.json says so) is passed over; a record that has changed since is written again, with its id.
-
-  mode=offline       offline: for `wandb sync` later; online
-  project=sp_bench
-  entity=null        null: the account's default
-  group=null         null: the sweep that a record was made in
-  dir=FOLDER         offline runs are written to dir/wandb; the first folder if not given
-  timeout_s={TIMEOUT_S:g}       of each run
-
-Exit codes: 0 ok, 2 a request that can't be served, 1 anything else."""
+"""Consecutive failures after which the rest is not tried: it would fail too."""
 
 
 @dataclass
 class Uploaded:
-    """What an upload came to."""
+    """The result of an upload."""
 
     written: int = 0
     failed: dict[Path, str] = field(default_factory=dict)
+    """The error of each record that was not written."""
     stopped: str | None = None
-    """Why it has ended early."""
+    """The reason for ending early; None if all records were tried."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    return run_command("sp_bench.wandb_upload", USAGE, _upload, argv)
+    """Run the command line; return the exit code."""
+    return run_command("sp_bench.wandb_upload", __doc__ or "", _upload, argv)
 
 
 def _upload(arguments: list[str]) -> int:
@@ -65,14 +66,14 @@ def _upload(arguments: list[str]) -> int:
     where = f", in {Path(settings.dir) / 'wandb'}" if settings.mode == "offline" else ""
     print(f"written: {done.written} of {len(todo)} runs, {settings.mode}, project {settings.project}{where}")
     if before:
-        print(f"passed over: {before}, which W&B has")
+        print(f"skipped: {before}, which W&B has")
     if done.stopped:
         print(f"sp_bench.wandb_upload: {done.stopped}", file=sys.stderr)
     return 1 if done.stopped or done.failed else 0
 
 
 def upload(paths: Sequence[Path], settings: WandbSettings) -> Uploaded:
-    """Write the runs of records in turn. What fails is named on stderr; the rest is written, unless all would fail."""
+    """Write the runs of records in turn. Failures are named on stderr; after a few in a row the rest is not tried."""
     done, in_a_row, console = Uploaded(), 0, Console(stderr=True)
     with (
         WandbLogger(settings) as logger,
@@ -97,7 +98,7 @@ def upload(paths: Sequence[Path], settings: WandbSettings) -> Uploaded:
 
 
 def _asked_for(arguments: Sequence[str]) -> tuple[list[Path], WandbSettings]:
-    """The folders and the settings. Raises RequestError."""
+    """The folders and the settings of a command line. Raises RequestError for an invalid argument, or no folder."""
     given, names = keys_and_paths(arguments, WandbSettings.__struct_fields__)
     folders = [Path(name) for name in names]
     if not folders:
@@ -105,25 +106,19 @@ def _asked_for(arguments: Sequence[str]) -> tuple[list[Path], WandbSettings]:
             "no folder", "there is nothing to upload", "python -m sp_bench.wandb_upload results would work"
         )
     values: dict[str, Any] = {"dir": str(folders[0]), "timeout_s": TIMEOUT_S}
-    for key, value in given.items():
-        values[key] = None if value == "null" else _seconds(value) if key == "timeout_s" else value
+    values |= {key: None if value == "null" else value for key, value in given.items()}
+    with contextlib.suppress(TypeError, ValueError):  # `read` refuses what is no number
+        values["timeout_s"] = float(values["timeout_s"])
     return folders, read(WandbSettings, values, "logger")
 
 
-def _seconds(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # which `read` refuses
-
-
 def _to_do(folders: Sequence[Path], settings: WandbSettings) -> tuple[list[Path], int]:
-    """The records to write, and how many W&B has. Names what is no record.
+    """The records to write, and the number of those W&B has. Files that are no records are named on stderr.
 
-    Raises RequestError for a folder that there is not, or in which what is written could not be remembered.
+    Raises RequestError if a folder doesn't exist, or can't be written, as <run_id>.wandb.json must be.
     """
     found = gather(folders)
-    for why in (*(why for _, why in found.broken.values()), *found.left.values(), *found.older.values()):
+    for why in (*(why for _, why in found.broken.values()), *found.unread.values(), *found.older.values()):
         print(f"left out: {why}", file=sys.stderr)
     todo = [path for path in found.records if not is_written(path, settings)]
     for folder in {path.parent for path in todo}:

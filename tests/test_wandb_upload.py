@@ -71,7 +71,7 @@ def test_each_record_is_uploaded_once(uploads: Uploads, capsys: pytest.CaptureFi
     assert "written: 3 of 3 runs, offline, project sp_bench" in capsys.readouterr().out
     assert uploads() == 0
     assert uploads.runs() == []
-    assert "passed over: 3" in capsys.readouterr().out
+    assert "skipped: 3" in capsys.readouterr().out
 
 
 def test_a_record_that_changed_is_uploaded_again(uploads: Uploads):

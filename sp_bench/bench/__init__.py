@@ -20,16 +20,16 @@ __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of
 
 
 def work_of(requests: Sequence[Request | Record]) -> int:
-    """Steps that `progress` will be told of, for a bar."""
+    """The number of steps that `progress` will report, for a progress bar."""
     to_run = [r for r in requests if isinstance(r, Request)]
     return sum(1 if r.mode == "simulate" else r.verify + r.warmup + r.iters for r in to_run)
 
 
 class NotWritten(OSError):
-    """Records that can't be written, which ends a run: the disk is full, or the folder gone."""
+    """Records can't be written, so the run ended: the disk is full, or the folder is gone."""
 
     def __init__(self, path: Path, why: OSError, outcomes: list[Outcome], lost: list[Record], points: int) -> None:
-        """`outcomes` are all that there are of `points`, and `lost` those without a record. `path` is the first's."""
+        """`outcomes` are those of the `points` that ran; `lost` are those not written, the first of them to `path`."""
         super().__init__(why.errno, why.strerror or str(why), str(path))
         self.outcomes, self.lost, self.points = outcomes, lost, points
 
@@ -50,13 +50,13 @@ def run_points(
     progress: Callable[[int], None] = lambda steps: None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run all points; returns their outcomes in the order given. Each is written to `folder` as soon as it is finished.
+    """Run all points; return their outcomes in the order given. Each record is written as soon as its point is done.
 
-    Measured points of one problem that follow one another share one allocation and are timed in turn. `reuse` takes a
-    point that the folder has as ok already from there. A point that fails is an outcome, not an error; one that has
-    been refused is given as its record, and written first.
-    Only `finished` gets what stands beside a record: that of a whole sweep would fill the memory.
-    Raises NotWritten where records can't be written, or `finished` raises OSError.
+    Consecutive measured points of one problem share a pool of ranks and are timed in turn. With `reuse`, a point with a
+    record in `folder` whose status is ok is not run again. A point that fails is an outcome, not an error. A point that
+    was refused is given as its record, which is written first. Only `finished` gets the samples and traces of a point:
+    those of a whole sweep would fill the memory.
+    Raises NotWritten if records can't be written, or `finished` raises OSError.
     """
     outcomes: dict[str, Outcome] = {}
 
@@ -65,7 +65,7 @@ def run_points(
         progress(steps)
 
     def finish(*found: Outcome) -> None:
-        """Keep what has been run together, as much as can be."""
+        """Write the outcomes of points that ran together, as many as possible."""
         errors: list[tuple[Record, OSError]] = []
         for outcome in found:
             record = outcome.record
@@ -84,7 +84,7 @@ def run_points(
 
     finish(*(Outcome(refused) for refused in requests if isinstance(refused, Record)))
     to_run = [request for request in requests if isinstance(request, Request)]
-    for (mode, *_), group in itertools.groupby(to_run, key=_together):
+    for (mode, *_), group in itertools.groupby(to_run, key=_group):
         todo = []
         for request in group:
             if reuse and (kept := _kept(folder, request)):
@@ -98,22 +98,16 @@ def run_points(
             for request in todo:
                 finish(_simulate(request))
                 step(1)
-    # Within a group, those that are reused are finished first.
+    # Within a group, reused points finish first.
     return [outcomes[request.run_id] for request in requests]
 
 
-def _together(request: Request) -> tuple:
-    """Points that are equal in this run together: those that tables compare. Each such group is kept when it ends."""
-    p, cluster = request.problem, request.cluster
-    problem = (p.n, p.seqlen, p.batch, p.heads, p.kv_heads, p.head_dim, p.mask, p.dtype, p.wire_dtype)
-    asked = (request.workload.name, request.phase)
-    settings = (
-        request.iters,
-        request.warmup,
-        request.devices.kind,
-        *request.devices.nccl.items(),
-    )
-    return (request.mode, problem, cluster.name, cluster.hosts, request.alone, asked, settings)
+def _group(request: Request) -> tuple:
+    """Equal for points that run together: those that tables compare. Their records are written when all have ended."""
+    problem = {**vars(request.problem), "layout": None}
+    cluster, devices = request.cluster, request.devices
+    timed = (request.workload.name, request.phase, request.iters, request.warmup)
+    return (request.mode, problem, cluster.name, cluster.hosts, request.alone, timed, devices.kind, devices.nccl)
 
 
 def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
@@ -135,7 +129,7 @@ def _simulate(request: Request) -> Outcome:
 
 
 def _failed(request: Request, error: Exception) -> Outcome:
-    """The row of a point that could not be done, and whose fault that is."""
+    """The outcome of a point that raised: oom, unsupported or failed."""
     if isinstance(error, DeviceMemoryError | MemoryError):
         return Outcome(request.record("oom", str(error) or "this machine's memory is too small for the point"))
     if isinstance(error, RequestError):

@@ -1,4 +1,4 @@
-"""Choose among a method's variants (tile=auto) by simulated time."""
+"""Choose among a method's variants, such as tile shapes, by simulated time."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
 @dataclass(frozen=True)
 class Choice:
-    """A variant of the method with its plans, their simulation, and the variants that it was chosen from."""
+    """A variant of the method, its plans and their simulation."""
 
     method: Method
     problem: Problem
-    """As the variant deals it out."""
+    """The problem in the variant's layout."""
     plans: dict[str, Plan]
     runs: dict[str, Run]
     candidates: list[dict[str, Any]] | None
+    """All variants with their simulated times or bounds; None if there is only one."""
 
     @property
     def total_s(self) -> float:
+        """The simulated time of all phases."""
         return sum(run.makespan_s for run in self.runs.values())
 
 
 def choose(request: Request) -> Choice:
-    """The variant with the least simulated time over the request's phases.
+    """The variant with the shortest simulated time over the request's phases.
 
-    Variants are simulated in order of a lower bound on their time (simulate.bounds), and those whose bound is above the
-    best time so far are not simulated, nor those that don't fit the memory. Cores and links are shared evenly for that:
-    none is to be chosen for the luck of its draw.
-    Raises DeviceMemoryError if none fits, RequestError if those that do are too large to simulate.
+    Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
+    best time so far, or that don't fit in memory, are not simulated. Cores and links are shared evenly meanwhile, so
+    that no variant is chosen by its random draw.
+    Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     costs = request.cluster.profile(request.problem)
@@ -84,7 +86,7 @@ def _simulated(choice: Choice, cluster: Cluster) -> Choice:
 
 
 class DeviceMemoryError(RequestError):
-    """No variant of the method fits the device."""
+    """No variant of the method fits in the device's memory."""
 
 
 def _too_large(request: Request, least: int) -> DeviceMemoryError:
@@ -102,16 +104,16 @@ def _plan(method: Method, request: Request, costs: CostProfile) -> Choice:
 
 
 def _bound_s(request: Request, choice: Choice) -> float:
-    """A time that no execution of the plans can go below on this cluster."""
+    """A lower bound on the time of the plans on this cluster."""
     return sum(max(bounds_s(request, choice, phase).values()) for phase in choice.plans)
 
 
 def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
-    """What one phase takes at least, by what sets the bound (simulate.bounds); of compute, the blocks alone."""
+    """Lower bounds on the time of a phase, by what sets them (simulate.bounds). Compute counts the blocks alone."""
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
     blocks_s = account.blocks(plan, problem) @ cluster.device.block_s(problem, phase)
     least_s = cluster.least_compute_s(blocks_s * cluster.stragglers.slow_ranks(problem.n))
-    # Noise may make blocks faster than they should be.
+    # Noise may make blocks faster than their figures.
     compute_s = 0.0 if cluster.stragglers.jitter else least_s
     crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem))
     return lower_bounds(plan, problem, cluster, crossing, compute_s)

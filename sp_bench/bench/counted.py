@@ -1,4 +1,4 @@
-"""The parts of a record that are counted from plans, and what the median step amounts to."""
+"""The parts of a record that are counted from plans, and the rates of a step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FORMS = ("PCIe", "NVL")
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What plans say before anything runs."""
+    """The parts of a record that plans determine before anything runs."""
 
     setup: Setup
     traffic: Traffic = field(default_factory=Traffic)
     memory: Memory = field(default_factory=Memory)
     wrong: str = ""
-    """Where the plans don't send what the method's closed form says; else empty."""
+    """Set if the plans don't send as many bytes as the method's closed form says; otherwise empty."""
 
 
 def counted(request: Request, choice: Choice | None) -> Counted:
-    """Tile, volume, bounds and memory, from the plans of the chosen variant; little of a peer, which has none."""
+    """Variant, volume, lower bound and memory of the chosen plans. A peer, without plans, has its variant only."""
     if choice is None:
         assert isinstance(request.method, Peer)
         return Counted(setup=replace(request.setup(), variant=request.method.variant(request.problem) or None))
@@ -67,17 +67,17 @@ def _traffic(request: Request, choice: Choice) -> Traffic:
 
 
 def by_lane(sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, float]:
-    """Sent bytes with their keys as text: phase/lane/tensor/field, or phase/operation of a peer."""
+    """Sent bytes with keys as text: phase/lane/tensor/field, or phase/operation for a peer."""
     return {"/".join((phase, *key)): plain(size) for phase, counts in sent.items() for key, size in counts.items()}
 
 
 def plain(size: float) -> float:
-    """A mean over ranks as a whole number where it is one."""
+    """A mean over ranks, as an int if it is whole."""
     return int(size) if size == int(size) else size
 
 
 def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
-    """Throughput and MFU of a step. `device_name` is what ranks ran on, which may not be what the figures are of."""
+    """Throughput and MFU of a step. `device_name` is the ranks' device, which may differ from the cluster's."""
     if not step_ms:
         return Rates()
     step_s, problem = step_ms / 1e3, request.problem
@@ -95,6 +95,6 @@ def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
 
 
 def same_model(found: str, figures: str) -> bool:
-    """Whether a device is the one that a cluster's figures are for: by its model, such as H100, and its form."""
+    """Whether the device `found` is the one of a cluster's `figures`, by model, such as H100, and form."""
     models, words = set(re.findall(r"[A-Za-z]+[0-9]+\w*", figures)), set(re.findall(r"\w+", found))
     return bool(models) and models <= words and all((form in found) == (form in figures) for form in FORMS)

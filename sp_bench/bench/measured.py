@@ -1,4 +1,4 @@
-"""Measured points: those with equally many ranks share one pool of processes and are timed in turn."""
+"""Measure points. Those with the same number of ranks share one pool and are timed in turn."""
 
 from __future__ import annotations
 
@@ -24,32 +24,30 @@ from sp_bench.plan.ops import Plan
 
 
 def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
-    """Measure points of equal gpus, iters and warmup in one pool of ranks, iteration by iteration in turn.
+    """Measure points of equal gpus, iters and warmup in one pool of ranks, in turn iteration by iteration.
 
-    `progress` is called with the number of steps done. Where a rank fails, the point under way is to blame, and the
-    others are measured again without it.
+    `progress` is called with the number of steps done. If a rank fails, the point under way is to blame, and the others
+    are measured again without it.
     """
     choices = [None if isinstance(request.method, Peer) else choose(request) for request in requests]
     for request, choice in zip(requests, choices, strict=True):
         if choice:
             check_all(executed_plans(request, choice), choice.problem)
     first = requests[0]
-    together = sum(map(_least_bytes, requests, choices))
-    alone = first.alone
-    here = 1 if alone else first.launch.ranks_here if first.launch else first.problem.n
-    together = 0 if first.devices.kind == "cuda" else together
-    refuse_what_does_not_fit(here, together, first.config)
+    processes = 1 if first.alone else first.problem.n
+    here = first.launch.ranks_here if first.launch else processes
+    rank_bytes = 0 if first.devices.kind == "cuda" else sum(map(_least_bytes, requests, choices))
+    refuse_what_does_not_fit(here, rank_bytes, first.config)
     specs = [spec for pair in zip(requests, choices, strict=True) for spec in _specs(*pair)]
     each = len(specs) // len(requests)
     started = datetime.now(UTC).isoformat()
     try:
         timeout_s = max(request.timeout_s for request in requests)
-        # A peer posts its transfers where it computes, and all that are timed in turn get the same cores.
-        first_go_transfers = not any(spec.workload.peer for spec in specs)
+        # A peer posts transfers from its compute thread, and all points timed in turn must get the same cores.
+        transfers_first = not any(spec.workload.peer for spec in specs)
         hosts = None
-        if not first.launch and not alone:
-            hosts = homes_for(first.cluster, first.problem.n, transfers_first=first_go_transfers)
-        processes = 1 if alone else first.problem.n
+        if not first.launch and not first.alone:
+            hosts = homes_for(first.cluster, first.problem.n, transfers_first=transfers_first)
         with open_ranks(processes, timeout_s, first.launch, hosts, first.devices) as pool:
             hosts_of_ranks = ranks_by_host(pool)
             by_rank = pool.run(
@@ -57,7 +55,7 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
             )
     except RankFailure as failure:
         raise_if_terminated()
-        # Ranks may be at different points; it is the failing rank's that is to blame.
+        # Ranks may be at different points. The failing rank's point is to blame.
         under_way = failure.progress
         if under_way is None and len(requests) > 1:
             return [point for request in requests for point in measure_points([request], progress)]
@@ -76,7 +74,7 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
 
 
 def executed_plans(request: Request, choice: Choice) -> dict[str, Plan]:
-    """The chosen plans, and those of phases that aren't timed but leave what the timed ones start with."""
+    """The chosen plans, and those of untimed phases whose results the timed ones need."""
     costs = request.cluster.profile(request.problem)
     return {
         phase: choice.plans.get(phase) or choice.method.plan(request.problem, phase, costs)
@@ -85,7 +83,7 @@ def executed_plans(request: Request, choice: Choice) -> dict[str, Plan]:
 
 
 def _specs(request: Request, choice: Choice | None) -> list[Spec]:
-    """What each process is asked: one thing or, where ranks are executed alone, one for each of them."""
+    """The specs of a point: one or, with mode=alone, one for each of its ranks."""
     workload = request.workload(
         phases=request.phases,
         problem=choice.problem if choice else request.problem,
@@ -99,14 +97,14 @@ def _specs(request: Request, choice: Choice | None) -> list[Spec]:
 
 
 def _least_bytes(request: Request, choice: Choice | None) -> int:
-    """What a rank holds at least: by the plans or, of a peer, its inputs and outputs."""
+    """Memory a rank needs at least: the plans' peak or, for a peer, its inputs and outputs."""
     if choice:
         return account.peak_bytes(executed_plans(request, choice).values(), choice.problem)
     return sum(request.problem.chunk_bytes(tensor, wire=False) for tensor in ("odoq", "kv", "dq", "dkv"))
 
 
 def _status(failure: Exception) -> str:
-    """What a failure is in a record; torch says that memory is out in words only."""
+    """The record's status for a failure. torch reports that memory ran out only by its message."""
     if isinstance(failure, RankError) and isinstance(failure.cause, RequestError):
         return "unsupported"
     if isinstance(failure, RankHang):

@@ -1,4 +1,4 @@
-"""The record of a measured point, composed of what its plans say and of what its ranks saw."""
+"""The record of a measured point, from its plans and its ranks' results."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def outcome_of(
     hosts: Mapping[str, Sequence[int]],
     started: str,
 ) -> Outcome:
-    """The record of a point that all ranks have finished, from what each of `ranks` saw, and its samples.
+    """The record and samples of a point that all ranks have finished.
 
-    `hosts` has the ranks on each host. `started` is when this run of points began: equal for points timed in turn.
+    `ranks` has the result of each rank, `hosts` the ranks on each host. `started` is when this run of points began,
+    equal for points timed in turn.
     """
     asked = replace(request.asked(), iters=request.iters, warmup=request.warmup)
     provenance = {**records.provenance(), "ranks_by_host": hosts, "measured_at": started}
@@ -78,7 +79,7 @@ def _measured_parts(
     ranks: Sequence[RankResult],
     hosts: Mapping[str, Sequence[int]],
 ) -> tuple[Part, ...]:
-    """What came of ranks that ran together."""
+    """The measured parts of the record of ranks that ran together."""
     times = timing(request, samples)
     assert times.step_ms_median is not None
     inside = breakdown(request, samples, ranks, times.step_ms_median) if choice else Breakdown()
@@ -92,7 +93,7 @@ def _measured_parts(
 
 
 def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tuple[Setup, list[str]]:
-    """The kernel and device that ranks ran on, and what is to be said of that."""
+    """The setup with the kernel and device that the ranks used, and the point's notes."""
     found, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
     setup = replace(setup, kernel=ranks[0].kernel)
     if request.devices.kind == "cuda" or request.alone:
@@ -113,7 +114,7 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
 
 
 def _sent_otherwise(choice: Choice, ranks: Sequence[RankResult], numbers: Sequence[int]) -> str:
-    """The last rank whose tensors were other bytes than its plan says; empty if there is none."""
+    """An error for the last rank that sent other bytes than its plan says; empty if there is none."""
     volumes = {phase: account.volume(plan, choice.problem) for phase, plan in choice.plans.items()}
     wrong = ""
     for rank, result in zip(numbers, ranks, strict=True):

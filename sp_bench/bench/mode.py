@@ -1,4 +1,4 @@
-"""The mode of a point: measured on this machine's GPUs or CPUs, as a whole or single ranks alone, or simulated."""
+"""The mode of a point: measured on this machine's GPUs or CPUs, single ranks measured alone, or simulated."""
 
 from __future__ import annotations
 
@@ -15,32 +15,29 @@ from sp_bench.measure.launch import Launch
 from sp_bench.reading import read
 
 Asked = Literal["auto", "measure", "simulate", "alone"]
-AskedDevice = Literal["auto", "cpu", "cuda"]
 """Values of the key `mode`."""
+AskedDevice = Literal["auto", "cpu", "cuda"]
+"""Values of the key `device`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """How a point gets its numbers: the mode that its record carries, why that one, and the devices of its ranks."""
+    """How a point gets its numbers, and the devices of its ranks."""
 
     name: str
-    """measure: all ranks run. alone: some ranks run one after the other, without peers. simulate: none runs."""
+    """The mode in the record. measure: all ranks run. alone: ranks run in turn, without peers. simulate: none."""
     why: str
+    """The reason for the mode."""
     devices: Devices = field(default=CPUS)
-    """What measured ranks compute on."""
+    """The devices of measured ranks."""
     alone: tuple[int, ...] = ()
     """The ranks of mode=alone."""
-
-    @property
-    def device(self) -> str:
-        """cpu or cuda."""
-        return self.devices.kind
 
 
 def resolve_mode(
     config: Mapping[str, Any], gpus: int, cluster: Cluster, launch: Launch | None, *, of_a_peer: bool
 ) -> Mode:
-    """The mode of a composed config. Raises RequestError for one that this machine or launch can't serve."""
+    """The mode of a composed config. Raises RequestError if this machine or launch can't serve it."""
     asked = read(Asked, config["mode"], "mode")
     device = read(AskedDevice, config["device"], "device")
     settings = nccl_settings(config["nccl"])
@@ -74,7 +71,7 @@ def resolve_mode(
 
 
 def alone_ranks(given: Any, gpus: int) -> tuple[int, ...]:
-    """The ranks that mode=alone executes. Raises RequestError for anything but a list of ranks below `gpus`."""
+    """The ranks that mode=alone executes. Raises RequestError unless `given` is a list of ranks below `gpus`."""
     ranks = [rank for rank in given if type(rank) is int and rank >= 0] if isinstance(given, Sequence) else []
     if not ranks or len(ranks) < len(given):
         raise RequestError(f"alone={given}", "must be a list of ranks", "alone=[0] would work")
@@ -89,7 +86,7 @@ def alone_ranks(given: Any, gpus: int) -> tuple[int, ...]:
 def _alone(
     given: Any, gpus: int, launch: Launch | None, device: str, settings: Mapping[str, str], *, of_a_peer: bool
 ) -> Mode:
-    """One process, a rank at a time. It runs on a CPU only where device=cpu asks for that, since it takes long."""
+    """mode=alone: one process, a rank at a time. It runs on a CPU only with device=cpu, since it takes long."""
     ranks = alone_ranks(given, gpus)
     if of_a_peer:
         raise RequestError("mode=alone", "only plans can be executed without a rank's peers", "mode=measure would work")
@@ -114,7 +111,7 @@ def _has(gpus: int) -> str:
 
 
 def nccl_settings(given: Any) -> dict[str, str]:
-    """NCCL's variables by their names without NCCL_. Raises RequestError for what can be none."""
+    """NCCL's environment variables, named without NCCL_. Raises RequestError for an invalid name or value."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -131,20 +128,20 @@ def nccl_settings(given: Any) -> dict[str, str]:
 
 
 def _without_gpus(ranks_here: int, cluster: Cluster, launch: Launch | None, of_a_peer: bool) -> str:
-    """Why a point's ranks can't have a GPU each; empty if they can, as far as this process sees."""
+    """Why a point's ranks can't have a GPU each; empty if they can, as far as this process knows."""
     here = gpus_here()
     if of_a_peer:
         return "peers run on CPUs only"
     if cluster.hosts:
         return f"the hosts of cluster={cluster.name} have CPUs only"
-    # A launch may show each of its processes one GPU of many.
+    # A launcher may show each process only one GPU.
     if here < (min(ranks_here, 1) if launch else ranks_here):
         return f"{_has(here)}, and its ranks need {ranks_here}, one each"
     return "" if torch_has_cuda() else _NO_CUDA
 
 
 def _refuse_to_join(launch: Launch, cluster: Cluster, obstacle: str, devices: Devices) -> None:
-    """Raise RequestError for a cluster that ranks which have been started already can't be ranks of."""
+    """Raise RequestError if a launch's ranks can't be those of the cluster."""
     rule = ""
     if cluster.hosts:
         rule = f"its hosts are made for ranks that are started on them, and {launch.by} has started these"

@@ -1,4 +1,4 @@
-"""What became of a benchmark point."""
+"""The outcome of a benchmark point."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from sp_bench.records import Record
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished point: its record, and what tables and timelines can draw from this run."""
+    """A finished point: its record, and the data of this run that tables and timelines show."""
 
     record: Record
     choice: Choice | None = None
     samples: Samples | None = None
-    """Of a measured point."""
+    """The samples of a measured point."""
     hang: dict[str, Any] | None = None
-    """Where each rank was when none answered any more (measure.thread_dump), by rank."""
+    """The thread dumps of ranks that hung (measure.thread_dump), by rank."""
     trace: dict[str, Any] | None = None
     """The simulated timeline, for Perfetto."""
     ranks: dict[str, list[float]] | None = None
-    """What each simulated rank's time went to, in milliseconds."""
+    """The time breakdown of each simulated rank in milliseconds (simulated.time_by_rank)."""
     reused: bool = False
+    """Whether the record is of an earlier run."""

@@ -1,4 +1,4 @@
-"""One benchmark point, as asked for: the resolved config, checked."""
+"""A request for one benchmark point: its config, resolved and checked."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.parts import Asked, Setup
-from sp_bench.records.record import Part
+from sp_bench.records.record import Part, fields_of
 from sp_bench.workload import Workload, workload_named
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
-"""Keys that don't change what a point's numbers are, and so are left out of its run_id."""
+"""Keys that don't affect a point's numbers, and so are left out of its run_id."""
+SHAPE = ("seqlen", "batch", "heads", "kv_heads", "head_dim")
+"""Fields of a problem that have the same names in a config and in a record."""
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
-"""Resident memory of a rank's process beside the attention's own."""
+"""Resident memory of a rank's process without the attention's own."""
 
 
 class KernelSection(Section, frozen=True, kw_only=True):
-    """A conf/kernel file."""
+    """The content of a conf/kernel file."""
 
     name: str
 
 
 class Values(Section, frozen=True, kw_only=True):
-    """The numbers and truth values of conf/config.yaml."""
+    """The numbers and booleans of conf/config.yaml."""
 
     gpus: Count
     seqlen: Tokens
@@ -62,71 +64,57 @@ class Values(Section, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A point whose values fit together."""
+    """A benchmark point whose values are valid together."""
 
     method: Method | Peer
-    """What runs: a method of ours, or somebody else's code, which has no plans."""
+    """One of our methods, or a peer: another package's code, which has no plans."""
     problem: Problem
     cluster: Cluster
     mode: str
     """measure, alone or simulate."""
     why: str
-    """Why it is that mode."""
+    """The reason for the mode."""
     workload: type[Workload]
     phase: str
     """One of the workload's phase_choices."""
     notes: list[str]
-    """What a reader of the numbers must know."""
+    """Remarks that a reader of the numbers must know."""
     kernel: str
     iters: int
     warmup: int
     verify: bool
     parts: bool
-    """Whether blocks alone and transfers alone are timed beside the step."""
+    """Whether blocks alone and transfers alone are timed in turn with the step."""
     seed: int
     trace: int
-    """How many ranks' simulated timelines to write."""
+    """The number of ranks whose simulated timelines are written."""
     timeout_s: float
     run_id: str
     config: Mapping[str, Any] = field(repr=False)
     devices: Devices
-    """What the ranks of a measured point compute on."""
+    """The devices of a measured point's ranks."""
     alone: tuple[int, ...] = ()
     """The ranks that mode=alone executes, one after the other."""
     launch: Launch | None = None
-    """Where a measured point's ranks have been started already."""
+    """The launch that has started a measured point's ranks; None: they are started on this machine."""
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases that are timed, or simulated, in order."""
+        """The phases that are timed or simulated, in order."""
         return self.workload.phase_choices[self.phase]
 
     def asked(self) -> Asked:
-        """The part of this point's record that says what was asked for."""
-        problem = self.problem
-        return Asked(
-            workload=self.workload.name,
+        """The part of the record that has the request."""
+        return replace(
+            _asked(self.config),
             method=self.method.name,
             impl=self.method.impl if isinstance(self.method, Peer) else None,
-            gpus=problem.n,
-            seqlen=problem.seqlen,
-            batch=problem.batch,
-            heads=problem.heads,
-            kv_heads=problem.kv_heads,
-            head_dim=problem.head_dim,
-            mask=problem.mask.name,
-            causal=problem.mask == CAUSAL,
-            dtype=problem.dtype,
-            wire_dtype=problem.wire_dtype,
-            phase=self.phase,
-            cluster=self.cluster.name,
             seed=self.seed,
             stragglers=self.cluster.stragglers.as_record(),
-            config=dict(self.config),
         )
 
     def setup(self) -> Setup:
-        """The part that says what runs, as far as the request knows."""
+        """The part of the record that has the setup, as far as the request determines it."""
         return Setup(
             layout=self.problem.layout.name,
             nodes=self.cluster.nodes(self.problem.n),
@@ -141,9 +129,9 @@ class Request:
         notes: Sequence[str] = (),
         provenance: Mapping[str, Any] | None = None,
     ) -> Record:
-        """The record of this point. Without `parts` it says what was asked for, and no more."""
-        return Record.of(
-            *(parts or (self.asked(), self.setup())),
+        """The record of this point. Without `parts` it has only the request."""
+        return Record(
+            **fields_of(parts or (self.asked(), self.setup())),
             run_id=self.run_id,
             status=status,
             mode=self.mode,
@@ -154,17 +142,18 @@ class Request:
 
 
 def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
-    """The request of a composed config. Raises RequestError for the first value that makes no sense.
+    """The request of a composed config. Raises RequestError for the first invalid value.
 
-    `config` is what conf/config.yaml composes to: keys as there, and the groups method, cluster, kernel, logger.
-    `launch` has the ranks that the point is measured on; None starts them on this machine.
+    `config` has the keys of conf/config.yaml and its groups: method, cluster, kernel, logger. `launch` has the ranks
+    that the point is measured on; None: they are started on this machine.
     """
     workload = workload_named(str(config["workload"]))
     if config["phase"] not in workload.phase_choices:
         raise unknown("phase", str(config["phase"]), workload.phase_choices)
     values, mask = _values(config), mask_of(config)
     options = {key: value for key, value in config["method"].items() if key != "name"}
-    method = _implementation(config["method"]["name"], options, config["impl"], mask)
+    name = config["method"]["name"]
+    method = peers.build(config["impl"], options, mask=mask) if name == peers.METHOD else methods.build(name, options)
     peer = method if isinstance(method, Peer) else None
     problem = _problem(config, values, method, mask)
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
@@ -204,19 +193,10 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
 
 
 def _problem(config: Mapping[str, Any], values: Values, method: Method | Peer, mask: Mask) -> Problem:
-    """The problem, with its tokens dealt as the method wants them. Raises RequestError for one that can't be served."""
-    problem = Problem(
-        n=values.gpus,
-        seqlen=values.seqlen,
-        batch=values.batch,
-        heads=values.heads,
-        kv_heads=values.kv_heads,
-        head_dim=values.head_dim,
-        mask=mask,
-        dtype=str(config["dtype"]),
-        wire_dtype=str(config["wire_dtype"] or ""),
-        layout=mask.layout(method.layout),
-    )
+    """The problem in the method's layout. Raises RequestError if the method refuses it."""
+    layout, dtype, wire_dtype = mask.layout(method.layout), str(config["dtype"]), str(config["wire_dtype"] or "")
+    shape = {key: getattr(values, key) for key in SHAPE}
+    problem = Problem(n=values.gpus, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
     method.refuse(problem)
     return method.dealt(problem) if isinstance(method, Peer) else problem
 
@@ -224,13 +204,13 @@ def _problem(config: Mapping[str, Any], values: Values, method: Method | Peer, m
 def _refuse_measuring(
     config: Mapping[str, Any], problem: Problem, cluster: Cluster, mode: Mode, launch: Launch | None
 ) -> list[str]:
-    """What is to be said of a point that is measured. Raises RequestError for one that can't be."""
+    """The notes of a measured point. Raises RequestError for a point that can't be measured."""
     require("run", f"measuring on cluster={cluster.name}")
     if cluster.stragglers:
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
     here = 1 if mode.alone else here
-    on_cpu = mode.device == "cpu"
+    on_cpu = mode.devices.kind == "cpu"
     inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False) if on_cpu else 0
     refuse_what_does_not_fit(here, inputs, config)
     if cluster.hosts and not mode.alone:
@@ -239,39 +219,40 @@ def _refuse_measuring(
     return [f"{here} ranks share {cores} cores: their compute time includes waiting for one"] if crowded else []
 
 
-def _implementation(name: str, options: Mapping[str, Any], impl: str | None, mask: Mask) -> Method | Peer:
-    """A method of ours, or with method=peer somebody else's. Raises RequestError for one that there is not."""
-    return peers.build(impl, options, mask=mask) if name == peers.METHOD else methods.build(name, options)
-
-
 def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
-    """The record of a point that `resolve` refused. Raises RequestError if not even its numbers are numbers."""
-    values, cluster = _values(config), config["cluster"]
-    measured = config["mode"] == "auto" and cluster.get("this_machine") is True
+    """The record of a point that `resolve` refused. Raises RequestError if its numbers are invalid."""
+    measured = config["mode"] == "auto" and config["cluster"].get("this_machine") is True
     mode = config["mode"] if config["mode"] in MODES else "measure" if measured else "simulate"
-    asked = Asked(
+    return Record(
+        **vars(_asked(config)),
+        run_id=_point_id(config, mode, cores=None),
+        status="unsupported",
+        mode=mode,
+        error=str(error),
+        provenance=records.provenance(),
+    )
+
+
+def _asked(config: Mapping[str, Any]) -> Asked:
+    """The request of a config that need not be valid. Raises RequestError if its numbers are invalid."""
+    values, mask, method = _values(config), mask_of(config), config["method"]["name"]
+    return Asked(
         workload=str(config["workload"]),
-        method=config["impl"] or peers.METHOD if config["method"]["name"] == peers.METHOD else config["method"]["name"],
+        method=config["impl"] or method if method == peers.METHOD else method,
         gpus=values.gpus,
-        seqlen=values.seqlen,
-        batch=values.batch,
-        heads=values.heads,
-        kv_heads=values.kv_heads,
-        head_dim=values.head_dim,
-        mask=mask_of(config).name,
-        causal=mask_of(config) == CAUSAL,
+        **{key: getattr(values, key) for key in SHAPE},
+        mask=mask.name,
+        causal=mask == CAUSAL,
         dtype=str(config["dtype"]),
         wire_dtype=str(config["wire_dtype"] or config["dtype"]),
         phase=str(config["phase"]),
-        cluster=cluster["name"],
+        cluster=config["cluster"]["name"],
         config=dict(config),
     )
-    run_id, provenance = _point_id(config, mode, cores=None), records.provenance()
-    return Record.of(asked, run_id=run_id, status="unsupported", mode=mode, error=str(error), provenance=provenance)
 
 
 def mask_of(config: Mapping[str, Any]) -> Mask:
-    """The mask of a composed config. Raises RequestError for an unknown one, or where `causal` contradicts it."""
+    """The mask of a composed config. Raises RequestError if it is unknown or contradicts `causal`."""
     mask = mask_named(str(config["mask"]))
     if config["causal"] is None:
         return mask
@@ -286,7 +267,7 @@ def mask_of(config: Mapping[str, Any]) -> Mask:
 
 
 def _values(config: Mapping[str, Any]) -> Values:
-    """The plain values of a config, with kv_heads filled in. Raises RequestError for one that makes no sense."""
+    """The numbers and booleans of a config, with kv_heads filled in. Raises RequestError for an invalid one."""
     given = {key: config[key] for key in Values.__struct_fields__}
     return read(Values, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
 
@@ -299,9 +280,9 @@ def _point_id(
     launch: Launch | None = None,
     devices: Devices | None = None,
 ) -> str:
-    """The run_id of a point: what its numbers depend on, however it was written.
+    """The run_id of a point. Equivalent configs have the same.
 
-    `cores` is the cluster's, `version` a peer's package's.
+    `cores` is that of the cluster; `version` is that of a peer's package.
     """
     given = {**config, **structs.asdict(_values(config))}
     kept = {key: value for key, value in given.items() if key not in NOT_IN_THE_RESULT}
@@ -314,14 +295,14 @@ def _point_id(
     elif devices:
         kept |= {"device": devices.kind, "nccl": dict(devices.nccl)}
     kept["alone"] = config["alone"] if mode == "alone" else None
-    # In a sweep, impl may be there for another point.
+    # In a sweep, impl may be set for another point.
     kept |= {"impl": config["impl"] if config["method"]["name"] == peers.METHOD else None, "version": version}
     on_gpus = devices is not None and devices.kind == "cuda"
     return records.run_id(kept, measured=mode != "simulate", on_gpus=on_gpus)
 
 
 def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:
-    """Raise RequestError, before a rank starts, for more ranks than this machine can hold."""
+    """Raise RequestError if this machine can't hold n ranks of `rank_bytes` each."""
     most = RANKS_PER_CORE * cores_here()
     if n > most:
         raise RequestError(

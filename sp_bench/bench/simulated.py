@@ -1,4 +1,4 @@
-"""One simulated point."""
+"""Simulate a point."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 
 
 def simulate_point(request: Request) -> tuple[Record, Choice]:
-    """The record of a simulated point, and the simulation behind it.
+    """The record of a simulated point, and the simulation of its plans.
 
-    The chosen plans are proven first. Times are the model's: one value, no samples, so no spread.
+    The chosen plans are proven first. A simulated time is one value, so the record has no spread.
     """
     choice = choose(request)
     check_all(choice.plans, choice.problem)
@@ -57,7 +57,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
 
 
 def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, str]:
-    """Bytes that cross each class of links, over the number of GPUs; what the step takes at least, in ms; and why."""
+    """(bytes across each class of links per GPU, a lower bound on the step in ms, what sets most of the bound)."""
     network = request.cluster.network(choice.problem.n)
     by_name: dict[str, float] = {}
     crossed = np.zeros(network.link_bytes_per_s.size)
@@ -75,7 +75,7 @@ def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, 
 
 
 def time_by_rank(choice: Choice) -> dict[str, list[float]]:
-    """By phase and kind, each rank's milliseconds: busy computing, exposed to transfers, idle when it has ended."""
+    """Each rank's milliseconds, by phase and kind: busy computing, exposed to transfers, idle after its end."""
     found = {}
     for phase, run in choice.runs.items():
         for name, seconds in (("busy", run.busy_s), ("exposed", run.exposed_s), ("idle", run.idle_s)):
@@ -84,7 +84,7 @@ def time_by_rank(choice: Choice) -> dict[str, list[float]]:
 
 
 def trace_of(choice: Choice, ranks: int) -> dict[str, Any] | None:
-    """The timeline of the first ranks, one phase after the other."""
+    """The timelines of the first `ranks` ranks as a Chrome trace, one phase after the other; None for 0 ranks."""
     if not ranks:
         return None
     spans, start_s = [], 0.0

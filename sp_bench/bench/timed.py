@@ -1,4 +1,4 @@
-"""The parts of a record that are made from measured samples."""
+"""The parts of a record that come from measured samples."""
 
 from __future__ import annotations
 
@@ -16,31 +16,25 @@ from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic
 
 
 def timing(request: Request, samples: Samples) -> Timing:
-    """Statistics over iterations, each phase of which takes as long as its slowest rank."""
+    """Statistics over iterations. Each phase takes as long as its slowest rank."""
     by_phase = {phase: slowest_ms(samples, STEP, phase) for phase in request.phases}
-    spread = summarise(sum(by_phase.values(), np.zeros(request.iters)), request.seed)
+    step = summarise(sum(by_phase.values(), np.zeros(request.iters)), request.seed)
     own_ms = rank_medians_ms(samples, STEP)
-    medians_ms = {phase: float(np.median(times_ms)) for phase, times_ms in by_phase.items()}
     return Timing(
-        step_ms_median=spread.median,
-        step_ms_p25=spread.p25,
-        step_ms_p75=spread.p75,
-        step_ms_ci95_low=spread.ci95_low,
-        step_ms_ci95_high=spread.ci95_high,
-        forward_ms_median=medians_ms.get("forward"),
-        backward_ms_median=medians_ms.get("backward"),
+        **{f"step_ms_{name}": value for name, value in vars(step).items()},
+        **{f"{phase}_ms_median": float(np.median(times_ms)) for phase, times_ms in by_phase.items()},
         rank_step_ms_min=float(own_ms.min()),
         rank_step_ms_max=float(own_ms.max()),
     )
 
 
 def timing_alone(samples: Samples) -> Timing:
-    """What ranks take that were executed without their peers. No step: nothing was sent."""
+    """The times of ranks that were executed without their peers. They are no step: nothing was sent."""
     return Timing(alone_ms_median=_slowest_rank_ms(samples, STEP))
 
 
 def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult], step_ms: float) -> Breakdown:
-    """What the blocks and transfers of plans take in the step, and by themselves."""
+    """The times of blocks and transfers of plans, in the step and each alone."""
     blocks_ms = rank_medians_ms(samples, "blocks")
     found = replace(
         _inside(samples, ranks),
@@ -49,44 +43,31 @@ def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult], s
     )
     if not request.parts:
         return found
-    compute, communication = (
-        {phase: slowest_ms(samples, part, phase) for phase in request.phases}
-        for part in (COMPUTE_ONLY, COMMUNICATION_ONLY)
-    )
-    compute_ms = _median_of_sum(compute)
-    return replace(
-        found,
-        compute_only_ms_median=compute_ms,
-        compute_only_forward_ms_median=_median(compute.get("forward")),
-        compute_only_backward_ms_median=_median(compute.get("backward")),
-        communication_only_ms_median=_median_of_sum(communication),
-        communication_only_forward_ms_median=_median(communication.get("forward")),
-        communication_only_backward_ms_median=_median(communication.get("backward")),
-        exposed_comm_ms=step_ms - compute_ms,
-    )
+    medians_ms = {}
+    for part in (COMPUTE_ONLY, COMMUNICATION_ONLY):
+        by_phase = {phase: slowest_ms(samples, part, phase) for phase in request.phases}
+        medians_ms[f"{part}_ms_median"] = float(np.median(np.sum(list(by_phase.values()), axis=0)))
+        medians_ms |= {f"{part}_{phase}_ms_median": float(np.median(times)) for phase, times in by_phase.items()}
+    return replace(found, **medians_ms, exposed_comm_ms=step_ms - medians_ms["compute_only_ms_median"])
 
 
 def breakdown_alone(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
-    """What ranks spend their time on that were executed without their peers."""
+    """The time breakdown of ranks that were executed without their peers."""
     found = _inside(samples, ranks)
     return replace(found, compute_only_ms_median=_slowest_rank_ms(samples, COMPUTE_ONLY)) if request.parts else found
 
 
 def cores(found: Breakdown, samples: Samples, machines: Sequence[str]) -> Breakdown:
-    """`found` with how long cores were busy. `machines` are those of the ranks; the first rank of each one tells."""
+    """`found` with busy core times. `machines` has the machine of each rank; each machine's first rank sampled them."""
     first = [machines.index(machine) for machine in dict.fromkeys(machines)]
-    busy_s = {part: samples.by_rank(name)[first] for part, name in CORES.items() if samples.by_rank(name).size}
-    mean_ms = {part: 1e3 * float(seconds.sum()) / seconds.shape[1] for part, seconds in busy_s.items()}
+    busy_s = {name: samples.by_rank(name)[first] for name in CORES.values() if samples.by_rank(name).size}
     return replace(
-        found,
-        core_ms_mean=mean_ms.get(STEP),
-        compute_only_core_ms_mean=mean_ms.get(COMPUTE_ONLY),
-        communication_only_core_ms_mean=mean_ms.get(COMMUNICATION_ONLY),
+        found, **{f"{name}_ms_mean": 1e3 * float(each_s.sum()) / each_s.shape[1] for name, each_s in busy_s.items()}
     )
 
 
 def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
-    """What the ranks held, in place of what the plans say that they can hold."""
+    """The measured memory of the ranks, beside the peak that the plans allow."""
     given = [rank.memory.device_bytes for rank in ranks]
     if any(given):
         source = "torch's allocator on the GPU, from before the inputs to its peak in the first step"
@@ -100,12 +81,12 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
 
 
 def sent_per_gpu(ranks: Sequence[RankResult]) -> float:
-    """Bytes of the tensors that the ranks handed to the network in one step, the mean over the ranks."""
+    """Bytes of the tensors sent in one step, the mean over the ranks."""
     return plain(sum(sum(counts.values()) for rank in ranks for counts in rank.sent_bytes.values()) / len(ranks))
 
 
 def traffic_of_peer(ranks: Sequence[RankResult]) -> Traffic:
-    """Volume from the operations of torch.distributed; not known where some of them can't be counted."""
+    """The volume of the operations of torch.distributed; not known if some can't be counted."""
     if not sent_per_gpu(ranks) and len(ranks) > 1:
         return Traffic()
     sent = [by_lane(rank.sent_bytes) for rank in ranks]
@@ -118,13 +99,13 @@ def traffic_of_peer(ranks: Sequence[RankResult]) -> Traffic:
 
 
 def interface_bytes(ranks: Sequence[RankResult], hosts: Mapping[str, Sequence[int]]) -> float | None:
-    """What the links' counters say that hosts sent in a step, over the GPUs; None where hosts have no such links."""
+    """Bytes per GPU sent in a step, by the link counters of emulated hosts; None if there are none."""
     first = [ranks[on_host[0]].link_sent_bytes for on_host in hosts.values()]
     return float(np.median(np.sum(first, axis=0)) / len(ranks)) if all(first) else None
 
 
 def _inside(samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
-    """Blocks, kernels, folds and interpreter, each of the rank that has most of it."""
+    """Blocks, kernels, folds and interpreter, each of the rank with most of it."""
     blocks_ms, kernels_ms, folds_ms, caller_ms = (
         rank_medians_ms(samples, part) for part in ("blocks", "kernels", "folds", "caller")
     )
@@ -138,14 +119,5 @@ def _inside(samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
 
 
 def _slowest_rank_ms(samples: Samples, part: str) -> float:
-    """The median over iterations of all phases together, each time of the slowest rank."""
+    """The median over iterations of the slowest rank's time of all phases together."""
     return 1e3 * float(np.median(samples.by_rank(part).max(axis=0)))
-
-
-def _median(times_ms: np.ndarray | None) -> float | None:
-    return None if times_ms is None else float(np.median(times_ms))
-
-
-def _median_of_sum(by_phase: Mapping[str, np.ndarray]) -> float:
-    """The median over iterations of the phases together."""
-    return float(np.median(np.sum(list(by_phase.values()), axis=0)))

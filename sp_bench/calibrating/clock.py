@@ -1,4 +1,4 @@
-"""Clocks: how long a call takes on a device. A device whose calls return before they end needs one of its own."""
+"""Clocks that time a call on a device. A GPU needs its own, because calls return before their kernels end."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 T = TypeVar("T")
 
 AHEAD_CYCLES = 4_000_000
-"""Of a GPU's clock, two milliseconds: longer than Python should take to launch a block's kernels."""
+"""GPU clock cycles, about two milliseconds: longer than Python should take to launch a block's kernels."""
 ATTEMPTS = 4
-"""How often a call is launched at most, each time four times as long ahead. The last one counts whatever it was."""
+"""The most launches of a call, each with four times as much time for it. The last one counts in any case."""
 
 
 def cpu_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
-    """What a call took, and what it returned."""
+    """The duration of a call, and its result."""
     started = time.perf_counter()
     result = call(*arguments)
     return time.perf_counter() - started, result
 
 
 def cuda_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
-    """What the kernels of a call took on the current GPU and stream, between two events, and what it returned."""
+    """The duration of a call's kernels on the current GPU and stream, between two events, and the call's result."""
     attempt = 0
     while True:
         attempt += 1
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # While the GPU sleeps, all is launched, so that it waits for no launch between the events.
+        # All is launched while the GPU sleeps, so that the GPU waits for no launch between the events.
         torch.cuda._sleep(4 ** (attempt - 1) * AHEAD_CYCLES)
         started.record()
         result = call(*arguments)
@@ -43,4 +43,4 @@ def cuda_seconds(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
 Clock = Callable[..., tuple[float, Any]]
 
 CLOCKS: dict[str, Clock] = {"cpu": cpu_seconds, "cuda": cuda_seconds}
-"""By device."""
+"""The clock of each device."""

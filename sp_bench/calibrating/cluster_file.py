@@ -1,4 +1,4 @@
-"""From samples to a conf/cluster file: medians, rates, and where they come from."""
+"""Make a conf/cluster file from a calibration's samples: medians, rates and their sources."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sp_bench.plan.method import PHASES
 
 DIGITS = 4
 LEAST_WORK = 0.1
-"""Of a sample, what stays where the launch cost seems to be all of it."""
+"""The share of a sample that always counts as work, however large the launch cost."""
 
 
 def cluster_config(
     name: str, setting: Setting, costs: Costs, links: Sequence[Links], provenance: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The content of a conf/cluster file for this machine, from what rank 0's kernels and all ranks' links took."""
+    """The content of a conf/cluster file for this machine, from rank 0's `costs` and all ranks' `links`."""
     latency_s, large_s = _slowest_s(links, "ring_tiny_s"), _slowest_s(links, "ring_large_s")
     pair_s = _median(links[0].pair_large_s)
     device = {
@@ -51,7 +51,7 @@ def cluster_config(
 
 
 def device_rates(setting: Setting, costs: Costs) -> dict[str, Any]:
-    """What a cluster file says of the device's kernels and memory."""
+    """The keys of a cluster file for the device's kernels and memory."""
     launch_s = _median(costs.launch_s)
     return {
         "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
@@ -62,7 +62,7 @@ def device_rates(setting: Setting, costs: Costs) -> dict[str, Any]:
 
 
 def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
-    """Where these figures come from."""
+    """The sources of the figures of `device_rates`. `how` says how they were timed."""
     heads = (
         f"{setting.heads} heads" if setting.kv_heads == setting.heads else f"{setting.heads}/{setting.kv_heads} heads"
     )
@@ -79,25 +79,25 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
 
 
 def scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """A table of kernel rates, all of them so many times as high."""
+    """A table of kernel rates, all multiplied by `factor`."""
     rated = [name for name in (f"{phase}_{mask}" for phase in PHASES for mask in ("full", "causal")) if name in table]
     return {**table} | {name: {size: rounded(x * factor) for size, x in table[name].items()} for name in rated}
 
 
 def blocks_spread(costs: Costs) -> float:
-    """How far block times typically are from their medians: large where the machine does something else too."""
+    """The typical spread of block times around their medians. It is large on a busy machine."""
     return float(np.median(_spreads(costs.blocks_s.values())))
 
 
 def block_flops(name: str, q_tokens: int, kv_tokens: int, setting: Setting) -> float:
-    """What a block of forward_full and so on computes."""
+    """The FLOPs of a block. `name` is its phase and mask, such as forward_full."""
     phase, _, mask = name.partition("_")
     pairs = q_tokens * kv_tokens if mask == "full" else q_tokens * (q_tokens + 1) // 2
     return FLOPS_PER_PAIR[phase] * pairs * setting.heads * setting.head_dim
 
 
 def _table(dtype: str, setting: Setting, costs: Costs, launch_s: float) -> dict[str, Any]:
-    """One dtype's rates, TFLOP/s."""
+    """The rates of one dtype in TFLOP/s."""
     found: dict[str, Any] = {
         "kernel": costs.kernel, "figures": "measured", "head_dim": setting.head_dim, "dtypes": {dtype: 1.0},
     }  # fmt: skip
@@ -121,12 +121,12 @@ def _slowdown(links: Sequence[Links]) -> float:
 
 
 def _slowest_s(links: Sequence[Links], name: str) -> float:
-    """The median over repetitions of the slowest rank."""
+    """The median over repetitions of the slowest rank's time."""
     return float(np.median(np.max([getattr(link, name) for link in links], axis=0)))
 
 
 def _spreads(series: Iterable[Samples]) -> list[float]:
-    """Half of each interquartile range over its median."""
+    """Half the interquartile range, divided by the median, of each series."""
     quartiles = (np.percentile(samples, [25, 50, 75]) for samples in series)
     return [float((high - low) / 2 / middle) for low, middle, high in quartiles]
 
@@ -136,5 +136,5 @@ def _median(samples: Samples) -> float:
 
 
 def rounded(value: float) -> float:
-    """To the digits that a cluster file gives."""
+    """The value with as many digits as a cluster file has."""
     return float(f"{value:.{DIGITS}g}")

@@ -1,4 +1,4 @@
-"""A conf/cluster file for a GPU: its kernels and memory as measured, its links as another file has them."""
+"""Make a conf/cluster file for a GPU: measured kernels and memory, and the links of another file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
 
 MARK = "calibrated"
-"""The source that tells a file of sp_bench.calibrate from others, which it doesn't overwrite."""
+"""The source that marks a file of sp_bench.calibrate. Other files are not overwritten."""
 TILE_TOKENS = 128
-"""What a thread block of a kernel is taken to take: FlashAttention-3's at head_dim 128."""
+"""The assumed queries of a kernel's thread block: those of FlashAttention-3 at head_dim 128."""
 
 
 def gpu_cluster_config(
     name: str, setting: Setting, costs: Costs, gpu: Gpu, base: Mapping[str, Any], provenance: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The content of a conf/cluster file for many of this GPU, joined as those of the cluster `base` are."""
+    """The content of a conf/cluster file for many of this GPU, with the links of the cluster `base`."""
     rates = device_rates(setting, costs)
     for table in rates["rates"].values():
         table |= {"heads": setting.heads, "tile_tokens": TILE_TOKENS}
@@ -47,7 +47,7 @@ def gpu_cluster_config(
 
 
 def above_peak(device: Mapping[str, Any]) -> list[str]:
-    """The rates of a device that lie above its peak, which none can: its launch cost was too much for small blocks."""
+    """The rates above the device's peak. They are wrong: the launch cost taken off small blocks was too large."""
     found = []
     for name, table in device["rates"].items():
         peak = min(device.get("peak_tflops", {}).get(dtype, math.inf) for dtype in table["dtypes"])
@@ -57,9 +57,9 @@ def above_peak(device: Mapping[str, Any]) -> list[str]:
 
 
 def base_cluster(gpu: str, asked: str | None, files: Mapping[str, Path]) -> dict[str, Any]:
-    """The cluster among `files` whose links are taken: the one asked for, or one of such GPUs.
+    """The cluster among `files` whose links are used: the one asked for, or one with such GPUs.
 
-    Raises RequestError for one that there is not, or that has no GPUs.
+    Raises RequestError if there is none, or it has no GPUs.
     """
     known = {name: yaml.safe_load(path.read_text()) for name, path in files.items()}
     of_gpus = {name: config for name, config in known.items() if _has_links_of_gpus(config)}
@@ -78,12 +78,12 @@ def base_cluster(gpu: str, asked: str | None, files: Mapping[str, Path]) -> dict
 
 
 def _has_links_of_gpus(config: Mapping[str, Any]) -> bool:
-    """Not so where a file is for the ranks of this machine, or has another's links itself."""
+    """Whether a cluster file has links of GPUs. Those of this machine's ranks, or copied from another, don't count."""
     ours = config.get("this_machine") or MARK in config.get("sources", {})
     return not ours and bool(_model(config.get("device", {}).get("name", "")))
 
 
 def _model(name: str) -> str:
-    """H100 of NVIDIA H100 80GB HBM3; empty where there is none."""
+    """The model in a GPU's name, such as H100 in NVIDIA H100 80GB HBM3; empty if there is none."""
     found = re.search(r"\b[A-Z]{1,2}\d{2,3}\b", name)
     return found[0] if found else ""

@@ -1,4 +1,4 @@
-"""Blocks, folds and copies, timed on one rank while the others are idle. Runs inside a rank's process."""
+"""Time blocks, folds and copies on one rank while the others are idle. Runs inside a rank's process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sp_bench.measure.pool import report
 from sp_bench.plan.mask import RegionKind
 
 LAUNCHES = 20
-"""Tiny blocks for each repetition."""
+"""The number of tiny blocks in each repetition."""
 
 
 def describe_gpu() -> Gpu:
-    """The GPU that `measure_kernels` measures. Raises RequestError where torch has none."""
+    """The GPU that `measure_kernels` measures. Raises RequestError if torch finds none."""
     if not torch.cuda.is_available():
         why = f"torch {torch.__version__} can't use a GPU here"
         raise RequestError("device=cuda", why, "device=cpu would work, or a torch for CUDA")
@@ -35,7 +35,7 @@ def describe_gpu() -> Gpu:
 
 
 def measure_kernels(setting: Setting) -> Costs | None:
-    """The costs on rank 0; None on the others. The first repetition of each case is a warm-up and dropped."""
+    """The costs, on rank 0; None on the others. The first repetition of each case is a warm-up and is dropped."""
     if dist.is_initialized() and dist.get_rank():
         return None
     costs = Costs()
@@ -47,13 +47,13 @@ def measure_kernels(setting: Setting) -> Costs | None:
 
 
 def random(setting: Setting, tokens: int, dtype: str, *, heads: int | None = None) -> Tensor:
-    """(1, tokens, heads, head_dim) of normal numbers."""
+    """A random tensor (1, tokens, heads, head_dim)."""
     shape = (1, tokens, heads or setting.heads, setting.head_dim)
     return torch.randn(shape, device=setting.device).to(getattr(torch, dtype))
 
 
 def kernel_for(setting: Setting, dtype: str) -> BlockKernel:
-    """The kernel that is measured. Raises RequestError for one that there is not, or that refuses."""
+    """The kernel that is measured. Raises RequestError if it is unknown or refuses the setting."""
     return choose(setting.kernel, setting.device, dtype, setting.head_dim)
 
 
@@ -64,7 +64,7 @@ def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
     k, v = (random(setting, max(setting.sizes), dtype, heads=setting.kv_heads) for _ in range(2))
     cases = [(RegionKind.FULL, *pair) for pair in itertools.product(setting.sizes, repeat=2)]
     cases += [(RegionKind.CAUSAL, size, size) for size in setting.sizes]
-    # Case by case within a repetition, so that drift of the machine meets all of them alike.
+    # All cases within each repetition, so that drift of the machine affects them alike.
     for repetition in range(1 + setting.repetitions):
         for mask, rows, columns in cases:
             report((dtype, repetition, mask.value, rows, columns))
@@ -88,7 +88,7 @@ def _launches(setting: Setting, costs: Costs) -> None:
 
 
 def _memory(setting: Setting, costs: Costs) -> None:
-    """Folds of a partial output of the first dtype into an accumulator, and copies of an accumulator, in fp32."""
+    """Time folds of a partial output of the first dtype into an fp32 accumulator, and copies of an accumulator."""
     clock, tokens = CLOCKS[setting.device], setting.memory_tokens
     out, other = (random(setting, tokens, "float32") for _ in range(2))
     part = random(setting, tokens, setting.dtypes[0])

@@ -1,4 +1,4 @@
-"""Messages between rank processes, over the transport that executions use. Runs on every rank of a pool."""
+"""Time messages between ranks, over the transport that executions use. Runs on every rank of a pool."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sp_bench.run.transport import GlooTransport, Turn
 
 TINY_BYTES = 4
 MESSAGES = 20
-"""Tiny messages for each repetition, and at least as many large ones beside blocks."""
+"""The number of tiny messages in each repetition, and the fewest large ones beside blocks."""
 BLOCKS_BESIDE = 4
-"""For which large messages last at least."""
+"""The number of blocks that large messages beside them last for, at least."""
 MOST_MESSAGES = 200
 ROUNDS = 4
-"""For each repetition: messages are shorter than blocks, and vary more."""
+"""Rounds of messages in each repetition: messages are shorter than blocks, and vary more."""
 T = TypeVar("T")
 COUNTED_AS = (("calibrate", "message", "message"),)
 
 
 def measure_links(setting: Setting) -> Links:
-    """What this rank sees; needs at least two ranks. The first repetition of each case is a warm-up and dropped."""
+    """The times this rank measures, among two ranks or more. The first repetition is a warm-up and is dropped."""
     rank, n, links = dist.get_rank(), dist.get_world_size(), Links()
     transport = GlooTransport(dist.group.WORLD)
     tiny, large = (Message(transport, size) for size in (TINY_BYTES, setting.message_bytes))
@@ -54,7 +54,7 @@ def measure_links(setting: Setting) -> Links:
 
 
 def mean_s(call: Callable[..., object], *arguments: int, times: int = MESSAGES) -> float:
-    """The mean time of so many calls in a row."""
+    """The mean time of `times` consecutive calls."""
     started = time.perf_counter()
     for _ in range(times):
         call(*arguments)
@@ -62,14 +62,14 @@ def mean_s(call: Callable[..., object], *arguments: int, times: int = MESSAGES) 
 
 
 class Message:
-    """A message of so many bytes, out and in."""
+    """A message of `size` bytes, with buffers to send and to receive it."""
 
     def __init__(self, transport: GlooTransport, size: int, lane: int = 0) -> None:
         self._transport, self._turn = transport, Turn(lane, 0)  # nothing is posted ahead
         self._out, self._into = (torch.zeros(size // 4, dtype=torch.float32) for _ in range(2))
 
     def exchange(self, target: int, source: int) -> float:
-        """Send to one rank and receive from another, both at once. Returns when it had come, by the clock."""
+        """Send to one rank and receive from another at once. Return the time of time.perf_counter() at the arrival."""
         came = self._transport.receive(self._turn, source, (self._into,))
         gone = self._transport.send(self._turn, target, (self._out,), COUNTED_AS)
         for work in came:
@@ -80,7 +80,7 @@ class Message:
         return ended
 
     def to_and_fro(self, rank: int) -> None:
-        """Rank 0 sends to rank 1 and gets the message back."""
+        """Send the message from rank 0 to rank 1 and back."""
         for sender in (0, 1):
             if rank == sender:
                 works = self._transport.send(self._turn, 1 - rank, (self._out,), COUNTED_AS)
@@ -91,7 +91,7 @@ class Message:
 
 
 def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -> None:
-    """The mean time of a block alone, and while a lane exchanges messages, as many on all ranks at once."""
+    """Time a block alone, and while a lane exchanges messages, on all ranks at once."""
     rank, n = dist.get_rank(), dist.get_world_size()
     block_s = block_clock(setting, setting.sizes[len(setting.sizes) // 2])
     links.alone_s.append(mean([block_s() for _ in range(4)]))
@@ -105,7 +105,7 @@ def _blocks_beside_transfers(setting: Setting, message: Message, links: Links) -
 
 
 def block_clock(setting: Setting, tokens: int) -> Callable[[], float]:
-    """What runs a full block of so many tokens and returns its time."""
+    """A function that runs a full block of so many tokens and returns its time."""
     kernel, clock = kernel_for(setting, setting.dtypes[0]), CLOCKS[setting.device]
     heads = (setting.heads, setting.kv_heads, setting.kv_heads)
     block = [random(setting, tokens, setting.dtypes[0], heads=count) for count in heads]
@@ -113,16 +113,16 @@ def block_clock(setting: Setting, tokens: int) -> Callable[[], float]:
 
 
 def messages_lasting(seconds: float, message_s: float, *, least: int) -> int:
-    """How many messages last so long at least, up to MOST_MESSAGES: the same number on all ranks."""
+    """The number of messages that last for `seconds`, between `least` and MOST_MESSAGES, the same on all ranks."""
     wanted = torch.tensor(seconds / message_s)
     dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
     return min(max(least, math.ceil(float(wanted))), MOST_MESSAGES)
 
 
 def beside_blocks(block_s: Callable[[], float], call: Callable[[], T]) -> tuple[T, Samples]:
-    """What a call in a lane of its own returns, and the times of the blocks that this rank computes meanwhile.
+    """The result of a call in a lane's thread, and the times of the blocks that this rank computes meanwhile.
 
-    Not of the last one, which may have outlasted the call.
+    The last block is left out: it may have outlasted the call.
     """
     with lane_threads(1) as lane:
         called = lane.submit(call)

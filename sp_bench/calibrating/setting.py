@@ -1,11 +1,11 @@
-"""What is measured, and what came out; imports no torch, so that the process which asks needn't."""
+"""What a calibration measures, and its results. Imports no torch: the asking process needs none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 Samples = list[float]
-"""Seconds, or what is done a second, one for each repetition."""
+"""Seconds, or rates per second, one value for each repetition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,55 +19,55 @@ class Setting:
     kv_heads: int
     head_dim: int
     sizes: tuple[int, ...]
-    """Tokens: full blocks of every pair of them are measured, causal ones of each."""
+    """Block sizes in tokens. Full blocks are measured for every pair of them, causal blocks for each."""
     launch_tokens: int
-    """Of a block that is nearly nothing but its launch."""
+    """Tokens of a block whose time is nearly all launch."""
     memory_tokens: int
-    """Of what is folded and copied: enough that launching them is nothing, and more than caches hold."""
+    """Tokens of the tensors that are folded and copied: too many for caches, or for launches to matter."""
     repetitions: int
     message_bytes: int
-    """Of a large message; a tiny one has a few bytes."""
+    """The size of a large message. A tiny one has a few bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What torch says of the GPU."""
+    """A GPU, as torch describes it."""
 
     name: str
     sms: int
     memory_bytes: int
     software: str
-    """Versions of what its kernels come with."""
+    """The versions of CUDA and cuDNN."""
 
 
 @dataclass(kw_only=True)
 class Costs:
-    """What one rank's kernels and memory took."""
+    """The measured times of one rank's kernels and memory."""
 
     kernel: str = ""
     blocks_s: dict[tuple[str, str, int, int], Samples] = field(default_factory=dict)
-    """By dtype, phase and mask (forward_full), queries, keys."""
+    """Seconds of a block by (dtype, phase and mask such as forward_full, queries, keys)."""
     launch_s: Samples = field(default_factory=list)
-    """A block of `launch_tokens` and one head."""
+    """Seconds of a block of `launch_tokens` and one head."""
     fold_s: Samples = field(default_factory=list)
     fold_bytes: int = 0
-    """Read and written in one."""
+    """Bytes that a fold reads and writes."""
     copy_s: Samples = field(default_factory=list)
     copy_bytes: int = 0
-    """Read and written in one."""
+    """Bytes that a copy reads and writes."""
 
 
 @dataclass(kw_only=True)
 class Links:
-    """What one rank saw of the links."""
+    """The times that one rank measured on the links."""
 
     pair_tiny_s: Samples = field(default_factory=list)
-    """Half a round trip between ranks 0 and 1, with no other transfer; empty on other ranks."""
+    """Half a round trip of a tiny message between ranks 0 and 1, with no other transfer; empty on other ranks."""
     pair_large_s: Samples = field(default_factory=list)
     ring_tiny_s: Samples = field(default_factory=list)
-    """All ranks send to the next one and receive from the one before."""
+    """A tiny message while every rank sends to the next and receives from the one before."""
     ring_large_s: Samples = field(default_factory=list)
     alone_s: Samples = field(default_factory=list)
-    """A block on every rank, without transfers."""
+    """A block, while every rank computes one and nothing is sent."""
     beside_s: Samples = field(default_factory=list)
-    """The same while every rank sends large messages round the ring."""
+    """A block, while every rank computes and sends large messages round the ring."""

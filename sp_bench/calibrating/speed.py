@@ -1,4 +1,4 @@
-"""How fast this machine's cores are just now, over what its cluster file says: others that share it come and go."""
+"""The current speed of this machine's cores relative to its cluster file. Other load on the machine changes it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sp_bench.records import Record
 
 
 def speed_of(request: Request, record: Record) -> float:
-    """What a point's blocks and folds take at least by the cluster's figures, over what they took without transfers.
+    """The time of a point's blocks and folds by the cluster's figures, over their measured time without transfers.
 
-    `record` is that of the point, measured with parts=true. How well the figures meet blocks of this size, and so many
-    ranks on the cores, is in it too, and so are cores that are idle once few ranks have any work left.
+    `record` is that of the point, measured with parts=true. The speed also includes how well the figures fit blocks of
+    this size on so many ranks, and cores that idle when few ranks have work left.
     """
     assert record.compute_only_ms_median, "its parts were timed"
     cluster = request.cluster
@@ -27,7 +27,7 @@ def speed_of(request: Request, record: Record) -> float:
 
 
 def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:
-    """The cluster of a request with cores so many times as fast and these figures of its hosts, drawn by its seed."""
+    """The cluster of a request with cores `speed` times as fast, and the given figures of its hosts, for its seed."""
     config = at_speed(request.config["cluster"], speed)
     if hosts:
         config["hosts"] = {**config["hosts"], **hosts}
@@ -35,7 +35,7 @@ def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:
 
 
 def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:
-    """The config of a cluster whose cores are so many times as fast, to 4 digits; its links stay as they are."""
+    """The config of a cluster with cores `speed` times as fast, to 4 digits. Its links are unchanged."""
     device, hosts = dict(cluster["device"]), hosts_of(cluster)
     device["rates"] = {name: scaled(table, speed) for name, table in device["rates"].items()}
     for rate in ("memory_bytes_per_s", "fold_bytes_per_s"):

@@ -1,4 +1,4 @@
-"""What command lines have in common. Imports little, so that a wrong flag is answered at once."""
+"""Shared parts of the command lines. Imports little, so that a wrong flag is answered at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sp_bench.errors import RequestError, unknown, unknown_key
 def run_command(
     name: str, usage: str, run: Callable[[list[str]], int], argv: Sequence[str] | None, flags: Iterable[str] = ()
 ) -> int:
-    """A command line, which `run` answers with its exit code: 0 with `usage` for --help, 2 with what can't be asked.
+    """Run a command line; return the exit code of run(arguments), or 2 if it raises RequestError.
 
-    `argv` is None for this process's own arguments. Those that start with - are refused unless they are among `flags`.
+    `argv` is None for this process's own arguments. --help prints `usage`. Other arguments that start with - must be
+    among `flags`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
@@ -35,9 +36,9 @@ def run_command(
 
 
 def keys_and_paths(arguments: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """The values of key=value, by key, and the other arguments, which name files or folders.
+    """The values of key=value arguments by key, and the other arguments, which are paths.
 
-    Raises RequestError for a key that is not known, unless there is a file of that name.
+    Raises RequestError for an unknown key, unless the argument is the path of a file.
     """
     given, paths, known = {}, [], list(known)
     for argument in arguments:
@@ -52,7 +53,7 @@ def keys_and_paths(arguments: Sequence[str], known: Iterable[str]) -> tuple[dict
 
 
 def only_keys(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, str]:
-    """The values of key=value, by key. Raises RequestError for anything else, and keys that have no default."""
+    """The values of key=value arguments by key. Raises RequestError for other arguments, and keys without a default."""
     given = {}
     for argument in arguments:
         key, equals, given[key] = argument.partition("=")
@@ -65,9 +66,9 @@ def only_keys(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str
 
 
 def config_dir(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The folder that --config-dir names, None without it, and the other arguments.
+    """The folder that --config-dir names, or None, and the other arguments.
 
-    Raises RequestError where the folder is missing.
+    Raises RequestError if no folder follows.
     """
     rest = list(arguments)
     if "--config-dir" not in rest:
@@ -81,9 +82,9 @@ def config_dir(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def writable_folder(key: str, name: str) -> Path:
-    """The folder that a key names, made if need be. Raises RequestError where no file can be written to it.
+    """The folder that a key names, made if necessary. Raises RequestError if no file can be written to it.
 
-    Permission bits would not tell root of a read-only mount, nor anybody of a full disk, so it is tried.
+    A file is written as a test: permission bits don't show root a read-only mount, nor anybody a full disk.
     """
     folder, done = Path(name), "made"
     try:
@@ -98,14 +99,14 @@ def writable_folder(key: str, name: str) -> Path:
 
 
 def sweep_name(arguments: Sequence[str]) -> str:
-    """What the points of a sweep have in common as a W&B group, which may have 128 characters: what was asked for.
+    """The W&B group of a sweep's points: its arguments, cut to the 128 characters that W&B allows.
 
-    The same when it is started again with its records or runs elsewhere.
+    Keys of the results folder and the logger don't change it.
     """
     text = " ".join(a for a in arguments if a.partition("=")[0].partition(".")[0] not in ("results_dir", "logger"))
     return text if len(text) <= 128 else f"{text[:119]} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def in_group(config: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """The config with its W&B group, unless it asks for one; its record has it too, for a later upload."""
+    """The config with a W&B group, unless it names one. The record keeps it for a later upload."""
     return {**config, "logger": {**config["logger"], "group": config["logger"].get("group") or group}}

@@ -1,4 +1,4 @@
-"""From `key=value` arguments to composed configs, one for each point of a sweep."""
+"""Compose configs from `key=value` arguments with Hydra, one for each point of a sweep."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
 
 SECTIONS = {"cluster": ClusterSection, "logger": WandbSettings}
-"""Groups whose keys can be given whether or not the chosen file has them."""
+"""Groups whose keys can be set even if the chosen file lacks them."""
 
 
 class Composer:
-    """conf/, and folders of the same form beside it: the user's, and `own`. A context manager, as Hydra's is."""
+    """Composes configs from conf/ and similar folders: the user's, and `own`. Use it as a context manager."""
 
     def __init__(self, own: Path | None = None) -> None:
-        """Raises RequestError if `own` is not a folder."""
+        """`own` is a folder of the form of conf/. Raises RequestError if it is not a folder."""
         if own and not own.is_dir():
             raise RequestError(
                 f"--config-dir {own}", "is not a folder", "a folder with method/, cluster/ ... would work"
@@ -48,9 +48,9 @@ class Composer:
         self._hydra.__exit__(None, None, None)
 
     def points(self, arguments: Sequence[str], *, sweep: bool) -> list[tuple[str, ...]]:
-        """The overrides of each point. Methods vary fastest, so that those compared at one point are neighbours.
+        """The overrides of each point. Methods vary fastest, so that those compared with each other are neighbours.
 
-        Raises RequestError for an argument that is no override, an unknown key or choice, or a sweep without -m.
+        Raises RequestError for an argument that is no override, an unknown key or choice, or a list without `sweep`.
         """
         axes: list[tuple[bool, list[str]]] = []
         keys: set[str] = set()
@@ -73,7 +73,7 @@ class Composer:
         return list(itertools.product(*(axes[i][1] for i in order)))
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The resolved config of one point. Raises RequestError for a nested key that there is not."""
+        """The resolved config of one point. Raises RequestError for an unknown nested key."""
         parsed = [self._parsed(override) for override in overrides]
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
         try:
@@ -94,7 +94,7 @@ class Composer:
         return {str(key): value for key, value in resolved.items()}
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:
-        """The config of a point's baseline: the same point with another method at its defaults; None for no other."""
+        """The config of a point's baseline: another method at its defaults, all else the same; None without one."""
         name = config["baseline"]
         if name is None or name == config["method"]["name"]:
             return None
@@ -104,12 +104,12 @@ class Composer:
         return self.compose([*kept, f"method={name}"])
 
     def choices(self, group: str) -> list[str]:
-        """The files of a config group."""
+        """The names of a config group's files."""
         return sorted({path.stem for folder in self._folders for path in (folder / group).glob("*.yaml")})
 
     @cache  # noqa: B019  # few composers a process
     def groups(self) -> list[str]:
-        """The config groups."""
+        """The names of the config groups."""
         return sorted({path.name for folder in self._folders for path in folder.iterdir() if list(path.glob("*.yaml"))})
 
     def _parsed(self, argument: str) -> Override:
@@ -136,7 +136,7 @@ class Composer:
         return [str(key) for key in config if key != "defaults"] + self.groups()
 
     def _explained(self, overrides: Sequence[str], error: Exception) -> RequestError:
-        """The override that Hydra could not apply, with the keys that its group has."""
+        """The error for an override that Hydra can't apply, with the keys of its group."""
         choices = [o for o in overrides if "." not in o.partition("=")[0]]
         plain = OmegaConf.to_container(compose("config", overrides=[*choices, *self._search]))
         for override in overrides:
@@ -155,7 +155,7 @@ class Composer:
 
 @lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...]) -> DictConfig:
-    """The config with these choices of groups, as the open composer's Hydra composes it in a tenth of a second."""
+    """The config with these choices of groups. Kept, because Hydra takes a tenth of a second."""
     return compose("config", overrides=list(choices))
 
 

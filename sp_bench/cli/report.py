@@ -1,4 +1,4 @@
-"""Print outcomes: one point in full beside its baseline, or a sweep as one table."""
+"""Print outcomes: a point in full beside its baseline, or a sweep as one table."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from sp_bench.records import Record
 from sp_bench.simulate import WAITING
 
 BAR, NAME, FRAME = 88, 12, 5
-"""Columns of a timeline, if the console has as many, of the name before it, and of what stands around both."""
+"""Characters of a timeline (fewer on a narrow console), of the name before it, and of the frame around both."""
 FEWEST_ITERATIONS = 5
-"""With fewer, an interval says nothing."""
+"""With fewer iterations, the interval of a median means nothing."""
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
-"""Of busy cores in all iterations, and of a step: with less, the kernel's ticks say nothing, or barriers too much."""
+"""Busy core time of all iterations, and a step's time, below which the number of busy cores is not shown: the kernel's
+ticks are too coarse, or barriers weigh too much."""
 WIDTH = 10_000
-"""Columns where the output is not a terminal: more than any line has."""
+"""Characters of a line if the output is not a terminal: more than any line has."""
 
 
 def make_console() -> Console:
-    """A console that takes brackets for what they are, and wraps nothing when its output goes to a file."""
+    """A console without markup, which wraps no lines if its output is a file."""
     return Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for a table; a dash for one that is not known."""
+    """A number for a table; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def amount(size: float | None) -> str:
-    """Bytes for a table, in decimal units as links are."""
+    """Bytes for a table, in decimal units; a dash for None."""
     if size is None:
         return "-"
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -48,27 +49,26 @@ def amount(size: float | None) -> str:
 
 def title(record: Record) -> str:
     """The problem in one line."""
-    mask = record.mask
     heads = f"{record.heads} heads" + (f" ({record.kv_heads} kv)" if record.kv_heads != record.heads else "")
     ranks = f"{record.gpus} GPUs"
     if record.alone_ranks:
         ranks = f"rank{'s' * (len(record.alone_ranks) > 1)} {', '.join(map(str, record.alone_ranks))} of {ranks}, alone"
     return (
         f"{ranks} on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
-        f"{record.head_dim}, {mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
+        f"{record.head_dim}, {record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     )
 
 
 def shape(record: Record) -> str:
-    """Batch, heads, mask and dtype in a few letters."""
+    """Batch, heads, mask and dtype, abbreviated."""
     kv = f"/{record.kv_heads}" if record.kv_heads != record.heads else ""
     batch = f"{record.batch}x" if record.batch > 1 else ""
-    mask, dtype = record.mask, record.dtype.replace("bfloat", "bf").replace("float", "fp")
-    return f"{batch}{record.heads}{kv}x{record.head_dim} {mask} {dtype}"
+    dtype = record.dtype.replace("bfloat", "bf").replace("float", "fp")
+    return f"{batch}{record.heads}{kv}x{record.head_dim} {record.mask} {dtype}"
 
 
 def tokens(seqlen: int) -> str:
-    """1048576 as 1M."""
+    """A sequence length with its unit, such as 1M for 1048576."""
     for unit, factor in (("M", 2**20), ("k", 2**10)):
         if seqlen % factor == 0:
             return f"{seqlen // factor}{unit}"
@@ -76,7 +76,7 @@ def tokens(seqlen: int) -> str:
 
 
 def variant(record: Record) -> str:
-    """Which of the method's variants, such as its tile a x b."""
+    """The method's variant, such as its tile a x b."""
     return record.variant or "-"
 
 
@@ -90,8 +90,6 @@ def _median(record: Record) -> str:
 
 
 def _errors(record: Record) -> str:
-    if record.alone_ranks:
-        return "-"
     errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv]
     return ", ".join(f"{error:.1e}" for error in errors if error is not None) or "- (nothing was executed)"
 
@@ -122,18 +120,6 @@ def _milliseconds(time_ms: float | None, digits: int = 4) -> str:
     return "-" if time_ms is None else f"{number(time_ms, digits)} ms"
 
 
-def _throughput(record: Record) -> str:
-    if record.alone_ranks:
-        return "-"
-    return f"{number(record.tokens_per_s, 4)} tokens/s, {number(record.iters_per_s, 4)} iter/s"
-
-
-def _mfu(record: Record) -> str:
-    if record.alone_ranks:
-        return "-"
-    return "- (peak not known)" if record.mfu is None else f"{record.mfu:.1%}"
-
-
 def _share(part_ms: float | None, record: Record) -> str:
     if part_ms is None or not record.step_ms_median:
         return _milliseconds(part_ms) if record.alone_ranks else "-"
@@ -141,7 +127,7 @@ def _share(part_ms: float | None, record: Record) -> str:
 
 
 def _cores(record: Record) -> str:
-    """How many were busy on average, where the kernel's ticks can tell, and barriers are nothing."""
+    """The mean number of busy cores; a dash for steps that are too short to tell."""
     step_ms, iters = record.step_ms_median, record.iters or 0
     parts_ms = record.core_ms_mean, record.compute_only_core_ms_mean, record.communication_only_core_ms_mean
     cores_ms, blocks_ms, transfers_ms = (x if x and x * iters >= FEWEST_CORE_MS else None for x in parts_ms)
@@ -160,14 +146,14 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("step, median [95% interval]", _median),
     ("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
     ("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
-    ("throughput", _throughput),
-    ("model FLOP/s for each GPU", lambda r: "-" if r.alone_ranks else f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
-    ("MFU", _mfu),
+    ("throughput", lambda r: f"{number(r.tokens_per_s, 4)} tokens/s, {number(r.iters_per_s, 4)} iter/s"),
+    ("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
+    ("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
     ("alone, with copies for transfers", lambda r: _milliseconds(r.alone_ms_median)),
     ("compute, busiest rank", lambda r: _share(r.compute_ms, r)),
-    ("  kernels", lambda r: _milliseconds(r.kernels_ms) if r.alone_ranks else "-"),
-    ("  folds", lambda r: _milliseconds(r.folds_ms) if r.alone_ranks else "-"),
-    ("  interpreter", lambda r: _milliseconds(r.interpreter_ms) if r.alone_ranks else "-"),
+    ("  kernels", lambda r: _milliseconds(r.kernels_ms)),
+    ("  folds", lambda r: _milliseconds(r.folds_ms)),
+    ("  interpreter", lambda r: _milliseconds(r.interpreter_ms)),
     ("  blocks alone", lambda r: _share(r.compute_only_ms_median, r)),
     ("  transfers alone", lambda r: _share(r.communication_only_ms_median, r)),
     ("cores busy", _cores),
@@ -183,17 +169,23 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
     ("error against fp64 (out, dq, dk, dv)", _errors),
 )
+"""The rows of a point's table: their names, and the cell of a record."""
+ALONE_ONLY = {"  kernels", "  folds", "  interpreter"}
+"""Rows of ranks that were measured alone."""
+NOT_ALONE = {"throughput", "model FLOP/s for each GPU", "MFU", "error against fp64 (out, dq, dk, dv)"}
+"""Rows of all other records."""
 
 
 def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """One point and its baseline, side by side, with a timeline and the tile's candidates."""
+    """Print a point and its baseline side by side, with timelines and the candidates for its variant."""
     first = outcomes[0].record
     table = Table(title=title(first), title_justify="left", title_style="bold")
     table.add_column("")
     for outcome in outcomes:
         table.add_column(outcome.record.method, style="bold" if outcome is outcomes[0] else "", overflow="fold")
     for name, cell in ROWS:
-        cells = [cell(outcome.record) for outcome in outcomes]
+        records = [outcome.record for outcome in outcomes]
+        cells = ["-" if name in (NOT_ALONE if r.alone_ranks else ALONE_ONLY) else cell(r) for r in records]
         if set(cells) != {"-"}:
             table.add_row(name, *cells)
     table.add_row(f"speed-up over {outcomes[-1].record.method}", *(speed_up(o.record, outcomes) for o in outcomes))
@@ -205,7 +197,7 @@ def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 
 def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
-    """How many times faster than the last of the outcomes; no ranking where their intervals overlap."""
+    """The speed-up over the last outcome, marked if their intervals overlap."""
     last = outcomes[-1].record
     if not record.step_ms_median or not last.step_ms_median:
         return "-"
@@ -214,7 +206,7 @@ def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
 
 
 def _overlap(one: Record, other: Record) -> bool:
-    """Whether two measured records are not told apart: by their intervals, or for too few iterations to have any."""
+    """Whether two measured records can't be ranked: their intervals overlap, or the iterations are too few for one."""
     if one is other or one.step_ms_ci95_low is None or other.step_ms_ci95_low is None:
         return False
     if min(one.iters or 0, other.iters or 0) < FEWEST_ITERATIONS:
@@ -225,13 +217,13 @@ def _overlap(one: Record, other: Record) -> bool:
 
 
 def print_notes(console: Console, records: Sequence[Record]) -> None:
-    """What a reader must know, once."""
+    """Print each note of the records once."""
     for note in dict.fromkeys(note for record in records for note in record.notes or ()):
         console.print(f"note: {note}")
 
 
 def print_timeline(console: Console, outcome: Outcome) -> None:
-    """A simulated point: what the rank that ends last computes and waits for. A measured one: each rank's mean step."""
+    """Print timelines. Simulated: blocks and waits of the last rank to end. Measured: the mean step of each rank."""
     record = outcome.record
     if record.status != "ok":
         return
@@ -262,7 +254,7 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
 
 
 def print_candidates(console: Console, record: Record) -> None:
-    """Which variant was taken, and why."""
+    """Print the variant that was chosen, and the others with their times."""
     candidates = record.candidates
     if not candidates or record.status != "ok":
         return
@@ -279,9 +271,9 @@ def print_candidates(console: Console, record: Record) -> None:
 
 
 def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """A sweep as one table, a row for each point; where it is too wide, as several whose rows are numbered.
+    """Print a sweep as one table with a row for each point; if it is too wide, as several with numbered rows.
 
-    What the points have in common is said once, above.
+    Values that all points share are printed once, above.
     """
     best = _best(outcomes)
     points = {name: [cell(o.record) for o in outcomes] for name, cell in POINT_COLUMNS}
@@ -317,7 +309,7 @@ POINT_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("layout", lambda r: r.layout or "-"),
     ("mode", lambda r: r.mode),
 )
-"""What a point is."""
+"""The columns that describe a point."""
 FIGURE_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("fwd ms", lambda r: number(r.forward_ms_median, 4)),
     ("bwd ms", lambda r: number(r.backward_ms_median, 4)),
@@ -327,15 +319,15 @@ FIGURE_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("exposed", lambda r: _share(r.exposed_comm_ms, r)),
     ("peak mem", lambda r: amount(r.peak_mem_bytes_max)),
 )
-"""What came out of it, beside the step."""
+"""The columns with a point's results, except the step."""
 LEFT = ("method", "variant", "shape", "layout", "mode", "status")
-"""Columns of words."""
+"""Columns that are aligned to the left."""
 Columns = Mapping[str, Sequence[str]]
-"""Cells by the column's name."""
+"""The cells of each column, by its name."""
 
 
 def _that_fit(columns: Columns, width: int) -> Iterator[Columns]:
-    """All columns or, where they take more than so many characters, some at a time beside the rows' numbers."""
+    """All columns or, if they are wider than `width` characters, groups of columns beside the rows' numbers."""
     if _width(columns) <= width:
         yield columns
         return
@@ -351,7 +343,7 @@ def _that_fit(columns: Columns, width: int) -> Iterator[Columns]:
 
 
 def _table(columns: Columns) -> Table:
-    """A table that is as wide as its columns, so that no cell is wrapped or cut."""
+    """A table as wide as its columns, so that no cell is wrapped or cut."""
     table = Table(width=_width(columns))
     for name in columns:
         table.add_column(name, justify="left" if name in LEFT else "right")
@@ -361,19 +353,19 @@ def _table(columns: Columns) -> Table:
 
 
 def _width(columns: Columns) -> int:
-    """Characters, with borders."""
+    """The width of a table in characters, with borders."""
     return 1 + sum(3 + max(map(cell_len, (name, *cells))) for name, cells in columns.items())
 
 
 def _against(record: Record, fastest: Record | None) -> str:
-    """A step over the fastest one of its problem."""
+    """The step divided by the fastest one of its problem."""
     if not (record.step_ms_median and fastest and fastest.step_ms_median):
         return "-"
     return f"{record.step_ms_median / fastest.step_ms_median:.2f}x" + " ~" * _overlap(record, fastest)
 
 
 def _problem(record: Record) -> tuple:
-    """What two points must share to be compared, the mode among it."""
+    """Equal for points that can be compared. Modes are never mixed."""
     return (
         record.mode, record.cluster, record.gpus, record.seqlen, record.batch, record.heads, record.kv_heads,
         record.head_dim, record.mask, record.dtype, record.wire_dtype, record.phase,
@@ -382,10 +374,5 @@ def _problem(record: Record) -> tuple:
 
 def _best(outcomes: Sequence[Outcome]) -> dict[tuple, Record]:
     """The fastest record of each problem."""
-    best: dict[tuple, Record] = {}
-    for record in (outcome.record for outcome in outcomes):
-        if record.step_ms_median:
-            best[_problem(record)] = min(
-                record, best.get(_problem(record), record), key=lambda r: r.step_ms_median or 0
-            )
-    return best
+    slowest_first = sorted((o.record for o in outcomes), key=lambda r: -(r.step_ms_median or 0))
+    return {_problem(record): record for record in slowest_first if record.step_ms_median}

@@ -1,4 +1,4 @@
-"""One invocation: resolve the points, run them under a progress bar, log and print what came out."""
+"""One invocation: resolve the points, run them under a progress bar, log and print the outcomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sp_bench.records import Record
 
 
 def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, folder: Path, logger: Logger) -> int:
-    """One point beside its baseline. Raises RequestError if the point can't be served."""
+    """Run a point beside its baseline; return the exit code. Raises RequestError if the point can't be served."""
     console = report.make_console()
     requests = [resolve(config, launched())]
     if baseline:
@@ -32,7 +32,7 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
             console.print(f"no baseline: {error}")
     _say_mode(console, requests)
     full: dict[str, Outcome] = {}
-    """With what timelines are drawn from."""
+    """The outcomes by run_id, with the data of their timelines."""
     reuse = _reuse(config, sweep=False)
     try:
         _run(console, requests, folder, logger, reuse=reuse, finished=lambda o: full.update({o.record.run_id: o}))
@@ -51,8 +51,10 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
 
 
 def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger) -> int:
-    """All points, and one table. A point that can't be served is a row; one of another number of ranks than were
-    started with this process is none.
+    """Run all points and print one table; return the exit code.
+
+    A point that can't be served is a row of its own; in a launch, points with another number of ranks are left out.
+    Raises RequestError if no point can be served.
     """
     console = report.make_console()
     requests: list[Request | Record] = []
@@ -83,7 +85,7 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
 
 
 def _reuse(config: Mapping[str, Any], *, sweep: bool) -> bool:
-    """Whether finished points are taken from their records."""
+    """Whether points with a record are not run again. Raises RequestError for an invalid value."""
     if config["reuse"] == "auto":
         return sweep
     if not isinstance(config["reuse"], bool):
@@ -92,7 +94,7 @@ def _reuse(config: Mapping[str, Any], *, sweep: bool) -> bool:
 
 
 def _say_mode(console: Console, requests: Sequence[Request]) -> None:
-    """What is measured and what is simulated, on what, and why: a line each."""
+    """Print what is measured and what is simulated, on what, and why: a line for each mode."""
     for mode, why in dict.fromkeys((request.mode, request.why) for request in requests):
         points = [request for request in requests if (request.mode, request.why) == (mode, why)]
         counts = sorted({request.problem.n for request in points})

@@ -1,4 +1,4 @@
-"""The benchmark's side of W&B logging: starts the writer process, hands it records, and waits for it a bounded time."""
+"""The benchmark's side of W&B logging: start the writer process, send it records, and wait a limited time for it."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ from typing import IO, Literal
 
 from msgspec import structs
 
+from sp_bench.loggers.logger import Logger
 from sp_bench.reading import Seconds, Section
 from sp_bench.resources import ROOT
 
 _REAP_S = 1.0
-"""How long a killed writer may take to be gone."""
+"""Seconds a killed writer has to end."""
 
 
 class WandbSettings(Section, frozen=True, kw_only=True):
     """The values of conf/logger/wandb.yaml."""
 
     mode: Literal["offline", "online"] = "offline"
-    """offline writes folders that `wandb sync` can upload later, and needs neither account nor network; or online."""
+    """offline writes folders for a later `wandb sync`, and needs neither account nor network."""
     project: str = "sp_bench"
     """The W&B project."""
     entity: str | None = None
-    """The W&B user or team; None is the account's default."""
+    """The W&B user or team; None: the account's default."""
     group: str | None = None
-    """What the runs of one sweep have in common."""
+    """The W&B group of the runs, such as their sweep."""
     dir: str = "."
-    """The runs are written to `<dir>/wandb`."""
+    """Runs are written to `<dir>/wandb`."""
     timeout_s: Seconds = 10.0
-    """How long closing waits for W&B, before it gives up on what isn't written."""
+    """Seconds that closing waits for W&B before it gives up."""
 
 
 class WriterError(Exception):
-    """The writer process can write nothing any more."""
+    """The writer process can write no more runs."""
 
 
-class WandbLogger:
-    """A `Logger` whose records a separate process writes to W&B, one run for each.
+class WandbLogger(Logger):
+    """Has a separate process write each record to W&B as a run.
 
-    The process gets their paths and reads them itself: whatever waits for it is small.
+    The process gets paths and reads the files itself, so the queue stays small.
     """
 
     def __init__(self, settings: WandbSettings) -> None:
@@ -61,7 +62,7 @@ class WandbLogger:
         self._problem: str | None = None
         self._process: subprocess.Popen[str] | None = None
         try:
-            self._stderr = _nameless_file()
+            self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _last_line
             self._process = _start_writer(settings, self._stderr)
         except OSError as error:
             self._problem = f"the writer process did not start: {error}"
@@ -73,7 +74,6 @@ class WandbLogger:
         self._listener.start()
 
     def log(self, path: Path) -> None:
-        """See `Logger.log`."""
         if self._closed:
             return
         self._logged += 1
@@ -82,13 +82,13 @@ class WandbLogger:
             self._lines.put(json.dumps(str(path.absolute())))
 
     def write(self, path: Path) -> str | None:
-        """Log a record and wait until its run is written; what went wrong with it, if anything did.
+        """Log a record and wait until its run is written; return its error, or None.
 
-        Raises WriterError if nothing after it could be written either. Not to be mixed with `log`.
+        Raises WriterError if later records would fail too. Don't mix it with `log`.
         """
         self.log(path)
         try:
-            # The run's own limits come first, and before the first run wandb is imported.
+            # Longer than the limits of a run itself. Before the first run, wandb is imported.
             answer = self._answers.get(timeout=3 * self._settings.timeout_s) if self._process else None
         except queue.Empty:
             answer = None
@@ -97,7 +97,6 @@ class WandbLogger:
         return answer or None
 
     def close(self) -> str | None:
-        """See `Logger.close`."""
         problem, missing = self._end_once(), self._logged - self._written
         if problem and missing:
             problem += f"; {missing} of {self._logged} runs are not written, "
@@ -105,23 +104,20 @@ class WandbLogger:
         return f"logger=wandb: {problem}" if problem else None
 
     def _end_once(self) -> str | None:
-        """Ends the writer if it has not been ended; what went wrong with any run, or with all."""
+        """End the writer, once; return its error, or None."""
         if not self._closed:
             self._closed = True
             if self._process is not None:
                 self._problem = self._end(self._process)
         return self._problem
 
-    def __enter__(self) -> WandbLogger:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         if not self._closed and (warning := self.close()):
             logging.getLogger(__name__).warning(warning)
 
     def _listen(self, stdout: IO[str]) -> None:
-        """Takes the writer's answers: for each record a JSON text, empty where its run is written."""
-        with contextlib.suppress(OSError, ValueError), stdout:  # the last line of a killed writer is not whole
+        """Collect the writer's answers: for each record an error as JSON text, empty if its run is written."""
+        with contextlib.suppress(OSError, ValueError), stdout:  # the last line of a killed writer is cut off
             for line in stdout:
                 answer = json.loads(line)
                 self._written += not answer
@@ -129,7 +125,7 @@ class WandbLogger:
         self._answers.put(None)
 
     def _end(self, process: subprocess.Popen[str]) -> str | None:
-        """Ends the writer one way or the other; what went wrong, if anything did."""
+        """End the writer, by force if necessary; return its error, or None."""
         timeout_s = self._settings.timeout_s
         if not self._logged and process.poll() is None:
             _kill(process)
@@ -154,7 +150,7 @@ class WandbLogger:
 
 
 def _upload_command(settings: WandbSettings, folder: Path) -> str:
-    """What writes the runs that this logger did not."""
+    """The command that writes the runs which this logger did not."""
     default = WandbSettings()
     keys = ("mode", "project", "entity")
     own = (f"{key}={value}" for key in keys if (value := getattr(settings, key)) != getattr(default, key))
@@ -164,7 +160,7 @@ def _upload_command(settings: WandbSettings, folder: Path) -> str:
 def _start_writer(settings: WandbSettings, stderr: IO[bytes]) -> subprocess.Popen[str]:
     folder = Path(settings.dir).absolute()
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # The staged tables belong to the runs, not to the home folder; and no crash report leaves this machine.
+    # wandb would stage tables in the home folder, and send crash reports.
     wandb = {"WANDB_DATA_DIR": str(folder / "wandb"), "WANDB_ERROR_REPORTING": "false"}
     fields = structs.asdict(settings) | {"dir": str(folder)}
     return subprocess.Popen(
@@ -174,17 +170,13 @@ def _start_writer(settings: WandbSettings, stderr: IO[bytes]) -> subprocess.Pope
         stderr=stderr,
         text=True,
         env={**os.environ, **wandb, "PYTHONPATH": search},
-        # Ctrl-C is for the benchmark, which then closes its logger.
+        # Ctrl-C must reach the benchmark only, which then closes its logger.
         start_new_session=True,
     )
 
 
-def _nameless_file() -> IO[bytes]:
-    return tempfile.TemporaryFile()
-
-
 def _feed(stdin: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
-    """Writes lines to the writer until None. A pipe fills up when nobody reads, and the benchmark must not wait."""
+    """Send lines to the writer until None. It runs in a thread: a full pipe must not block the benchmark."""
     with contextlib.suppress(OSError), stdin:
         for line in iter(lines.get, None):
             stdin.write(line + "\n")

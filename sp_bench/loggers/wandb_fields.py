@@ -1,4 +1,4 @@
-"""What of a record goes where in a W&B run. Knows records, not wandb."""
+"""The fields of a record by their place in a W&B run. Imports no wandb."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ CONFIG = (
     *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal", "dtype", "wire_dtype"),
     *("cluster", "alone_ranks", "kernel", "device_name", "iters", "warmup", "seed", "stragglers"),
 )
-"""The fields of a record that say what was asked for."""
+"""Fields of the run's config: the request."""
 PROVENANCE = ("code_version", "git_commit", "git_dirty", "versions")
-"""What goes to the config of where a record comes from: nothing of the machine and its user."""
+"""Fields of the provenance in the run's config: none about the machine or its user."""
 SUMMARY = ("status", "error", "bound_by", "peak_mem_source", "comm_bytes_by_lane", "comm_bytes_by_link")
-"""The fields that say what came out and are no numbers."""
+"""Fields of the run's summary that are no numbers."""
 SAMPLE_COLUMNS = ("rank", "iteration", "phase", "part", "seconds")
 MAX_TAG = 64
-"""Characters that W&B allows in a tag."""
+"""The most characters that W&B allows in a tag."""
 TIMELINE = ("trace", "ranks")
-"""What stands beside a simulated record, and makes its artifact: some ranks' timelines, and all ranks' times."""
+"""The files beside a simulated record that its artifact has: some ranks' timelines, and all ranks' times."""
 
 
 def config(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, and of which code; a None stays a None."""
+    """The run's config: the request and the code's version. None stays None."""
     provenance = record.get("provenance") or {}
     return {key: record[key] for key in CONFIG if key in record} | {
         key: provenance[key] for key in PROVENANCE if key in provenance
@@ -33,9 +33,9 @@ def config(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What came out: status, error, bytes by lane and link, and every number that isn't config; a None stays a None.
+    """The run's summary: status, error, bytes by lane and link, and all numbers that are not config. None stays None.
 
-    Other texts and nested values are left out: among them are host names, arguments and environment variables.
+    Other texts and nested values are left out, since they include host names, arguments and environment variables.
     """
     return {
         key: record[key]
@@ -45,17 +45,17 @@ def summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def group(record: Mapping[str, Any]) -> str | None:
-    """The sweep that the record was made in."""
+    """The run's group: the sweep that the record was made in."""
     return ((record.get("config") or {}).get("logger") or {}).get("group")
 
 
 def notes(record: Mapping[str, Any]) -> str | None:
-    """What a reader of the numbers must know."""
+    """The record's notes as a text; None if it has none."""
     return "\n".join(record.get("notes") or []) or None
 
 
 def tags(record: Mapping[str, Any]) -> list[str]:
-    """Mode, cluster and status."""
+    """The run's tags: mode, cluster and status."""
     values = (record.get(key) for key in ("mode", "cluster", "status"))
     return [str(value)[:MAX_TAG] for value in values if value]
 
@@ -67,5 +67,5 @@ def name(record: Mapping[str, Any]) -> str:
 
 
 def sample_rows(samples: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """The rows of the table of raw times, in the order of `SAMPLE_COLUMNS`, from what <run_id>.samples.json has."""
+    """The rows of the table of samples, in the order of `SAMPLE_COLUMNS`, from the content of <run_id>.samples.json."""
     return list(zip(*(samples[name] for name in SAMPLE_COLUMNS), strict=True))

@@ -1,11 +1,11 @@
 """The process that writes W&B runs: `python -m sp_bench.loggers.wandb_writer '<WandbSettings as JSON>'`.
 
-Reads the paths of records' files as JSON lines, writes one W&B run for each, and ends where its input does. For each it
-answers with a JSON line: empty, or what went wrong. That is a line on stderr too, and exit code 1; the records after it
-are still written. What is written is remembered beside the record.
+It reads the paths of records as JSON lines until its input ends, writes a W&B run for each, and answers each with a
+JSON line: an error, or an empty text. An error is also a line on stderr and makes the exit code 1; the records after it
+are still written. A file beside the record remembers what is written.
 
-A run's id is the record's run_id. Offline, the same point written twice makes two folders with that id; which of them
-W&B keeps is decided where they are uploaded.
+A run's id is the record's run_id. Offline, the same point written twice makes two folders with that id; the upload
+decides which of them W&B keeps.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sp_bench.loggers.written import content_hash, remember
 from sp_bench.records import beside, read
 
 LOADED_LATE = ("requests", "wandb.sdk.launch.inputs.internal", "wandb.sdk.artifacts._internal_artifact")
-"""What the first run of wandb 0.31 imports, half a second in all. Without them a run is late, not wrong."""
+"""Modules that the first run of wandb 0.31 imports, which takes half a second. They are loaded early to save it."""
 
 
 def main() -> int:
-    """The exit code: 0 if all records were written."""
+    """Write runs until the input ends; return the exit code, 0 if all were written."""
     settings = WandbSettings(**json.loads(sys.argv[1]))
     answers = _own_stdout()
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -51,14 +51,14 @@ def main() -> int:
             remember(path, settings, content)
         except Exception as error:
             problem, code = _fail(f"run {path.stem}", error), 1
-        with contextlib.suppress(OSError):  # nobody may be there to hear it
+        with contextlib.suppress(OSError):  # the benchmark may have ended
             print(json.dumps(problem), file=answers, flush=True)
     wandb.teardown()
     return code
 
 
 def _own_stdout() -> TextIO:
-    """Standard output for the answers alone: what anything else prints there goes nowhere."""
+    """The standard output, from now on for answers only: other output to it is discarded."""
     answers = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -67,7 +67,7 @@ def _own_stdout() -> TextIO:
 
 
 def _read(lines: queue.SimpleQueue[str | None], timeout_s: float) -> None:
-    """Passes the input on, and bounds the time after its end: a benchmark that was killed can't end this process."""
+    """Pass the input on. End this process some time after the input ends: a killed benchmark can't."""
     for line in sys.stdin:
         lines.put(line)
     lines.put(None)
@@ -75,7 +75,7 @@ def _read(lines: queue.SimpleQueue[str | None], timeout_s: float) -> None:
 
 
 def _load(settings: WandbSettings) -> ModuleType:
-    """Imports wandb and all that its first run would, and starts its service."""
+    """Import wandb and the modules that its first run would import, and start its service."""
     try:
         wandb = importlib.import_module("wandb")
     except ModuleNotFoundError as error:
@@ -84,7 +84,7 @@ def _load(settings: WandbSettings) -> ModuleType:
         raise
     Path(settings.dir).mkdir(parents=True, exist_ok=True)
     if not os.access(settings.dir, os.W_OK):
-        # wandb would write to the temporary folder, and not say so.
+        # wandb would silently write to the temporary folder.
         raise PermissionError(f"{settings.dir} is not writable")
     wandb.Table.MAX_ROWS = wandb.Table.MAX_ARTIFACT_ROWS = sys.maxsize
     wandb.Table(columns=list(fields.SAMPLE_COLUMNS), data=[])
@@ -92,14 +92,14 @@ def _load(settings: WandbSettings) -> ModuleType:
     for module in LOADED_LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    # Finished runs are in cycles. Among all of wandb's own objects they would be looked for too rarely.
+    # Finished runs are in reference cycles. With all of wandb's own objects the collector would look too rarely.
     gc.collect()
     gc.freeze()
     return wandb
 
 
 def _run_settings(wandb: ModuleType, settings: WandbSettings) -> Any:
-    """Quiet, and private: no environment, host, git state, code or system metrics."""
+    """Settings without output, and without the environment, host, git state, code or system metrics."""
     return wandb.Settings(
         silent=True,
         console="off",
@@ -113,7 +113,7 @@ def _run_settings(wandb: ModuleType, settings: WandbSettings) -> Any:
         x_disable_meta=True,
         x_disable_stats=True,
         x_disable_machine_info=True,
-        # So that its own error comes before the benchmark gives up on it.
+        # wandb must give up before the benchmark gives up on it.
         init_timeout=settings.timeout_s / 2,
         finish_timeout=settings.timeout_s / 2,
         finish_timeout_raises=True,
@@ -150,12 +150,12 @@ def _write(wandb: ModuleType, settings: WandbSettings, path: Path) -> None:
 
 
 def _fail(what: str, error: Exception) -> str:
-    """Says so on stderr, in one line."""
+    """Print an error to stderr in one line; return the line."""
     line = f"{what}: {type(error).__name__}: {' '.join(str(error).split())}"
     print(line, file=sys.stderr, flush=True)
     return line
 
 
 if __name__ == "__main__":
-    # The benchmark waits for this process, and taking the modules down one by one is most of that wait.
+    # The benchmark waits for this process, and unloading modules would be most of that wait.
     os._exit(main())

@@ -1,7 +1,7 @@
-"""What W&B has of a record already: a small file beside it, <run_id>.wandb.json.
+"""Remember which records W&B has: in a small file beside each, <run_id>.wandb.json.
 
-It has, for each destination, a hash of what the record and the files beside it were when their run was written. A file
-for each record, as the array tasks of one sweep write to one folder at a time.
+The file has, for each destination, a hash of the record and the files beside it when their run was written. Each record
+has its own, because the array tasks of a sweep write to one folder concurrently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sp_bench.records import beside, write_whole
 
 
 def content_hash(path: Path) -> str:
-    """Of the record at `path` and all that stands beside it. Raises OSError."""
+    """A hash of the record at `path` and the files beside it. Raises OSError."""
     digest = hashlib.sha256()
     for name, file in {"record": path, **beside(path)}.items():
         content = file.read_bytes()
@@ -24,12 +24,12 @@ def content_hash(path: Path) -> str:
 
 
 def is_written(path: Path, settings: WandbSettings) -> bool:
-    """Whether W&B has this record as it is now. Raises OSError where the record can't be read."""
+    """Whether W&B has this record as it is now. Raises OSError if the record can't be read."""
     return _written(path).get(_destination(settings)) == content_hash(path)
 
 
 def remember(path: Path, settings: WandbSettings, content: str) -> None:
-    """Write down that W&B has the record with this `content_hash`. Raises OSError."""
+    """Remember that W&B has the record with this `content_hash`. Raises OSError."""
     written = _written(path) | {_destination(settings): content}
     write_whole(_beside(path), json.dumps(written, indent=1) + "\n")
 

@@ -25,7 +25,6 @@ class Homes(Protocol):
 
     def close(self) -> None:
         """Release the hosts."""
-        ...
 
 
 def homes_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> Homes | None:

@@ -1,1 +1,1 @@
-"""Other people's sequence-parallel attention, run as installed: one file for each package, and what they share."""
+"""Peers: other packages' sequence-parallel attention, run as installed. Each package has a file."""

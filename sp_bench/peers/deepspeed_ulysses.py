@@ -3,7 +3,7 @@
 Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
 Transformer Models", 2023, https://github.com/deepspeedai/DeepSpeed, deepspeed/sequence/layer.py.
 
-Layout: contiguous. Each all-to-all is waited for: overlapping them takes CUDA streams.
+Layout: contiguous. Each all-to-all blocks: overlapping them takes CUDA streams.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADS_DIM, TOKENS_DIM, BATCH_DIM = 2, 1, 0
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedUlysses(Peer):
-    """One algorithm."""
+    """DeepSpeed-Ulysses, which has one algorithm."""
 
     name: ClassVar[str] = "deepspeed_ulysses"
     distribution: ClassVar[str] = "deepspeed"
@@ -47,9 +47,9 @@ class DeepSpeedUlysses(Peer):
         from deepspeed.sequence.layer import DistributedAttention  # pyright: ignore[reportMissingImports]
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
 
-        # Else it would look which of its C++ extensions can be compiled here, and compile an all-reduce; none is used.
+        # Without this DeepSpeed looks which C++ extensions it can compile here, and compiles one. None is used.
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore
         deepspeed.init_distributed(dist_backend="gloo")
-        everyone: Any = dist.group.WORLD  # the package has a class of its own for groups
+        everyone: Any = dist.group.WORLD  # the package declares its own class of groups
         attention = DistributedAttention(flash_attn_func, everyone, HEADS_DIM, TOKENS_DIM)
         return lambda q, k, v: attention(q, k, v, BATCH_DIM, causal=self.causal)

@@ -1,4 +1,4 @@
-"""A peer's attention on one problem, on this rank, behind the interface of run.attention.Engine."""
+"""Run a peer's attention on this rank, with the interface of run.attention.Engine."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from sp_bench.run.holdings import LiveBytes
 
 @dataclass
 class Sent:
-    """What stands in a transport's place."""
+    """Takes the place of a transport."""
 
     sent_bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    """Bytes handed to the network, by operation of torch.distributed; empty where they can't all be counted."""
+    """Bytes sent, by operation of torch.distributed; empty if some can't be counted."""
 
 
 class PeerEngine:
-    """A peer on the ranks of the default group. It can be executed as a whole, not its blocks or transfers alone."""
+    """A peer on the ranks of the default group. It only runs as a whole, not its blocks or transfers alone."""
 
     def __init__(self, peer: Peer, problem: Problem, phases: Sequence[str]) -> None:
-        """`problem` as the peer deals it out. Runs once, on zeros, to count and to compile. All ranks must call it.
+        """Run the peer once on zeros, to count bytes and to compile. `problem` has its layout. All ranks must call it.
 
-        Raises RequestError for a user's function that is not there or does not do what it must.
+        Raises RequestError if a user's function doesn't exist, or returns no attention.
         """
-        warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about what packages still call
+        warnings.filterwarnings("ignore", category=FutureWarning)  # from torch, about calls in the packages
         self.phases, self.problem = tuple(phases), problem
         self.kernel_name, self.transport = peer.kernel_name, Sent()
         self._peer, self._attention = peer, peer.attention(problem)
         self._sent_bytes = {phase: Counter() for phase in phases}
-        """In one execution: nothing until that has been counted."""
+        """Bytes sent in one execution; none until they have been counted."""
         self._sent_bytes = self._count()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, Saved]:
-        """out_BSHD of this rank's queries, and what the backward needs beside its gradient. `live` sees nothing."""
+        """out (B, S / n, H, D), and the tensors that the backward needs. `live` is not told of any."""
         assert action is Action.EVERYTHING
         differentiable = "backward" in self.phases
         with torch.set_grad_enabled(differentiable):
@@ -59,20 +59,20 @@ class PeerEngine:
     def backward(
         self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv) of this rank's tokens, in the compute dtype."""
+        """(dq, dk, dv), shaped as q, k and v, in the compute dtype."""
         assert action is Action.EVERYTHING
         gradients = torch.autograd.grad(saved["out"], saved["qkv"], (dout,))
         self.transport.sent_bytes.update(self._sent_bytes["backward"])
         return gradients
 
     def spent(self, phase: str) -> None:
-        """Where a package's time goes is not known."""
+        """None: the time breakdown of a package is not known."""
 
     def close(self) -> None:
-        """A package's own state stays in the process."""
+        """Do nothing: a package's state stays in the process."""
 
     def _count(self) -> dict[str, Counter[tuple[str, ...]]]:
-        """Bytes sent by phase and operation, the same each time; empty where a package does what can't be counted."""
+        """Bytes sent by phase and operation, the same each time; empty if some operations can't be counted."""
         problem, dtype = self.problem, getattr(torch, self.problem.dtype)
         q, k, v = (
             torch.zeros(problem.batch, problem.local_seqlen, heads, problem.head_dim, dtype=dtype)
@@ -89,12 +89,9 @@ class PeerEngine:
 
     def _refuse(self, out: Tensor, q: Tensor) -> None:
         """Raise RequestError for a result that is no attention's."""
+        impl = f"impl={self._peer.impl}"
         if not isinstance(out, Tensor) or out.shape != q.shape or out.dtype != q.dtype:
             found = f"{tuple(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise RequestError(
-                f"impl={self._peer.impl}", f"returned {found}", f"{tuple(q.shape)} in {q.dtype} would work"
-            )
+            raise RequestError(impl, f"returned {found}", f"{tuple(q.shape)} in {q.dtype} would work")
         if "backward" in self.phases and not out.requires_grad:
-            raise RequestError(
-                f"impl={self._peer.impl}", "autograd can't go back through what it returned", "phase=forward would work"
-            )
+            raise RequestError(impl, "autograd can't differentiate its output", "phase=forward would work")

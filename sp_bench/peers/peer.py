@@ -1,4 +1,4 @@
-"""What every peer is: a package's own attention, the layout that it wants, its options, and what it refuses."""
+"""The base class of peers: a package's attention, its layout, its options, and the problems that it refuses."""
 
 from __future__ import annotations
 
@@ -24,37 +24,36 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(ABC):
-    """One package with its options, as fields of the subclass. Read without torch; `attention` needs a rank.
+    """A package and its options, which are fields of the subclass. Only `attention` imports torch.
 
-    It stands where a Method does in a request, but has no plan: it can be measured, and not simulated.
+    In a request it takes the place of a Method. It has no plan, so it can be measured but not simulated.
     """
 
     name: ClassVar[str]
-    """As `impl` has it."""
+    """The value of the key `impl`."""
     distribution: ClassVar[str]
-    """What pip calls it."""
+    """The package's name for pip."""
     module: ClassVar[str]
-    """What is imported."""
+    """The package's name for import."""
     algorithms: ClassVar[tuple[str, ...]]
-    """The first is what `auto` stands for, unless a subclass knows better."""
+    """The package's algorithms. Auto is the first, unless a subclass overrides `preferred`."""
 
     mask: Mask
     algorithm: str = AUTO
     layout: str = AUTO
-    """The name of one of our layouts: the one that the algorithm wants."""
+    """The name of the layout that the algorithm needs."""
 
     @classmethod
     def build(cls, options: Mapping[str, Any], *, mask: Mask) -> Self:
-        """The peer with these options; those that it doesn't have must be left at auto.
+        """The peer with these options. Options that it doesn't have must be auto.
 
-        Raises RequestError for any other, for a bad value, and for a package that is not installed.
+        Raises RequestError for an invalid option or value, or if the package is not installed.
         """
         own = {f.name: options[f.name] for f in fields(cls) if f.name in options}
         for key, value in options.items():
             if key not in own and value != AUTO:
-                raise RequestError(
-                    f"method.{key}={value}", f"impl={cls.name} has no such option", f"method.{key}={AUTO} would work"
-                )
+                rule = f"impl={cls.name} has no such option"
+                raise RequestError(f"method.{key}={value}", rule, f"method.{key}={AUTO} would work")
         peer = cls(mask=mask, **own)
         peer.refuse_absence()
         return peer
@@ -66,86 +65,76 @@ class Peer(ABC):
             object.__setattr__(self, "algorithm", self.preferred())
         wanted = self.wanted_layout()
         if self.layout not in (wanted, AUTO):
-            raise RequestError(
-                f"method.layout={self.layout}",
-                f"{self.name}'s {self.algorithm} wants another",
-                f"method.layout={wanted} would work",
-            )
+            rule = f"{self.name}'s {self.algorithm} needs another layout"
+            raise RequestError(f"method.layout={self.layout}", rule, f"method.layout={wanted} would work")
         object.__setattr__(self, "layout", wanted)
 
     @property
     def causal(self) -> bool:
-        """Whether the mask is causal, as packages say it."""
+        """Whether the mask is causal."""
         return self.mask == CAUSAL
 
     def preferred(self) -> str:
-        """The algorithm that `auto` stands for."""
+        """The algorithm that auto means."""
         return self.algorithms[0]
 
     @abstractmethod
     def wanted_layout(self) -> str:
-        """How the algorithm wants the tokens dealt out: the name of one of our layouts."""
+        """The name of the layout that the algorithm needs."""
 
     @abstractmethod
     def attention(self, problem: Problem) -> Attention:
-        """Inside a rank of the default group: the package's attention, with torch and the package imported now."""
+        """The package's attention function. Call it inside a rank of the default group: it imports the package."""
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError for a problem that the algorithm can't do, with what it could do."""
+        """Raise RequestError for a problem that the algorithm can't compute."""
         unit = problem.n * (2 if self.layout == "zigzag" else 1)
         if problem.seqlen % unit:
             low, high = problem.seqlen // unit * unit, (problem.seqlen // unit + 1) * unit
             choices = f"seqlen={low} or {high}" if low else f"seqlen={high}"
-            raise RequestError(
-                f"seqlen={problem.seqlen}",
-                f"{self.name} deals it out in {unit} equal pieces, so {unit} must divide it",
-                f"{choices} would work",
-            )
+            rule = f"{self.name} splits it into {unit} equal pieces, so {unit} must divide it"
+            raise RequestError(f"seqlen={problem.seqlen}", rule, f"{choices} would work")
         if problem.wire_dtype != problem.dtype:
-            raise RequestError(
-                f"wire_dtype={problem.wire_dtype}",
-                "a peer decides itself what travels in which dtype",
-                "wire_dtype=null would work",
-            )
+            rule = "a peer chooses the dtypes of its transfers itself"
+            raise RequestError(f"wire_dtype={problem.wire_dtype}", rule, "wire_dtype=null would work")
 
     def refuse_absence(self) -> None:
-        """Raise RequestError where the package is not installed."""
+        """Raise RequestError if the package is not installed."""
         if importlib.util.find_spec(self.module) is None:
-            raise RequestError(
-                f"impl={self.name}", f"{self.distribution} is not installed", 'pip install "sp-bench[peers]" would work'
-            )
+            rule = f"{self.distribution} is not installed"
+            raise RequestError(f"impl={self.name}", rule, 'pip install "sp-bench[peers]" would work')
 
     @property
     def version(self) -> str:
-        """Of the package, as installed."""
+        """The installed version of the package."""
         return importlib.metadata.version(self.distribution)
 
     def head_parallel(self, problem: Problem) -> int:
-        """The head-parallel degree: how many consecutive ranks split the heads of a chunk of the layout."""
+        """The head-parallel degree: the number of consecutive ranks that split the heads of a chunk."""
         return 1
 
     def dealt(self, problem: Problem) -> Problem:
-        """The problem with its tokens dealt out as the algorithm wants them."""
+        """The problem in the algorithm's layout."""
         layout = self.mask.layout(self.layout)
         return replace(problem, layout=replace(layout, head_parallel=self.head_parallel(problem)))
 
     def variant(self, problem: Problem) -> str:
-        """What tells this algorithm from the package's others; empty where there are none."""
+        """The algorithm with its options; empty if the package has only one."""
         return self.algorithm if len(self.algorithms) > 1 else ""
 
     @property
     def impl(self) -> str:
-        """What `impl` was."""
+        """The value of the key `impl`."""
         return self.name
 
     @property
     def kernel_name(self) -> str:
-        """What computes its blocks: flash_attn where it is installed, else what stands in for it (stand_in.py)."""
+        """The kernel of its blocks: flash_attn if it is installed, otherwise that of its stand-in (stand_in.py)."""
         there = importlib.util.find_spec("flash_attn")
         return "flash_attn" if there and there.name == "flash_attn" else "aten_cpu"
 
     def notes(self) -> list[str]:
-        """What a reader of the numbers must know."""
+        """Remarks that a reader of the numbers must know."""
         package = f"{self.name} is {self.distribution} {self.version}"
         if self.kernel_name == "aten_cpu":
             return [f"{package}, with the CPU kernel of our own methods in flash_attn's place"]
@@ -153,42 +142,32 @@ class Peer(ABC):
 
 
 def refuse_full_mask(peer: Peer, other: str) -> None:
-    """Raise RequestError where an algorithm for causal masks is asked for a full one; `other` takes any."""
+    """Raise RequestError for any but a causal mask. The algorithm `other` takes any mask."""
     if not peer.causal:
-        raise RequestError(
-            f"mask={peer.mask.name}",
-            f"{peer.name}'s {peer.algorithm} is for causal masks only",
-            f"method.algorithm={other} would work",
-        )
+        rule = f"{peer.name}'s {peer.algorithm} is for causal masks only"
+        raise RequestError(f"mask={peer.mask.name}", rule, f"method.algorithm={other} would work")
 
 
 def refuse_mixed_rings(peer: Peer, problem: Problem) -> None:
-    """Raise RequestError where a rank sends float64 gradients to one that awaits fp32, of which gloo would die.
+    """Raise RequestError if a rank would send float64 gradients to one that awaits fp32, which ends gloo.
 
-    What decides is whether a rank has added a block to those that it got, which under a causal mask not all have.
+    A rank's gradients become fp32 when it adds a block to those it received. Under a causal mask not all ranks do.
     """
     if problem.dtype == "float64" and peer.causal and peer.algorithm in ("ring", "stripe"):
-        raise RequestError(
-            "dtype=float64",
-            f"in {peer.name}'s {peer.algorithm} some ranks send gradients of float64 to ranks that await fp32",
-            "dtype=float32 would work",
-        )
+        rule = f"in {peer.name}'s {peer.algorithm} some ranks send gradients of float64 to ranks that await fp32"
+        raise RequestError("dtype=float64", rule, "dtype=float32 would work")
 
 
 def refuse_lonely_ring(peer: Peer, ranks: int, would_work: str) -> None:
-    """Raise RequestError for a ring of one rank, which would send to itself; gloo has no such connection."""
+    """Raise RequestError for a ring of one rank: gloo can't send to the rank itself."""
     if ranks == 1:
-        raise RequestError(
-            "gpus=1", f"{peer.name}'s {peer.algorithm} sends to itself in a ring of one", f"{would_work} would work"
-        )
+        rule = f"{peer.name}'s {peer.algorithm} sends to itself in a ring of one"
+        raise RequestError("gpus=1", rule, f"{would_work} would work")
 
 
 def refuse_uneven_heads(peer: Peer, problem: Problem, ranks: int) -> None:
-    """Raise RequestError where `ranks` can't split the heads, and the key heads, evenly."""
+    """Raise RequestError unless `ranks` divides the heads and the key heads."""
     for key, heads in (("heads", problem.heads), ("kv_heads", problem.kv_heads)):
         if heads % ranks:
-            raise RequestError(
-                f"{key}={heads}",
-                f"{peer.name}'s {peer.algorithm} splits them evenly among {ranks} ranks",
-                f"{key}={(heads // ranks + 1) * ranks} would work",
-            )
+            rule = f"{peer.name}'s {peer.algorithm} splits them evenly among {ranks} ranks"
+            raise RequestError(f"{key}={heads}", rule, f"{key}={(heads // ranks + 1) * ranks} would work")

@@ -1,4 +1,4 @@
-"""The registry of peers, and what a request for one is held to. Imports no torch."""
+"""The registry of peers, and the checks of a request for one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sp_bench.peers.yunchang import Yunchang
 from sp_bench.plan.mask import Mask
 
 METHOD = "peer"
-"""The method=... that runs the peer which impl=... names."""
+"""The value of the key `method` that runs the peer which `impl` names."""
 
 PEERS: dict[str, type[Peer]] = {
     peer.name: peer for peer in (TorchContextParallel, RingFlashAttn, Yunchang, DeepSpeedUlysses)
 }
-"""Every package by the name that `impl` has for it. A new one is imported above and listed here."""
+"""Every package by its `impl` name. A new one is imported above and listed here."""
 
 
 def build(impl: str | None, options: Mapping[str, Any], *, mask: Mask) -> Peer:
-    """The peer of that name, or the user's own function where it is module:name, with the options of method=peer.
+    """The peer of that name, or the user's function if `impl` is module:name, with the options of method=peer.
 
-    Raises RequestError for a name that there is not, a package that is not installed, and an option it doesn't have.
+    Raises RequestError for an unknown name or option, or if the package is not installed.
     """
     if impl and ":" in impl:
         return User.named(impl, options, mask=mask)
@@ -38,21 +38,16 @@ def build(impl: str | None, options: Mapping[str, Any], *, mask: Mask) -> Peer:
 
 
 def refuse_run(peer: Peer, *, mode: str, kernel: str) -> None:
-    """Raise RequestError for what can be asked of a method but not of a peer: a simulation, or another kernel.
+    """Raise RequestError for a run that a peer can't do: a simulation, one with another kernel, or with flash_attn.
 
-    Ranks are on CPUs.
+    Peers run on CPUs, for which flash_attn has no kernels.
     """
     if mode == "simulate":
-        raise RequestError(
-            f"method={METHOD} mode=simulate",
-            f"{peer.name} has no plan that could be simulated",
-            "cluster=local would work, which measures",
-        )
+        rule = f"{peer.name} has no plan that could be simulated"
+        raise RequestError(f"method={METHOD} mode=simulate", rule, "cluster=local would work, which measures")
     if peer.kernel_name == "flash_attn":
-        raise RequestError(
-            f"impl={peer.impl}",
-            "flash_attn is installed here, and takes no tensors of a CPU",
-            "an environment without flash_attn would work, where a stand-in takes its place",
-        )
+        rule = "flash_attn is installed here, and takes no tensors of a CPU"
+        would_work = "an environment without flash_attn would work, where a stand-in takes its place"
+        raise RequestError(f"impl={peer.impl}", rule, would_work)
     if kernel != "auto":
-        raise RequestError(f"kernel={kernel}", f"{peer.name} brings its own", "kernel=auto would work")
+        raise RequestError(f"kernel={kernel}", f"{peer.name} has its own kernel", "kernel=auto would work")

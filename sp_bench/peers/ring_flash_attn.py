@@ -1,12 +1,12 @@
 """ring-flash-attention: Ring, zigzag and Striped attention, and the all-gather of Llama 3, on flash_attn.
 
-Source: Zhu, https://github.com/zhuzilin/ring-flash-attention. Its package imports transformers for an adapter to that
-library, so the modules of its attention are loaded without what the package's own __init__ does.
+Source: Zhu, https://github.com/zhuzilin/ring-flash-attention. The package's __init__ imports transformers, which
+attention doesn't need, so its modules are imported without it.
 
     ring     contiguous, any mask       zigzag   zigzag, causal only
     stripe   striped, causal only       llama3   contiguous, any mask, batch 1: its sequences are packed
 
-In the first three a rank adds up dKV in fp32 and sends it on, to itself if there is no other.
+In the first three a rank adds up dKV in fp32 and sends it on, in a ring of one to itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 NAME = "ring_flash_attn"
 LAYOUTS = {"ring": "contiguous", "zigzag": "zigzag", "stripe": "striped", "llama3": "contiguous"}
 HEADS_STRIDE = 1
-"""Key heads that llama3 gathers at a time: the fewest, to overlap the most."""
+"""Key heads that llama3 gathers at a time: the fewest, for the most overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingFlashAttn(Peer):
-    """`auto` is zigzag, which balances a causal mask, and ring for a full one."""
+    """ring-flash-attention. Auto is zigzag, which balances a causal mask, or ring for a full mask."""
 
     name: ClassVar[str] = NAME
     distribution: ClassVar[str] = "ring-flash-attn"
@@ -52,11 +52,8 @@ class RingFlashAttn(Peer):
             refuse_mixed_rings(self, problem)
             refuse_lonely_ring(self, problem.n, "gpus=2")
         if self.algorithm == "llama3" and problem.batch > 1:
-            raise RequestError(
-                f"batch={problem.batch}",
-                f"{self.name}'s llama3 deals out packed sequences as one, not each of a batch",
-                "batch=1 would work",
-            )
+            rule = f"{self.name}'s llama3 splits packed sequences as one, not each of a batch"
+            raise RequestError(f"batch={problem.batch}", rule, "batch=1 would work")
 
     def attention(self, problem: Problem) -> Attention:
         from sp_bench.peers import stand_in
@@ -90,23 +87,11 @@ def _llama3(problem: Problem, causal: bool) -> Attention:
     )
 
     whole = torch.tensor([0, problem.seqlen], dtype=torch.int32)
-    rank = dist.get_rank()
-    q_ends, k_ends, q_most, k_most, k_slice = llama3_flash_attn_prepare_cu_seqlens(whole, causal, rank, problem.n)
+    *bounds, k_slice = llama3_flash_attn_prepare_cu_seqlens(whole, causal, dist.get_rank(), problem.n)
+    options = {"heads_k_stride": HEADS_STRIDE, "local_k_slice": k_slice, "causal": causal}
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = llama3_flash_attn_varlen_func(
-            q[0],
-            k[0],
-            v[0],
-            q_ends,
-            k_ends,
-            q_most,
-            k_most,
-            heads_k_stride=HEADS_STRIDE,
-            local_k_slice=k_slice,
-            causal=causal,
-        )
-        return out[None]
+        return llama3_flash_attn_varlen_func(q[0], k[0], v[0], *bounds, **options)[None]
 
     return attend
 
@@ -115,5 +100,5 @@ def _without_transformers() -> None:
     """Make the package's modules importable without its __init__."""
     if NAME not in sys.modules:
         spec = importlib.util.find_spec(NAME)
-        assert spec, "looked for before the ranks were started"
+        assert spec, "checked before the ranks were started"
         sys.modules[NAME] = importlib.util.module_from_spec(spec)

@@ -1,8 +1,8 @@
-"""What peers import from flash_attn, on the CPU kernel of our own methods, so that both sides compute with the same.
+"""A stand-in for flash_attn on the CPU kernel of our own methods, so that peers compute with the same kernel.
 
-`install` puts this module in flash_attn's place, in a rank that runs a peer and only where flash_attn isn't installed.
-The interface is that of flash_attn 2.7 and 2.8, for what peers ask of it: no dropout, window, softcap or bias, and the
-usual scale 1/sqrt(head_dim). A causal mask is aligned to the last key. Unlike flash_attn, it takes float32 and float64.
+In a rank that runs a peer, `install` puts this module in flash_attn's place, unless flash_attn is installed. The
+interface is the part of flash_attn 2.7 and 2.8 that peers use: no dropout, window, softcap or bias, and the usual scale
+1/sqrt(head_dim). A causal mask is aligned to the last key. Unlike flash_attn, it takes float32 and float64.
 
 Shapes: q, out (B, S, H, D), k, v (B, S_k, kv_heads, D), lse (B, H, S). Packed ("varlen"): (tokens, H, D), lse (H,
 tokens), sequence i from row cu_seqlens[i] to cu_seqlens[i + 1].
@@ -23,81 +23,48 @@ from sp_bench.kernels import KERNELS, fold_
 from sp_bench.plan.mask import RegionKind
 
 __version__ = "2.8.0"
-"""Peers branch on flash_attn's version; this is the interface that they find here."""
+"""The version of flash_attn that this interface has. Peers branch on it."""
 
 KERNEL = KERNELS["aten_cpu"]()
 
 
 def install() -> None:
-    """From now on `import flash_attn` finds this module in this process, unless the package itself is there."""
+    """Make `import flash_attn` find this module in this process, unless the package itself is installed."""
     if importlib.util.find_spec("flash_attn") is None:
         here = sys.modules[__name__]
         sys.modules |= {"flash_attn": here, "flash_attn.flash_attn_interface": here}
 
 
+# flash_attn's signatures: peers pass arguments by position and by name, and look up names and defaults.
+
+
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, None, None]:
-    """(out, lse, and what dropout would need)."""
-    _plain(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    """Return (out, lse, None, None); the last two would serve dropout."""
+    _refuse_options(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
     return (*_forward(q, k, v, causal), None, None)
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> None:
-    """Into dq, dk and dv."""
-    _plain(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the gradients to dq, dk and dv."""
+    _refuse_options(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
     for into, grad in zip((dq, dk, dv), _backward(dout, q, k, v, out, softmax_lse, causal), strict=True):
         into.copy_(grad)
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, None, None]:
-    """(out, lse, and what dropout would need), one sequence after the other."""
-    _plain(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    """Return (out, lse, None, None) of packed sequences, computed one after the other."""
+    _refuse_options(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
     parts = [
         _forward(q[None, rows], k[None, columns], v[None, columns], causal)
         for rows, columns in _sequences(cu_seqlens_q, cu_seqlens_k)
@@ -107,31 +74,14 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     rng_state: Tensor | None = None,
-) -> None:
-    """Into dq, dk and dv, one sequence after the other."""
-    _plain(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
+) -> None:  # fmt: skip
+    """Write the gradients of packed sequences to dq, dk and dv."""
+    _refuse_options(q, dropout_p, softmax_scale, (window_size_left, window_size_right), softcap, alibi_slopes)
     for rows, columns in _sequences(cu_seqlens_q, cu_seqlens_k):
         part_dout, part_q, part_out = (x[None, rows] for x in (dout, q, out))
         part_lse = softmax_lse[None, :, rows]
@@ -141,20 +91,12 @@ def _flash_attn_varlen_backward(
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor:
-    """out, differentiable."""
-    _plain(q, dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return out, differentiable."""
+    _refuse_options(q, dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
     return _FlashAttn.apply(q, k, v, causal)  # pyright: ignore[reportReturnType]
 
 
@@ -174,7 +116,7 @@ class _FlashAttn(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse). Our kernels do a causal mask on as many keys as queries: keys before those are a full block."""
+    """(out, lse). Our kernels need as many keys as queries under a causal mask. Earlier keys are a full block."""
     before, own = _parts(q, k, causal)
     out, lse = KERNEL.forward(q, k[:, own], v[:, own], RegionKind.CAUSAL if causal else RegionKind.FULL)
     if before.stop:
@@ -187,7 +129,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), given the out and lse of all keys that the queries see anywhere."""
+    """(dq, dk, dv), from the out and lse over all keys that the queries see, on any rank."""
     before, own = _parts(q, k, causal)
     lse = lse.contiguous()
     mask = RegionKind.CAUSAL if causal else RegionKind.FULL
@@ -202,7 +144,7 @@ def _backward(
 
 
 def _parts(q: Tensor, k: Tensor, causal: bool) -> tuple[slice, slice]:
-    """The keys that all queries see, and those under the mask."""
+    """The keys that all queries see, and the keys under the causal mask."""
     surplus = k.shape[1] - q.shape[1] if causal else 0
     if surplus < 0:
         raise NotImplementedError(f"{q.shape[1]} queries and {k.shape[1]} keys under a causal mask")
@@ -210,19 +152,15 @@ def _parts(q: Tensor, k: Tensor, causal: bool) -> tuple[slice, slice]:
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
-    """The rows of each packed sequence, among the queries and among the keys."""
+    """The rows of each packed sequence in the queries and in the keys."""
     ends = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
     return [(slice(q0, q1), slice(k0, k1)) for (q0, k0), (q1, k1) in zip(ends, ends[1:], strict=False)]
 
 
-def _plain(
-    q: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    window_size: tuple[int, int],
-    softcap: float,
+def _refuse_options(
+    q: Tensor, dropout_p: float, softmax_scale: float | None, window_size: tuple[int, int], softcap: float,
     alibi_slopes: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Raise NotImplementedError for anything but plain exact attention."""
     usual = softmax_scale is None or math.isclose(softmax_scale, q.shape[-1] ** -0.5)
     if dropout_p or softcap or alibi_slopes is not None or tuple(window_size) != (-1, -1) or not usual:

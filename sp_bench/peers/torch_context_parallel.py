@@ -1,11 +1,11 @@
 """PyTorch's context parallel attention: torch.distributed.tensor.experimental, `context_parallel`.
 
-Its ring attention is a template that is given a block kernel. The public `context_parallel()` gives it CUDA kernels
-only, so on a CPU the template itself, which is private, is given the CPU kernel that our methods use. Everything else
-is torch's: how KV travels, merging, load balance, the backward. Its tensors are (B, H, S, D). The source is
+Its ring attention is a private template that takes a block kernel. The public `context_parallel()` passes CUDA kernels
+only, so on a CPU we call the template with the CPU kernel of our own methods. Everything else is torch's: transfers of
+KV, merging, load balance, the backward. Its tensors are (B, H, S, D). Source:
 https://github.com/pytorch/pytorch, torch/distributed/tensor/experimental/_context_parallel/_attention.py.
 
-Layout: zigzag if causal, else contiguous, as its load balancer wants. Accumulates in fp32 whatever the dtype.
+Layout: zigzag if causal, otherwise contiguous, as its load balancer needs. Accumulates in fp32 whatever the dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchContextParallel(Peer):
-    """Algorithms are torch's rotate methods: KV gathered at once (its default), or passed on around the ring."""
+    """Context parallel attention. Algorithms are torch's rotate methods: gather KV (the default), or pass it round."""
 
     name: ClassVar[str] = "torch_context_parallel"
     distribution: ClassVar[str] = "torch"
@@ -36,21 +36,20 @@ class TorchContextParallel(Peer):
         return "zigzag" if self.causal else "contiguous"
 
     def refuse_absence(self) -> None:
-        """Looks for the file, since finding the module would import torch."""
+        """Raise RequestError if torch lacks the module. Looks for its file: finding the module would import torch."""
         spec = importlib.util.find_spec("torch")
         assert spec and spec.origin, "sp_bench depends on torch"
         inside = self.module.split(".")[1:]
         if not Path(spec.origin).parent.joinpath(*inside).with_suffix(".py").exists():
-            raise RequestError(
-                f"impl={self.name}", f"torch {self.version} has no {self.module}", "torch>=2.10 would work"
-            )
+            rule = f"torch {self.version} has no {self.module}"
+            raise RequestError(f"impl={self.name}", rule, "torch>=2.10 would work")
 
     @property
     def kernel_name(self) -> str:
         return "aten_cpu"
 
     def notes(self) -> list[str]:
-        return [f"{self.name} is torch {self.version}'s private template, given the CPU kernel of our own methods"]
+        return [f"{self.name} is torch {self.version}'s private template, with the CPU kernel of our own methods"]
 
     def attention(self, problem: Problem) -> Attention:
         from sp_bench.peers.torch_ring import TorchRing

@@ -1,4 +1,4 @@
-"""torch's templated ring attention as a differentiable function. Imported inside ranks: it reaches into torch."""
+"""torch's templated ring attention as a differentiable function. Import it inside ranks only: it imports torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNEL = KERNELS["aten_cpu"]()
 
 
 class TorchRing(torch.autograd.Function):
-    """q, k, v and out are (B, S, H, D); `rotate` is the name of one of torch's rotate methods."""
+    """Ring attention of q, k, v, out (B, S, H, D). `rotate` is the name of one of torch's rotate methods."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, rotate: str) -> Tensor:
@@ -43,7 +43,7 @@ class TorchRing(torch.autograd.Function):
 
 
 def _choose(causal: bool, rotate: str) -> None:
-    """torch keeps its options in one place for the whole process, and points of one run may differ in them."""
+    """Set torch's options, which hold for the whole process. Points of one run may differ in them."""
     options = context_parallel._cp_options
     options.enable_load_balance = causal
     options.rotate_method = context_parallel._RotateMethod[rotate.upper()]

@@ -1,7 +1,7 @@
-"""Count what a rank sends, whoever's code does it: torch.distributed is watched below its own interface.
+"""Count the bytes that a rank sends, in any code: a dispatch mode sees the operations of torch.distributed.
 
-What collectives weigh is a convention, the one that plans are counted by: each rank's data goes to each other rank
-once, as little as the operation needs. A library may route it otherwise.
+Collectives count as in plans: the fewest bytes the operation needs. Each rank's data goes to each other rank once. A
+library may route it otherwise.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SILENT = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
-"""Operations that send no data of their own."""
+"""Operations that send no data."""
 
 
 class Traffic(TorchDispatchMode):
-    """While it is on, adds up the bytes that this rank hands over for other ranks, by operation."""
+    """A context that adds up the bytes this rank sends to other ranks, by operation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent_bytes: Counter[tuple[str]] = Counter()
         self.unknown: set[str] = set()
-        """Operations that it can't count."""
+        """Operations that can't be counted."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -43,37 +43,37 @@ class Traffic(TorchDispatchMode):
 
 
 def _bytes(tensors: Tensor | Iterable[Any]) -> int:
-    """Of a tensor, or of all in nested lists."""
+    """The size of a tensor, or of all tensors in nested lists."""
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_bytes, tensors))
 
 
 def _group(group: Any) -> dist.ProcessGroup:
-    """The group of an operation, which has its name or a boxed form of it."""
+    """The group of an operation, whose arguments have its name or a boxed form of it."""
     if isinstance(group, str):
         return _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
     return dist.ProcessGroup.unbox(group)
 
 
 def _is_root(group: Any, root: int) -> bool:
-    """Whether this rank is the one that an operation starts from or ends at."""
+    """Whether this rank is the root of an operation."""
     return _group(group).rank() == root
 
 
 def _gathered(x: Any, group: Any) -> int:
-    """All of it, to each other rank."""
+    """Bytes sent if each other rank gets all of `x`."""
     return _bytes(x) * (_group(group).size() - 1)
 
 
-def _dealt(x: Any, group: Any) -> int:
-    """Equal parts of it, one to each other rank."""
+def _scattered(x: Any, group: Any) -> int:
+    """Bytes sent if each other rank gets an equal part of `x`."""
     size = _group(group).size()
     return _bytes(x) * (size - 1) // size
 
 
 def _split(x: Tensor, splits: Sequence[int], group: Any) -> int:
-    """All but the rank's own part; equal parts where no splits are given."""
+    """Bytes sent if ranks get rows of `x` by `splits`, or equal parts without splits."""
     if not splits:
-        return _dealt(x, group)
+        return _scattered(x, group)
     rows = sum(splits)
     return _bytes(x) * (rows - splits[_group(group).rank()]) // rows if rows else 0
 
@@ -84,16 +84,16 @@ _SIZES: dict[tuple[str, str], Callable[[Sequence[Any]], int]] = {
     ("c10d", "alltoall_"): lambda args: _bytes(args[1]) - _bytes(args[1][_group(args[2]).rank()]),
     ("c10d", "_allgather_base_"): lambda args: _gathered(args[1], args[2]),
     ("c10d", "allgather_"): lambda args: _gathered(args[1], args[2]),
-    ("c10d", "_reduce_scatter_base_"): lambda args: _dealt(args[1], args[2]),
-    ("c10d", "reduce_scatter_"): lambda args: _dealt(args[1], args[2]),
-    ("c10d", "allreduce_"): lambda args: 2 * _dealt(args[0], args[1]),
+    ("c10d", "_reduce_scatter_base_"): lambda args: _scattered(args[1], args[2]),
+    ("c10d", "reduce_scatter_"): lambda args: _scattered(args[1], args[2]),
+    ("c10d", "allreduce_"): lambda args: 2 * _scattered(args[0], args[1]),
     ("c10d", "broadcast_"): lambda args: _gathered(args[0], args[1]) * _is_root(args[1], args[2]),
-    ("c10d", "scatter_"): lambda args: _dealt(args[1], args[2]) * _is_root(args[2], args[3]),
+    ("c10d", "scatter_"): lambda args: _scattered(args[1], args[2]) * _is_root(args[2], args[3]),
     ("c10d", "gather_"): lambda args: _bytes(args[1]) * (not _is_root(args[2], args[3])),
     ("c10d", "reduce_"): lambda args: _bytes(args[0]) * (not _is_root(args[1], args[3])),
     ("_c10d_functional", "all_gather_into_tensor"): lambda args: _gathered(args[0], args[2]),
-    ("_c10d_functional", "reduce_scatter_tensor"): lambda args: _dealt(args[0], args[3]),
-    ("_c10d_functional", "all_reduce"): lambda args: 2 * _dealt(args[0], args[2]),
+    ("_c10d_functional", "reduce_scatter_tensor"): lambda args: _scattered(args[0], args[3]),
+    ("_c10d_functional", "all_reduce"): lambda args: 2 * _scattered(args[0], args[2]),
     ("_c10d_functional", "all_to_all_single"): lambda args: _split(args[0], args[2], args[3]),
 }
-"""What an operation sends, from its arguments."""
+"""The bytes that each operation sends, from its arguments."""

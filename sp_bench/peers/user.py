@@ -4,9 +4,9 @@
         ...
         return out
 
-Every rank calls it with its own tokens, as method.layout deals them out, and with the torch.distributed group: q
-(B, S / n, H, D), k and v (B, S / n, kv_heads, D). It returns out (B, S / n, H, D), and autograd must be able to go back
-through it unless phase=forward.
+Every rank calls it with its own tokens in the layout method.layout, and with the torch.distributed group: q
+(B, S / n, H, D), k and v (B, S / n, kv_heads, D). It returns out (B, S / n, H, D), which must be differentiable by
+autograd unless phase=forward.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class User(Peer):
-    """`function` is what `impl` says. Layouts are our own; auto is the one that balances the mask."""
+    """A user's function. Its layout may be any of ours; auto is the one that balances the mask."""
 
     name: ClassVar[str] = "user"
     distribution: ClassVar[str] = ""
     algorithms: ClassVar[tuple[str, ...]] = ("own",)
 
     function: str
-    """module:name, as `impl` has it."""
+    """module:name, the value of the key `impl`."""
 
     @classmethod
     def named(cls, function: str, options: Mapping[str, Any], *, mask: Mask) -> User:
@@ -48,16 +48,15 @@ class User(Peer):
         return self.mask.layout(self.layout).name
 
     def refuse_absence(self) -> None:
-        """Finds the file; whether the function is in it is seen inside the ranks, where it is imported."""
+        """Raise RequestError if there is no such module. Ranks find out whether it has the function."""
         if self._file() is None:
             module = self.function.partition(":")[0]
-            raise RequestError(
-                f"impl={self.function}", f"there is no module {module}", "the name of one on PYTHONPATH would work"
-            )
+            would_work = "the name of one on PYTHONPATH would work"
+            raise RequestError(f"impl={self.function}", f"there is no module {module}", would_work)
 
     @property
     def version(self) -> str:
-        """A hash of the module's own file."""
+        """A hash of the module's file."""
         file = self._file()
         return hashlib.sha256(file.read_bytes() if file else b"").hexdigest()[:16]
 

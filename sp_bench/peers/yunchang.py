@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 LAYOUTS = {"zigzag": "zigzag", "ring": "contiguous", "stripe": "striped", "ulysses": "contiguous"}
 RING_IMPLEMENTATIONS = {"zigzag": "zigzag", "ring": "basic", "stripe": "strip"}
-"""What the package calls them."""
+"""The package's names of the algorithms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yunchang(Peer):
-    """`auto` is zigzag, which balances a causal mask, and ring for a full one."""
+    """yunchang. Auto is zigzag, which balances a causal mask, or ring for a full mask."""
 
     name: ClassVar[str] = "yunchang"
     distribution: ClassVar[str] = "yunchang"
@@ -43,7 +43,7 @@ class Yunchang(Peer):
     algorithms: ClassVar[tuple[str, ...]] = tuple(LAYOUTS)
 
     ulysses: int | str = AUTO
-    """Ranks that split the heads of a chunk; auto is as many as can. With algorithm=ulysses, all of them do."""
+    """The number of ranks that split the heads of a chunk; auto: as many as possible. algorithm=ulysses uses all."""
 
     def preferred(self) -> str:
         return "zigzag" if self.causal else "ring"
@@ -67,11 +67,9 @@ class Yunchang(Peer):
         refuse_lonely_ring(self, problem.n, "gpus=2")
         degrees = _degrees(problem)
         if self.ulysses != AUTO and (type(self.ulysses) is not int or self.ulysses not in degrees):
-            raise RequestError(
-                f"method.ulysses={self.ulysses}",
-                f"must be {AUTO}, or divide gpus={problem.n} and kv_heads={problem.kv_heads} and leave rings of two",
-                f"one of {', '.join(map(str, degrees))} would work",
-            )
+            rule = f"must be {AUTO}, or divide gpus={problem.n} and kv_heads={problem.kv_heads} and leave rings of two"
+            would_work = f"one of {', '.join(map(str, degrees))} would work"
+            raise RequestError(f"method.ulysses={self.ulysses}", rule, would_work)
 
     def variant(self, problem: Problem) -> str:
         if self.algorithm == "ulysses":
@@ -96,12 +94,12 @@ class Yunchang(Peer):
 
 
 def _degrees(problem: Problem) -> list[int]:
-    """How many ranks can split the heads of a chunk, with a ring of at least two chunks."""
+    """The numbers of ranks that can split the heads of a chunk, with rings of at least two chunks."""
     return [u for u in range(1, problem.n // 2 + 1) if problem.n % u == 0 and problem.kv_heads % u == 0]
 
 
 def _make_groups(ulysses: int, n: int) -> None:
-    """The package keeps the groups that its modules take when they are made in one place for the whole process."""
+    """Set the groups that modules of the package take when they are made. They hold for the whole process."""
     from yunchang.globals import PROCESS_GROUP  # pyright: ignore[reportMissingImports]
 
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _groups(ulysses, n)  # pyright: ignore

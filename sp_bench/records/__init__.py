@@ -1,9 +1,9 @@
 """Records: one flat JSON object for each benchmark point, written whole or not at all.
 
-`python -m sp_bench` writes them to <results_dir>/<run_id>.json, and beside them raw samples in <run_id>.samples.json
-or, where a point is simulated, each rank's times in <run_id>.ranks.json and some ranks' timelines, which Perfetto
-opens, in <run_id>.trace.json. Where ranks hung, <run_id>.hang.json says what each of their threads was at.
-`load(dir)` gives all of a folder as a pandas frame; `python -m sp_bench.records collect` makes tables of many folders.
+`python -m sp_bench` writes a record to <results_dir>/<run_id>.json. Beside it are, for a measured point, its samples in
+<run_id>.samples.json; for a simulated one, each rank's times in <run_id>.ranks.json and the timelines of some ranks,
+for Perfetto, in <run_id>.trace.json; if ranks hung, their threads in <run_id>.hang.json. `load(dir)` reads a folder's
+records into a pandas frame; `python -m sp_bench.records collect` makes tables of many folders.
 """
 
 from sp_bench.records.files import BESIDE, OtherVersionError, beside, load, read, read_all, write, write_whole

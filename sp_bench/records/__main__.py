@@ -1,4 +1,8 @@
-"""python -m sp_bench.records collect FOLDER ...: one table of all records in some folders."""
+"""collect writes records.parquet and records.csv, with a row for each record in the folders and below.
+
+A file that is not a whole record is moved to FOLDER/set_aside. One that older or newer code wrote is named and stays.
+If a point has several records, the newest is taken. Exit codes: 0 ok, 2 a request that can't be served.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,11 @@ from sp_bench.errors import RequestError
 from sp_bench.records.gather import SET_ASIDE, Gathered, gather
 from sp_bench.records.tables import write_tables
 
-DESCRIPTION = """\
-collect writes records.parquet and records.csv, a row for each record in the folders and below. A file that is not a
-whole record is moved to FOLDER/set_aside; one that older or newer code wrote is named and stays. Of a point with
-several records the newest is taken. Exit codes: 0 ok, 2 a request that can't be served."""
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m sp_bench.records", description=DESCRIPTION)
-    collect_ = parser.add_subparsers(required=True).add_parser("collect", description=DESCRIPTION)
+    parser = argparse.ArgumentParser("python -m sp_bench.records", description=__doc__)
+    collect_ = parser.add_subparsers(required=True).add_parser("collect", description=__doc__)
     collect_.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="searched with all below it")
     collect_.add_argument(
         "--to", type=Path, metavar="FOLDER", help="where the tables go; the first folder if not given"
@@ -35,9 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def collect(folders: list[Path], to: Path) -> None:
-    """Gather, write the tables, set aside what is broken, and say so.
+    """Write the tables of all records in `folders`, set broken files aside, and print a summary.
 
-    Raises RequestError for a folder that there is not, or that can't be written.
+    Raises RequestError if a folder doesn't exist or can't be written.
     """
     found = gather(folders)
     try:
@@ -45,7 +44,7 @@ def collect(folders: list[Path], to: Path) -> None:
     except OSError as error:
         raise RequestError(f"--to {to}", f"can't be written ({error.strerror})", "--to tables would work") from None
     moved = [path for path, (folder, why) in found.broken.items() if _set_aside(path, folder, why)]
-    for why in (*found.left.values(), *found.older.values()):
+    for why in (*found.unread.values(), *found.older.values()):
         print(f"left out: {why}", file=sys.stderr)
     print(f"{_count(len(found.records), 'record')}: {', '.join(map(str, written))}")
     for line in _summary(found, moved):
@@ -53,12 +52,12 @@ def collect(folders: list[Path], to: Path) -> None:
 
 
 def _summary(found: Gathered, moved: list[Path]) -> list[str]:
-    """A line for each kind of file that is no row."""
+    """A line for each kind of file that is not in the tables."""
     stuck = [path for path in found.broken if path not in moved]
     kinds = {
         f"set aside, in {SET_ASIDE}/": moved,
         "broken, and could not be moved": stuck,
-        "of another schema version, or unreadable; still there": found.left,
+        "of another schema version, or unreadable; still there": found.unread,
         "differing from a newer record of the same point; still there": found.older,
     }
     lines = [
@@ -68,7 +67,7 @@ def _summary(found: Gathered, moved: list[Path]) -> list[str]:
 
 
 def _set_aside(path: Path, folder: Path, why: str) -> bool:
-    """Move a broken file to where the folder keeps those, never over another; whether that went well."""
+    """Move a broken file to the folder's set_aside, never over another file; return whether that worked."""
     aside = folder / SET_ASIDE / path.relative_to(folder)
     target, number = aside, 1
     while target.exists():

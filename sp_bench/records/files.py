@@ -1,4 +1,4 @@
-"""Records as files: written whole, and read back only if they are what a record is."""
+"""Record files: written whole, and validated when read."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sp_bench.extras import require
 from sp_bench.records.record import SCHEMA_VERSION, Record
-from sp_bench.records.schema import complaints
+from sp_bench.records.schema import columns, complaints
 
 if TYPE_CHECKING:
     import pandas as pd
 
 BESIDE = ("samples", "trace", "ranks", "hang")
-"""What may stand beside a record, in <run_id>.<name>.json."""
+"""Names of the files that may stand beside a record, in <run_id>.<name>.json."""
 
 
 class OtherVersionError(ValueError):
-    """A record as older or newer code writes them."""
+    """A record that older or newer code wrote."""
 
 
 def write(
@@ -34,9 +33,9 @@ def write(
     ranks: Mapping[str, Any] | None = None,
     hang: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a record, and first what stands beside it; what an earlier one of that point left there goes.
+    """Write a record, after the files beside it; return its path. Those of an earlier record of the point are removed.
 
-    Raises OSError where the folder can't be written.
+    Raises OSError if the folder can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.run_id}.json"
@@ -51,13 +50,13 @@ def write(
 
 
 def beside(path: Path) -> dict[str, Path]:
-    """What stands beside the record at `path`, by its name in `BESIDE`."""
+    """The files beside the record at `path`, by their names in `BESIDE`."""
     others = {name: path.with_suffix(f".{name}.json") for name in BESIDE}
     return {name: other for name, other in others.items() if other.exists()}
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, whatever ends this process. Raises OSError."""
+    """Write a file whole or not at all, even if this process is killed. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -68,7 +67,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read(path: Path) -> Record:
-    """One record. Raises ValueError with what is wrong with the file, OSError where it can't be read."""
+    """The record in a file. Raises ValueError if it is no record, OSError if it can't be read."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -86,7 +85,7 @@ def read(path: Path) -> Record:
 
 
 def read_all(folder: Path) -> list[Record]:
-    """All records of a folder, by run_id. A file that is not a record is named in a warning and left out."""
+    """All records of a folder, by run_id. A file that is not a record is left out, with a warning."""
     found = []
     for path in sorted(folder.glob("*.json")):
         if not is_beside(path):
@@ -98,18 +97,16 @@ def read_all(folder: Path) -> list[Record]:
 
 
 def is_beside(path: Path) -> bool:
-    """Whether a JSON file's name says that it stands beside a record, or is not whole yet."""
+    """Whether a JSON file's name is that of a file beside a record, or of one that is not whole yet."""
     return "." in path.stem
 
 
 def load(folder: str | Path) -> pd.DataFrame:
-    """All records of a folder as a frame, one row for each. Files that are no records are named in a warning.
+    """All records of a folder as a frame, a row for each. A file that is not a record is left out, with a warning.
 
-    Raises RequestError without pandas.
+    Raises RequestError if pandas is not installed.
     """
     require("analysis", "records.load")
     import pandas as pd
 
-    return pd.DataFrame(
-        [record.to_dict() for record in read_all(Path(folder))], columns=[f.name for f in fields(Record)]
-    )
+    return pd.DataFrame([record.to_dict() for record in read_all(Path(folder))], columns=list(columns()))

@@ -1,4 +1,4 @@
-"""All records below some folders, each point once, and what lies there that isn't one."""
+"""Find all records below some folders, each point once, and the files there that are not records."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from sp_bench.records.files import OtherVersionError, is_beside, read
 from sp_bench.records.record import Record
 
 SET_ASIDE = "set_aside"
-"""The folder for files that are no records."""
+"""The folder that files which are no records are moved to."""
 NOT_SEARCHED = (SET_ASIDE, "wandb")
 
 
 @dataclass
 class Gathered:
-    """What `gather` finds; files with the reason why they are where they are."""
+    """The files that `gather` finds, by path."""
 
     records: dict[Path, Record] = field(default_factory=dict)
-    """One for each run_id, in that order."""
+    """One record for each run_id, in the order of run_ids."""
     broken: dict[Path, tuple[Path, str]] = field(default_factory=dict)
-    """Files that are no records, with the folder that was asked for."""
-    left: dict[Path, str] = field(default_factory=dict)
-    """Records of another schema version, and files that can't be read."""
+    """Files that are no records: the searched folder they are in, and what is wrong with them."""
+    unread: dict[Path, str] = field(default_factory=dict)
+    """Records of another schema version and unreadable files, with the reason."""
     older: dict[Path, str] = field(default_factory=dict)
-    """Records for which another file has a newer one that differs."""
+    """Records that differ from a newer one of the same point, with the reason."""
     copies: int = 0
-    """Files that say the same as one in `records`."""
+    """The number of files with the same content as one in `records`."""
 
 
 def gather(folders: Sequence[Path]) -> Gathered:
-    """The records in `folders` and below. Raises RequestError for a folder that there is not.
+    """The records in `folders` and below. Raises RequestError if a folder doesn't exist.
 
-    Of several records of one point the newest file's is taken. Of a SLURM sweep's folder only its records are looked
-    at, and W&B's folders are passed over.
+    The newest file wins if a point has several records. In a SLURM sweep's folder only its records are read. W&B's
+    folders are skipped.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -51,7 +51,7 @@ def gather(folders: Sequence[Path]) -> Gathered:
             try:
                 record = read(path)
             except (OtherVersionError, OSError) as error:
-                found.left[path] = str(error)
+                found.unread[path] = str(error)
             except ValueError as error:
                 found.broken[path] = (folder, str(error))
             else:
@@ -62,7 +62,7 @@ def gather(folders: Sequence[Path]) -> Gathered:
 
 
 def _take_newest(found: Gathered, same: Sequence[tuple[Path, Record]]) -> None:
-    taken, record = max(same, key=lambda one: (_written_ns(one[0]), str(one[0])))
+    taken, record = max(same, key=lambda one: (one[0].stat().st_mtime_ns, str(one[0])))
     found.records[taken] = record
     for path, other in same:
         if other != record:
@@ -71,12 +71,8 @@ def _take_newest(found: Gathered, same: Sequence[tuple[Path, Record]]) -> None:
             found.copies += 1
 
 
-def _written_ns(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
 def _files(folder: Path) -> Iterator[Path]:
-    """The files in and below a folder that should be records."""
+    """The files in and below a folder that should be records, by their names."""
     if folder.resolve().name != "records" and _is_sweep(folder.resolve().parent):
         return
     for at, folders, names in os.walk(folder):
@@ -89,5 +85,5 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_sweep(folder: Path) -> bool:
-    """Whether it has the form of a SLURM sweep's folder, in which only the JSON files in records/ are records."""
+    """Whether this is a SLURM sweep's folder, in which only the JSON files in records/ are records."""
     return all((folder / name).is_dir() for name in ("points", "records", "scripts"))

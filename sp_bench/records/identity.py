@@ -1,4 +1,4 @@
-"""Which point a record is of: a hash of all that changes its numbers."""
+"""A point's run_id: a hash of everything its numbers depend on."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sp_bench.machine import cores_here, gpus_and_driver
+from sp_bench.machine import cores_here, cpu_model, gpus_and_driver
 from sp_bench.resources import PACKAGE
 
 SIMULATED_CODE = (
     *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "bench"),
     *("account.py", "check.py"),
 )
-"""What computes the numbers of a simulated point: folders and files of the package."""
+"""Folders and files of the package that compute a simulated point."""
 MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run")
-"""A measured point's too: its variant is the one with the shortest simulated time."""
+"""Those of a measured point. Simulation is part of it: it chooses the variant."""
 SIMULATED_PACKAGES = ("numpy", "numba")
 KERNEL_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "triton")
 
 
 def run_id(config: Mapping[str, Any], *, measured: bool, on_gpus: bool = False) -> str:
-    """The id of a point: a hash of its resolved config, and of the code and packages that its numbers depend on.
+    """The run_id of a point: a hash of its resolved config and of the code and packages its numbers depend on.
 
-    A `measured` point's depends on the machine too and, `on_gpus`, on these and what drives them.
+    For a `measured` point it also depends on the machine and, if `on_gpus`, on the GPUs and their software.
     """
     versions = {name: version(name) for name in SIMULATED_PACKAGES}
     content = {"config": config, "code": code_version(measured=measured), "versions": versions}
@@ -41,24 +41,24 @@ def run_id(config: Mapping[str, Any], *, measured: bool, on_gpus: bool = False) 
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits that stand for the content, whatever the order of its keys."""
+    """A hash of the content in 16 hexadecimal digits. The order of keys doesn't matter."""
     text = json.dumps(_text_keys(content), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _text_keys(value: Any) -> Any:
-    """The value with all keys of its mappings as text: numbers among texts can't be sorted."""
+    """The value with the keys of its mappings as text: mixed types can't be sorted."""
     return {str(key): _text_keys(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
 @cache
 def code_version(*, measured: bool = True) -> str:
-    """A hash of the sources that compute a measured point, or a simulated one."""
+    """A hash of the source files that compute a measured, or a simulated, point."""
     return source_hash(PACKAGE, MEASURED_CODE if measured else SIMULATED_CODE)
 
 
 def source_hash(package: Path, names: tuple[str, ...]) -> str:
-    """A hash of these Python files of a package, and of those in these folders."""
+    """A hash of the Python files of a package that `names`, files and folders, select."""
     found = hashlib.sha256()
     for name in names:
         top = package / name
@@ -69,13 +69,10 @@ def source_hash(package: Path, names: tuple[str, ...]) -> str:
 
 @cache
 def machine() -> dict[str, Any]:
-    """What a measured number depends on beside its config: host, processor, cores, torch, thread settings."""
-    model = ""
-    if (info := Path("/proc/cpuinfo")).exists():
-        model = next((line for line in info.read_text().splitlines() if line.startswith("model name")), "")
+    """The machine that a measured number depends on: host, processor, cores, torch, thread settings."""
     return {
         "host": platform.node(),
-        "cpu": model.partition(":")[2].strip() or platform.processor(),
+        "cpu": cpu_model(),
         "cores": cores_here(),
         "torch": version("torch"),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "GLOO_"))},
@@ -84,7 +81,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def gpu_software() -> dict[str, Any]:
-    """What a number measured on GPUs depends on in addition: their models and driver, NCCL, cuDNN, kernel packages."""
+    """The GPUs that a number measured on them depends on: models, driver, CUDA, NCCL, cuDNN, kernel packages."""
     import torch
     from torch.cuda import nccl
 
@@ -98,7 +95,7 @@ def gpu_software() -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package; None where it isn't there."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Where a record comes from."""
+"""The provenance of a record: code, software versions, command line, host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sp_bench.records.identity import code_version, version
 from sp_bench.resources import ROOT
 
 KEPT_VARIABLES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "SLURM_", "OMP_")
-"""Prefixes of the environment variables that a record keeps; no other is."""
+"""Prefixes of the only environment variables that a record keeps."""
 
 
 @cache
 def provenance() -> dict[str, Any]:
-    """Where a record comes from: code, versions, command line, the few environment variables that matter."""
+    """The provenance of records that this process writes. Of the environment it keeps only KEPT_VARIABLES."""
     versions = {package: version(package) for package in ("torch", "numpy", "numba", "hydra-core")}
     return {
         "code_version": code_version(),
@@ -34,9 +34,9 @@ def provenance() -> dict[str, Any]:
 
 
 def git_state(root: Path) -> dict[str, Any]:
-    """The commit of the folder that holds the package, and whether files differ from it; None where it is no checkout.
+    """The git commit of a checkout, and whether files differ from it; None if `root` is no checkout of this project.
 
-    An installed package may stand in somebody else's repository, whose state says nothing about this code.
+    An installed package may stand in another project's repository, whose state says nothing about this code.
     """
     if not _is_checkout(root):
         return {"git_commit": None, "git_dirty": None}
@@ -45,7 +45,7 @@ def git_state(root: Path) -> dict[str, Any]:
 
 
 def _is_checkout(root: Path) -> bool:
-    """Whether the folder is the top of a repository, and that of this project."""
+    """Whether a folder is the top of this project's repository."""
     top = _git(root, "rev-parse", "--show-toplevel")
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"]
@@ -55,7 +55,7 @@ def _is_checkout(root: Path) -> bool:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git says; None where it can't. A hook's GIT_DIR would name another repository."""
+    """The output of a git command; None if it fails. GIT_* variables, as in a hook, may name another repository."""
     elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), *arguments]
     try:

@@ -1,9 +1,10 @@
-"""What a record says of one benchmark point."""
+"""The record of one benchmark point."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 from sp_bench.records.parts import Asked, Breakdown, Exactness, Memory, Rates, Setup, Timing, Traffic
 
@@ -16,20 +17,21 @@ Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | Exactness
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Exactness, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked):
-    """One benchmark point: the fields of all parts, and which point it is. None is "not known".
+    """One benchmark point: the fields of all parts, and the point's identity. None means not known.
 
-    Fields are those of the file, in its order: a dataclass takes them from its last base first.
+    The fields have the order of the file: a dataclass takes those of its last base first. Raises ValueError for an
+    unknown status or mode.
     """
 
     run_id: str
-    """Hash of all that changes the numbers (records.identity)."""
+    """A hash of everything the numbers depend on (records.identity)."""
     status: str
     mode: str
-    """measure, alone (single ranks without their peers) or simulate; their numbers are never mixed."""
+    """measure, alone (single ranks without their peers) or simulate. Numbers of different modes are never mixed."""
     schema_version: int = SCHEMA_VERSION
     error: str | None = None
     notes: list[str] | None = None
-    """What a reader must know about these numbers."""
+    """Remarks that a reader of the numbers must know."""
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -40,27 +42,16 @@ class Record(Exactness, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked)
         if not self.mask:
             object.__setattr__(self, "mask", "causal" if self.causal else "full")
 
-    @classmethod
-    def of(
-        cls,
-        *parts: Part,
-        run_id: str,
-        status: str,
-        mode: str,
-        error: str | None = None,
-        notes: list[str] | None = None,
-        provenance: dict[str, Any] | None = None,
-    ) -> Self:
-        """The record of some parts, `Asked` among them; fields of the others are None."""
-        about = {"run_id": run_id, "status": status, "mode": mode, "error": error}
-        fields = {name: value for part in parts for name, value in vars(part).items()}
-        return cls(**about, **fields, notes=notes, provenance=provenance)
-
     @property
     def measured(self) -> bool:
-        """Whether its times are wall time, of a whole run or of ranks alone."""
+        """Whether the times are wall times, of a whole run or of single ranks."""
         return self.mode != "simulate"
 
     def to_dict(self) -> dict[str, Any]:
-        """The flat JSON object."""
+        """The record as a flat JSON object."""
         return asdict(self)
+
+
+def fields_of(parts: Iterable[Part]) -> dict[str, Any]:
+    """The fields of some parts together, to make a `Record` of."""
+    return {name: value for part in parts for name, value in vars(part).items()}

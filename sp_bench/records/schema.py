@@ -1,11 +1,11 @@
-"""The types of a record's fields, from the annotations of the dataclass: what a file is held against."""
+"""The types of a record's fields, from the dataclass's annotations. Files are checked against them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from types import UnionType
+from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -15,29 +15,29 @@ from sp_bench.records.record import Record
 
 @cache
 def columns() -> dict[str, type]:
-    """A record's fields in their order: str, int, float or bool, or for nested ones dict or list; all but None."""
-    hints, found = get_type_hints(Record), {}
-    for field in fields(Record):
-        (kind,) = (part for part in _parts(hints[field.name]) if part is not type(None))
-        found[field.name] = get_origin(kind) or kind
+    """The type of each field in order, without None: str, int, float, bool or, for nested ones, dict or list."""
+    found = {}
+    for name, (_, hint) in _types().items():
+        (kind,) = set(get_args(hint) or (hint,)) - {NoneType}
+        found[name] = get_origin(kind) or kind
     return found
 
 
 def complaints(content: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the fields of a JSON object that should be a record; a field that isn't there may be."""
-    kinds = _kinds()
-    if unknown := sorted(set(content) - set(kinds)):
+    """The errors in the fields of a JSON object that should be a record. Fields may be missing."""
+    types = _types()
+    if unknown := sorted(set(content) - set(types)):
         return [f"unknown fields {', '.join(unknown)}"]
     return [
-        f"{name}={value!r:.80} is not {kinds[name][0]}"
+        f"{name}={value!r:.80} is not {types[name][0]}"
         for name, value in content.items()
-        if not _is_a(value, kinds[name][1])
+        if not _is_a(value, types[name][1])
     ]
 
 
 @cache
-def _kinds() -> dict[str, tuple[str, Any]]:
-    """For each field its type as text, and the type."""
+def _types() -> dict[str, tuple[str, Any]]:
+    """The type of each field, as text and as a type."""
     hints = get_type_hints(Record)
     return {field.name: (str(field.type), hints[field.name]) for field in fields(Record)}
 
@@ -47,8 +47,4 @@ def _is_a(value: Any, kind: Any) -> bool:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return False
-    return type(value) is not int or -(2**63) <= value < 2**63  # as tables hold them
-
-
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
+    return type(value) is not int or -(2**63) <= value < 2**63  # the range of a table's integers

@@ -16,11 +16,10 @@ from sp_bench.records.schema import columns
 
 
 def write_tables(records: Iterable[Record], folder: Path) -> list[Path]:
-    """Write records.parquet and records.csv; returns their paths. The same records make the same bytes.
+    """Write records.parquet and records.csv; return their paths. The same records make the same bytes.
 
-    A column for each of a record's fields, in their order; nested fields are JSON text. What is not known is null in
-    Parquet, empty in CSV. Raises OSError where the folder can't be written,
-    RequestError without pyarrow.
+    The columns are a record's fields in their order. Nested fields are JSON text. None is null in Parquet and empty in
+    CSV. Raises OSError if the folder can't be written, RequestError if pyarrow is not installed.
     """
     rows = [row(record) for record in records]
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +30,7 @@ def write_tables(records: Iterable[Record], folder: Path) -> list[Path]:
 
 
 def row(record: Record) -> dict[str, Any]:
-    """A record's fields as cells: text, numbers, truth values or None."""
+    """A record's fields as the cells of a row: text, numbers, booleans or None."""
     content = record.to_dict()
     return {name: None if (value := content[name]) is None else _cell(value, kind) for name, kind in columns().items()}
 
@@ -39,7 +38,7 @@ def row(record: Record) -> dict[str, Any]:
 def _cell(value: Any, kind: type) -> Any:
     if kind in (dict, list):
         return json.dumps(value)
-    if kind is str:  # an argument or a path may have bytes that are no text
+    if kind is str:  # an argument or a path may have bytes that are not UTF-8
         return value.encode("utf-8", "backslashreplace").decode()
     return kind(value)
 

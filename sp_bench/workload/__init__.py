@@ -1,4 +1,4 @@
-"""Workloads: what is timed. Each is a file here and a line in the registry below. Imports no torch."""
+"""Workloads: the operations that are timed. Each has a file here and a line in the registry. Imports no torch."""
 
 from sp_bench.errors import unknown
 from sp_bench.workload.attention import Attention
@@ -8,11 +8,11 @@ from sp_bench.workload.gate import TOLERANCE, GateErrors
 __all__ = ["TOLERANCE", "WORKLOADS", "Attention", "GateErrors", "RankContext", "Step", "Workload", "workload_named"]
 
 WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (Attention,)}
-"""Every workload by the value of the key `workload`. A new one is imported above and listed here."""
+"""Every workload, by the value of the key `workload`. A new one is imported above and listed here."""
 
 
 def workload_named(name: str) -> type[Workload]:
-    """The workload of that name. Raises RequestError with the nearest name for an unknown one."""
+    """The workload of that name. Raises RequestError if it is unknown."""
     if name not in WORKLOADS:
         raise unknown("workload", name, WORKLOADS)
     return WORKLOADS[name]

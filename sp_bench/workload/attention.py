@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Workload):
-    """softmax(q k^T / sqrt(D)) v of a method's plans, or of a peer's code."""
+    """softmax(q k^T / sqrt(D)) v, by a method's plans or a peer's code."""
 
     name: ClassVar[str] = "attention"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -28,22 +28,22 @@ class Attention(Workload):
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
-        """The forward, and the backward where that is timed."""
+        """The forward, and the backward if it is timed."""
         return PHASES if "backward" in phases else PHASES[:1]
 
     @classmethod
     def flops(cls, problem: Problem, phase: str) -> float:
-        """account.model_flops."""
+        """Model FLOPs of one phase on all ranks together (account.model_flops)."""
         return account.model_flops(problem, phase)
 
     def gate(self, context: RankContext) -> GateErrors:
-        """Errors of out, dq, dk and dv, as far as they are executed."""
+        """Errors of out, dq, dk and dv, or of out if only the forward is executed."""
         from sp_bench.workload.attention_gate import gate
 
         return gate(self, context)
 
     def prepare(self, context: RankContext) -> Step:
-        """This rank's random q, k, v and dout, and an engine for the plans or the peer."""
+        """Make this rank's random q, k, v and dout, and an engine for the plans or the peer."""
         from sp_bench.workload.attention_step import AttentionStep
 
         return AttentionStep(self, context)

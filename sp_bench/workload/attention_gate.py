@@ -18,18 +18,17 @@ from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 from sp_bench.workload.gate import GateErrors
 
 GATE_TOKENS = 32
-"""Tokens of a rank in the gate's problem."""
+"""The number of tokens on a rank in the gate's problem."""
 
 
 def gate(workload: Workload, context: RankContext) -> GateErrors:
-    """Errors of the workload's plans, or peer, on its problem scaled down in the sequence only. All ranks must call it.
+    """Errors of the workload's plans or peer on its problem with a shorter sequence. All ranks must call it.
 
-    Everything runs twice with the same buffers, and the second run is judged. Each rank computes the exact results of
-    some of the key heads, one query head after the other: those of all would take one rank minutes where ranks are
-    many.
+    Everything runs twice with the same buffers, and the second results are compared. Each rank computes the exact
+    results of some key heads, one query head after the other: with many ranks, one rank would take minutes for all.
     """
     problem = workload.problem
-    tokens, more = divmod(problem.seqlen, problem.n)  # the small one is as uneven
+    tokens, more = divmod(problem.seqlen, problem.n)  # the small problem splits as unevenly
     small = replace(problem, seqlen=min(GATE_TOKENS, tokens) * problem.n + more)
     generator = torch.Generator().manual_seed(workload.seed)
     dtype = getattr(torch, small.dtype)
@@ -45,7 +44,7 @@ def gate(workload: Workload, context: RankContext) -> GateErrors:
 
 
 def _executed(workload: Workload, small: Problem, inputs: Sequence[Tensor], context: RankContext) -> list[Tensor]:
-    """(out, dq, dk, dv) of all ranks together, or out alone, given the full (q, k, v, dout)."""
+    """The full (out, dq, dk, dv), or (out,) without a backward, of the full (q, k, v, dout)."""
     q, k, v, dout = (shard(x, small.layout, context.rank, small.n).to(context.device) for x in inputs)
     engine = make_engine(workload, small, context)
     found: list[Tensor] = []
@@ -61,7 +60,7 @@ def _executed(workload: Workload, small: Problem, inputs: Sequence[Tensor], cont
 
 
 def _squares(found: Sequence[Tensor], small: Problem, inputs: Sequence[Tensor], context: RankContext) -> Tensor:
-    """(2, tensors, heads): squared norms of errors and of exact results, of the heads that this rank looks at."""
+    """Squared norms of errors and of exact results, (2, tensors, heads); 0 for heads that other ranks compare."""
     q, k, v, dout = inputs
     squares, sharing = torch.zeros(2, len(found), small.heads, dtype=torch.float64), small.heads // small.kv_heads
 
@@ -84,7 +83,7 @@ def _squares(found: Sequence[Tensor], small: Problem, inputs: Sequence[Tensor], 
 
 
 def _errors(squares: Tensor, found: Sequence[Tensor]) -> GateErrors:
-    """`squares` as in `_squares`, of all heads."""
+    """The relative errors, from the `_squares` of all ranks added up."""
     overall, worst_head = {}, {}
     for i, (name, x) in enumerate(zip(NAMES, found, strict=False)):
         of_heads = squares[:, i, : x.shape[2]]

@@ -1,4 +1,4 @@
-"""A step of workload=attention on one rank: q and dout are (B, S / n, H, D), k and v (B, S / n, kv_heads, D)."""
+"""A step of workload=attention on one rank. q and dout are (B, S / n, H, D), k and v (B, S / n, kv_heads, D)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AttentionStep:
     """Random inputs, and the engine of the timed phases."""
 
     def __init__(self, workload: Workload, context: RankContext) -> None:
-        """All ranks must call it. A forward that is not timed is executed here, where its plan allows that."""
+        """Make the inputs and the engine, and execute a plan's forward that is not timed. All ranks must call it."""
         problem, rank = workload.problem, context.rank if workload.alone is None else workload.alone
         generator = torch.Generator(context.device).manual_seed(workload.seed * 1_000_003 + rank)
         self._q, self._dout = (_random(problem, rank, problem.heads, generator) for _ in range(2))
@@ -33,7 +33,7 @@ class AttentionStep:
             self._engine = make_engine(workload, workload.problem, context)
             return
         if "forward" not in workload.phases:
-            # An engine of its own, so that its buffers are gone before the backward's memory is looked at.
+            # It has its own engine, so that its buffers are gone before the backward's memory is measured.
             forward = make_engine(workload, problem, context)
             self._saved = forward.forward(self._q, self._k, self._v)[1]
             forward.close()
@@ -42,21 +42,21 @@ class AttentionStep:
 
     @property
     def kernel_name(self) -> str:
-        """What computes its attention blocks."""
+        """The kernel of its attention blocks."""
         return self._engine.kernel_name
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far, of untimed executions too."""
+        """Bytes sent so far, including untimed executions."""
         return self._engine.transport.sent_bytes
 
     def untimed(self) -> None:
-        """Autograd frees a peer's graph with each backward, so that a backward needs a forward of its own."""
+        """Run a peer's forward before a timed backward: autograd frees its graph with each backward."""
         if self._forward_each_time:
             self.run("forward", Action.EVERYTHING)
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
-        """Execute a phase. Only an execution of everything leaves results, and what the backward starts with."""
+        """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
         if phase == "forward":
             out, saved = self._engine.forward(self._q, self._k, self._v, action, live)
             results = (out,)
@@ -68,11 +68,11 @@ class AttentionStep:
             self._results[phase] = results
 
     def spent(self, phase: str) -> Spent | None:
-        """Where the time of the last execution of a phase went; None of a peer's."""
+        """The time breakdown of the last execution of a phase; None for a peer."""
         return self._engine.spent(phase)
 
     def finite(self) -> bool:
-        """Whether the last outputs and gradients are."""
+        """Whether the last outputs and gradients are finite."""
         return all(bool(x.isfinite().all()) for results in self._results.values() for x in results)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class AttentionStep:
 def make_engine(
     workload: Workload, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None
 ) -> Engine | PeerEngine:
-    """What executes the workload's plans (or only some), or its peer, on `problem`. All ranks must call it."""
+    """The engine of the workload's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it."""
     if workload.peer:
         return PeerEngine(workload.peer, problem, workload.executed(workload.phases))
     plans = plans or workload.plans
@@ -100,5 +100,5 @@ def _random(problem: Problem, rank: int, heads: int, generator: torch.Generator)
     dtype, device = getattr(torch, problem.dtype), generator.device
     if device.type == "cpu":
         return torch.randn(shape, generator=generator).to(dtype)
-    # A cast would take memory, which is watched there.
+    # A cast would take memory, and memory is measured on a GPU.
     return torch.randn(shape, generator=generator, device=device, dtype=dtype)

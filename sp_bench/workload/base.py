@@ -1,4 +1,4 @@
-"""What a workload is to a request, and what it is to the ranks that time it. Imports no torch."""
+"""The interfaces of workloads: for requests, and for the ranks that time them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,53 +23,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank's process gives a workload."""
+    """The rank that a workload runs on."""
 
     rank: int
     device: torch.device
     transport: Callable[[Mapping[str, Plan]], Transport]
-    """How plans exchange tensors between all ranks. All ranks must call it."""
+    """Makes the transport of plans between all ranks. All ranks must call it."""
     alive: Callable[[], None]
-    """To be called between long pieces of work: shows that this rank doesn't hang."""
+    """Shows that this rank doesn't hang. Call it between long pieces of work."""
 
 
 class Step(Protocol):
-    """A workload that is ready on a rank, with inputs and buffers. An iteration is `untimed`, then each timed phase."""
+    """A workload on a rank, with inputs and buffers. An iteration is `untimed`, then each timed phase."""
 
     @property
     def kernel_name(self) -> str:
-        """What computes its attention blocks."""
+        """The kernel of its attention blocks."""
         ...
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far: by lane, tensor and field of a plan, or by operation where a peer's code runs."""
+        """Bytes sent so far: by lane, tensor and field of a plan, or by operation of a peer's code."""
         ...
 
     def untimed(self) -> None:
-        """Make what the timed phases need anew in each iteration."""
-        ...
+        """Prepare an iteration: make what its timed phases need."""
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
-        """Execute a phase, or only its blocks or its transfers. `live` is told which tensors there are at once."""
-        ...
+        """Execute a phase, or only its blocks or its transfers. `live` counts the bytes of live tensors."""
 
     def spent(self, phase: str) -> Spent | None:
-        """Where the time of the last execution of a phase went; None where that isn't known."""
+        """The time breakdown of the last execution of a phase; None if it is not known."""
         ...
 
     def finite(self) -> bool:
-        """Whether the last results are."""
+        """Whether the last results are finite."""
         ...
 
     def close(self) -> None:
         """Release threads and streams."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(ABC):
-    """What is timed, with all that a rank must know of it. It is pickled on its way to the ranks."""
+    """An operation that is timed, with all that a rank needs to run it. It is pickled for the ranks."""
 
     name: ClassVar[str]
     """The value of the key `workload`."""
@@ -79,20 +76,20 @@ class Workload(ABC):
     phases: tuple[str, ...]
     """The phases that are timed."""
     problem: Problem
-    """As the plans' method, or the peer, deals it out."""
+    """The problem in the layout of the plans' method, or the peer."""
     plans: Mapping[str, Plan]
-    """Of each phase that is executed. Empty where a peer's code runs."""
+    """The plan of each phase that is executed; empty for a peer."""
     peer: Peer | None = None
-    """Somebody else's attention, in place of plans."""
+    """A peer's attention, in place of plans."""
     kernel: str = "auto"
     seed: int = 0
     alone: int | None = None
-    """The rank whose plans one process executes without peers, receiving copies of what it sends."""
+    """With mode=alone: the rank whose plans this process executes alone, receiving copies of what it sends."""
 
     @classmethod
     @abstractmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
-        """The phases that ranks execute when `phases` are timed: a backward needs what its forward leaves."""
+        """The phases that ranks execute if `phases` are timed: a backward needs its forward."""
 
     @classmethod
     @abstractmethod
@@ -101,8 +98,8 @@ class Workload(ABC):
 
     @abstractmethod
     def gate(self, context: RankContext) -> GateErrors:
-        """Errors against fp64 of the same code on a scaled-down problem, the same on all ranks. All must call it."""
+        """Errors against fp64 on a scaled-down problem, the same on all ranks. All ranks must call it."""
 
     @abstractmethod
     def prepare(self, context: RankContext) -> Step:
-        """Make the inputs and whatever executes a step. All ranks must call it."""
+        """Make the inputs and the engine of a step. All ranks must call it."""

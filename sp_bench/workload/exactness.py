@@ -1,4 +1,4 @@
-"""How far tensors are from exact ones."""
+"""Relative errors of tensors against exact ones."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 NAMES = ("out", "dq", "dk", "dv")
-"""The tensors that are compared, in the order in which kernels and engines give them."""
+"""The tensors that are compared, in the order that kernels and engines return them."""
 
 
 def squared_norms(found: Tensor, exact: Tensor) -> Tensor:
-    """(2,): the squared L2 norms, in fp64, of the error and of the exact result. Those of parts add up."""
+    """Squared L2 norms of the error and of the exact result, (2,) in fp64. Those of parts add up."""
     return torch.stack([x.square().sum() for x in (found.double() - exact, exact)])
 
 
 def relative_error(squares: Tensor, elements: Tensor | int) -> Tensor:
-    """The L2 error over the norm, or over that of unit elements where the exact result is rounding noise.
+    """The L2 error divided by the exact result's norm or, if that is rounding noise, by that of a tensor of ones.
 
-    `squares` is (2, ...), of so many `elements` each; what isn't finite is infinitely far off.
+    `squares` is (2, ...), of tensors of so many `elements`. An error that is not finite counts as infinite.
     """
     error2, norm2 = squares
     error = (error2 / torch.where(norm2 > 1e-20 * elements, norm2, elements)).sqrt()

@@ -1,4 +1,4 @@
-"""The correctness gate: how far results may be from fp64. Imports no torch."""
+"""The correctness gate: the largest errors against fp64 that pass. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 """The largest relative L2 error against fp64 that passes, by dtype."""
 HEAD_FACTOR = 4
-"""A single head may be off by so many times as much."""
+"""The tolerance of a single head, as a multiple of TOLERANCE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,10 @@ class GateErrors:
 
     overall: Mapping[str, float] = field(default_factory=dict)
     worst_head: Mapping[str, float] = field(default_factory=dict)
-    """Of the worst single head, so that one wrong block among many shows."""
+    """The errors of the worst single head. They show one wrong block among many."""
 
     def wrong(self, dtype: str) -> str:
-        """What is further off than the dtype allows; empty if nothing is. NaN is."""
+        """The errors above the dtype's tolerance as a text; empty if there are none. NaN counts as above."""
         limits = ((self.overall, TOLERANCE[dtype]), (self.worst_head, HEAD_FACTOR * TOLERANCE[dtype]))
         return ", ".join(
             f"{name} is off by {error:.1e} (at most {limit:.0e})"

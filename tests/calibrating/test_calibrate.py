@@ -164,7 +164,7 @@ def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.
         ("out=somewhere", "out=somewhere: must be a .yaml file"),
         ("out=/proc/no/x.yaml", "out=/proc/no/x.yaml: its folder can't be made"),
         ("kernel=flesh out=build/cluster/x.yaml", "kernel=flesh: there is no such kernel"),
-        ("quick=[", "quick=\\[: is no value"),
+        ("quick=[", "quick=\\[: is not YAML"),
         ("heads=6 kv_heads=4", "kv_heads=4: must divide heads=6; kv_heads=6 would work"),
         ("cluster=shapd", "cluster=shapd: there is no such cluster; did you mean shaped"),
         ("cluster=local", "cluster=local: has no hosts, .*; cluster=shaped would work"),
@@ -275,7 +275,7 @@ def test_rates_that_no_gpu_has_are_named(
     assert main(["device=cuda", "quick=true", f"out={tmp_path}/cluster/b.yaml"]) == 0
     shown = capsys.readouterr().out
     assert "rates above the peak of NVIDIA H100 80GB HBM3" in shown
-    assert "is too much of the time: cudnn_float16 backward_full 512x1024\n" in shown
+    assert "is too large a part of the time: cudnn_float16 backward_full 512x1024\n" in shown
 
 
 def test_links_of_a_gpu_that_no_file_knows(

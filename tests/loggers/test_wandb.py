@@ -17,7 +17,8 @@ import pytest
 
 from sp_bench import records
 from sp_bench.errors import RequestError
-from sp_bench.loggers import WandbLogger, open_logger
+from sp_bench.loggers import open_logger
+from sp_bench.loggers.wandb_client import WandbLogger
 from tests.support.made_records import columns, made
 from tests.support.wandb_runs import FAKE, read_runs, shadow_wandb
 

@@ -82,7 +82,7 @@ def test_own_function_on_another_layout_is_wrong(world: World) -> None:
     ("function", "says"),
     [
         ("transposed", "returned (2, 4, 16, 16) in torch.float32; (2, 16, 4, 16) in torch.float32 would work"),
-        ("detached", "autograd can't go back through what it returned; phase=forward would work"),
+        ("detached", "autograd can't differentiate its output; phase=forward would work"),
         ("gatherd", "tests.peers.jobs has no function gatherd; did you mean gathered?"),
     ],
 )

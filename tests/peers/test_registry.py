@@ -61,7 +61,7 @@ def test_no_torch_before_the_ranks() -> None:
         (
             "torch_context_parallel",
             {"layout": "striped"},
-            "method.layout=striped: torch_context_parallel's all_gather wants another; method.layout=zigzag would work",
+            "torch_context_parallel's all_gather needs another layout; method.layout=zigzag would work",
         ),
         (
             "torch_context_parallel",

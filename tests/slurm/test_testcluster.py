@@ -9,7 +9,9 @@ import pytest
 
 from sp_bench.errors import RequestError
 from sp_bench.slurm import testcluster
-from sp_bench.slurm.testcluster import DAEMONS, Host, SlurmBox, main, refuse_without_root_and_packages
+from sp_bench.slurm.testcluster import Host, SlurmBox, main, refuse_without_root_and_packages
+
+DAEMONS = ("slurmctld", "slurmd", "slurmstepd", "munged")
 
 
 def test_tasks_run_on_nodes_of_pretend_gpus(box: SlurmBox) -> None:
