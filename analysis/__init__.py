@@ -1,4 +1,4 @@
-"""From records to tables, figures, studies of papers, and a report."""
+"""Analyses of records: frames, comparisons, pictures, studies of papers, and their report."""
 
 from sp_bench.extras import require
 

@@ -1,4 +1,4 @@
-"""Pictures of assignment matrices: which rank computes each block, at which of its steps, and at what cost."""
+"""Pictures of assignment matrices: the rank that computes each block, its step, and its cost."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from sp_bench.records import Record
 BY = ("rank", "step", "cost")
 TITLES = {"rank": "by rank", "step": "by step", "cost": "by cost"}
 MOST_NUMBERED, MOST_OUTLINED = 16, 64
-"""Wider matrices have no numbers in their blocks, or no lines around a rank's blocks."""
+"""Blocks along a side up to which a matrix has numbers in its blocks, and lines around the blocks of a rank."""
 COLOURS = "cividis"
-"""Ordered in lightness, so that it holds in grey and for the colour-blind."""
+"""A colour map that is ordered in lightness, for grey print and the colour-blind."""
 PANEL = 3.2
-"""Inches."""
+"""The width of a panel in inches."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A value for each block, NaN for those that no rank computes: (Q chunks, KV chunks)."""
+    """A value for each block: (Q chunks, KV chunks). NaN where no rank computes the block."""
 
     values: np.ndarray
     label: str
-    """What it is, in what unit, and what kind of number."""
+    """The quantity with its unit and the kind of number."""
     whole: bool = True
-    """Whether values are small whole numbers."""
+    """Whether the values are small whole numbers."""
 
 
 def assignment(
@@ -56,8 +56,8 @@ def assignment(
 ) -> Figure:
     """The assignment matrix by rank, step or cost, or several of them side by side.
 
-    `problem` is as the method deals it out. The cost of a block is its (query, key) pairs under the mask or, with a
-    cluster, its seconds there. Raises RequestError for another `by`.
+    `problem` is the one that the method deals out. The cost of a block is its number of (query, key) pairs under the
+    mask or, with a cluster, its time there. Raises RequestError for another `by`.
     """
     chosen = (by,) if isinstance(by, str) else tuple(by)
     canvas, axes = new_figure(len(chosen), width=PANEL * len(chosen), height=PANEL + 0.5)
@@ -75,7 +75,7 @@ def assignment(
 
 
 def matrix(plan: Plan, problem: Problem, by: str, cluster: Cluster | None = None) -> Matrix:
-    """The values of one picture. Raises RequestError for another `by`."""
+    """The values of one panel. Raises RequestError if `by` is not one of BY."""
     if by not in BY:
         raise unknown("by", by, BY)
     owners = draw.assignment(plan, problem)
@@ -94,7 +94,7 @@ def matrix(plan: Plan, problem: Problem, by: str, cluster: Cluster | None = None
 
 
 def _steps(plan: Plan, problem: Problem) -> np.ndarray:
-    """At which step its rank computes each block; the last one where it takes the heads in slices."""
+    """The step in which a rank computes each block; the last step if it computes the heads in slices."""
     degree = problem.layout.head_parallel
     ranks, found = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), np.nan)
     for op, step in zip(plan.ops, plan.steps, strict=True):
@@ -112,10 +112,10 @@ def _panel(ax: Axes, shown: Matrix, owners: np.ndarray) -> None:
     ax.set_yticks(ticks)
     figure = ax.get_figure()
     assert figure is not None
-    ticks_of_bar, thousands = MaxNLocator(5, integer=shown.whole), EngFormatter(sep="")
+    ticks_of_bar = MaxNLocator(5, integer=shown.whole)
     bar = figure.colorbar(image, ax=ax, location="bottom", shrink=0.9, label=shown.label, ticks=ticks_of_bar)
     if np.nanmax(values) >= 1000:
-        bar.formatter = thousands
+        bar.formatter = EngFormatter(sep="")
     if size <= MOST_OUTLINED:
         _outline(ax, owners)
     if shown.whole and size <= MOST_NUMBERED:
@@ -132,7 +132,7 @@ def _outline(ax: Axes, owners: np.ndarray) -> None:
 
 
 def _number(ax: Axes, values: np.ndarray, colours: Colormap) -> None:
-    """Each block's value in it, dark on light and light on dark."""
+    """The value of each block, dark on light and light on dark."""
     high = np.nanmax(values) or 1
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
@@ -141,9 +141,9 @@ def _number(ax: Axes, values: np.ndarray, colours: Colormap) -> None:
 
 
 def of_record(record: Record, phase: str = "forward", by: Sequence[str] = BY) -> Figure:
-    """The pictures of one phase of a record's plan, made again from what was asked for.
+    """The assignment matrices of one phase of a record's plan, which is built again from the record's request.
 
-    Costs are simulated where the record is, else pairs. Raises RequestError where this code has no such plan.
+    Costs are simulated times if the record is simulated, else pairs. Raises RequestError if the code has no such plan.
     """
     config = record.config or {}
     cluster, problem = Cluster.build(config["cluster"]), _problem(record)
@@ -169,7 +169,7 @@ def _problem(record: Record) -> Problem:
 
 
 def _variant(record: Record, problem: Problem) -> Method:
-    """The variant of the method that ran."""
+    """The method in the variant of the record."""
     asked = (record.config or {})["method"]
     method = methods.build(asked["name"], {key: value for key, value in asked.items() if key != "name"})
     variants = {one.variant(problem.n): one for one in method.candidates(problem)}

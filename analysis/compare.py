@@ -1,4 +1,4 @@
-"""python -m analysis.compare A B: what became faster or slower from one set of records to another."""
+"""python -m analysis.compare A B: which points became faster or slower from one set of records to another."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sp_bench.errors import RequestError
 USAGE = """\
 python -m analysis.compare A B [same=0.02] [csv=FILE] [fail_slower=true|false]
 
-A and B are records (results/<run_id>.json) or folders of them. Points of two folders are paired by everything that was
-asked for; two single records may differ in all but the attention itself. Ratios are B / A.
+A and B are records (results/<run_id>.json) or folders of them. Points of two folders are paired by their whole request;
+two single records only need the same attention. Ratios are B / A.
 
   SAME        the 95% interval of the ratio is within [1 / (1 + same), 1 + same]
   FASTER      it is below 1, and the ratio below 1 / (1 + same)      SLOWER: the mirror image
   AMBIGUOUS   anything else: more iterations, or both in one sweep, could tell
 
-  same=0.02          the difference that counts as none; without it 0.02 for measured times, none for simulated ones
+  same=0.02          a smaller difference counts as none; by default 0.02 for measured times, 0 for simulated ones
   csv=FILE           every number, with its records, in seconds and bytes
   fail_slower=false  exit with 1 if a step is SLOWER, or a point that was ok in A is not in B
 
@@ -47,17 +47,17 @@ AMOUNTS = {"sent": "comm_bytes_per_gpu", "peak memory": "peak_mem_bytes_max"}
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     same: float | None = None
-    """The difference that counts as none; None: SAME_MEASURED of measured times, and only rounding of simulated."""
+    """The difference that counts as none. None: SAME_MEASURED for measured times, ROUNDING for simulated ones."""
     csv: Path | None = None
     fail_slower: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity of one pair, in seconds or bytes. Without ratio where one of them has none."""
+    """A quantity of a pair, in seconds or bytes. There is no ratio where one of them has no value."""
 
     quantity: str
     a: float | None
@@ -83,7 +83,7 @@ def _compare(arguments: list[str]) -> int:
 
 
 def parsed(arguments: Sequence[str]) -> tuple[tuple[str, str], Options]:
-    """A, B and the options. Raises RequestError."""
+    """The paths A and B, and the options. Raises RequestError for a bad argument."""
     given, names = keys_and_paths(arguments, KEYS)
     if len(names) != 2:
         raise RequestError(
@@ -103,12 +103,17 @@ def parsed(arguments: Sequence[str]) -> tuple[tuple[str, str], Options]:
 
 
 def compare(a: Point, b: Point, same: float | None = None) -> list[Row]:
-    """Step, forward, backward, bytes sent and peak memory of a pair of one mode, the step first."""
-    if a.record.measured:
-        times, limit = _measured(a, b), SAME_MEASURED if same is None else same
-    else:
-        times, limit = _simulated(a, b), ROUNDING if same is None else same
-    found = [Row(name, one, other, r, r.verdict(limit) if r else "-") for name, one, other, r in times]
+    """Step, forward, backward, bytes sent and peak memory of a pair of one mode. The step comes first."""
+    measured = a.record.measured
+    limit = same if same is not None else SAME_MEASURED if measured else ROUNDING
+    samples = [frames.iterations(frames.samples(point.record, point.path)) for point in (a, b)] if measured else []
+    found = []
+    for name in ("step", *TIMES):
+        one, other = _seconds(a, name), _seconds(b, name)
+        ratio = None
+        if one is not None and other is not None:
+            ratio = _measured(name, a, b, samples, other / one) if measured else exact(one, other)
+        found.append(Row(name, one, other, ratio, ratio.verdict(limit) if ratio else "-"))
     for name, field in AMOUNTS.items():
         one, other = getattr(a.record, field), getattr(b.record, field)
         ratio = None if one is None or other is None else exact(one, other)
@@ -116,45 +121,27 @@ def compare(a: Point, b: Point, same: float | None = None) -> list[Row]:
     return found
 
 
-Timed = tuple[str, float | None, float | None, Ratio | None]
-
-
-def _of_record(point: Point, name: str) -> float | None:
+def _seconds(point: Point, name: str) -> float | None:
     milliseconds = getattr(point.record, f"{name}_ms_median")
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _simulated(a: Point, b: Point) -> list[Timed]:
-    found: list[Timed] = []
-    for name in ("step", *TIMES):
-        one, other = _of_record(a, name), _of_record(b, name)
-        found.append((name, one, other, None if one is None or other is None else exact(one, other)))
-    return found
-
-
-def _measured(a: Point, b: Point) -> list[Timed]:
-    samples = [frames.iterations(frames.samples(point.record, point.path)) for point in (a, b)]
-    together, found = in_turn(a.record, b.record), []
-    for name in ("step", *TIMES):
-        one, other = _of_record(a, name), _of_record(b, name)
-        if one is None or other is None:
-            found.append((name, one, other, None))
-        elif any(frame.empty for frame in samples):
-            found.append((name, one, other, Ratio(other / one, None, None, "no samples beside the record")))
-        else:
-            of_a, of_b = (np.asarray(frame[name]) for frame in samples)
-            found.append((name, one, other, of_medians(of_a, of_b, in_turn=together, seed=a.record.seed or 0)))
-    return found
+def _measured(name: str, a: Point, b: Point, samples: Sequence[pd.DataFrame], ratio: float) -> Ratio:
+    """The ratio of measured medians with its interval; without one where a record has no samples beside it."""
+    if any(frame.empty for frame in samples):
+        return Ratio(ratio, None, None, "no samples beside the record")
+    of_a, of_b = (np.asarray(frame[name]) for frame in samples)
+    return of_medians(of_a, of_b, in_turn=in_turn(a.record, b.record), seed=a.record.seed or 0)
 
 
 def worse(pair: tuple[Point, Point], rows: Sequence[Row]) -> bool:
-    """Whether the step is SLOWER, or B failed where A did not."""
+    """Whether the step of B is SLOWER, or B failed and A did not."""
     a, b = pair
     return rows[0].verdict == SLOWER or (a.record.status == "ok" and b.record.status != "ok")
 
 
 def frame(found: Paired, rows: Sequence[Sequence[Row]]) -> pd.DataFrame:
-    """A row for each quantity of each pair: seconds or bytes, ratio with interval, verdict, both records."""
+    """A row for each quantity of each pair: seconds or bytes, ratio with interval, verdict, and the run_ids."""
     lines: list[dict[str, Any]] = []
     for (a, b), of_pair in zip(found.pairs, rows, strict=True):
         about = {"point_a": a.label, "point_b": b.label, "mode": RECORD_KINDS[a.record.mode]}
@@ -163,18 +150,14 @@ def frame(found: Paired, rows: Sequence[Sequence[Row]]) -> pd.DataFrame:
         for row in of_pair:
             ratio = row.ratio or Ratio(float("nan"), None, None)
             interval = {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high}
-            what = {
-                "quantity": row.quantity,
-                "unit": "bytes" if row.quantity in AMOUNTS else "s",
-                "a": row.a,
-                "b": row.b,
-            }
+            unit = "bytes" if row.quantity in AMOUNTS else "s"
+            what = {"quantity": row.quantity, "unit": unit, "a": row.a, "b": row.b}
             lines.append(about | what | interval | {"verdict": row.verdict, "why": ratio.why} | ids)
     return pd.DataFrame(lines)
 
 
 def show(console: Console, names: Sequence[str], found: Paired, rows: Sequence[Sequence[Row]]) -> None:
-    """A row for each pair, then what is in one only, notes, and how many steps got which verdict."""
+    """Print a row for each pair, then the points of A or B alone, the notes, and the number of steps by verdict."""
     modes = " and ".join(dict.fromkeys(RECORD_KINDS[a.record.mode] for a, _ in found.pairs))
     table = Table(title=f"{modes}: B / A, A = {names[0]}, B = {names[1]}", title_justify="left", title_style="bold")
     for name in ("point", "mode"):
@@ -193,9 +176,8 @@ def show(console: Console, names: Sequence[str], found: Paired, rows: Sequence[S
         console.print(f"note: {note}", highlight=False, markup=False)
     counts = Counter(of_pair[0].verdict for of_pair in rows)
     failed = counts.pop("-", 0)
-    words = [f"{count} {verdict}" for verdict, count in counts.most_common()] + [f"{failed} without step"] * bool(
-        failed
-    )
+    words = [f"{count} {verdict}" for verdict, count in counts.most_common()]
+    words += [f"{failed} without step"] if failed else []
     console.print(f"steps: {', '.join(words)}", highlight=False)
 
 
@@ -220,7 +202,7 @@ def _notes(found: Paired, rows: Sequence[Sequence[Row]]) -> list[str]:
     notes = list(found.notes)
     if len(found.pairs) == 1:
         (a, b) = found.pairs[0]
-        notes += [f"asked for otherwise: {difference}" for difference in differences(a, b)]
+        notes += [f"differs: {difference}" for difference in differences(a, b)]
         for point in (a, b):
             notes += [f"{point.label}: {point.record.error}"] if point.record.error else []
         notes += [f"{row.quantity}: {amount(row.a)}, {amount(row.b)}" for row in rows[0] if row.quantity in AMOUNTS]
@@ -228,8 +210,8 @@ def _notes(found: Paired, rows: Sequence[Sequence[Row]]) -> list[str]:
     apart = [(a, b) for a, b in found.pairs if a.record.mode == "measure" and not in_turn(a.record, b.record)]
     if apart:
         notes.append(
-            f"pairs measured in separate runs: {len(apart)}. How much the machine drifts from run to run is in no"
-            " interval; points of one sweep are timed in turn."
+            f"pairs measured in separate runs: {len(apart)}. Their intervals leave out the drift of the machine"
+            " between runs; points of one sweep are timed in turn."
         )
     whys = dict.fromkeys(row.ratio.why for of_pair in rows for row in of_pair if row.ratio and row.ratio.why)
     return notes + list(whys)

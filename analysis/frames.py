@@ -1,4 +1,4 @@
-"""Records and their samples as pandas frames: seconds and bytes, methods in one order, the mode in words.
+"""Records and their samples as pandas frames, in seconds and bytes, with methods in the order of all figures.
 
 points("results")                        # a row for each record
 samples(record, Path("results"))         # a row for each rank, iteration and phase
@@ -23,10 +23,10 @@ PHASES = ("forward", "backward")
 
 
 def points(folder: str | Path) -> pd.DataFrame:
-    """A row for each record of a folder: its fields, with seconds in place of milliseconds (step_s_median).
+    """The records of a folder, a row for each. Fields in milliseconds become seconds (step_s_median).
 
-    `method` is an ordered category, in the order of all tables and figures, and `mode` is measured or simulated. Files
-    that are no records are named in a warning.
+    `method` is an ordered category, and `mode` a category of words (measured, simulated). A warning names files that
+    are no records.
     """
     found = records.load(folder)
     for name in [name for name in found.columns if "_ms_" in f"{name}_"]:
@@ -38,12 +38,12 @@ def points(folder: str | Path) -> pd.DataFrame:
 
 
 def named(record: Record) -> str:
-    """The method and its variant, where it has several."""
+    """The method, with its variant if it has several."""
     return f"{record.method} {record.variant or ''}".strip()
 
 
 def methods_in_order(names: Iterable[str]) -> list[str]:
-    """Each name once: our methods as in all figures, then others by name."""
+    """Each name once: our methods in the order of all figures, then others by name."""
     there = set(names)
     return [*(name for name in METHOD_ORDER if name in there), *sorted(there - set(METHOD_ORDER))]
 
@@ -51,7 +51,7 @@ def methods_in_order(names: Iterable[str]) -> list[str]:
 def samples(record: Record, path: Path) -> pd.DataFrame:
     """Raw samples of a measured point's step: run_id, method, variant, mode, rank, iteration, phase and seconds.
 
-    `path` is the record's file. No rows where none stand beside it: of simulated points, and those that failed.
+    `path` is the record's file. Simulated and failed points have no samples, and give no rows.
     """
     file = records.beside(path).get("samples")
     columns = ["rank", "iteration", "phase", "part", "seconds"]
@@ -66,9 +66,9 @@ def samples(record: Record, path: Path) -> pd.DataFrame:
 
 
 def iterations(found: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of each iteration by phase, and of the step: what its slowest rank takes, as all start a phase together.
+    """Seconds of each iteration by phase, and of the step. A phase is as long as its slowest rank: all start together.
 
-    `found` are the samples of one point; the index is the iteration.
+    `found` holds the samples of one point. The index of the result is the iteration.
     """
     slowest = found.pivot_table(index="iteration", columns="phase", values="seconds", aggfunc="max", observed=True)
     slowest.columns = slowest.columns.astype(str)

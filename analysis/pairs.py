@@ -1,4 +1,4 @@
-"""Which point of one set of records is compared with which of another."""
+"""Pairs of points to compare, from two sets of records."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from sp_bench.records import Record
 from sp_bench.records.gather import gather
 
 HOW_OFTEN = ("iters", "warmup")
-"""Keys that change how well a number is known, not what it is."""
+"""Keys that change the precision of a result, not its value."""
 ATTENTION = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "phase")
-"""What two records must share to be the same work, whatever else differs."""
+"""Fields that two single records must share to be comparable."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A record and its file."""
+    """A record and the path of its file."""
 
     record: Record
     path: Path
 
     @property
     def label(self) -> str:
-        """The point in a few words."""
+        """A short description of the point: method, GPUs, cluster, tokens and shape."""
         record = self.record
         return f"{named(record)}, {record.gpus}x {record.cluster}, {tokens(record.seqlen)}, {shape(record)}"
 
     @property
     def asked(self) -> dict[str, Any]:
-        """All that was asked for and changes the result, by dotted key, as far as resolved as the record has it."""
+        """The part of the request that changes the result, by dotted key. Resolved values replace `auto`."""
         record, config = self.record, self.record.config or {}
         kept = {key: value for key, value in config.items() if key not in (*NOT_IN_THE_RESULT, *HOW_OFTEN)}
         resolved = {key: getattr(record, key) for key in (*ATTENTION, "gpus", "dtype", "wire_dtype", "mode", "impl")}
@@ -55,7 +55,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 @dataclass(frozen=True)
 class Paired:
-    """Points in both sets, those in one only, and what a reader must know of the choice."""
+    """The points that both sets have, those that only one has, and notes on the choice."""
 
     pairs: list[tuple[Point, Point]]
     only_a: list[Point]
@@ -64,7 +64,7 @@ class Paired:
 
 
 def read(argument: str, notes: list[str]) -> list[Point]:
-    """The record of a file, or those in a folder and below. Raises RequestError where there is none."""
+    """The record of a file, or all records below a folder. Raises RequestError where there is none."""
     path, would_work = Path(argument), "results, or results/<run_id>.json, would work"
     if path.is_dir():
         found = gather([path])
@@ -80,10 +80,10 @@ def read(argument: str, notes: list[str]) -> list[Point]:
 
 
 def paired(name_a: str, name_b: str) -> Paired:
-    """Pair the records of two files or folders by everything asked for.
+    """Pair the records of two files, or of two folders by their whole request.
 
-    Two files are a pair whatever method, variant, cluster or number of GPUs they have, as long as it is the same
-    attention. Raises RequestError for two that are not, for measured beside simulated, and where no point is in both.
+    Two files are a pair if their attention is the same; method, variant, cluster and GPUs may differ. Raises
+    RequestError for different attention, for measured beside simulated, and where no point is in both folders.
     """
     notes: list[str] = []
     a, b = read(name_a, notes), read(name_b, notes)
@@ -123,7 +123,7 @@ def _mixed(name_a: str, kind_a: str, name_b: str, kind_b: str) -> RequestError:
 
 
 def _newest(name: str, points: Sequence[Point], notes: list[str]) -> dict[str, Point]:
-    """The points by what was asked; of several, the one written last, and a note."""
+    """The points by their request as JSON. The newest of several is kept, with a note."""
     found: dict[str, Point] = {}
     older = 0
     for point in sorted(points, key=_written):
@@ -140,13 +140,13 @@ def _written(point: Point) -> tuple[float, str]:
 
 
 def in_turn(a: Record, b: Record) -> bool:
-    """Whether two measured points were timed in one run, iteration by iteration in turn."""
+    """Whether two measured points were timed in one run, with their iterations in turn."""
     at = [((record.provenance or {}).get("host"), (record.provenance or {}).get("measured_at")) for record in (a, b)]
     return at[0] == at[1] and at[0][1] is not None
 
 
 def differences(a: Point, b: Point) -> list[str]:
-    """What was asked for otherwise, and what ran otherwise: key: A, B."""
+    """The differences in the requests and variants, as `key: value of A, value of B`."""
     asked_a, asked_b = a.asked, b.asked
     keys = [key for key in {**asked_a, **asked_b} if asked_a.get(key) != asked_b.get(key)]
     found = [f"{key}: {asked_a.get(key, '-')}, {asked_b.get(key, '-')}" for key in keys]
@@ -156,7 +156,7 @@ def differences(a: Point, b: Point) -> list[str]:
 
 
 def machines(pairs: Sequence[tuple[Point, Point]]) -> list[str]:
-    """In what the machines and the code behind the pairs differ, a line for each thing."""
+    """The differences in the machines and the code behind the pairs, a line for each."""
     found: dict[str, None] = {}
     for a, b in pairs:
         there_a, there_b = (_machine(point.record) for point in (a, b))
@@ -167,7 +167,7 @@ def machines(pairs: Sequence[tuple[Point, Point]]) -> list[str]:
 
 
 def _machine(record: Record) -> dict[str, Any]:
-    """What a point ran on; of a simulated one the code alone matters."""
+    """The machine and the code of a point; for a simulated point only the code."""
     known = record.provenance or {}
     about = {"code version": known.get("code_version")}
     if record.measured:

@@ -1,4 +1,4 @@
-"""Tables of papers, as analysis/papers has them."""
+"""The tables of papers that analysis/papers holds."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def rows(name: str) -> tuple[dict[str, str], ...]:
 
 
 def claims(name: str, key: str = "claim") -> dict[str, Number]:
-    """The values that a paper's text states, by the column `key` of a file with columns value, unit and where."""
+    """The values that a paper's text states, by column `key` of a file with columns value, unit and where."""
     path = PAPERS / f"{name}.csv"
     return {row[key]: of_paper(float(row["value"]), path, row["where"]) for row in rows(name)}

@@ -1,4 +1,4 @@
-"""python -m analysis.pictures RECORD.json ...: pictures of records that people look at."""
+"""python -m analysis.pictures RECORD.json ...: timelines, assignment matrices and bounds of records."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["assignment", "bound_bars", "timeline"]
 USAGE = """\
 python -m analysis.pictures RECORD.json ... [out=FOLDER] [ranks=0,1]
 
-Of each record: its timeline, by stream if simulated (with trace= set), by phase and iteration if measured; and its
-assignment matrix by rank, by step and by cost. Of all that have a bound: the step beside its bound. Each as PDF, SVG
-and PNG.
+Draws for each record its timeline, by stream if simulated (with trace= set) or by phase and iteration if measured, and
+its assignment matrix by rank, by step and by cost. One more picture shows the steps of all records beside their bounds.
+Each picture is written as PDF, SVG and PNG.
 
   out=results/pictures   the folder
   ranks=0,1              ranks of the timeline
@@ -72,7 +72,7 @@ def _read(path: Path) -> Record:
 
 
 def _of(path: Path, record: Record, ranks: Sequence[int] | None) -> list[Figure]:
-    """What can be drawn of one record: none of a point that failed, no matrix of somebody else's code."""
+    """The pictures of one record: none for a failed point, no assignment matrix for a peer's implementation."""
     timed = record.mode != "alone" and {"trace", "samples"} & set(records.beside(path))
     found = [timeline(record, path, ranks)] if timed else []
     if record.status == "ok" and record.impl is None:
@@ -82,9 +82,9 @@ def _of(path: Path, record: Record, ranks: Sequence[int] | None) -> list[Figure]
 
 
 def bound_bars(found: Sequence[Record], name: str = "bounds", title: str = "Steps and their bounds") -> Figure:
-    """A bar for each record: the step, its bound and the rest, and how much of the step the bound is.
+    """A bar for each record: the step in ms, split into its bound and the rest, with the share of the bound.
 
-    Raises ValueError for a record without bound.
+    Raises ValueError for a record without a bound.
     """
     steps, bounds = ([of_record(record, field) for record in found] for field in ("step_ms_median", "bound_ms"))
     canvas, axes = new_figure(width=WIDTH, height=1.1 + 0.34 * len(found))
@@ -108,7 +108,7 @@ def bound_bars(found: Sequence[Record], name: str = "bounds", title: str = "Step
 
 
 def _label(record: Record) -> str:
-    """The point in two lines."""
+    """The point in two lines: method and variant, then GPUs, cluster, tokens and shape."""
     about = f"{record.gpus} x {record.cluster}, {tokens(record.seqlen)}, {shape(record)}"
     return f"{named(record)}\n{about}"
 

@@ -1,4 +1,4 @@
-"""The plans behind a record, simulated once more: for what a record doesn't keep, such as the times of steps."""
+"""Plans of simulated records, simulated again for numbers that a record doesn't keep, such as the times of steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sp_bench.simulate.bounds import link_bytes
 
 
 def choice_of(record: Record) -> Choice:
-    """The plans and runs of a simulated point.
+    """The plans and simulations of a record.
 
-    Raises ValueError for a record that has no simulated time, or that this code does not reproduce.
+    Raises ValueError for a record without a simulated time, and for one that this code does not reproduce.
     """
     if record.mode != "simulate" or record.status != "ok":
         raise ValueError(f"{record.run_id} is {record.mode}, {record.status}: it has no simulation")
@@ -29,12 +29,12 @@ def choice_of(record: Record) -> Choice:
 
 @lru_cache(maxsize=32)
 def _chosen(config: str) -> Choice:
-    """By a record's config as text: what is asked of one record is asked of one simulation."""
+    """The choice by a record's config as JSON text, so that each record is simulated once."""
     return choose(resolve(json.loads(config)))
 
 
 def step_ends_ms(record: Record, phase: str = "forward") -> list[float]:
-    """For each step of the plan, when the last rank has ended all that it computes and sends in it, in milliseconds."""
+    """The end of each step of the plan in ms: when the last rank has computed and sent all of it."""
     found = choice_of(record)
     plan, run = found.plans[phase], found.runs[phase]
     ends = np.zeros(max(plan.steps) + 1)
@@ -46,7 +46,7 @@ def step_ends_ms(record: Record, phase: str = "forward") -> list[float]:
 
 
 def lanes_together(record: Record, lanes: tuple[str, str], phase: str = "forward") -> tuple[float, float]:
-    """Shares of the phase in which both lanes of rank 0 are under way, and in which exactly one of them is."""
+    """The shares of the phase in which both lanes of rank 0 are busy, and in which exactly one is."""
     run = choice_of(record).runs[phase]
     spans = run.spans(0)
     edges = np.unique([time for span in spans for time in (span.start_s, span.end_s)])
@@ -60,7 +60,7 @@ def lanes_together(record: Record, lanes: tuple[str, str], phase: str = "forward
 
 
 def busy_links(record: Record, phase: str = "forward") -> dict[str, np.ndarray]:
-    """By class of links, each one's bytes over what it carries at full rate in the time of the phase: (links,)."""
+    """The busy share of each link by class of links, (links,): its bytes over those of its full rate in the phase."""
     found = choice_of(record)
     network = resolve(record.config or {}).cluster.network(record.gpus)
     crossing = link_bytes(network, account.traffic(found.plans[phase], found.problem))

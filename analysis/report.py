@@ -1,4 +1,4 @@
-"""One page with all sections, pictures within it, and the list of sources that its numbers link to."""
+"""The report: one HTML page with all sections, their pictures, and the sources that the numbers link to."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sp_bench.records import write_whole
 
 STYLE = (Path(__file__).parent / "report.css").read_text()
 KINDS = {
-    "record": "Records: the command that makes each again",
+    "record": "Records, with the command that makes each again",
     "formula": "Formulas",
     "paper": "Tables of papers, as printed",
 }
 
 
 def page(title: str, studies: Mapping[str, Sequence[Section]], about: str) -> str:
-    """A self-contained HTML page: a study's heading, its sections, and all sources.
+    """A self-contained HTML page with the sections of all studies, by heading, and all sources.
 
-    Raises ValueError where two sources have one id, or two tables, or two figures, one name.
+    Raises ValueError if two sources have the same id, or two tables or two figures the same name.
     """
     contents, body = [], []
     sources: dict[str, Source] = {}
@@ -41,19 +41,19 @@ def page(title: str, studies: Mapping[str, Sequence[Section]], about: str) -> st
         for part in section.saved()
     )
     if twice := [f"{kind} {name}" for (kind, name), count in names.items() if count > 1]:
-        raise ValueError(f"more than once there is {', '.join(twice)}")
+        raise ValueError(f"names that are used twice: {', '.join(twice)}")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><header><h1>{html.escape(title)}</h1><p>{html.escape(about)}</p>"
         f'<p class="kinds"><span class="paper">as printed in the paper</span> <span class="computed">computed: counted'
-        f' from plans, or a formula</span> <span class="simulated">simulated</span> <span class="measured">measured'
+        f' from plans, or by formula</span> <span class="simulated">simulated</span> <span class="measured">measured'
         f"</span></p><nav><ol>{''.join(contents)}<li><a href='#sources'>Sources</a></li></ol></nav></header>"
         f"<main>{''.join(body)}</main>{_sources(list(sources.values()))}</body></html>\n"
     )
 
 
 def write(path: Path, title: str, studies: Mapping[str, Sequence[Section]], about: str) -> None:
-    """The page as a file, and each table and figure as files in tables/ and figures/ beside it."""
+    """Write the page to `path`, and each table and figure to tables/ and figures/ beside it."""
     for sections in studies.values():
         for section in sections:
             for part in section.saved():

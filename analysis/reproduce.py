@@ -1,4 +1,4 @@
-"""python -m analysis.reproduce paper=all: run what is missing, and make tables, figures, notebooks and one report."""
+"""python -m analysis.reproduce paper=all: run missing points, and make tables, figures, notebooks and the report."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from sp_bench.errors import RequestError, unknown
 USAGE = """\
 python -m analysis.reproduce [paper=NAME,NAME] [out=FOLDER] [notebooks=true|false]
 
-Runs the points that a paper's tables and figures need, which are simulated or computed from plans but for a few that
-are measured on this machine's cores, and writes FOLDER/report.html with everything in it; tables/ (Markdown, LaTeX,
-HTML, CSV), figures/ (PDF, SVG, PNG), notebooks/ (executed) and records/ beside it. Points with a record there are not
-run again.
+Runs the points that a paper's tables and figures need, and writes FOLDER/report.html with everything in it. Most points
+are simulated; a few are measured on this machine's cores. Beside the report are tables/ (Markdown, LaTeX, HTML, CSV),
+figures/ (PDF, SVG, PNG), notebooks/ (executed) and records/. Points with a record there are not run again.
 
   paper=all             all, or some of: {papers}
   out=results/report    the folder
@@ -38,11 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reproduce(arguments: Sequence[str]) -> int:
-    papers, out, with_notebooks = _parsed(arguments)
-    return reproduce(papers, out, with_notebooks=with_notebooks)
-
-
-def _parsed(arguments: Sequence[str]) -> tuple[list[str], Path, bool]:
     given = {**KEYS, **only_keys(arguments, KEYS)}
     papers = list(STUDIES) if given["paper"] == "all" else list(dict.fromkeys(given["paper"].split(",")))
     for paper in papers:
@@ -51,16 +45,13 @@ def _parsed(arguments: Sequence[str]) -> tuple[list[str], Path, bool]:
     if given["notebooks"] not in ("true", "false"):
         raise RequestError(f"notebooks={given['notebooks']}", "must be true or false", "notebooks=true would work")
     if given["notebooks"] == "true" and not all(map(find_spec, ("ipykernel", "jupytext", "nbclient"))):
-        raise RequestError(
-            "notebooks=true",
-            "needs ipykernel, jupytext and nbclient",
-            'pip install "sp-bench[analysis]", or notebooks=false, would work',
-        )
-    return papers, Path(given["out"]), given["notebooks"] == "true"
+        works = 'pip install "sp-bench[analysis]", or notebooks=false, would work'
+        raise RequestError("notebooks=true", "needs ipykernel, jupytext and nbclient", works)
+    return reproduce(papers, Path(given["out"]), with_notebooks=given["notebooks"] == "true")
 
 
 def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:
-    """Make everything in `out`; returns the exit code: 1 if a notebook has an error."""
+    """Write the report and its parts to `out`; returns the exit code, 1 if a notebook has an error."""
     console, started, ran = Console(), time.perf_counter(), []
     runs = Runs(out / "records", progress=ran.append)
     found: dict[str, list[Section]] = {}
@@ -75,8 +66,8 @@ def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:
         out / "report.html",
         "Sequence-parallel attention: the papers' figures and ours",
         found,
-        "Every number is a link to where it is from: a record (with the command that makes it again), a formula, or the"
-        " paper's table.",
+        "Every number links to its source: a record (with the command that makes it again), a formula, or the paper's"
+        " table.",
     )
     failed = []
     if with_notebooks:

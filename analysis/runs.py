@@ -1,7 +1,7 @@
-"""Points that studies ask for: taken from their records, or run.
+"""Points that studies ask for, taken from a folder of records or run.
 
 Simulated points run on all cores, measured ones one after the other on an idle machine. Every point is a record in the
-folder as soon as it is finished, so that a report that was stopped goes on where it was.
+folder as soon as it is finished, so a report that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Point = tuple[str, ...]
 """The arguments of `python -m sp_bench` for one point, sorted."""
 Key = TypeVar("Key")
 FEW = 4
-"""Up to so many points are run in this process: another needs a second to start."""
+"""A worker process is started for at least this many points, since it takes a second to start."""
 
 
 def point(**keys: Any) -> Point:
@@ -48,7 +48,7 @@ def point(**keys: Any) -> Point:
 
 
 def argument(value: Any) -> str:
-    """A value as it is written on the command line: null, true, [16,16], {3:1.5}."""
+    """A value in the syntax of the command line: null, true, [16,16], {3:1.5}."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{argument(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, (list, tuple)):
@@ -62,30 +62,30 @@ def argument(value: Any) -> str:
 
 @cache
 def defaults() -> dict[str, Any]:
-    """What conf/config.yaml composes to."""
+    """The config that conf/config.yaml composes to."""
     with Composer() as composer:
         return composer.compose([])
 
 
 @cache
 def group(name: str, choice: str) -> dict[str, Any]:
-    """What conf/<name>/<choice>.yaml says, its keys as text."""
+    """The values of conf/<name>/<choice>.yaml, with keys as text."""
     with Composer() as composer:
         return json.loads(json.dumps(composer.compose([f"{name}={choice}"])[name]))
 
 
 @dataclass
 class Runs:
-    """Records of points, in one folder."""
+    """The records of points, kept in one folder."""
 
     folder: Path
     workers: int = field(default_factory=cores_here)
     progress: Callable[[str], None] = lambda text: None
-    """Told of each point whose record is there now."""
+    """Called with each point whose record has become known."""
     _known: dict[Point, Record] = field(default_factory=dict, repr=False)
 
     def one(self, **keys: Any) -> Record:
-        """The record of one point (`point`)."""
+        """The record of one point; keys are those of `point`."""
         return self.ask([point(**keys)])[0]
 
     def ask(self, points: Iterable[Point]) -> list[Record]:
@@ -116,7 +116,7 @@ class Runs:
         self.progress(" ".join(one))
 
     def _measure(self, points: Sequence[Point]) -> None:
-        """In one go: points of one problem that follow one another are timed in turn, so that they can be compared."""
+        """Measure all points at once: consecutive points of one problem are timed in turn, so they can be compared."""
         found = {one: request_of(one) for one in points}
         requests = [request for request in found.values() if isinstance(request, Request)]
         done = {o.record.run_id: o.record for o in run_points(requests, folder=self.folder, reuse=True)}
@@ -130,7 +130,7 @@ class Runs:
                 future.result()
 
     def _ask_worker(self, queue: Iterator[Point]) -> None:
-        """Give a worker process point after point, until there are no more."""
+        """Send points to a worker process, one after the other, until the queue is empty."""
         command = [sys.executable, "-m", "sp_bench.analysis.worker", str(self.folder)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(
@@ -146,7 +146,7 @@ class Runs:
 
 
 def is_measured(one: Point) -> bool:
-    """Whether a point measures on this machine: it says so, or its cluster is this machine."""
+    """Whether a point is measured: by its mode, or because its cluster is this machine."""
     given = dict(text.split("=", 1) for text in one)
     if (mode := given.get("mode", "auto")) != "auto":
         return mode != "simulate"
@@ -155,13 +155,13 @@ def is_measured(one: Point) -> bool:
 
 
 def record_of(one: Point, folder: Path) -> Record:
-    """The record of one point, from the folder if it is there."""
+    """The record of one point, taken from the folder or run."""
     request = request_of(one)
     return request if isinstance(request, Record) else run_points([request], folder=folder, reuse=True)[0].record
 
 
 def request_of(one: Point) -> Request | Record:
-    """What to run for a point, or the record of one that can't be served."""
+    """The request of a point, or the record of a point that can't be served."""
     traced = any(text.startswith("trace=") for text in one)
     config = _composed(one if traced else (*one, "trace=0"))
     try:

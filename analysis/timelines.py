@@ -1,4 +1,4 @@
-"""Timelines of records: what each stream of some ranks did when, simulated, or each rank's phases, measured."""
+"""Timelines of records: the streams of some ranks if simulated, the phases of all ranks if measured."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sp_bench.plan.ops import BLOCKS
 from sp_bench.records import Record
 
 FEW = 2
-"""Ranks that are drawn of a simulated timeline unless others are asked for."""
+"""The number of ranks drawn of a simulated record by default."""
 MOST = 16
-"""Of a measured one."""
+"""The number of ranks drawn of a measured record by default."""
 FEW_BARS = 100
-"""More have no edges: they would cover the bars."""
+"""With more bars in a row, edges are left out: they would cover the bars."""
 ALL_RANKS = "all ranks"
 
 
 class Span(NamedTuple):
-    """A stream or phase of a rank was under way: milliseconds from the start of the step, or of the first one."""
+    """A time in which a stream or phase of a rank was busy, in ms from the start of the (first) step."""
 
     row: str
     what: str
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 def timeline(record: Record, path: Path, ranks: Sequence[int] | None = None) -> Figure:
-    """The timeline of a record whose file is `path`; `ranks` are the first few without.
+    """The timeline of a record whose file is `path`. Without `ranks`, the first few are drawn.
 
     Simulated: the spans of each rank's streams, phase after phase. Measured: each rank's own time of each phase of
     each iteration; all ranks start a phase together, and what ran between iterations is left out.
@@ -78,7 +78,7 @@ def _chosen(ranks: Sequence[int] | None, there: Iterable[int], most: int) -> lis
 
 
 def _simulated(trace: Mapping[str, Any], record: Record) -> tuple[dict[int, list[Span]], dict[str, float]]:
-    """Spans by rank, and the end of each phase."""
+    """The spans of each rank, and the end of each phase in ms."""
     events = trace["traceEvents"]
     named = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     by_rank: dict[int, list[Span]] = {}
@@ -96,7 +96,7 @@ def _simulated(trace: Mapping[str, Any], record: Record) -> tuple[dict[int, list
 
 
 def _measured(record: Record, path: Path) -> tuple[dict[int, list[Span]], dict[str, float]]:
-    """Spans by rank, and the end of each iteration."""
+    """The spans of each rank, and the end of each iteration in ms."""
     samples = frames.samples(record, path)
     longest = frames.iterations(samples).drop(columns="step") * 1e3
     ends = np.cumsum(longest.to_numpy().ravel()).reshape(longest.shape)
@@ -116,13 +116,8 @@ def _draw(
     for what in legend:
         for at, row in enumerate(rows):
             bars = [(s.start_ms, s.end_ms - s.start_ms) for s in spans if (s.row, s.what) == (row, what)]
-            ax.broken_barh(
-                bars,
-                (at - 0.4, 0.8),
-                facecolor=palette[what],
-                edgecolor="white",
-                linewidth=0.15 if len(bars) < FEW_BARS else 0,
-            )
+            width = 0.15 if len(bars) < FEW_BARS else 0
+            ax.broken_barh(bars, (at - 0.4, 0.8), facecolor=palette[what], edgecolor="white", linewidth=width)
     for name, end_ms in marks.items():
         ax.axvline(end_ms, color="0.2", linestyle="--", linewidth=0.6)
         if not name.isdigit():

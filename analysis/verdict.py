@@ -1,14 +1,14 @@
-"""How two times compare: their ratio, its 95% interval, and one of four words.
+"""The comparison of two times: their ratio, its 95% interval, and one of four verdicts.
 
-With s the difference that counts as none, the words for the ratio B / A and its interval [low, high] are
+If a relative difference up to s counts as none, the verdicts on the ratio B / A and its interval [low, high] are
 
     SAME        the interval is within [1 / (1 + s), 1 + s]
     FASTER      the interval is below 1, and the ratio below 1 / (1 + s)
     SLOWER      the interval is above 1, and the ratio above 1 + s
     AMBIGUOUS   anything else, and wherever there is no interval
 
-so that exactly one holds, A against B is the mirror image of B against A, and numbers without noise, whose interval is
-the ratio itself, are never AMBIGUOUS.
+Exactly one holds, and A against B is the mirror image of B against A. Numbers without noise have the ratio itself as
+their interval, and are never AMBIGUOUS.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sp_bench.measure.stats import RESAMPLES
 SAME, FASTER, SLOWER, AMBIGUOUS = "SAME", "FASTER", "SLOWER", "AMBIGUOUS"
 LESS, MORE = "LESS", "MORE"
 OF_AMOUNTS = {SAME: SAME, FASTER: LESS, SLOWER: MORE, AMBIGUOUS: AMBIGUOUS}
-"""The words for what is counted in bytes."""
+"""The verdicts on quantities in bytes."""
 ROUNDING = 1e-9
 """The difference that counts as none between numbers without noise."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """B / A with its 95% interval, or `why` it has none."""
+    """The ratio B / A with its 95% interval; without an interval, `why` says the reason."""
 
     value: float
     low: float | None
@@ -39,7 +39,7 @@ class Ratio:
     why: str = ""
 
     def verdict(self, same: float) -> str:
-        """SAME, FASTER, SLOWER or AMBIGUOUS; `same` is s above."""
+        """The verdict: SAME, FASTER, SLOWER or AMBIGUOUS. `same` is the s of the module's table."""
         if self.low is None or self.high is None:
             return AMBIGUOUS
         low, high = min(self.low, self.value), max(self.high, self.value)

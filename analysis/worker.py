@@ -1,7 +1,7 @@
 """A process that runs points for Runs: `python -m sp_bench.analysis.worker FOLDER`.
 
-Reads a point as a JSON list on each line, and answers each with its record on a line. A process of its own kind rather
-than multiprocessing's, which would run the main module of whoever asked, be it a notebook or a script, once more.
+Each line of input is a point as a JSON list, and each line of output its record. multiprocessing is not used: its
+processes would run the caller's main module again, be it a notebook or a script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sp_bench.analysis.runs import record_of
 
 
 def main() -> None:
-    """Until the input ends."""
+    """Answer points until the input ends."""
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         record = record_of(tuple(json.loads(line)), Path(sys.argv[1]))

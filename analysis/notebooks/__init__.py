@@ -1,4 +1,4 @@
-"""Notebooks, kept as text (jupytext's percent format); outputs are made on demand.
+"""Notebooks as text, in jupytext's percent format. Their outputs are made on demand.
 
 Open one with `jupytext --to ipynb analysis/notebooks/mesh.py`, or in an editor that knows `# %%` cells.
 """
@@ -18,13 +18,13 @@ from sp_bench.resources import ROOT
 
 HERE = Path(__file__).parent
 RECORDS = "SP_BENCH_RECORDS"
-"""The environment variable that names the folder of records to notebooks; results/report/records without it."""
+"""The environment variable with the folder of records; notebooks use results/report/records without it."""
 TIMEOUT_S = 600
 _IN_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def execute(name: str, out: Path, records: Path) -> str:
-    """Execute a notebook and write it with its outputs to <out>/<name>.ipynb; returns a cell's error, or nothing."""
+    """Execute a notebook and write it with its outputs to <out>/<name>.ipynb; returns a cell's error, or ""."""
     notebook = jupytext.read(HERE / f"{name}.py")
     environment = {**os.environ, RECORDS: str(records.resolve()), "PYTHONPATH": str(ROOT)}
     client = NotebookClient(

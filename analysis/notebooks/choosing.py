@@ -27,9 +27,9 @@ from sp_bench.analysis.studies.choosing_grid import METHODS
 runs = Runs(Path(os.environ.get("SP_BENCH_RECORDS", "results/report/records")))
 
 # %% [markdown]
-# ## What was asked
+# ## The points
 #
-# GPUs, seqlen, key heads and clusters, and what can't be served.
+# GPUs, seqlen, KV heads and clusters, and the points that can't be served.
 
 # %%
 choosing.points(runs)
@@ -37,7 +37,7 @@ choosing.points(runs)
 # %% [markdown]
 # ## The fastest method
 #
-# Among all, and then among those that leave heads alone: tensor parallelism may have split them already.
+# Among all methods, and then among those that don't split heads: tensor parallelism may have split them already.
 
 # %%
 choosing.maps(runs)
@@ -56,7 +56,7 @@ choosing.tiles(runs)
 # %% [markdown]
 # ## Volume, memory and bounds
 #
-# How much of what is sent need not be, what memory speed takes, and how near steps are to what their plans need.
+# How far volumes are above their lower bound, how much memory speed takes, and how near steps are to their bounds.
 
 # %%
 choosing.volume(runs)
@@ -70,15 +70,15 @@ choosing.bounds(runs)
 # %% [markdown]
 # ## Where the papers' claims stop
 #
-# On which links, with how many tokens, on which topology.
+# The links, tokens and topologies up to which they hold.
 
 # %%
 choosing.limits(runs)
 
 # %% [markdown]
-# ## To play with
+# ## Try it yourself
 #
-# Your own point: any keys of `python -m sp_bench`.
+# A point of your own: any keys of `python -m sp_bench`.
 
 # %%
 yours = {"gpus": 32, "seqlen": "256k", "cluster": "h200_ndr400", "kv_heads": 4}

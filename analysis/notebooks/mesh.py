@@ -42,7 +42,7 @@ mesh.claims(runs)
 # %% [markdown]
 # ## Table 2
 #
-# Volumes by formula. The plans are counted beside them.
+# Volumes by formula, and counted from the plans.
 
 # %%
 mesh.table2()
@@ -82,7 +82,7 @@ mesh.figure9a(runs)
 # %% [markdown]
 # ## Table 5
 #
-# Peak memory, which also says which tiles the authors ran.
+# Peak memory, which also hints at the tiles that the authors ran.
 
 # %%
 mesh.table5(runs)
@@ -90,7 +90,7 @@ mesh.table5(runs)
 # %% [markdown]
 # ## Figure 9b
 #
-# What each GPU sends: with our tiles, and with those that table 5 gives away.
+# The bytes that each GPU sends, with our tiles and with the tiles nearest to table 5's peaks.
 
 # %%
 mesh.figure9b(runs)
@@ -106,16 +106,16 @@ mesh.figure10(runs)
 # %% [markdown]
 # ## Other methods
 #
-# What the paper doesn't time.
+# Methods that the paper doesn't time, on the same cluster.
 
 # %%
 mesh.others(runs)
 
 # %% [markdown]
-# ## To play with
+# ## Try it yourself
 #
 # Another cluster, or another problem: any key of `python -m sp_bench` can be given. Then the tiles of any number of
-# GPUs: what is sent, less than by Ring, and what is held at the end of the backward pass.
+# GPUs: how much less than Ring they send, and the bytes held at the end of the backward pass.
 
 # %%
 for cluster in ("mesh_paper", "h100_ndr400"):

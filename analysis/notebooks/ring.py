@@ -59,7 +59,7 @@ ring.hidden(runs)
 ring.explainer(runs)
 
 # %% [markdown]
-# ## Play
+# ## Try it yourself
 #
 # Four nodes instead of two: the slowest hop is the same, and so is the least block.
 

@@ -46,8 +46,8 @@ striped.work()
 # %% [markdown]
 # ## Theoretical maximum speedup
 #
-# Section 5 works out the most that a model's training can gain, and tables 3 to 5 and appendix A print it for 100
-# configurations. It is computed again here, and so is what the paper does not say.
+# Section 5 computes the most that a model's training can gain; tables 3 to 5 and appendix A print it for 100
+# configurations. Here it is computed again, and the assumptions that the paper doesn't state are inferred.
 
 # %%
 striped.maximum()
@@ -55,7 +55,7 @@ striped.maximum()
 # %% [markdown]
 # ## Tiles
 #
-# The paper blames a part of what is missing on its tiles. That part can be computed.
+# The paper ascribes a part of the missing speedup to its tiles. This part can be computed.
 
 # %%
 striped.tiles()
@@ -79,13 +79,13 @@ striped.whole_model(runs)
 # %% [markdown]
 # ## Measured
 #
-# Real ranks on this machine's cores, which they may have to share.
+# Real ranks on this machine's cores, which they may share.
 
 # %%
 measured(runs)
 
 # %% [markdown]
-# ## Play
+# ## Try it yourself
 #
 # Other numbers of devices and of cores, other tiles, and a cell of the paper with another share of masked blocks.
 

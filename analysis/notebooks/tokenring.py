@@ -69,7 +69,7 @@ tokenring.topologies(runs)
 tokenring.nodes(runs)
 
 # %% [markdown]
-# ## To play with
+# ## Try it yourself
 #
 # The same steps on other links, or with other sizes: any key of `python -m sp_bench` can be given.
 

@@ -144,7 +144,7 @@ def test_two_records_may_be_of_other_methods(tmp_path: Path, capsys: pytest.Capt
     out = tmp_path / "out.csv"
     assert compare.main([str(ring), str(mesh), f"csv={out}"]) == 0
     said = capsys.readouterr().out
-    assert "asked for otherwise: method.name: ring, mesh" in said
+    assert "differs: method.name: ring, mesh" in said
     found = pd.read_csv(out).set_index("quantity")
     assert (found["verdict"]["step"], found["verdict"]["sent"]) == ("FASTER", "LESS")
     assert found["verdict"]["backward"] == "-"

@@ -209,7 +209,7 @@ def test_names_in_a_report_are_not_used_twice() -> None:
     other = Number(1.0, "computed", (formula("volume", "another", "eq. 2"),))
     with pytest.raises(ValueError, match="two sources are called volume"):
         report.page("Title", {"a": study(), "b": [Section("b", text("{x}", x=other))]}, "about")
-    with pytest.raises(ValueError, match="there is table volumes, figure line, figure volumes"):
+    with pytest.raises(ValueError, match="used twice: table volumes, figure line, figure volumes"):
         report.page("Title", {"a": study(), "b": study()}, "about")
 
 
