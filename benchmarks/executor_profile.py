@@ -1,8 +1,8 @@
-"""What executing a plan costs: `python -m benchmarks.executor_profile` writes docs/results/executor.md.
+"""The cost of executing a plan: `python -m benchmarks.executor_profile` writes docs/results/executor.md.
 
-One process executes the plans of one rank, with its lanes' threads where it has any, on a transport that gives it
-copies of what it sends. So nobody waits for a network, and what is neither kernel nor fold nor waiting for a lane is
-the interpreter. One thread of torch, fp32. Compared numbers are taken in turn within one run, and medians are shown.
+One process executes the plans of one rank, with its lanes' threads, on a transport that returns copies of what the rank
+sends. So nothing waits for a network, and the time that is not spent in kernels, in folds or waiting for a lane is the
+interpreter's. One thread of torch, fp32. Compared numbers are measured in turn within one run; medians are shown.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from sp_bench.run.transport import AloneTransport
 REPORT = RESULTS / "executor.md"
 HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 9
 OVERHEAD_TOKENS = 1024
-"""Of a block, where the interpreter is looked at."""
+"""Tokens of a block in the measurement of the interpreter."""
 EFFICIENCY_SEQLENS = (4096, 8192)
 EFFICIENCY_OF = ((FULL, HEADS), (FULL, HEADS // 4), (CAUSAL, HEADS))
-"""Causal or not, and key heads."""
+"""The mask and the number of KV heads of each measurement."""
 METHODS: tuple[tuple[str, dict[str, object]], ...] = (
     ("ring", {}),
     ("mesh", {"tile": (2, 4)}),
@@ -46,7 +46,7 @@ METHODS: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 class Rank:
-    """A rank of n, alone."""
+    """Rank 0 of RANKS, executed alone."""
 
     def __init__(self, method: str, options: dict[str, object], seqlen: int, mask: Mask, kv_heads: int = HEADS) -> None:
         chosen = build(method, options)
@@ -60,7 +60,7 @@ class Rank:
         self.inputs = inputs(seqlen // RANKS, kv_heads)
 
     def step(self, action: Action = Action.EVERYTHING) -> tuple[float, float]:
-        """Seconds of a forward and a backward."""
+        """Seconds of a forward and of a backward."""
         q, k, v, dout = self.inputs
         started = time.perf_counter()
         _, saved = self.engine.forward(q, k, v, action)
@@ -70,7 +70,7 @@ class Rank:
 
 
 class Overhead(NamedTuple):
-    """Of one step: seconds in total and in its parts, operations, allocations."""
+    """One step: its seconds in total and in its parts, and its number of operations."""
 
     total_s: float
     kernels_s: float
@@ -80,12 +80,12 @@ class Overhead(NamedTuple):
 
     @property
     def interpreter_s(self) -> float:
-        """What is left."""
+        """The rest of the step, which is the interpreter's."""
         return self.total_s - self.kernels_s - self.folds_s - self.waits_s
 
 
 def overhead(rank: Rank) -> Overhead:
-    """The step with the median total."""
+    """The step with the median total, after one that isn't counted."""
     operations = sum(len(plan.ops) for plan in rank.engine.plans.values())
     found = []
     for _ in range(1 + REPETITIONS):
@@ -98,7 +98,7 @@ def overhead(rank: Rank) -> Overhead:
 
 
 def allocations(rank: Rank) -> tuple[int, float]:
-    """How many times memory is taken in one step's blocks and folds, and how much of it in all, in MB."""
+    """The number of allocations in one step's blocks and folds, and their sum in MB."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         rank.step(Action.COMPUTE)
     sizes = [event.nbytes() for event in _memory_events(profiled) if event.nbytes() > 0]
@@ -113,7 +113,7 @@ def _memory_events(profiled: profile) -> list[Any]:
 
 
 def inputs(tokens: int, kv_heads: int) -> list[torch.Tensor]:
-    """q, k, v and the output's gradient."""
+    """q, k, v and dout: (1, tokens, heads, HEAD_DIM) each."""
     return [torch.randn(1, tokens, heads, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
 
 
@@ -130,9 +130,9 @@ def monolithic_s(seqlen: int, mask: Mask, kv_heads: int) -> tuple[float, float]:
 
 
 def efficiency(seqlen: int, mask: Mask, kv_heads: int) -> list[Ratio]:
-    """The monolithic call's time over that of all ranks' blocks and folds, one rank's RANKS times: by phase.
+    """The time of one call on the whole sequence over the time of all ranks' blocks and folds (RANKS times one rank's).
 
-    First those of the forward's kernels alone.
+    Returns the ratios of the forward's kernels alone, of the forward, and of the backward.
     """
     rank = Rank("ring", {}, seqlen, mask, kv_heads)
     rank.step()
@@ -150,7 +150,7 @@ def _kernels_and_step(rank: Rank) -> tuple[float, float, float]:
 
 
 def overhead_rows() -> list[dict[str, str]]:
-    """A row for each method, of blocks of OVERHEAD_TOKENS."""
+    """The interpreter's overhead: a row for each method, with blocks of OVERHEAD_TOKENS."""
     rows = []
     for method, options in METHODS:
         rank = Rank(method, options, OVERHEAD_TOKENS * RANKS, FULL)
@@ -166,11 +166,11 @@ def overhead_rows() -> list[dict[str, str]]:
 
 
 def efficiency_rows() -> list[dict[str, str]]:
-    """A row for each sequence length, mask and number of key heads."""
+    """The efficiency of blocks: a row for each sequence length, mask and number of KV heads."""
     rows = []
     for seqlen, (mask, kv_heads) in itertools.product(EFFICIENCY_SEQLENS, EFFICIENCY_OF):
         found = [ratio(each, digits=3) for each in efficiency(seqlen, mask, kv_heads)]
-        row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "key heads": str(kv_heads)}
+        row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "KV heads": str(kv_heads)}
         row |= {"mask": mask.name, "layout": mask.balanced_layout}
         parts = ("forward, kernels alone [95%]", "forward [95%]", "backward [95%]")
         rows.append(row | dict(zip(parts, found, strict=True)))
@@ -180,7 +180,7 @@ def efficiency_rows() -> list[dict[str, str]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    REPORT.write_text(f"""# What executing a plan costs
+    REPORT.write_text(f"""# The cost of executing a plan
 
 Made by `python -m benchmarks.executor_profile`, torch {torch.__version__}, Python {platform.python_version()}.
 

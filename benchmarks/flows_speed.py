@@ -1,7 +1,7 @@
 """Wall times of the flow simulator: `python -m benchmarks.flows_speed [--largest]`.
 
-Each numba row is the second run, the first having loaded or compiled the kernel; that cost has a row of its own. The
-plain Python solver runs only where it takes seconds. `--largest` adds the 4096-rank meshes.
+Each numba row is the second run: the first loads or compiles the kernel, a cost with a row of its own. The plain Python
+solver runs only where it takes seconds. `--largest` adds the 4096-rank meshes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The executor on this machine's GPU: `python -m benchmarks.gpu_executor [kernel=auto]` prints tables.
 
-First every method on ranks that share the GPU, against fp64, with partials in the compute dtype and in fp32 on the
-wire: their transfers go through the host by gloo, so that streams, events and memory are a GPU's and the network is
-not. Then single ranks of many, alone, with copies for transfers: what of a rank's time are kernels, folds and waiting,
-and what the calling thread takes to queue it. That it takes less than the device needs is what hides it. Medians;
-compared numbers are taken in turn, unless one of them fails: then each is taken by itself. What fails, is
-further from fp64 than the correctness gate allows or not finite is listed below its table, and the exit code is 1;
-without CUDA it is 2.
+The first tables have the errors of every method against fp64, with partials in the compute dtype and in fp32 on the
+wire. The ranks share the GPU, and their transfers go through the host by gloo: streams, events and memory are a GPU's,
+the network is not. The next tables have single ranks of many, executed alone with copies for transfers: the shares of
+kernels, folds and waiting in a rank's time, and the time in which the calling thread queues the work. Queueing is
+hidden while it takes less time than the device. Numbers are medians, measured in turn unless one fails; then each is
+measured by itself. Failures, and errors above the correctness gate's bounds, are listed below their table, and the exit
+code is 1. Without CUDA it is 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.reading import Tokens, read
 from sp_bench.workload import Attention
 
-# Options that are functions are of the number of ranks.
+# An option that is a function takes the number of ranks.
 METHODS: tuple[tuple[str, dict[str, object]], ...] = (
     ("ring", {}),
     ("mesh", {"tile": lambda n: (math.isqrt(n), n // math.isqrt(n))}),
@@ -48,15 +48,15 @@ METHODS: tuple[tuple[str, dict[str, object]], ...] = (
 )
 HEADS, HEAD_DIM, DTYPE, ITERS, WARMUP, TIMEOUT_S = 32, 128, "bfloat16", 10, 3, 300.0
 SHARED_BY = (2, 4, 16)
-"""Ranks on the one GPU, where exactness is looked at."""
+"""Numbers of ranks that share the GPU in the tables of errors."""
 ALONE_OF = ((64, "256k"), (256, "1M"))
-"""GPUs and tokens of the whole sequence, where ranks are executed alone."""
+"""GPUs and tokens of the whole sequence in the tables of single ranks."""
 
 
 def spec(
     method: str, options: dict[str, object], n: int, seqlen: int, *, kernel: str, wire: str = "", alone: int | None
 ) -> Spec:
-    """A point for ranks. Raises RequestError where the method can't do it."""
+    """The specification of a point for its ranks. Raises RequestError if the method can't run it."""
     options = {name: value(n) if callable(value) else value for name, value in options.items()}
     built = build(method, options)
     problem = Problem(
@@ -76,7 +76,7 @@ def spec(
 
 
 def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup: int) -> list[RankResult | str]:
-    """What rank 0 saw of each, or what is wrong with it; where something fails each is measured by itself."""
+    """The result of rank 0 for each point, or its fault. If one fails, each is measured by itself."""
     job = "sp_bench.measure.job:measure"
     try:
         with RankPool(n, TIMEOUT_S, devices=devices) as pool:
@@ -88,7 +88,7 @@ def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup
 
 
 def exactness(n: int, kernel: str) -> Iterator[Row | str]:
-    """Errors of each method in the variants that it has for n ranks, which share the GPU, that pass the gate."""
+    """The errors of each method that can run on n ranks which share the GPU; a text where the gate fails."""
     asked = []
     for (method, options), wire in itertools.product(METHODS, (DTYPE, "float32")):
         with contextlib.suppress(RequestError):
@@ -104,7 +104,7 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
 
 
 def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
-    """What each method's rank 0 of n takes, alone on the GPU."""
+    """The times of each method's rank 0 of n, alone on the GPU."""
     seqlen = read(Tokens, tokens, "seqlen")
     asked = [(method, spec(method, options, n, seqlen, kernel=kernel, alone=0)) for method, options in METHODS]
     results = measured(1, Devices(kind="cuda"), [one for _, one in asked], ITERS, WARMUP)
@@ -129,7 +129,7 @@ def _taken(one: Spec, found: RankResult) -> Row:
         **{name: f"{part_s / device_s:.1%}" for name, part_s in parts.items()},
         "queueing": f"{1e3 * caller_s:.2f} ms ({caller_s / device_s:.1%} of the device's time)",
         "each operation": f"{1e6 * caller_s / operations:.0f} us",
-        "memory over the plans'": f"{found.memory.device_bytes / expected:.2f}",
+        "memory / plans' peak": f"{found.memory.device_bytes / expected:.2f}",
     }
 
 

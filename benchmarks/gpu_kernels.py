@@ -1,11 +1,11 @@
-"""All there is to know of this machine's block kernels.
+"""Errors and rates of this machine's block kernels.
 
 python -m benchmarks.gpu_kernels [device=cuda] [kernels=all]
 
-Prints Markdown tables. Errors of every kernel that runs here, or of those asked for (kernels=cudnn,flash_attn), against
-fp64; rates beside published figures (benchmarks/published_kernels.csv); what a rank's blocks and folds take beside one
-call of as much work; what of a copy's bandwidth a fold reaches. What fails or is wrong is listed below its table, and
-the exit code is 1. device=cpu does the same with small shapes. Without a GPU, device=cuda exits 2.
+Prints Markdown tables for every kernel that runs here, or for those asked for (kernels=cudnn,flash_attn): errors
+against fp64; rates beside published figures (benchmarks/published_kernels.csv); the time of a rank's blocks and folds
+beside one call of as many FLOPs; and a fold's bandwidth over a copy's. Failures are listed below their table, and the
+exit code is 1. device=cpu does the same with small shapes. Without a GPU, device=cuda exits with 2.
 """
 
 from __future__ import annotations
@@ -39,48 +39,48 @@ from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 
 PUBLISHED = Path(__file__).with_name("published_kernels.csv")
 SAME_CODE = {"aten_flash": "flash_attn"}
-"""Whose published figures to show beside a kernel without its own."""
+"""Kernels whose published figures are those of another kernel."""
 FOLDS = {"fold": fold_, "fold in torch": fold_unfused_}
 KEYS = {"device": "cuda", "kernels": "all"}
-"""Of the command line, with their defaults."""
+"""The keys of the command line, with their defaults."""
 Row = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Shapes and counts."""
+    """Shapes and repetitions of all measurements on a device."""
 
     device: str
     dtype: str
     heads: int
     kv_heads: int
-    """Of the errors' GQA."""
+    """KV heads of the errors with grouped queries."""
     head_dim: int
     error_tokens: tuple[int, ...]
     rate_tokens: tuple[int, ...]
     total_tokens: int
-    """Of a batch of blocks whose rate is taken."""
+    """Tokens of a batch of blocks in the rates."""
     block_tokens: tuple[int, ...]
-    """Of the queries of a rank, and of each of its key blocks."""
+    """Tokens of a rank's queries, and of each key block, in the efficiency."""
     blocks: int
-    """How many key blocks a rank's queries meet."""
+    """Key blocks of a rank in the efficiency."""
     memory_tokens: int
     repetitions: int
     kernels: tuple[str, ...] | None = None
-    """Those asked for; None: all that run here."""
+    """The names of the kernels asked for; None: all that run here."""
 
     def random(self, tokens: int, heads: int | None = None, *, batch: int = 1, seed: int = 0) -> Tensor:
-        """(batch, tokens, heads, head_dim) of normal numbers."""
+        """Normal random numbers: (batch, tokens, heads, head_dim)."""
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (batch, tokens, heads or self.heads, self.head_dim)
         return torch.randn(shape, generator=generator, device=self.device).to(getattr(torch, self.dtype))
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """The median time of a call, after one that isn't counted."""
+        """The median seconds of a call, after one that isn't counted."""
         return self._median(partial(CLOCKS[self.device], call))
 
     def queueing_seconds(self, call: Callable[[], object]) -> float | None:
-        """The median time in which a thread has queued a call on an idle GPU; None where calls end with their work."""
+        """The median seconds in which a thread queues a call on an idle GPU; None on a CPU: calls are synchronous."""
         return self._median(partial(_queued, call)) if self.device == "cuda" else None
 
     def _median(self, timed: Callable[[], tuple[float, object]]) -> float:
@@ -107,39 +107,39 @@ BENCHES = {
 
 
 def kernels(bench: Bench) -> list[BlockKernel]:
-    """All that run here or were asked for, in the order of `auto`, but for the reference."""
+    """The kernels that run here, or those of them asked for, in the order of `auto`, without the reference."""
     here = (bench.device, bench.dtype, bench.head_dim)
     found = [kernel for kernel in auto_order(bench.device) if kernel.name != "reference" and not kernel.refuses(*here)]
     return [kernel() for kernel in found if bench.kernels is None or kernel.name in bench.kernels]
 
 
 def refusals(bench: Bench) -> list[Row]:
-    """The others, and why."""
+    """The kernels that don't run here, with the reason."""
     found = {name: kernel.refuses(bench.device, bench.dtype, bench.head_dim) for name, kernel in KERNELS.items()}
     return [{"kernel": name, "why not": why} for name, why in found.items() if why]
 
 
 def attempts(case: Callable[..., Row], *choices: Iterable[Any]) -> Iterator[Row | str]:
-    """A row for each combination of the choices; where there is none, which it was and why."""
+    """A row for each combination of the choices; if it fails, its name and the error."""
     for chosen in itertools.product(*choices):
         try:
             yield case(*chosen)
-        except Exception as error:  # what others do is still to be seen
+        except Exception as error:  # the other combinations go on
             names = (x.value if isinstance(x, RegionKind) else getattr(x, "name", x) for x in chosen)
             yield f"{', '.join(map(str, names))}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def errors(bench: Bench) -> Iterator[Row | str]:
-    """The largest errors over all sizes: relative L2 against fp64, of the lse the largest difference.
+    """The largest errors over all sizes: relative L2 against fp64, and the largest difference of the lse.
 
-    They are judged as the correctness gate judges: a single size, like a single head, may be off by more than all sizes
-    together. With two tokens the exact dq and dk nearly cancel.
+    The correctness gate's bounds apply. A single size, like a single head, may have a larger error than all sizes
+    together: with two tokens the exact dq and dk nearly cancel.
     """
     return attempts(partial(_errors, bench), kernels(bench), RegionKind, (bench.heads, bench.kv_heads))
 
 
 def _errors(bench: Bench, kernel: BlockKernel, mask: RegionKind, kv_heads: int) -> Row:
-    """Raises ArithmeticError where the kernel is wrong."""
+    """The row of a kernel. Raises ArithmeticError if the kernel is wrong."""
     norms, elements, lse_errors = [], [], []
     for tokens in bench.error_tokens:
         q, dout = (bench.random(tokens, seed=seed) for seed in (0, 3))
@@ -163,7 +163,7 @@ def _errors(bench: Bench, kernel: BlockKernel, mask: RegionKind, kv_heads: int) 
 
 
 def _lse_error(found: Tensor, exact: Tensor) -> float:
-    """The largest difference; infinite unless it is -inf where no key was seen, and finite elsewhere."""
+    """The largest difference of the lse; infinite unless it is -inf for rows without keys, and finite elsewhere."""
     error = torch.where(found == exact, 0.0, (found.double() - exact).abs())
     return float(error.nan_to_num(nan=math.inf).max())
 
@@ -179,7 +179,7 @@ def _all_results(
 
 
 def rates(bench: Bench) -> Iterator[Row | str]:
-    """TFLOP/s of batches of square blocks, by the pairs of tokens that their masks leave, or half of all if causal."""
+    """TFLOP/s of batches of square blocks. FLOPs are those of the unmasked pairs, or of half of all pairs if causal."""
     return attempts(partial(_rates, bench), kernels(bench), RegionKind, bench.rate_tokens)
 
 
@@ -200,7 +200,7 @@ def _rates(bench: Bench, kernel: BlockKernel, mask: RegionKind, tokens: int) -> 
 
 
 def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) -> float | None:
-    """TFLOP/s on this GPU, where there is a figure."""
+    """The published TFLOP/s on this GPU; None without a figure."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     wanted = (SAME_CODE.get(kernel, kernel), phase, mask, str(tokens), str(head_dim))
     with PUBLISHED.open(newline="") as file:
@@ -212,7 +212,7 @@ def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) ->
 
 
 def efficiency(bench: Bench) -> Iterator[Row | str]:
-    """One call on all keys, over the time of a rank's blocks and folds on as many, and what it takes to queue these."""
+    """The time of one call on all keys over that of a rank's blocks and folds, and the time to queue the latter."""
     return attempts(partial(_efficiency, bench), kernels(bench), bench.block_tokens)
 
 
@@ -238,7 +238,7 @@ def _efficiency(bench: Bench, kernel: BlockKernel, tokens: int) -> Row:
 
 
 def _forward_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Tensor:
-    """As an execution does them: the first block becomes the accumulator."""
+    """The forward blocks and folds of a rank, in the executor's way: the first output becomes the accumulator."""
     out, lse = empty_output(q[:, :0])
     for i, (k_block, v_block) in enumerate(zip(k.split(tokens, dim=1), v.split(tokens, dim=1), strict=True)):
         part, part_lse = kernel.forward(q, k_block, v_block, RegionKind.FULL)
@@ -252,7 +252,7 @@ def _forward_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, tokens
 def _backward_blocks(
     kernel: BlockKernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tokens: int
 ) -> tuple[Tensor, ...]:
-    """The same backward; each block of keys has accumulators of its own."""
+    """The backward blocks of a rank; each block of keys has accumulators of its own."""
     dq, dkv = torch.zeros(0), []
     for i, (k_block, v_block) in enumerate(zip(k.split(tokens, dim=1), v.split(tokens, dim=1), strict=True)):
         part, *part_dkv = kernel.backward(dout, q, k_block, v_block, out, lse, RegionKind.FULL)
@@ -262,7 +262,7 @@ def _backward_blocks(
 
 
 def folds(bench: Bench) -> Iterator[Row | str]:
-    """What is moved at least, over the time, of the fold that executions use and of the one in torch's operations."""
+    """The bandwidth of the executor's fold and of one in torch operations: the fewest bytes to move over the time."""
     return attempts(partial(_folds, bench), FOLDS)
 
 
@@ -272,20 +272,20 @@ def _folds(bench: Bench, name: str) -> Row:
     other, part_lse = out.clone(), lse.clone()
     copy_rate = 2 * out.nbytes / bench.seconds(partial(out.copy_, other))
     rate = fold_bytes(out, lse, part) / bench.seconds(partial(FOLDS[name], out, lse, part, part_lse))
-    rates = {"GB/s": f"{rate / 1e9:.4g}", "a copy's, in fp32": f"{copy_rate / 1e9:.4g}"}
-    return {"": name, **rates, "of a copy": f"{rate / copy_rate:.1%}"}
+    rates = {"GB/s": f"{rate / 1e9:.4g}", "fp32 copy, GB/s": f"{copy_rate / 1e9:.4g}"}
+    return {"": name, **rates, "fold / copy": f"{rate / copy_rate:.1%}"}
 
 
 TABLES: dict[str, Callable[[Bench], Iterator[Row | str]]] = {
     "Errors against fp64": errors,
     "Rates, TFLOP/s": rates,
-    "Blocks and folds of a rank against one call of as many FLOPs": efficiency,
+    "Blocks and folds of a rank against one call": efficiency,
     "Folds": folds,
 }
 
 
 def report(bench: Bench) -> Iterator[tuple[str, bool]]:
-    """The tables, each as soon as it is there, and whether all of it could be measured."""
+    """The tables one by one, each with whether all of it could be measured."""
     on = torch.cuda.get_device_name() if bench.device == "cuda" else "CPU"
     yield f"# Block kernels on {on}", True
     yield f"torch {torch.__version__}, {bench.dtype}, {bench.heads} heads of {bench.head_dim}", True
@@ -297,7 +297,7 @@ def report(bench: Bench) -> Iterator[tuple[str, bool]]:
 
 
 def with_failures(found: Iterable[Row | str]) -> tuple[str, bool]:
-    """A table of the rows and, below it, what took the place of others; and whether nothing did."""
+    """A table of the rows with the failures below it, and whether there was none."""
     rows, failed = [], []
     for one in found:
         (failed if isinstance(one, str) else rows).append(one)
@@ -309,7 +309,7 @@ def with_failures(found: Iterable[Row | str]) -> tuple[str, bool]:
 def requested(arguments: Sequence[str]) -> Bench:
     """The bench that the arguments ask for.
 
-    Raises RequestError for a device that there is not, or isn't here, and for kernels that don't run on it.
+    Raises RequestError for an unknown or absent device, and for kernels that don't run on it.
     """
     given = KEYS | only_keys(arguments, KEYS)
     device, names = given["device"], given["kernels"]

@@ -1,11 +1,11 @@
 """Processes killed at random moments: `python -m benchmarks.kill_trials` writes docs/results/killed_processes.md.
 
 Each trial runs the real command on a small problem, in a session of its own, and kills one of its processes with
-SIGKILL: a rank that the seed picks, or in the last rows the process that has the ranks. The moment is any, by the seed,
-between the start of the ranks and the end that an undisturbed run of the same method had. Then the command must end by
-itself, its record must name the rank, no process of it may be left (all carry a variable in their environment), and the
-same command in the same folder must be ok. A kill after the last work of the point leaves an ok record, and one after
-the end meets nobody: such trials are counted apart, and drawn again.
+SIGKILL: a rank drawn from the seed or, in the last rows, the parent of the ranks. The moment is drawn too, between the
+start of the ranks and the end of an undisturbed run of the same method. Then the command must end by itself, its record
+must name the rank, none of its processes may be left (all carry a variable in their environment), and the same command
+in the same folder must succeed. A kill after the last work of the point leaves an ok record, and one after the end
+finds no process: such trials are counted separately and drawn again.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from sp_bench.methods import REGISTRY
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "SP_BENCH_TRIAL"
 TIMEOUT_S = 10.0
-"""The command's patience with silent ranks."""
+"""The command's timeout for silent ranks."""
 GRACE_S = 30.0
-"""What a command may take to end beyond that."""
+"""The time that a command may need to end beyond TIMEOUT_S."""
 GONE_S = 5.0
-"""How long after the command's end its last helpers may take to be gone."""
+"""The time in which the last helper processes must be gone after the command's end."""
 POINT = "cluster=local dtype=float32 heads=4 head_dim=16 seqlen=1k iters=10 warmup=1 baseline=null logger=none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What to kill, and when."""
+    """The process to kill, and the moment."""
 
     method: str
     n: int
     victim: int | None
-    """A rank; None for the process that has the ranks."""
+    """The rank to kill; None for the parent of the ranks."""
     moment: float
-    """The part of an undisturbed run, from the start of its ranks to its end, that is left to it."""
+    """The moment of the kill, as a share of an undisturbed run from the start of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What came of a trial."""
+    """The outcome of a trial."""
 
     delay_s: float
-    """From the start of the ranks to the kill."""
+    """Seconds from the start of the ranks to the kill."""
     met: bool
-    """Whether there was still somebody to kill."""
+    """Whether the command was still running."""
     ended_s: float
-    """From the kill to the end of the command."""
+    """Seconds from the kill to the end of the command."""
     code: int
     said: str
-    """Of the records."""
+    """The status and error of the record."""
     orphans: int
     again: str
-    """What the next run says."""
+    """The status of the next run."""
 
     def fault(self, trial: Trial) -> str | None:
-        """What is wrong with it."""
+        """What is wrong with the outcome; None if nothing is."""
         if self.orphans:
             return f"{self.orphans} processes left"
         if self.again != "ok":
@@ -105,7 +105,7 @@ class Command:
         )
 
     def ranks(self) -> list[int]:
-        """The processes of its ranks in their order, once all are there; none if it ends before."""
+        """The process ids of its ranks in order, once all have started; empty if the command ends before."""
         while self.process.poll() is None:
             servers = _servers(self.process.pid)
             found = [pid for pid, parent in _forked() if parent in servers] if servers else []
@@ -115,7 +115,7 @@ class Command:
         return []
 
     def left(self) -> list[int]:
-        """Its processes that are still there, after a moment's patience."""
+        """Its processes that are left GONE_S after its end."""
         deadline = time.monotonic() + GONE_S
         while (found := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -123,7 +123,7 @@ class Command:
 
 
 def _forked() -> Iterator[tuple[int, int]]:
-    """All processes and their parents, but not those that have ended."""
+    """The ids of all running processes and of their parents."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
@@ -142,7 +142,7 @@ def _servers(pid: int) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """All processes that were started with a mark in their environment."""
+    """The ids of all processes with this mark in their environment."""
     found = []
     for pid, _ in _forked():
         with suppress(OSError):
@@ -153,7 +153,7 @@ def marked(mark: str) -> list[int]:
 
 @contextmanager
 def running(method: str, n: int, folder: Path) -> Iterator[Command]:
-    """A command, of which nothing is left afterwards."""
+    """A running command, whose processes are killed on leaving."""
     command = Command(method, n, folder)
     try:
         yield command
@@ -164,7 +164,7 @@ def running(method: str, n: int, folder: Path) -> Iterator[Command]:
 
 
 def undisturbed_s(method: str, n: int) -> float:
-    """From the start of the ranks to the end of a command that nobody disturbs. Raises RuntimeError if it fails."""
+    """Seconds from the start of the ranks to the end of an undisturbed command. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder, running(method, n, Path(folder)) as command:
         command.ranks()
         started = time.monotonic()
@@ -174,7 +174,7 @@ def undisturbed_s(method: str, n: int) -> float:
 
 
 def run(trial: Trial, lasts_s: float) -> Ended:
-    """Run one trial, of a method whose undisturbed run lasts so long."""
+    """Run a trial; `lasts_s` is the length of an undisturbed run of its method."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with running(trial.method, trial.n, folder) as command:
@@ -199,7 +199,7 @@ def run(trial: Trial, lasts_s: float) -> Ended:
 
 
 def _said(folder: Path) -> str:
-    """What the one record of a folder says."""
+    """The status and error of the record in a folder."""
     found = records.read_all(folder)
     if not found:
         return "no record"
@@ -207,7 +207,7 @@ def _said(folder: Path) -> str:
 
 
 def trials(seed: int, parent: bool = False) -> Iterator[Trial]:
-    """Trials without end, over all methods in turn."""
+    """Endless trials, over all methods in turn."""
     draw = random.Random(f"{seed} {parent}")
     while True:
         for method in draw.sample(sorted(REGISTRY), len(REGISTRY)):
@@ -217,7 +217,7 @@ def trials(seed: int, parent: bool = False) -> Iterator[Trial]:
 
 
 def row(trial: Trial, ended: Ended, lasts_s: float) -> dict[str, object]:
-    """One trial in the table."""
+    """The row of a trial."""
     return {
         "method": trial.method,
         "killed": "the parent" if trial.victim is None else f"rank {trial.victim} of {trial.n}",
@@ -231,7 +231,7 @@ def row(trial: Trial, ended: Ended, lasts_s: float) -> dict[str, object]:
 
 
 def main() -> int:
-    """Returns 0 if all trials are as they must be."""
+    """Run the trials and write the page; returns 0 if no trial went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--parents", type=int, default=4, help="trials in which the parent is killed")
@@ -266,7 +266,7 @@ Made by `python -m benchmarks.kill_trials`.
 
 
 def drawn(seed: int, wanted: int, *, parent: bool = False) -> list[tuple[Trial, Ended, float]]:
-    """Trials, each with its undisturbed time, until so many have killed in time, or gone wrong."""
+    """Trials with their undisturbed times, until `wanted` of them have killed in time or gone wrong."""
     found: list[tuple[Trial, Ended, float]] = []
     lasts_s: dict[str, float] = {}
     for trial in trials(seed, parent):

@@ -1,8 +1,8 @@
 """Measured kernels beside published ones: `python -m benchmarks.measured_kernels FILE [cluster=NAME]` prints a table.
 
-FILE is what `python -m sp_bench.calibrate device=cuda out=FILE` wrote of this GPU. Mesh on 256 GPUs is simulated with
-each of its kernels, and with each that has figures in the cluster file whose links it took: that of such GPUs, or NAME.
-So the steps differ by what blocks, folds and copies cost, and by the tile that is best then.
+`python -m sp_bench.calibrate device=cuda out=FILE` writes FILE on a GPU, with the links of the cluster NAME (default:
+the one with such GPUs). Mesh on 256 GPUs is simulated with each kernel of FILE and of that cluster's file. The steps
+differ only by the cost of blocks, folds and copies, and by the fastest tile.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sp_bench.resources import conf_files
 WOULD_WORK = "what python -m sp_bench.calibrate device=cuda out=FILE writes would work"
 GPUS, TOKENS = 256, ("256k", "1M")
 MEASURED = "measured_kernels"
-"""What the file is called where it is composed, beside conf/cluster."""
+"""The name under which FILE is composed, beside conf/cluster."""
 
 
 def compare(path: Path, cluster: str | None = None, *, gpus: int = GPUS, tokens: Sequence[str] = TOKENS) -> str:
-    """The table of a calibrated file. Raises RequestError for a file that is none, or has nothing to stand beside."""
+    """The table of a calibrated file. Raises RequestError for another file, and if no cluster file has these links."""
     config = _calibrated(path)
     base = base_cluster(config["device"]["name"], cluster, conf_files("cluster"))
     if any(base.get(key) != config.get(key) for key in NETWORK_KEYS):
@@ -57,7 +57,7 @@ def compare(path: Path, cluster: str | None = None, *, gpus: int = GPUS, tokens:
 
 
 def _calibrated(path: Path) -> Mapping[str, Any]:
-    """The content of a cluster file all of whose kernels were measured."""
+    """The content of a cluster file. Raises RequestError unless all of its kernels were measured."""
     try:
         config = yaml.safe_load(path.read_text())
         Cluster.build(config)
@@ -70,12 +70,12 @@ def _calibrated(path: Path) -> Mapping[str, Any]:
 
 
 def _kernels(config: Mapping[str, Any]) -> list[str]:
-    """The kernels that a cluster file has figures of, each once."""
+    """The kernels that have figures in a cluster file, each once."""
     return list(dict.fromkeys(rates.get("kernel", name) for name, rates in config["device"]["rates"].items()))
 
 
 def _simulated(composer: Composer, gpus: int, seqlen: str, cluster: str, kernel: str) -> Record:
-    """Mesh with one kernel of a cluster file. Raises RequestError for what can't be simulated with it."""
+    """Mesh simulated with one kernel of a cluster file. Raises RequestError if that is not possible."""
     common = ("method=mesh", "mode=simulate", "logger=none")
     config = composer.compose([*common, f"gpus={gpus}", f"seqlen={seqlen}", f"cluster={cluster}"])
     config["cluster"]["device"]["kernel"] = kernel
@@ -83,7 +83,7 @@ def _simulated(composer: Composer, gpus: int, seqlen: str, cluster: str, kernel:
 
 
 def _row(record: Record, measured_ms: float) -> dict[str, str]:
-    """One simulated step, and the fastest of those with measured kernels over it."""
+    """The row of a simulated step, with the fastest step of measured kernels over it."""
     step_ms = known(record.step_ms_median)
     return {
         "GPUs": str(record.gpus),
@@ -94,7 +94,7 @@ def _row(record: Record, measured_ms: float) -> dict[str, str]:
         "blocks and folds": f"{known(record.compute_ms):.2f} ms",
         "exposed": f"{known(record.exposed_comm_ms):.2f} ms",
         "MFU": "" if record.mfu is None else f"{record.mfu:.1%}",
-        "the measured step over it": f"{measured_ms / step_ms:.3f}",
+        "fastest measured / step": f"{measured_ms / step_ms:.3f}",
     }
 
 

@@ -1,19 +1,18 @@
 """How much of the shorter part hides: `python -m benchmarks.overlap` writes docs/results/overlap.md.
 
-Over shaped links (`cluster=shaped`), at rates at which transfers take about as long as blocks, by how fast the cores
-are just before. Beside the step the same plans are timed without their transfers, and without their blocks, each phase
-by itself. A backward begins once all ranks have ended the forward: what one phase has too much of, the other can't
-hide, so that a step takes at least the longer part of each phase. Behind the correctness gate; needs root.
+Steps over shaped links (`cluster=shaped`) whose rates make transfers take about as long as blocks; the speed of the
+cores is measured just before. The same plans are also timed without their transfers and without their blocks, each
+phase by itself. A backward starts when all ranks have ended the forward, so one phase can't hide what the other has too
+much of: a step takes at least the sum of the longer parts of both phases. Runs after the correctness gate; needs root.
 
-Here transfers take cores from blocks, which network cards and GPUs don't: no step can be shorter than what the cores
-have to do in its blocks and in its transfers, as each of the two needs it alone, and one in which they are busy all the
-time has nothing left to overlap. What a message costs them stays about the same, so that long sequences and few key
-heads, whose bytes are few for their FLOPs, show more of the methods and less of this machine. Ranks that share a core
-also wait for one another's blocks, and so do those that wait for them: the more so, the more there are, and the shorter
-their hops.
+On this machine transfers use the cores that compute blocks, unlike network cards and GPUs. So no step can be shorter
+than the cores' work for its blocks and its transfers, each measured alone. If the cores are busy all the time, nothing
+is left to overlap. The cores' work for a message is about constant. Long sequences and few KV heads have few bytes for
+their FLOPs, and so show more of the methods and less of this machine. Ranks that share a core also wait for one
+another's blocks, more so with more ranks and shorter hops.
 
-The last two columns are of simulated steps, on cores as fast as they were, over the measured longer part. The plan's
-own is with transfers that take nothing of the cores, which ranks and messages share evenly and wait for no longer.
+The last two columns are simulated steps over the measured longer part, with cores of the measured speed. The last
+column, the plan alone, assumes transfers that use no cores, and that ranks and messages share cores and links evenly.
 Where all hops of a ring of n ranks take as long as all its blocks, its forward can come no closer than 1 + 1/n: the
 last block waits for the last hop.
 """
@@ -45,7 +44,7 @@ LONG_POINTS = (
     ("16", 1.74e6, (*LONGEST, "method=ring")),
     ("16", 1.74e6, (*LONGEST, *SLICED, "method.tile=[4,4]")),
 )
-"""Ranks, bytes a second of a link that balance on cores as fast as conf/cluster/shaped.yaml says, and the rest."""
+"""Ranks, the balanced link rate in bytes/s for cores as fast as in conf/cluster/shaped.yaml, and other overrides."""
 OTHER_POINTS = (
     ("8", 3.25e6, (*LONG, *SEARCHED, "method.tile=[2,4]")),
     ("8", 25.9e6, (*SHORT, "method=ring")),
@@ -54,9 +53,9 @@ OTHER_POINTS = (
     ("16", 9.9e6, (*SHORT, *SEARCHED, "method.tile=[4,4]")),
     ("16", 9.9e6, (*SHORT, *SLICED, "method.tile=[4,4]")),
 )
-"""Where blocks wait for hops whatever the machine, or hops are short."""
+"""Points in which blocks wait for hops on any machine, or hops are short."""
 FREE: dict[str, float] = dict.fromkeys((*OF_CORES, "crowd_latency_s", "turn_s", "ahead_bytes"), 0.0)
-"""Hosts whose messages take nothing of the cores, and share links evenly, as blocks do the cores."""
+"""Figures of hosts whose messages use no cores, and which share links and cores evenly."""
 CLUSTERS = (
     ("h200_ndr400", "16", "256k"),
     ("h200_ndr400", "64", "256k"),
@@ -73,13 +72,13 @@ SCHEDULES = {
 
 
 def speed_now(folder: Path) -> float:
-    """How fast the cores are, over what the cluster's figures say, by the blocks of a short step."""
+    """The speed of the cores over the speed in the cluster's file, from the blocks of a short step."""
     (record,) = run_ok([[*COMMON, *SHORT, "warmup=1", "iters=2", "gpus=8", "method=ring"]], folder)
     return speed_of(_simulated_request(record), record)
 
 
 def overlap(points: Sequence[tuple[str, float, tuple[str, ...]]], speed: float, folder: Path) -> str:
-    """How close the step comes to the longer of its two parts, of each point, on cores of a `speed` (`speed_now`)."""
+    """The step of each point over the longer of its two parts, on cores of the given speed (`speed_now`)."""
     rates = [float(f"{speed * rate:.3g}") for _, rate, _ in points]
     overrides = [
         [*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys]
@@ -99,26 +98,26 @@ def overlap(points: Sequence[tuple[str, float, tuple[str, ...]]], speed: float, 
         rows.append({
             "ranks": gpus,
             "tokens": f"{record.seqlen // 1024}k",
-            "key heads": str(record.kv_heads),
+            "KV heads": str(record.kv_heads),
             "link": f"{rate * 8e-6:.3g} Mbit/s",
             "method": f"{record.method} {record.variant or ''}",
             "step, ms [95%]": interval(record),
             "blocks alone": "{:.0f} + {:.0f}".format(*blocks_of),
             "transfers alone": "{:.0f} + {:.0f}".format(*transfers_of),
-            "shorter over longer": f"{min(blocks, transfers) / longer:.2f}",
-            "**step over the longer**": f"**{step / longer:.2f}**",
-            "**over the longer of each phase**": f"**{step / longer_of_each:.2f}**",
-            "cores' work in both": f"{on_cores / cores:.0f}",
-            "over the longest of the three": f"{step / max(longer, on_cores / cores):.2f}",
+            "shorter / longer": f"{min(blocks, transfers) / longer:.2f}",
+            "**step / longer**": f"**{step / longer:.2f}**",
+            "**step / longer of each phase**": f"**{step / longer_of_each:.2f}**",
+            "cores' work for both": f"{on_cores / cores:.0f}",
+            "step / longest of the three": f"{step / max(longer, on_cores / cores):.2f}",
             f"cores busy, of {cores}": f"{known(record.core_ms_mean) / step:.2f}",
             "simulated": f"{simulated_ms(record) / longer:.2f}",
-            "the plan's own": f"{simulated_ms(record, **FREE) / longer:.2f}",
+            "simulated, plan alone": f"{simulated_ms(record, **FREE) / longer:.2f}",
         })  # fmt: skip
     return of_rows(rows)
 
 
 def simulated_ms(record: Record, **hosts: float) -> float:
-    """A measured step, simulated with cores as fast as they were and these figures of hosts."""
+    """A measured step simulated in ms, with cores of the measured speed and these figures of hosts."""
     request = _simulated_request(record)
     choice, cluster = choose(request), cluster_at(request, speed_of(request, record), **hosts)
     return 1e3 * sum(simulate(plan, choice.problem, cluster).makespan_s for plan in choice.plans.values())
@@ -129,7 +128,7 @@ def _simulated_request(record: Record) -> Request:
 
 
 def simulated(folder: Path) -> str:
-    """Mesh's schedules and slices on clusters whose blocks and hops are shorter: simulated milliseconds of a step."""
+    """Simulated steps in ms of Mesh's schedules and slices, on clusters with shorter blocks and hops."""
     rows = []
     for cluster, gpus, seqlen in CLUSTERS:
         common = ["mode=simulate", f"cluster={cluster}", f"gpus={gpus}", f"seqlen={seqlen}", *MODEL]
@@ -154,16 +153,16 @@ in milliseconds. The cores were {speed:.2f} times as fast as conf/cluster/shaped
 
 {overlap(LONG_POINTS, speed, folder)}
 
-Not so close are steps whose blocks have to wait for hops whatever the machine (Mesh in one slice: the plan's own says
-by how much), and those of short sequences. There the cores' work for transfers comes on top of blocks, and waiting for
-a core on top of every hop:
+Steps come less close if their blocks wait for hops on any machine (Mesh in one slice: the last column says by how
+much), and on short sequences. There the cores' work for transfers adds to the blocks, and waiting for a core to every
+hop:
 
 {overlap(OTHER_POINTS, speed, folder)}
 
 ## Simulated, on clusters of GPUs
 
-32 heads of 128, bfloat16, full attention; milliseconds of a step, and the tile that is fastest. Nothing is measured
-here. Slices of the heads have more and shorter hops, and blocks that fill a GPU less: where hops are short, they lose.
+32 heads of 128, bfloat16, full attention: milliseconds of a step, and the fastest tile. Nothing is measured here.
+Slices of the heads have more and shorter hops, and blocks that fill a GPU less, so they lose where hops are short.
 
 {simulated(folder)}
 """

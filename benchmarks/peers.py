@@ -1,10 +1,10 @@
 """Public implementations beside ours: `python -m benchmarks.peers` writes docs/results/peers_speed.md.
 
-Each pair runs the same algorithm on the same tokens, shapes and dtype, over the same links and, on a CPU, the same
-block kernel. All points of one table are timed in turn, each iteration in an order of its own, in one set of processes,
-and ratios are of medians with a bootstrap interval that resamples iterations together. A peer that fails the gate
-against fp64 is not timed, and its row says by how much it is off. Needs `pip install "sp-bench[peers]"` and, for shaped
-links, root.
+Each pair runs the same algorithm on the same tokens, shapes and dtype, over the same links and, on a CPU, with the same
+block kernel. All points of a table are timed in one set of processes, with their iterations in turn, in a new order
+each time. Ratios are of medians, with a bootstrap interval that resamples the iterations of a turn together. A peer
+that fails the correctness gate against fp64 is not timed; its row has its errors. Needs `pip install "sp-bench[peers]"`
+and, for shaped links, root.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OURS = {
     "striped": ("method=striped",),
     # torch gathers all heads at once.
     "all_gather stride 8, zigzag": ("method=all_gather", "method.layout=zigzag", "method.stride=8"),
-    # llama3 a key head at a time.
+    # llama3 gathers one KV head at a time.
     "all_gather stride 1": ("method=all_gather", "method.layout=contiguous", "method.stride=1"),
     "ulysses": ("method=ulysses",),
     "usp, zigzag": ("method=usp", "method.ulysses=2", "method.layout=zigzag"),
@@ -49,7 +49,7 @@ OURS = {
 
 
 class Peer(NamedTuple):
-    """One implementation, and which of ours does the same."""
+    """A public implementation, and the method of ours with the same algorithm."""
 
     ours: str
     impl: str
@@ -70,7 +70,7 @@ PEERS = (
 
 
 def rows(dtype: str, links: tuple[str, ...], folder: Path) -> list[dict[str, str]]:
-    """A row for each peer, all of them and ours measured in turn."""
+    """A row for each peer; all peers and ours are measured in turn."""
     points = [[*COMMON, *links, f"dtype={dtype}", *ours] for ours in OURS.values()]
     points += [
         [*COMMON, *links, f"dtype={dtype}", "method=peer", f"impl={p.impl}", f"method.algorithm={p.algorithm}"]
@@ -97,7 +97,7 @@ def _row(ours: Record, peer: Record, names: Peer, folder: Path) -> dict[str, str
 
 
 def _written(found: Ratio) -> str:
-    """In bold where ours is slower, beyond the interval."""
+    """The ratio with its interval, in bold where ours is slower with certainty."""
     text = ratio(found, digits=2)
     return f"**{text}**" if found.verdict(same=0) == FASTER else text
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks.readme: the README's example, as its command prints it, and its picture (docs/readme.svg)."""
+"""python -m benchmarks.readme writes the README's example, the output of its command, and docs/readme.svg."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ GPUS = (32, 64, 128, 256, 512, 1024)
 
 
 def example() -> str:
-    """What the README's command prints, indented as code; ids of records, which code changes, are left open."""
+    """The output of the README's command, indented as code. Run ids, which change with the code, are left open."""
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
         code = sp_bench([*COMMAND.split()[3:], "mode=simulate", "logger=none", f"results_dir={folder}"])
     assert code == 0
     text = re.sub(r"\S+/[0-9a-f]{16}\.json", "results/<run_id>.json", printed.getvalue())
-    # Asked for here, so that a machine with GPUs prints the same.
+    # mode=simulate makes a machine with GPUs print the same.
     text = text.replace("not measured: mode=simulate asks for it, and", "not measured: this machine has 0 GPUs, and")
     return "".join(f"    {line}".rstrip() + "\n" for line in [f"$ {COMMAND}", *text.splitlines()])
 
 
 def shown() -> str:
-    """The example that stands in the README: from its command to the end of the code."""
+    """The example in the README, from its command to the end of the code."""
     text = README.read_text()
     start = text.index(f"    $ {COMMAND}\n")
     return text[start : re.compile(r"^(?=\S)", re.MULTILINE).search(text, start).start()].rstrip() + "\n"  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def mfu_by_gpus() -> dict[str, list[float | None]]:
-    """By method, the simulated MFU on each number of GPUs; None where it can't be served."""
+    """The simulated MFU of each method on each number of GPUS; None where it can't be served."""
     found: dict[str, list[float | None]] = {}
     with Composer() as composer:
         for method in METHODS:
@@ -60,7 +60,7 @@ def mfu_by_gpus() -> dict[str, list[float | None]]:
 
 
 def draw(mfu: dict[str, list[float | None]], path: Path) -> None:
-    """Lines over the number of GPUs."""
+    """Draw the MFU of each method over the number of GPUs."""
     sns.set_theme(style="whitegrid")
     plt.rcParams.update({"svg.hashsalt": "sp_bench", "svg.fonttype": "none"})
     figure, ax = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
@@ -79,7 +79,7 @@ def draw(mfu: dict[str, list[float | None]], path: Path) -> None:
 
 
 def main() -> int:
-    """Write both."""
+    """Write the example and the picture."""
     README.write_text(README.read_text().replace(shown(), example()))
     draw(mfu_by_gpus(), PICTURE)
     return 0

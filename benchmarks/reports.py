@@ -1,4 +1,4 @@
-"""What the scripts that write docs/results/ share: points to run, and tables of what came out."""
+"""Shared by the scripts that write docs/results/: running points, and formatting their numbers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sp_bench.cli.compose import Composer
 from sp_bench.records import Record
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-"""The pages that scripts write."""
+"""The folder of the pages that the scripts write."""
 
 
 def run(points: Sequence[Sequence[str]], folder: Path) -> list[Record]:
-    """The records of points, each by its overrides, in their order. Those that `folder` has are not run again."""
+    """The records of points, given by their overrides, in order. Points with a record in `folder` are not run again."""
     with Composer() as composer:
         requests = [resolve(composer.compose(point)) for point in points]
     return [outcome.record for outcome in run_points(requests, folder=folder, reuse=True)]
 
 
 def run_ok(points: Sequence[Sequence[str]], folder: Path) -> list[Record]:
-    """The same. Raises RuntimeError for a point that is not ok."""
+    """The records of points, like `run`. Raises RuntimeError for a point that is not ok."""
     found = run(points, folder)
     for record in found:
         if record.status != "ok":
@@ -42,7 +42,7 @@ def ratio(found: Ratio, digits: int) -> str:
 
 
 def records_folder(docstring: str | None, name: str) -> Path:
-    """Where this script's records are: results/<name>, unless its command line has --records FOLDER."""
+    """The folder of a script's records: results/<name>, or FOLDER of its option --records FOLDER."""
     parser = argparse.ArgumentParser(description=docstring)
     parser.add_argument("--records", type=Path, default=Path("results", name))
     return parser.parse_args().records
@@ -54,6 +54,6 @@ def about(docstring: str | None) -> str:
 
 
 def known(number: float | None) -> float:
-    """What a measured point that is ok has."""
+    """The number, which a measured point with status ok always has."""
     assert number is not None
     return number

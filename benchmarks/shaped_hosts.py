@@ -1,8 +1,8 @@
 """Methods over links slower than the kernels: `python -m benchmarks.shaped_hosts` writes docs/results/shaped_hosts.md.
 
 Ranks live in network namespaces of this machine, joined by links that are shaped in both directions (`cluster=shaped`).
-All points of a table are measured in turn, iteration by iteration, in one set of processes, behind the correctness
-gate. Needs root.
+All points of a table are measured in one set of processes with their iterations in turn, after the correctness gate.
+Needs root.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ REPORT = RESULTS / "shaped_hosts.md"
 COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1", "logger=none")
 TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
 SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=3.125e6", "iters=3", "timeout_s=120")
-"""25 Mbit/s: 16 ranks on two cores compute their blocks in a small part of what transfers take."""
+"""At 25 Mbit/s, 16 ranks on two cores compute their blocks in a small part of the transfers' time."""
 
 
 def communication_bound(phase: str, folder: Path) -> str:
-    """Mesh's tiles beside Ring: what the times' ratio is, and what the bytes' ratio allows."""
+    """Mesh's tiles beside Ring: the ratio of times, and the ratio of bytes, which limits it."""
     common = [*COMMON, *SLOW, f"phase={phase}"]
     points = [[*common, "method=ring"], *([*common, "method=mesh", f"method.tile={tile}"] for tile in TILES)]
     points.append([*common, "method=mesh", "method.tile=[4,4]", "method.schedule=searched"])
@@ -37,9 +37,9 @@ def communication_bound(phase: str, folder: Path) -> str:
             "blocks alone": f"{record.compute_only_ms_median:.0f}",
             "transfers alone": f"{record.communication_only_ms_median:.0f}",
             "sent by a rank": f"{sent / 1e6:.2f} MB",
-            "link counters over that": f"{known(record.interface_bytes_per_gpu) / sent:.3f}",
-            "Ring's bytes over these": f"{allowed:.2f}",
-            "Ring's time over this": f"{faster:.2f}",
+            "link counters / sent": f"{known(record.interface_bytes_per_gpu) / sent:.3f}",
+            "Ring's bytes / these": f"{allowed:.2f}",
+            "Ring's time / this": f"{faster:.2f}",
             "reached": f"{faster / allowed:.0%}",
         })  # fmt: skip
     greedy = meshes[: len(TILES)]

@@ -1,9 +1,9 @@
-"""What simulating costs: `python -m benchmarks.simulator_speed [--largest]` writes docs/results/simulator_speed.*.
+"""The cost of simulating: `python -m benchmarks.simulator_speed [--largest]` writes docs/results/simulator_speed.*.
 
-A point's wall time and peak memory are those of its whole command, `python -m sp_bench method=... gpus=...`, in a
-process of its own: start-up, tile search where there is one, proof and account, forward + backward, record and trace.
-Ratios are of one run: the same task graphs solved by the compiled solver and by the same functions in plain Python,
-and simulated with one rank of each kind and with all ranks.
+The wall time and the peak memory of a point are those of its whole command, `python -m sp_bench method=... gpus=...`,
+in a process of its own: start-up, tile search if any, proof and account, forward + backward, record and trace. Both
+sides of a ratio are from one run. The same task graphs are solved by the compiled solver and by the same functions in
+plain Python, and simulated with one rank of each kind and with all ranks.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ LARGE, LARGEST = (("ring", 1024), ("mesh", 1024)), (("ring", 4096), ("mesh", 409
 TWINS = (("ring", 16), ("mesh", 16), ("ring", 64), ("mesh", 64))
 """Points whose graphs of all ranks the plain Python solver solves too."""
 SEQLEN, LONG = "1M", "4M"
-"""Tokens, and where there are 1024 GPUs or more."""
+"""The sequence length, and the one for 1024 GPUs or more."""
 
 
 class Cost(NamedTuple):
-    """Of one command."""
+    """The wall time and the peak memory of one command."""
 
     wall_s: float
     peak_mb: float
 
 
 def overrides(method: str, gpus: int) -> list[str]:
-    """The default point with another method and size. Methods that split heads get enough of them."""
+    """The overrides of a point: a method and a size. Methods that split heads get as many heads as GPUs."""
     seqlen = LONG if gpus >= 1024 else SEQLEN
     heads = [f"heads={max(32, gpus)}"] if method == "ulysses" else []
     return [f"method={method}", f"gpus={gpus}", f"seqlen={seqlen}", "baseline=null", "logger=none", *heads]
 
 
 def command_cost(method: str, gpus: int) -> Cost:
-    """Run a point as a user would. Raises RuntimeError where it fails."""
+    """Run a point by its command. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "sp_bench", *overrides(method, gpus), f"results_dir={folder}"]
         started = time.perf_counter()
@@ -77,7 +77,7 @@ def timed(call, *arguments, **named) -> float:
 
 
 def ratios(method: str, gpus: int) -> dict[str, object]:
-    """One method's forward: the engines on the graph of all its ranks, and all its ranks against one of each kind."""
+    """Ratios for a method's forward: both solvers on the graph of all ranks, and all ranks over one of each kind."""
     with Composer() as composer:
         request = resolve(composer.compose(overrides(method, gpus)))
     assert isinstance(request.method, Method)
@@ -98,7 +98,7 @@ def ratios(method: str, gpus: int) -> dict[str, object]:
 
 
 def plot(costs: pd.DataFrame, path: Path) -> None:
-    """Wall time over GPUs, both logarithmic."""
+    """Plot the wall time over the number of GPUs, both axes logarithmic."""
     matplotlib.use("Agg")
     sns.set_theme(style="whitegrid", context="paper", palette="colorblind")
     grid = sns.relplot(
@@ -126,7 +126,7 @@ def main() -> None:
     plot(pd.DataFrame(rows), RESULTS / "simulator_speed.svg")
     shown = [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in rows]
     twins = of_rows([ratios(method, gpus) for method, gpus in TWINS])
-    text = f"""# What simulating costs
+    text = f"""# The cost of simulating
 
 Made by `python -m benchmarks.simulator_speed --largest` on {os.cpu_count()} cores.
 

@@ -25,7 +25,7 @@ from sp_bench.slurm.testcluster import SlurmBox
 
 
 def disturb(box: SlurmBox) -> None:
-    """Cancel one of the tasks that run, take down the node of another, and restart the controller."""
+    """Cancel one of the running tasks, take down the node of another, and restart the controller."""
     _wait_for(lambda: len(_tasks(box, "RUNNING")) >= 2)
     (cancelled, _, _), *_, (_, _, node) = _tasks(box, "RUNNING")
     box.run("scancel", cancelled)
@@ -34,13 +34,13 @@ def disturb(box: SlurmBox) -> None:
     print(f"cancelled task {cancelled}, took down node {node}, restarted the controller")
     _wait_for(lambda: box.nodes()[node] in ("idle", "mixed", "allocated"))
     for _, job, _ in _tasks(box, "PENDING"):
-        with contextlib.suppress(subprocess.CalledProcessError):  # it has begun meanwhile
-            # SLURM would wait two minutes before it runs again what was on the node.
+        with contextlib.suppress(subprocess.CalledProcessError):  # it may have started meanwhile
+            # SLURM would wait two minutes before it reruns the tasks of the node.
             box.run("scontrol", "update", f"jobid={job}", "starttime=now")
 
 
 def run_into_the_limit(box: SlurmBox, folder: Path, settings: list[str]) -> bool:
-    """Whether SLURM's time limit ends a task in order, leaves the other's point, and a resume submits the one only."""
+    """Whether a task ends in order at SLURM's time limit, the other's point is kept, and resume submits the first."""
     keys = ["sweep=cpu_methods", "method=ring", "gpus=2", "seqlen=512,16k", "iters=100", "slurm.time=00:02:00"]
     sweep_main([*keys, f"folder={folder}", *settings])
     sweep_main(["status", str(folder), "--wait"])
@@ -55,7 +55,7 @@ def run_into_the_limit(box: SlurmBox, folder: Path, settings: list[str]) -> bool
 
 
 def _tasks(box: SlurmBox, state: str) -> list[tuple[str, ...]]:
-    """Array tasks in a state: JOB_TASK, SLURM's own id, first node."""
+    """The array tasks in a state: JOB_TASK, SLURM's own id, and the first node of each."""
     lines = box.run("squeue", "--noheader", "--array", f"--states={state}", "--format=%F_%K %A %B").splitlines()
     return sorted(tuple(line.split()) for line in lines)
 
@@ -66,7 +66,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def main() -> int:
-    """Returns 0 if every point of the first sweep is there once, and ok, and the second is as it must be."""
+    """Run both sweeps; returns 0 if each point of the first has one ok record, and the second ends as it must."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="sp_bench-sweep-"))
     box = SlurmBox(folder / "box", gpus_per_node=2)
     box.up()

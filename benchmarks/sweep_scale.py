@@ -1,9 +1,9 @@
-"""What a long sweep takes: `python -m benchmarks.sweep_scale` writes docs/results/sweeps.md.
+"""The cost of a long sweep: `python -m benchmarks.sweep_scale` writes docs/results/sweeps.md.
 
-One command simulates 500 points, `python -m sp_bench -m mode=simulate ...`, in a process of its own. Beside it runs a
-look at its memory and at the records in its folder, every tenth of a second. Start-up is what passes until the first
-record is there: Python, the composed and resolved points, and the first point itself. Points are simulated in the order
-of the table, so that each stretch has small and large ones.
+One command, `python -m sp_bench -m mode=simulate ...`, simulates 500 points in a process of its own. Its memory and the
+records in its folder are polled every tenth of a second. Start-up is the time until the first record: Python, the
+composition of all points, and the first point itself. Points are simulated in the order of the table, so each stretch
+has small and large ones.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ AXES = {
     "gpus": "8,16,32,64,128",
     "method": "ring,striped,mesh,tokenring,startrail",
 }
-"""From the slowest to the fastest that varies."""
+"""The axes of the sweep, from the slowest to the fastest varying."""
 MARKS = (1, 100, 200, 300, 400, 500)
 POLL_S = 0.1
 
 
 class Seen(NamedTuple):
-    """The command at one moment."""
+    """The state of the command at one moment."""
 
     seconds: float
-    """Since its start."""
+    """Seconds since the start of the command."""
     points: int
     cpu_s: float
-    """That its process has computed."""
+    """CPU seconds of its process."""
     rss_mb: float
 
 
 def command(folder: Path) -> list[str]:
-    """The sweep, with its records in a folder."""
+    """The command line of the sweep, with its records in `folder`."""
     axes = [f"{key}={values}" for key, values in AXES.items()]
     return [sys.executable, "-m", "sp_bench", "-m", "mode=simulate", *axes, "logger=none", f"results_dir={folder}"]
 
 
 def watch(folder: Path) -> list[Seen]:
-    """Run the sweep and look at it until it ends. Raises RuntimeError if it fails."""
+    """Run the sweep and poll its state until it ends. Raises RuntimeError if it fails."""
     started, found = time.monotonic(), []
     with subprocess.Popen(command(folder), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
@@ -63,13 +63,13 @@ def watch(folder: Path) -> list[Seen]:
 
 
 def _rss_mb(pid: int) -> float:
-    """Resident memory; 0 once the process has ended."""
+    """Resident memory in MB; 0 once the process has ended."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all its threads, in user and system mode."""
+    """CPU seconds of all threads, in user and system mode."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
@@ -99,12 +99,12 @@ def main() -> None:
         f"{last.points} points in {found[-1].seconds:.0f} s. After start-up ({first.seconds:.1f} s, of CPU "
         f"{first.cpu_s:.1f} s) a point took {each_s:.3f} s, of CPU {each_cpu_s:.3f} s. From point 100 to the last the "
         f"memory changed by {last.rss_mb - at[100].rss_mb:+.1f} MB.\n\n{os.cpu_count()} cores, with a load of "
-        f"{os.getloadavg()[1]:.1f} over the last five minutes: other work that shares the cores is in the seconds, and "
-        "not in the CPU seconds."
+        f"{os.getloadavg()[1]:.1f} over the last five minutes: the seconds include the effect of other work on these "
+        "cores, the CPU seconds don't."
     )
     print(summary)
     print(of_rows(rows))
-    (RESULTS / "sweeps.md").write_text(f"""# What a long sweep takes
+    (RESULTS / "sweeps.md").write_text(f"""# The cost of a long sweep
 
 Made by `python -m benchmarks.sweep_scale`.
 

@@ -1,7 +1,7 @@
 """Errors of bf16 attention by the dtype that partials travel in: `python -m benchmarks.wire_dtypes`.
 
-Measured on ranks of this machine, through the benchmark's own path; the errors are those of its correctness gate, which
-with so short a sequence sees all of it. Prints Markdown tables; docs/results/numerics.md has one run.
+Measured on ranks of this machine with the benchmark's own code. The errors are those of its correctness gate, which
+covers all of such a short sequence. Prints Markdown tables; docs/results/numerics.md has one run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sp_bench.records import Record
 
 PROBLEM = "cluster=local head_dim=64 dtype=bfloat16 causal=true iters=1 warmup=0 parts=false timeout_s=300"
 TOKENS = 32
-"""Of each rank: as many as the gate takes."""
+"""Tokens of each rank, as many as the gate covers."""
 METHODS = (
     "method=ring",
     "method=mesh method.tile=[4,4]",
@@ -56,7 +56,7 @@ def measure(points: Sequence[str]) -> list[Record]:
 
 
 def row(wires: Sequence[Record]) -> list[str]:
-    """One point with each wire: errors in thousandths."""
+    """The row of a point, with its errors in thousandths for each wire dtype."""
     named = [f"`{wires[0].method}`", wires[0].variant or "", f"{wires[0].heads}/{wires[0].kv_heads}"]
     errors = zip(*((r.err_out, r.err_dq, r.err_dk, r.err_dv) for r in wires), strict=True)
     sent = [f"{(r.comm_bytes_per_gpu or 0) / 1e3:.0f}" for r in wires]

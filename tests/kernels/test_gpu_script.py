@@ -121,8 +121,8 @@ def test_folds_are_shares_of_a_copy(text: str) -> None:
     folds = cells(text, "Folds")
     assert [row[""] for row in folds] == ["fold", "fold in torch"]
     for row in folds:
-        share = float(row["GB/s"]) / float(row["a copy's, in fp32"])
-        assert float(row["of a copy"].rstrip("%")) == pytest.approx(100 * share, rel=1e-2, abs=0.1)
+        share = float(row["GB/s"]) / float(row["fp32 copy, GB/s"])
+        assert float(row["fold / copy"].rstrip("%")) == pytest.approx(100 * share, rel=1e-2, abs=0.1)
 
 
 def test_what_fails_is_named_and_the_rest_is_shown(
