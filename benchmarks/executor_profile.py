@@ -22,9 +22,10 @@ from sp_bench.kernels import choose
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.mask import CAUSAL, FULL, Mask, RegionKind
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import RegionKind
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport

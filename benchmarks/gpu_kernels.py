@@ -32,8 +32,8 @@ from sp_bench.kernels import KERNELS, BlockKernel, auto_order, fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import fold_bytes, fold_unfused_
 from sp_bench.markdown import of_rows
-from sp_bench.plan.mask import RegionKind
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.regions import RegionKind
 from sp_bench.workload import GateErrors
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 

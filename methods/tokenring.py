@@ -129,7 +129,7 @@ class TokenRing(Method):
         return {"odoq": within, "dq": within, "kv": between, "dkv": between}
 
     def _trims(self, problem: Problem) -> bool:
-        return self.trim and problem.skips_queries and problem.layout.name == "zigzag"
+        return self.trim and problem.blocks.skips_queries and problem.layout.name == "zigzag"
 
     def _share(self, problem: Problem) -> Fraction:
         """The mean share of Q's rows sent to other ranks: 3/4 where all pieces are equal, 1 without trimming."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from sp_bench.lower import Lowering, TensorSpec, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
+from sp_bench.plan.demand import demand
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Plan, Transfer
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_partial
 from sp_bench.plan.transfers import messages, peers
@@ -70,10 +71,10 @@ def _is_statistic(tensor: str, name: str) -> bool:
 
 def volume(plan: Plan, problem: Problem) -> Volume:
     """Bytes that every rank sends in a plan."""
-    ranks, sent = np.arange(problem.n), {}
-    for op in plan.ops:
+    ranks, wanted, sent = np.arange(problem.n), demand(plan, problem), {}
+    for index, op in plan:
         if isinstance(op, Transfer):
-            for sizes in messages(op, problem, ranks):
+            for sizes in messages(op, problem, ranks, wanted.get(index)):
                 for name, size in sizes.items():
                     counted = sent.setdefault((op.lane, op.carries, name), np.zeros(problem.n, np.int64))
                     counted += size
@@ -82,10 +83,10 @@ def volume(plan: Plan, problem: Problem) -> Volume:
 
 def traffic(plan: Plan, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
     """[(target rank, bytes sent), ...], each (n,) by sender: one entry per (group, shift) of the plan."""
-    ranks, sent = np.arange(problem.n), {}
-    for op in plan.ops:
+    ranks, wanted, sent = np.arange(problem.n), demand(plan, problem), {}
+    for index, op in plan:
         if isinstance(op, Transfer):
-            for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks), strict=True):
+            for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
                 total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
                 total += sum(sizes.values())
     return [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
@@ -131,24 +132,23 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
 
 def model_flops(problem: Problem, phase: str) -> float:
     """FLOPs of the whole attention for MFU: 4 B N^2 H D forward, half of that if causal; backward 2.5 times as many."""
-    forward = 4.0 * problem.batch * problem.seqlen**2 * problem.heads * problem.head_dim * problem.mask.flops_share
+    forward = 4.0 * problem.batch * problem.mask.pairs(problem.seqlen) * problem.heads * problem.head_dim
     return forward if phase == "forward" else forward * BACKWARD_OVER_FORWARD
 
 
-def blocks(plan: Plan, problem: Problem) -> np.ndarray:
-    """How many blocks of each class of `Problem.blocks` each rank computes: (n, classes)."""
-    ranks = np.arange(problem.n)
-    counts = np.zeros((problem.n, len(problem.blocks.regions)), np.int64)
+def over_blocks(plan: Plan, problem: Problem, by_class: np.ndarray) -> np.ndarray:
+    """A quantity of each class of `Problem.blocks`, (classes,), added up over the blocks of each rank: (n,)."""
+    ranks, total = np.arange(problem.n), np.zeros(problem.n, by_class.dtype)
     computed = [op for op in plan.ops if isinstance(op, Attend | AttendBackward)]
     owner = {chunk: chunk.owner(ranks) for chunk in {c for op in computed for c in (op.q, op.kv)}}
     for op in computed:
-        counts[ranks, problem.blocks.of(owner[op.q], owner[op.kv])] += 1
-    return counts
+        total += by_class[problem.blocks.of(owner[op.q], owner[op.kv])]
+    return total
 
 
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:
     """(query, key) pairs that each rank computes per batch entry, summed over heads: (n,)."""
-    return blocks(plan, problem) @ np.array(problem.blocks.pairs) * problem.block_heads
+    return over_blocks(plan, problem, np.asarray(problem.blocks.pairs)) * problem.block_heads
 
 
 def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
@@ -229,6 +229,6 @@ def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem
     """Bytes of the tensors that a kernel returns, without those that become the held chunk."""
     if not isinstance(op, Attend | AttendBackward):
         return 0
-    as_held = problem.dtype == problem.accumulate_dtype and not problem.narrows
+    as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows
     fresh = [chunk for chunk in op.writes if chunk not in unsummed and not (as_held and flow.starts(index, chunk))]
     return sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in fresh)

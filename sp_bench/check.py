@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.ops import (
     AllToAll,
@@ -41,6 +42,7 @@ from sp_bench.plan.ops import (
 from sp_bench.plan.problem import Problem, is_partial
 
 Ranks = np.ndarray
+NOTHING = -1
 
 
 class Rows(NamedTuple):
@@ -76,7 +78,7 @@ class _Facts:
     problem: Problem
     ranks: Ranks
     content: dict[Chunk, Ranks] = field(default_factory=dict)
-    """The global index of the content of each chunk, by rank: (n,)."""
+    """The global index of the content of each chunk, by rank, NOTHING where it was not received: (n,)."""
     rows: dict[Chunk, Rows] = field(default_factory=dict)
     """The rows of each chunk that are present on each rank; for a partial, those with a block folded in.
 
@@ -89,19 +91,17 @@ class _Facts:
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each."""
     visible: np.ndarray = field(init=False)
     """Whether a block of each class has anything unmasked: (classes,)."""
-    needed: np.ndarray = field(init=False)
-    """The first query that a block of each class reads, and one past the last: (2, classes)."""
 
     def __post_init__(self) -> None:
-        blocks = self.problem.blocks
-        self.visible = np.array([bool(regions) for regions in blocks.regions])
-        self.needed = np.array([(rows.start, rows.stop) for rows in blocks.rows_seen]).T
+        self.visible = np.asarray(self.problem.blocks.pairs) > 0
 
     def sees(self, q: Ranks, kv: Ranks) -> np.ndarray:
         return self.visible[self.problem.blocks.of(q, kv)]
 
     def rows_seen(self, q: Ranks, kv: Ranks) -> Rows:
-        return Rows(*self.needed[:, self.problem.blocks.of(q, kv)])
+        """The queries that a block reads, from the first to the last."""
+        rows = np.array([(rows.start, rows.stop) for rows in self.problem.blocks.rows_seen]).T
+        return Rows(*rows[:, self.problem.blocks.of(q, kv)])
 
     def partial(self, chunk: Chunk) -> np.ndarray:
         """The bit set of blocks in a partial, created empty on first use."""
@@ -142,14 +142,17 @@ def check(plan: Plan, problem: Problem) -> None:
         raise PlanError(f"the plan is for {plan.n} ranks and the problem has {problem.n}")
     _interface(plan, problem)
     dataflow(plan)
-    facts = _Facts(problem, np.arange(problem.n), kept=plan.kept)
+    facts, wanted = _Facts(problem, np.arange(problem.n), kept=plan.kept), demand(plan, problem)
     for chunk in plan.starts_with:
         facts.content[chunk] = facts.ranks
         _placed(facts, chunk, "the plan's input")
     for index, op in plan:
         where = f"operation {index}, {op}"
         _tiles(problem.n, op, where)
-        _RULES[type(op)](facts, op, where)
+        if isinstance(op, Pass):
+            _pass(facts, op, where, wanted.get(index))
+        else:
+            _RULES[type(op)](facts, op, where)
     _complete(facts, plan)
 
 
@@ -209,14 +212,17 @@ def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
         raise PlanError(f"{where}: mixes slices of heads, or takes one beyond {facts.problem.head_slices}")
 
 
-def _placed(facts: _Facts, chunk: Chunk, where: str) -> None:
-    """A chunk's content must be what the index map says."""
+def _placed(facts: _Facts, chunk: Chunk, where: str, there: np.ndarray | bool = True) -> None:
+    """A chunk's content must be what the index map says, on the ranks that are to have it."""
     said, found = chunk.owner(facts.ranks), facts.content[chunk]
-    if (rank := _first(said != found)) is not None:
+    rank = _first(there & (said != found))
+    if rank is not None and found[rank] == NOTHING:
+        raise PlanError(f"{where}: on rank {rank}, {chunk} is needed and was not sent there")
+    if rank is not None:
         raise PlanError(f"{where}: on rank {rank}, {chunk} is global chunk {found[rank]} and should be {said[rank]}")
 
 
-def _pass(facts: _Facts, op: Pass, where: str) -> None:
+def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> None:
     if op.send is None or op.recv is None:
         what = f"send of {op.send} meets no receive" if op.send else f"receive of {op.recv} meets no send"
         raise PlanError(f"{where}: the {what}, on rank 0 and all others")
@@ -233,11 +239,19 @@ def _pass(facts: _Facts, op: Pass, where: str) -> None:
     if op.recv in facts.blocks and facts.blocks[op.recv].any():
         raise PlanError(f"{where}: {op.recv} is received over one that was not folded yet")
     source = op.source(facts.ranks)
-    facts.content[op.recv] = facts.content[op.send][source]
-    _placed(facts, op.recv, where)
-    _rows_passed(facts, op, source, where)
+    if wanted is None:
+        wanted = np.ones(facts.problem.n, bool)
+    if not partial:
+        _placed(facts, op.send, where, wanted[op.target(facts.ranks)])
+    facts.content[op.recv] = np.where(wanted, facts.content[op.send][source], NOTHING)
+    _placed(facts, op.recv, where, wanted)
+    if facts.problem.blocks.skips_queries:
+        _rows_passed(facts, op, source, where)
     if partial:
         facts.blocks[op.recv] = facts.blocks.pop(op.send)[source]
+        if (rank := _first(~wanted & facts.blocks[op.recv].any(axis=1))) is not None:
+            raise PlanError(f"{where}: rank {source[rank]} has blocks of {op.send} that are not sent")
+        facts.content[op.recv] = op.recv.owner(facts.ranks)
         facts.last[op.recv] = where
 
 
@@ -308,16 +322,15 @@ def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.nda
 
 def _attend(facts: _Facts, op: Attend, where: str) -> None:
     _tensors(facts, where, (op.q, op.kv, op.o), ("q", "kv", "o"))
-    q, kv = facts.content[op.q], facts.content[op.kv]
+    q, kv, visible = _operands(facts, op.q, op.kv, where)
     _serves(facts, op.o, q, where)
     _rows_read(facts, op.q, op.kv, op.o, where)
-    _count_block(facts, op.o, kv, facts.sees(q, kv), where)
+    _count_block(facts, op.o, kv, visible, where)
 
 
 def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
     _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), ("odoq", "kv", "dq", "dkv"))
-    q, kv = facts.content[op.odoq], facts.content[op.kv]
-    visible = facts.sees(q, kv)
+    q, kv, visible = _operands(facts, op.odoq, op.kv, where)
     _serves(facts, op.dq, q, where)
     _serves(facts, op.dkv, kv, where)
     _rows_read(facts, op.odoq, op.kv, op.dq, where)
@@ -325,12 +338,21 @@ def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
     _count_block(facts, op.dkv, q, visible, where)
 
 
+def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: str) -> tuple[Ranks, Ranks, np.ndarray]:
+    """The content of a block's chunks, and on which ranks it has anything unmasked: there both must have been sent."""
+    owners, keys = q.owner(facts.ranks), kv.owner(facts.ranks)
+    visible = facts.sees(owners, keys)
+    _placed(facts, q, where, visible)
+    _placed(facts, kv, where, visible)
+    return owners, keys, visible
+
+
 def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -> None:
     """Both chunks of a block must hold the same heads, and the query chunk every row that the block reads."""
-    degree, owners, keys = facts.problem.layout.head_parallel, facts.content[q], facts.content[kv]
+    degree, owners, keys = facts.problem.layout.head_parallel, q.owner(facts.ranks), kv.owner(facts.ranks)
     if (rank := _first(owners % degree != keys % degree)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
-    if not facts.problem.skips_queries:  # then no rows are ever left out
+    if not facts.problem.blocks.skips_queries:  # then no rows are ever left out
         return
     needed = facts.rows_seen(owners, keys).where(facts.sees(owners, keys))
     if (rank := _first(~needed.within(facts.rows_of(q)))) is not None:
@@ -367,7 +389,6 @@ def _join(facts: _Facts, op: Join, where: str) -> None:
 
 
 _RULES: dict[type[Op], Callable] = {
-    Pass: _pass,
     Attend: _attend,
     AttendBackward: _attend_backward,
     AllToAll: _all_to_all,

@@ -111,7 +111,7 @@ def _bound_s(request: Request, choice: Choice) -> float:
 def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
     """Lower bounds on the time of a phase, by what sets them (simulate.bounds). Compute counts the blocks alone."""
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
-    blocks_s = account.blocks(plan, problem) @ cluster.device.block_s(problem, phase)
+    blocks_s = account.over_blocks(plan, problem, cluster.device.block_s(problem, phase))
     least_s = cluster.least_compute_s(blocks_s * cluster.stragglers.slow_ranks(problem.n))
     # Noise may make blocks faster than their figures.
     compute_s = 0.0 if cluster.stragglers.jitter else least_s

@@ -14,7 +14,7 @@ from sp_bench.errors import RequestError
 from sp_bench.kernels import BlockKernel, choose, fold_
 from sp_bench.kernels.fold import fold_bytes
 from sp_bench.measure.pool import report
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 
 LAUNCHES = 20
 """The number of tiny blocks in each repetition."""

@@ -16,7 +16,7 @@ from sp_bench.calibrating.clock import CLOCKS
 from sp_bench.calibrating.kernels import kernel_for, random
 from sp_bench.calibrating.setting import Links, Samples, Setting
 from sp_bench.measure.pool import report
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport, Turn
 

@@ -12,12 +12,16 @@ from msgspec import Meta
 
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.mask import Region, RegionKind
+from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem
+from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.reading import Count, NotNegative, Positive, Section, read
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
 """FLOPs per (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
+
+MOSTLY_FULL = 0.75
+"""A block that computes at least this share of the pairs between its pieces goes by the rates of full blocks."""
 
 
 class DeviceSection(Section, frozen=True, kw_only=True):
@@ -132,8 +136,30 @@ class DeviceCosts:
 
         They are for a rank that has a device or a core to itself.
         """
-        classes = problem.blocks.regions
+        blocks = problem.blocks
+        if isinstance(blocks, PackBlocks):
+            return self._pack_s(problem, phase, blocks)
+        classes = map(blocks.regions_of, range(blocks.classes))
         return np.array([sum(self._region_s(problem, phase, region) for region in regions) for regions in classes])
+
+    def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
+        """A block of many documents is one call of a kernel for variable lengths, at the rate of its mean piece."""
+        table, batch_heads = self._table(problem), problem.batch * problem.block_heads
+        pieces, q_tokens, kv_tokens = blocks.shapes
+        area = pieces * q_tokens * kv_tokens
+        flops = FLOPS_PER_PAIR[phase] * blocks.pairs * batch_heads * problem.head_dim
+        # Few sizes, so that the rate is looked up for each only once.
+        sizes = np.stack([_rounded(q_tokens), _rounded(kv_tokens), blocks.pairs < MOSTLY_FULL * area])
+        kinds, kind = np.unique(sizes[:, blocks.pairs > 0], axis=1, return_inverse=True)
+        rates = [
+            table.flops_per_s(
+                phase, "causal" if cut else "full", int(q), int(kv), batch_heads=batch_heads, dtype=problem.dtype
+            )
+            for q, kv, cut in kinds.T
+        ]
+        found = np.zeros(blocks.classes)
+        found[blocks.pairs > 0] = self.launch_s + flops[blocks.pairs > 0] / np.array(rates)[kind.ravel()]
+        return found
 
     def fold_s(
         self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False, summed: bool = True
@@ -193,3 +219,9 @@ class DeviceCosts:
             dtype=problem.dtype,
         )
         return self.launch_s + FLOPS_PER_PAIR[phase] * pairs * batch_heads * problem.head_dim / flops_per_s
+
+
+def _rounded(tokens: np.ndarray) -> np.ndarray:
+    """Whole numbers of tokens, to about two digits."""
+    scale = 2.0 ** np.floor(np.log2(np.maximum(tokens, 64)) - 6)
+    return np.maximum(np.round(np.round(tokens / scale) * scale), 1).astype(int)

@@ -13,14 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sp_bench.plan.mask import Region, RegionKind
+from sp_bench.plan.regions import Region, RegionKind
 
 
 class BlockKernel(ABC):
     """Attention of one block of queries to one block of keys, forward and backward.
 
-    A backend implements FULL and CAUSAL on at least one token (`_forward`, `_backward`). STRICT, empty blocks and rows
-    that saw no key are handled here, since backends disagree on them.
+    A backend implements FULL and CAUSAL on at least one token (`_forward`, `_backward`). STRICT, UPPER, empty blocks and
+    rows that saw no key are handled here, since backends disagree on them.
     """
 
     name: ClassVar[str]
@@ -47,9 +47,12 @@ class BlockKernel(ABC):
         The lse is a natural logarithm, in fp32 (fp64 where q is fp64). On a GPU it is contiguous, so that what a
         lane sends is there when the block has ended; on a CPU it may have any strides.
 
-        A row that saw no key is out = 0, lse = -inf. CAUSAL and STRICT need as many keys as queries.
+        A row that saw no key is out = 0, lse = -inf. All kinds but FULL need as many keys as queries.
         """
         _square(q, k, mask)
+        if mask is RegionKind.UPPER:
+            out, lse = self.forward(*(x.flip(1) for x in (q, k, v)), RegionKind.CAUSAL)
+            return out.flip(1), lse.flip(2)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
             return self._forward(q, k, v, mask is RegionKind.CAUSAL)
         out, lse = empty_output(q)
@@ -63,6 +66,10 @@ class BlockKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this block, given the *global* out and lse of its rows; shapes and dtypes of q, k, v."""
         _square(q, k, mask)
+        if mask is RegionKind.UPPER:
+            tensors = (x.flip(1) for x in (dout, q, k, v, out))
+            dq, dk, dv = self.backward(*tensors, lse.flip(2), RegionKind.CAUSAL)
+            return dq.flip(1), dk.flip(1), dv.flip(1)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
             return self._backward(dout, q, k, v, out, _harmless(lse), mask is RegionKind.CAUSAL)
         grads = tuple(torch.zeros_like(x) for x in (q, k, v))

@@ -106,4 +106,4 @@ def _makes_all(op: Op, problem: Problem) -> bool:
     """Whether an operation alone makes the whole of the partial that it writes."""
     if isinstance(op, AllToAll):
         return not any(adds_up(op, problem, field) for field in by_heads(op))
-    return isinstance(op, Attend | AttendBackward) and not problem.narrows
+    return isinstance(op, Attend | AttendBackward) and not problem.blocks.narrows

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sp_bench.kernels import KERNELS, fold_
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 
 __version__ = "2.8.0"
 """The version of flash_attn that this interface has. Peers branch on it."""

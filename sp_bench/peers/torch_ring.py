@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 
 from sp_bench.kernels import KERNELS
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 
 TOKENS_DIM = 2
 KERNEL = KERNELS["aten_cpu"]()

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
+
+if TYPE_CHECKING:
+    from sp_bench.plan.dealers import Deal
 
 Positions = tuple[range, ...]
 """Global token positions of a chunk, in its order and ascending; no range is empty."""
@@ -62,6 +66,10 @@ class Layout:
         tokens = self.pieces * base + 1 * (chunk < longer)
         return tokens if self.pieces == 1 else tokens + 1 * (2 * chunks - 1 - chunk < longer)
 
+    def most(self, n: int, seqlen: int) -> int:
+        """Tokens of the rank that owns most."""
+        return -(-seqlen // n)
+
     def largest(self, n: int, seqlen: int) -> int:
         """Tokens of the largest chunk."""
         return -(-seqlen * self.head_parallel // n)
@@ -83,6 +91,34 @@ class Layout:
             )
 
 
+@dataclass(frozen=True)
+class Dealt(Layout):
+    """A layout whose chunks were dealt one by one (plan.dealers). A chunk, or a rank, may have no token."""
+
+    ranges: Deal  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def tokens(self, rank, n: int, seqlen: int):
+        degree = self.head_parallel
+        tokens = self.chunk_tokens(rank // degree, n // degree, seqlen)
+        return tokens // degree + 1 * (rank % degree < tokens % degree)
+
+    def chunk_tokens(self, chunk, chunks: int, seqlen: int):
+        tokens = self.ranges.tokens(chunks)[chunk]
+        return int(tokens) if isinstance(chunk, int) else tokens
+
+    def most(self, n: int, seqlen: int) -> int:
+        return -(-self.largest(n, seqlen) // self.head_parallel)
+
+    def largest(self, n: int, seqlen: int) -> int:
+        return int(self.ranges.tokens(n // self.head_parallel).max())
+
+    def boundary(self, chunks: int, seqlen: int) -> int:
+        raise NotImplementedError("every chunk differs")
+
+    def refuse(self, n: int, seqlen: int) -> None:
+        """Any number of ranks will do."""
+
+
 def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:
     """The elements start <= i < start + size of the concatenated ranges."""
     found = []
@@ -92,7 +128,7 @@ def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:
     return tuple(filter(None, found))
 
 
-def _piece(index: int, pieces: int, seqlen: int) -> range:
+def piece(index: int, pieces: int, seqlen: int) -> range:
     """Piece `index` of `pieces` consecutive runs of tokens; the first seqlen % pieces of them have one token more."""
     base, longer = divmod(seqlen, pieces)
     start = index * base + min(index, longer)
@@ -100,7 +136,7 @@ def _piece(index: int, pieces: int, seqlen: int) -> range:
 
 
 def _contiguous(chunk: int, chunks: int, seqlen: int) -> Positions:
-    return (_piece(chunk, chunks, seqlen),)
+    return (piece(chunk, chunks, seqlen),)
 
 
 def _striped(chunk: int, chunks: int, seqlen: int) -> Positions:
@@ -108,9 +144,11 @@ def _striped(chunk: int, chunks: int, seqlen: int) -> Positions:
 
 
 def _zigzag(chunk: int, chunks: int, seqlen: int) -> Positions:
-    return _piece(chunk, 2 * chunks, seqlen), _piece(2 * chunks - 1 - chunk, 2 * chunks, seqlen)
+    return piece(chunk, 2 * chunks, seqlen), piece(2 * chunks - 1 - chunk, 2 * chunks, seqlen)
 
 
+DEALERS = ("zigzag_documents", "whole_documents", "blocks")
+"""The names of the layouts that know the documents of a pack (plan.dealers)."""
 LAYOUTS = {
     layout.name: layout
     for layout in (

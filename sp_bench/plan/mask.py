@@ -13,52 +13,15 @@ ranks follows by arithmetic (`Blocks`), so that no object is held for each of th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from sp_bench.errors import unknown
-from sp_bench.plan.layout import LAYOUTS, Layout, Positions
-
-
-class RegionKind(Enum):
-    """Which keys of a region its queries see."""
-
-    FULL = "full"
-    CAUSAL = "causal"
-    """Keys up to and including the query's own index. The region is square."""
-    STRICT = "strict"
-    """Keys below the query's own index, so that the first query sees none. The region is square."""
-
-
-class Region(NamedTuple):
-    """A rectangle of a block: a range of queries and a range of keys, as indices in their chunks."""
-
-    kind: RegionKind
-    q: range
-    kv: range
-
-    @property
-    def pairs(self) -> int:
-        """How many (query, key) pairs are unmasked."""
-        rows, columns = len(self.q), len(self.kv)
-        if self.kind is RegionKind.FULL:
-            return rows * columns
-        return rows * (rows + 1) // 2 if self.kind is RegionKind.CAUSAL else rows * (rows - 1) // 2
-
-    @property
-    def plain(self) -> Region:
-        """The same pairs as a FULL or CAUSAL region: STRICT is CAUSAL without the first query and the last key."""
-        if self.kind is RegionKind.STRICT:
-            return Region(RegionKind.CAUSAL, self.q[1:], self.kv[:-1])
-        return self
-
-
-Regions = tuple[Region, ...]
-"""The unmasked regions of a block; empty if all of it is masked."""
+from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.layout import DEALERS, LAYOUTS, Layout, Positions
+from sp_bench.plan.regions import Region, RegionKind, Regions
 
 
 @dataclass(frozen=True)
@@ -66,14 +29,44 @@ class Mask(ABC):
     """A rule that says which keys each query sees."""
 
     name: ClassVar[str]
-    flops_share: ClassVar[float]
-    """The share of all N x N (query, key) pairs that MFU counts."""
-    balanced_layout: ClassVar[str]
-    """The layout that gives all ranks equal work."""
+    sends_unseen: ClassVar[bool] = True
+    """Whether plans also send what no query of the receiver sees, as the papers' formulas have it."""
 
     @abstractmethod
     def regions(self, q: Positions, kv: Positions) -> Regions:
         """The regions between query and key chunks at these global positions; both ascending."""
+
+    @abstractmethod
+    def blocks(self, layout: Layout, n: int, seqlen: int) -> Blocks:
+        """The classes of blocks of `n` ranks."""
+
+    @abstractmethod
+    def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
+        """The layout of that name; `auto` is the one, `among` those that a method takes, that gives n ranks equal work.
+
+        Raises RequestError for an unknown name; its message has the nearest one.
+        """
+
+    @abstractmethod
+    def pairs(self, seqlen: int) -> float:
+        """(query, key) pairs of a sequence, as MFU counts them."""
+
+    def refuse(self, seqlen: int) -> None:  # noqa: B027  # most masks fit any sequence
+        """Raise RequestError for a sequence that the mask doesn't fit."""
+
+    def scaled(self, seqlen: int) -> Mask:
+        """The same mask for a shorter sequence."""
+        return self
+
+
+@dataclass(frozen=True)
+class WholeMask(Mask):
+    """A mask of one whole sequence, under which the blocks of any number of ranks have only a few classes."""
+
+    flops_share: ClassVar[float]
+    """The share of all N x N (query, key) pairs that MFU counts."""
+    balanced_layout: ClassVar[str]
+    """The layout that gives all ranks equal work."""
 
     @abstractmethod
     def relation(self, q_chunk, kv_chunk) -> Any:
@@ -82,23 +75,24 @@ class Mask(ABC):
         Pairs of chunks with the same relation and the same piece lengths have the same regions.
         """
 
-    def layout(self, name: str) -> Layout:
-        """The layout of that name; `auto` is the layout that balances this mask.
+    def blocks(self, layout: Layout, n: int, seqlen: int) -> Blocks:
+        return Blocks(self, layout, n, seqlen)
 
-        Raises RequestError for an unknown name; its message has the nearest one.
-        """
+    def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
         name = self.balanced_layout if name == "auto" else name
+        if name in DEALERS:
+            rule = f"deals documents, and mask={self.name} has none"
+            raise RequestError(f"method.layout={name}", rule, f"one of {', '.join(LAYOUTS)}, or mask=document, would work")
         if name not in LAYOUTS:
             raise unknown("method.layout", name, [*LAYOUTS, "auto"])
         return LAYOUTS[name]
 
-    def blocks(self, layout: Layout, n: int, seqlen: int) -> Blocks:
-        """The classes of blocks of `n` ranks."""
-        return Blocks(self, layout, n, seqlen)
+    def pairs(self, seqlen: int) -> float:
+        return self.flops_share * seqlen**2
 
 
 @dataclass(frozen=True)
-class Full(Mask):
+class Full(WholeMask):
     """Every query sees every key."""
 
     name: ClassVar[str] = "full"
@@ -113,7 +107,7 @@ class Full(Mask):
 
 
 @dataclass(frozen=True)
-class Causal(Mask):
+class Causal(WholeMask):
     """A query sees the keys up to its own position."""
 
     name: ClassVar[str] = "causal"
@@ -191,8 +185,8 @@ def _merged(regions: Regions) -> Regions:
 
 
 FULL, CAUSAL = Full(), Causal()
-MASKS: Mapping[str, Mask] = {mask.name: mask for mask in (FULL, CAUSAL)}
-"""Every mask by its name. A new one is listed here."""
+MASKS: Mapping[str, WholeMask] = {mask.name: mask for mask in (FULL, CAUSAL)}
+"""The masks of a whole sequence by name. Those of documents and windows are made of numbers: sp_bench.plan.documents."""
 
 
 def mask_named(name: str) -> Mask:
@@ -210,7 +204,7 @@ class Blocks:
     before `Layout.boundary` have one token more in one of their pieces.
     """
 
-    mask: Mask
+    mask: WholeMask
     layout: Layout
     n: int
     seqlen: int
@@ -223,9 +217,17 @@ class Blocks:
             return relation
         return 4 * relation + 2 * (q >= self._boundary) + 1 * (kv >= self._boundary)
 
+    def regions_of(self, kind: int) -> Regions:
+        """The regions of a class; empty for one that no pair of ranks has."""
+        return self._regions[kind]
+
+    @property
+    def classes(self) -> int:
+        """How many classes there may be: `of` is below this."""
+        return len(self._regions)
+
     @cached_property
-    def regions(self) -> tuple[Regions, ...]:
-        """The regions of each class; empty for a class that no pair of ranks has."""
+    def _regions(self) -> tuple[Regions, ...]:
         found = {
             kind: self.mask.regions(self._positions(q), self._positions(kv)) for kind, (q, kv) in self._examples.items()
         }
@@ -235,7 +237,7 @@ class Blocks:
     def rows_seen(self) -> tuple[range, ...]:
         """For each class, the range from the first to the last query that sees a key; all queries if none does."""
         found = []
-        for kind, regions in enumerate(self.regions):
+        for kind, regions in enumerate(self._regions):
             rows = [region.q for region in regions]
             if rows:
                 found.append(range(min(r.start for r in rows), max(r.stop for r in rows)))
@@ -245,30 +247,40 @@ class Blocks:
         return tuple(found)
 
     @cached_property
-    def pairs(self) -> tuple[int, ...]:
+    def pairs(self) -> Sequence[int]:
         """How many (query, key) pairs of each class are computed."""
-        return tuple(sum(region.pairs for region in regions) for regions in self.regions)
+        return tuple(sum(region.pairs for region in regions) for regions in self._regions)
+
+    @cached_property
+    def narrows(self) -> bool:
+        """Whether some block computes only a part of its chunks' rows or keys."""
+        for kind, (q, kv) in self._examples.items():
+            whole = tuple(range(_count(self._positions(chunk))) for chunk in (q, kv))
+            if any(r.kind is RegionKind.STRICT or (r.q, r.kv) != whole for r in self._regions[kind]):
+                return True
+        return False
+
+    @cached_property
+    def skips_queries(self) -> bool:
+        """Whether some block needs only some of its query rows."""
+        rows = ((len(self.rows_seen[kind]), q) for kind, (q, _) in self._examples.items())
+        return any(seen < _count(self._positions(q)) for seen, q in rows)
 
     @property
-    def _chunks(self) -> int:
+    def chunks(self) -> int:
+        """How many layout chunks there are."""
         return self.n // self.layout.head_parallel
 
     @cached_property
     def _boundary(self) -> int:
-        return self.layout.boundary(self._chunks, self.seqlen)
-
-    @property
-    def examples(self) -> list[tuple[int, int, Regions]]:
-        """(query rank, key rank, regions): one pair of ranks for each class that occurs."""
-        step = self.layout.head_parallel
-        return [(q * step, kv * step, self.regions[kind]) for kind, (q, kv) in self._examples.items()]
+        return self.layout.boundary(self.chunks, self.seqlen)
 
     @cached_property
     def _examples(self) -> Mapping[int, tuple[int, int]]:
         """A (query chunk, key chunk) of each class: every class occurs among the first and last chunks of each size."""
-        edges = {0, 1, self._boundary - 2, self._boundary - 1, self._boundary, self._boundary + 1, self._chunks - 1}
-        chunks, step = sorted(edges & set(range(self._chunks))), self.layout.head_parallel
+        edges = {0, 1, self._boundary - 2, self._boundary - 1, self._boundary, self._boundary + 1, self.chunks - 1}
+        chunks, step = sorted(edges & set(range(self.chunks))), self.layout.head_parallel
         return {int(self.of(q * step, kv * step)): (q, kv) for q, kv in product(chunks, repeat=2)}
 
     def _positions(self, chunk: int) -> Positions:
-        return self.layout.ranges(chunk, self._chunks, self.seqlen)
+        return self.layout.ranges(chunk, self.chunks, self.seqlen)

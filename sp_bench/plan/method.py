@@ -10,7 +10,8 @@ from typing import ClassVar, Self
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.layout import LAYOUTS, Layout
+from sp_bench.plan.layout import DEALERS, LAYOUTS, Layout
+from sp_bench.plan.mask import Mask
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 
@@ -40,6 +41,11 @@ class Method(ABC):
         return tuple(f.name for f in fields(cls))
 
     @classmethod
+    def dealings(cls) -> tuple[str, ...]:
+        """The layouts that it supports, with those of documents: a method of any layout takes any dealing."""
+        return (*cls.layouts, *(DEALERS if set(cls.layouts) == set(LAYOUTS) else ()))
+
+    @classmethod
     def build(cls, options: Mapping[str, object]) -> Self:
         """The method with these options. Raises RequestError for an unknown option, naming the nearest one."""
         for key in options:
@@ -48,9 +54,9 @@ class Method(ABC):
         return cls(**options)  # pyright: ignore[reportArgumentType]  # each subclass checks its values
 
     def __post_init__(self) -> None:
-        if self.layout not in (*self.layouts, "auto"):
-            if self.layout not in LAYOUTS:
-                raise unknown("method.layout", str(self.layout), [*LAYOUTS, "auto"])
+        if self.layout not in (*self.dealings(), "auto"):
+            if self.layout not in (*LAYOUTS, *DEALERS):
+                raise unknown("method.layout", str(self.layout), [*LAYOUTS, *DEALERS, "auto"])
             raise RequestError(
                 f"method.layout={self.layout}",
                 f"{self.name} is not defined on that layout",
@@ -85,6 +91,10 @@ class Method(ABC):
     def head_slices(self, problem: Problem) -> int:
         """How many slices of the heads are computed one after another."""
         return 1
+
+    def layout_of(self, mask: Mask, n: int) -> Layout:
+        """The layout that this method has on n ranks, before its heads are split."""
+        return mask.layout(self.layout, n, self.dealings())
 
     def dealt_by(self, layout: Layout, n: int) -> Layout:
         """The layout with this variant's head-parallel degree."""

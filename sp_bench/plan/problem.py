@@ -13,7 +13,7 @@ from functools import cached_property
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.layout import Layout
-from sp_bench.plan.mask import CAUSAL, Blocks, Mask, RegionKind
+from sp_bench.plan.mask import CAUSAL, Blocks, Mask
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -103,13 +103,14 @@ class Problem:
                 f"must divide heads={self.heads} (each key head serves the same number of query heads)",
                 f"one of {', '.join(map(str, divisors))} would work",
             )
+        self.mask.refuse(self.seqlen)
         self.layout.refuse(self.n, self.seqlen)
         assert 1 in (self.head_slices, self.layout.head_parallel), "heads are taken in slices or split among ranks"
 
     @property
     def local_seqlen(self) -> int:
         """S, the tokens of the rank that owns most."""
-        return -(-self.seqlen // self.n)
+        return self.layout.most(self.n, self.seqlen)
 
     @property
     def block_tokens(self) -> int:
@@ -135,15 +136,6 @@ class Problem:
     def kv_ratio(self) -> float:
         """kv_heads / heads, the k of the volume formulas."""
         return self.kv_heads / self.heads
-
-    @cached_property
-    def narrows(self) -> bool:
-        """Whether some block computes only a part of its chunks' rows or keys."""
-        for q, kv, regions in self.blocks.examples:
-            whole = (range(self.block_tokens_of(q)), range(self.block_tokens_of(kv)))
-            if any(r.kind is RegionKind.STRICT or (r.q, r.kv) != whole for r in regions):
-                return True
-        return False
 
     def field_dtype(self, field: Field, *, wire: bool, summed: bool = True) -> str:
         """The dtype of a field, on the wire or held. `summed` says whether anything is added to a held partial."""
@@ -210,7 +202,8 @@ class Problem:
         """Rows of a query chunk from the first to the last that sees a key of the key chunk."""
         return len(self.blocks.rows_seen[self.blocks.of(q_owner, kv_owner)])
 
-    @cached_property
-    def skips_queries(self) -> bool:
-        """Whether some block needs only some of its query rows."""
-        return any(self.rows_seen(q, kv) < self.block_tokens_of(q) for q, kv, _ in self.blocks.examples)
+    def scaled(self, seqlen: int) -> Problem:
+        """The same problem for a shorter sequence, its documents scaled and dealt again."""
+        mask = self.mask.scaled(seqlen)
+        layout = replace(mask.layout(self.layout.name), head_parallel=self.layout.head_parallel)
+        return replace(self, seqlen=seqlen, mask=mask, layout=layout)

@@ -18,10 +18,11 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
     return [(op.group, op.shift)] if op.send else []
 
 
-def messages(op: Transfer, problem: Problem, rank) -> list[Mapping[str, Any]]:
+def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[str, Any]]:
     """Bytes by field of each message that `rank` (one or an array) sends in one transfer, in the order of `peers`.
 
-    The messages of a transfer are concurrent. A rank that is its own peer sends 0 bytes.
+    The messages of a transfer are concurrent. A rank that is its own peer sends 0 bytes, and nothing is sent to a rank
+    that doesn't want it: `wanted` is the transfer's `demand`, None if all ranks do.
     """
     if isinstance(op, AllToAll):
         found = []
@@ -34,6 +35,8 @@ def messages(op: Transfer, problem: Problem, rank) -> list[Mapping[str, Any]]:
     tokens = _rows_sent(op, problem, rank)
     if isinstance(op.group, Exchange):
         tokens = tokens * (op.target(rank) != rank)
+    if wanted is not None:
+        tokens = tokens * wanted[op.target(rank)]
     return [{name: tokens * size for name, size in _token_bytes(problem, op.send.tensor).items()}]
 
 

@@ -17,8 +17,9 @@ from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import Layout
-from sp_bench.plan.mask import mask_named
+from sp_bench.plan.mask import Mask, mask_named
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Chunk, Plan
 from sp_bench.plan.problem import FIELDS, Kind, Problem
@@ -176,22 +177,22 @@ class SequenceParallelAttention(torch.nn.Module):
         method: str,
         *,
         causal: bool = True,
-        mask: str = "",
+        mask: str | Mask = "",
         group: dist.ProcessGroup | None = None,
         kernel: str = "auto",
         wire_dtype: str = "",
         costs: CostProfile = COMPUTE_BOUND,
         **method_options: object,
     ) -> None:
-        """`mask` is "causal" or "full"; if empty, `causal` decides.
+        """`mask` is "causal", "full", or a pack of documents (sp_bench.Documents); if empty, `causal` decides.
 
         Raises RequestError for an unknown method, mask, option or kernel, or one that doesn't fit the group.
         """
         super().__init__()
         self.method = build(method, method_options)
-        self.mask = mask_named(mask or ("causal" if causal else "full"))
+        self.mask = mask if isinstance(mask, Mask) else mask_named(mask or ("causal" if causal else "full"))
         self.group, self.kernel, self.wire_dtype, self.costs = group, kernel, wire_dtype, costs
-        self._layout = self.mask.layout(self.method.layout)
+        self._layout = self.method.layout_of(self.mask, self.n)
         self._uneven: dict[int, int] = {}
         """Local length -> length of the last sequence of unequal shards that `shard` cut to it."""
         self._engines: dict[tuple, Engine] = {}
@@ -214,7 +215,8 @@ class SequenceParallelAttention(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Tensor:
         """Attention output of this rank's queries: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
 
-        `seqlen` is the global length, by default S * n; pass it if n doesn't divide it. Differentiable in q, k and v.
+        `seqlen` is the global length, by default S * n or that of the documents; pass it if n doesn't divide it.
+        Differentiable in q, k and v.
         All ranks must call it, with shapes that differ in S only. Raises RequestError for shapes or dtypes that the
         method or kernel refuses.
         """
@@ -254,6 +256,7 @@ class SequenceParallelAttention(torch.nn.Module):
                 "k and v must be alike, and like q but for the number of heads",
                 "(B, S, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D) would work",
             )
+        seqlen = seqlen or (self.mask.seqlen if isinstance(self.mask, Packed) else None)
         if seqlen is None and (uneven := self._uneven.get(q.shape[1])):
             rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say seqlen"
             raise RequestError(f"q {tuple(q.shape)}", rule, f"seqlen={uneven} would work")

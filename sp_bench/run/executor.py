@@ -17,9 +17,9 @@ import torch
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.lower import lower
-from sp_bench.plan.mask import RegionKind
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Op, Place, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Problem
+from sp_bench.plan.regions import RegionKind
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock, Device
 from sp_bench.run.holdings import Holdings, LiveBytes
@@ -176,15 +176,19 @@ class Executor:
                 self._attend_backward(op)
             case Fold():
                 started, held = self._mark(), self._holdings
+                if not held.holds(op.part):  # no block was folded into it
+                    return
                 held.partials.add(op.into, held.rows(op.part), held.received(op.part))
                 self._marks.add("folds_s", started, self._mark())
             case Bundle():
                 self._bundle(op)
 
     def _attend(self, op: Attend) -> None:
-        held = self._holdings
+        held, windows = self._holdings, self._windows(op.q.place, op.kv.place)
+        if not windows:  # then the chunks may not have been sent
+            return
         (q,), (k, v) = held.received(op.q), held.received(op.kv)
-        for rows, columns, kind in self._windows(op.q.place, op.kv.place):
+        for rows, columns, kind in windows:
             there, started = held.among(op.q, rows), self._mark()
             out, lse = self._kernel.forward(tokens_of(q, there), tokens_of(k, columns), tokens_of(v, columns), kind)
             ended = self._mark()
@@ -194,9 +198,11 @@ class Executor:
             self._marks.add("folds_s", ended, self._mark())
 
     def _attend_backward(self, op: AttendBackward) -> None:
-        held = self._holdings
+        held, windows = self._holdings, self._windows(op.odoq.place, op.kv.place)
+        if not windows:
+            return
         (q, out, dout, lse), (k, v) = held.received(op.odoq), held.received(op.kv)
-        for rows, columns, kind in self._windows(op.odoq.place, op.kv.place):
+        for rows, columns, kind in windows:
             there, started = held.among(op.odoq, rows), self._mark()
             my_dout, my_q, my_out, my_lse = (tokens_of(x, there) for x in (dout, q, out, lse))
             dq, dk, dv = self._kernel.backward(
@@ -221,7 +227,7 @@ class Executor:
             self._live.see([*self._holdings.tensors(), *self._buffers.tensors(), *results])
 
     def _find_windows(self, q: Place, kv: Place) -> list[tuple[range, range, RegionKind]]:
-        """Return a block's regions as (q rows, kv rows, kind) within the chunks; kind is FULL or CAUSAL."""
+        """Return a block's regions as (q rows, kv rows, kind) within the chunks; kind is never STRICT."""
         blocks = self._problem.blocks
-        regions = blocks.regions[blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank)))]
+        regions = blocks.regions_of(blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank))))
         return [(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]

@@ -32,6 +32,14 @@ class Holdings:
         """Store a chunk, or those of its rows that start at `first_row`."""
         self._held[chunk], self._first_rows[chunk] = tensors, first_row
 
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether a chunk is an input or was received or bundled."""
+        return chunk in self._held
+
+    def drop(self, chunk: Chunk) -> None:
+        """Forget a received chunk: in this execution the rank doesn't receive it."""
+        self._held.pop(chunk, None)
+
     def received(self, chunk: Chunk) -> Tensors:
         """Return the tensors of an input, received or bundled chunk."""
         return self._held[chunk]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.lower import Lowering, StagingUse
+from sp_bench.plan.demand import demand
 from sp_bench.plan.ops import AllToAll, Chunk, Op, Pass, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Problem
 from sp_bench.plan.transfers import adds_up, by_heads, rows_sent
@@ -33,6 +34,9 @@ class _Standing(NamedTuple):
     """The rows of the chunk that it brings."""
     into: Tensors | None
     """Its receive buffers; None if its result is an output of the plan."""
+    receives: bool
+    sends: bool
+    """Whether this rank receives, and sends, anything (plan.demand)."""
 
 
 class Lanes:
@@ -55,11 +59,12 @@ class Lanes:
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
         """Output tensors of transfers, allocated before the transfer runs."""
-        self._standing = cache(self._find_standing)
+        self._demand, self._standing = demand(plan, problem), cache(self._find_standing)
         self._followed_by = {
             before: index
             for index, before in lowering.pipelined.items()
             if rank not in (self._standing(before).target, self._standing(index).target)
+            and all(self._standing(i).receives and self._standing(i).sends for i in (before, index))
         }
 
     def begin(self) -> None:
@@ -98,10 +103,16 @@ class Lanes:
             self._all_to_all(index, op, into, holdings)
         else:
             self._pass(index, op, into, holdings)
-        self._streams.keep(self._arrived(index, op, into, holdings))
+        if self._standing(index).receives:
+            self._streams.keep(self._arrived(index, op, into, holdings))
+        else:
+            self._streams.keep(self._absent(op, holdings))
 
     def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
         """Store the data of an earlier execution (or zeros) as if it had just been received; nothing is sent."""
+        if not self._standing(index).receives:
+            self._absent(op, holdings)
+            return
         into = self._into(index, op)
         if index not in self._lowering.receive_buffers:
             for tensor in into:
@@ -119,7 +130,9 @@ class Lanes:
             rows = rows_sent(op, self._problem, source)
         into = self._first_rows(self._receiving[buffer], op.recv, len(rows)) if buffer else None
         counted_as = [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]
-        return _Standing(Turn(self._ids[op.lane], index), counted_as, source, target, rows, into)
+        wanted = self._demand.get(index)
+        moved = (True, True) if wanted is None else (bool(wanted[self._rank]), bool(wanted[target]))
+        return _Standing(Turn(self._ids[op.lane], index), counted_as, source, target, rows, into, *moved)
 
     def _into(self, index: int, op: Transfer) -> Tensors:
         """Return the tensors that a transfer receives into, cut to the rows that it brings."""
@@ -133,8 +146,8 @@ class Lanes:
         """Return the messages that a transfer receives. A rank receives nothing from itself."""
         if isinstance(op, AllToAll):
             return self._with_others(op, self._pieces(op, into, of_tokens=op.to_heads))
-        source = self._standing(index).source
-        return [(source, into)] if source != self._rank else []
+        here = self._standing(index)
+        return [(here.source, into)] if here.receives and here.source != self._rank else []
 
     def _arrived(self, index: int, op: Transfer, tensors: Tensors, holdings: Holdings) -> Tensors | None:
         """Store the received chunk. Returns the sent partial if it was dropped, else None."""
@@ -143,16 +156,26 @@ class Lanes:
         holdings.put(op.recv, tensors, self._standing(index).rows.start)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
+    def _absent(self, op: Transfer, holdings: Holdings) -> Tensors | None:
+        """Forget the chunk that a transfer would have brought. Returns the sent partial if it was dropped, else None."""
+        assert op.send is not None
+        assert op.recv is not None
+        holdings.drop(op.recv)
+        return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
+
     def _pass(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> None:
         here = self._standing(index)
-        outgoing = self._outgoing(op, holdings)
+        if not (here.receives or here.sends):
+            return
+        outgoing = self._outgoing(op, holdings) if here.sends else ()
         if here.target == self._rank:
             for buffer, tensor in zip(into, outgoing, strict=True):
                 buffer.copy_(tensor)
             return
         receive, send = (here.source, into), (here.target, outgoing)
         if (after := self._followed_by.get(index)) is None:
-            self._transport.exchange(here.turn, [receive], [send], here.counted_as)
+            receives, sends = [receive] if here.receives else [], [send] if here.sends else []
+            self._transport.exchange(here.turn, receives, sends, here.counted_as)
         else:
             next_transfer = self._next_transfer(after, op, into, holdings)
             self._transport.exchange_pipelined(here.turn, receive, send, here.counted_as, next_transfer)
@@ -198,7 +221,8 @@ class Lanes:
     def _with_others(self, op: AllToAll, pieces: Sequence[Sequence[Tensor] | Tensor]) -> list[Message]:
         """Return (rank, its tensors) for every other member; `pieces` is by field, then by member."""
         ranks = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
-        return [(rank, [field[int(op.group.position(rank))] for field in pieces]) for rank in ranks]
+        found = [(rank, [field[int(op.group.position(rank))] for field in pieces]) for rank in ranks]
+        return [(rank, tensors) for rank, tensors in found if tensors[0].numel()]
 
     def _staged(self, op: AllToAll, use: Literal["send", "recv"]) -> list[list[Tensor]] | None:
         """Return the staging tensors by field and member for `use`; None if the transfer needs no staging."""

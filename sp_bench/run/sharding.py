@@ -15,7 +15,8 @@ def positions(layout: Layout, rank: int, n: int, seqlen: int) -> Tensor:
     Raises RequestError if the sequence has too few tokens for n ranks of this layout.
     """
     layout.refuse(n, seqlen)
-    return torch.cat([torch.arange(r.start, r.stop, r.step) for r in layout.positions(rank, n, seqlen)])
+    runs = layout.positions(rank, n, seqlen)
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(r.start, r.stop, r.step) for r in runs)])
 
 
 def shard(x_BSHD: Tensor, layout: Layout, rank: int, n: int) -> Tensor:

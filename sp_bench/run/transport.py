@@ -191,7 +191,8 @@ class AloneTransport(Transport):
     ) -> None:
         for _, tensors in sends:
             self.count(tensors, counted_as)
-        for (_, ours), (_, theirs) in zip(receives, sends, strict=True):
+        for i, (_, ours) in enumerate(receives):
+            theirs = sends[i][1] if i < len(sends) else [x.new_zeros(0) for x in ours]
             for into, tensor in zip(ours, theirs, strict=True):
                 # Peers may send another number of rows than this rank does.
                 into, tensor = into.view(-1), tensor.view(-1)

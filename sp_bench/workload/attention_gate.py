@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,8 @@ def gate(workload: Workload, context: RankContext) -> GateErrors:
     results of some key heads, one query head after the other: with many ranks, one rank would take minutes for all.
     """
     problem = workload.problem
-    tokens, more = divmod(problem.seqlen, problem.n)  # the small problem splits as unevenly
-    small = replace(problem, seqlen=min(GATE_TOKENS, tokens) * problem.n + more)
+    tokens, more = divmod(problem.seqlen, problem.n)  # the small one is as uneven
+    small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more)
     generator = torch.Generator().manual_seed(workload.seed)
     dtype = getattr(torch, small.dtype)
     inputs = [

@@ -15,7 +15,7 @@ import conf
 from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS, auto_order, choose, cuda
 from sp_bench.kernels.contract import empty_output
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 from tests.kernels import fakes
 from tests.kernels.cases import ON_CPU
 from tests.support.dense import block_of

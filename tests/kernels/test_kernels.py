@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sp_bench.kernels import KERNELS, BlockKernel, fold_
 from sp_bench.kernels.contract import empty_output
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 from tests.kernels.cases import ON_CPU, Case, cases, one_dtype_cases
 from tests.support.dense import HEADS, LSE_TOLERANCE, TOLERANCE, Block, attention, block_of, relative_error
 

@@ -14,9 +14,9 @@ from sp_bench.methods import build
 from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.mask import RegionKind
 from sp_bench.plan.ops import Transfer
 from sp_bench.plan.problem import is_partial
+from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.transfers import peers
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
 
@@ -95,7 +95,7 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
     plan, problem = planned
     ranks = range(problem.n)
     blocks = problem.blocks
-    regions = {region for i in ranks for j in ranks for region in blocks.regions[blocks.of(i, j)]}
+    regions = {region for i in ranks for j in ranks for region in blocks.regions_of(blocks.of(i, j))}
     whole = range(problem.block_tokens)
     covers = all(r.kind is not RegionKind.STRICT and (r.q, r.kv) == (whole, whole) for r in regions)
     found = contributions(plan)
@@ -112,8 +112,8 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
 
 def test_layouts_that_narrow() -> None:
     """But for one rank, which has but one chunk."""
-    assert not any(small_problem(1, name).narrows for name in LAYOUTS)
-    narrows = {(name, causal): small_problem(2, name, causal=causal).narrows for name in LAYOUTS for causal in (0, 1)}
+    assert not any(small_problem(1, name).blocks.narrows for name in LAYOUTS)
+    narrows = {(name, causal): small_problem(2, name, causal=causal).blocks.narrows for name in LAYOUTS for causal in (0, 1)}
     assert {case for case, narrowed in narrows.items() if narrowed} == {("striped", 1), ("zigzag", 1)}
 
 

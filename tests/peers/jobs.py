@@ -107,7 +107,7 @@ def run(cases: Sequence[Case]) -> dict[Case, Found]:
             gradients = engine.backward(dout, saved)
             sent["backward"] = dict(engine.transport.sent_bytes)
         whole = [unshard(x, layout, None, n) for x in (out, *gradients)]
-        wanted = [x[: case.batch] for x in reference(seqlen, case.kv_heads, case.dtype, case.causal)]
+        wanted = [x[: case.batch] for x in reference(seqlen, case.kv_heads, case.dtype, mask_of(case.causal))]
         errors = {
             name: float((x.double() - y).norm() / y.norm()) for name, x, y in zip(NAMES, whole, wanted, strict=True)
         }

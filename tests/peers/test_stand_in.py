@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.peers import stand_in
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 from tests.support.dense import TOLERANCE, Answers, Block, attention, block_of, relative_error
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import LAYOUTS, Positions
-from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, Region, RegionKind, mask_named
+from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, mask_named
+from sp_bench.plan.regions import Region, RegionKind
 from tests.support.dealing import Dealt, dealt
 
 masks = st.sampled_from(list(MASKS.values()))
@@ -26,7 +27,9 @@ def seen(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def inside(region: Region) -> np.ndarray:
     """Which pairs of a region are computed, by the definition of its kind."""
     q, k = np.arange(len(region.q))[:, None], np.arange(len(region.kv))[None, :]
-    return {RegionKind.FULL: q >= 0 * k, RegionKind.CAUSAL: k <= q, RegionKind.STRICT: k < q}[region.kind]
+    return {RegionKind.FULL: q >= 0 * k, RegionKind.CAUSAL: k <= q, RegionKind.STRICT: k < q, RegionKind.UPPER: k >= q}[
+        region.kind
+    ]
 
 
 def times_computed(regions: tuple[Region, ...], rows: int, columns: int) -> np.ndarray:
@@ -45,7 +48,7 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None
         queries, keys = case.chunk(i // step), case.chunk(j // step)
         kind = blocks.of(i, j)
         wanted = seen(mask, queries, keys)
-        np.testing.assert_array_equal(times_computed(blocks.regions[kind], len(queries), len(keys)), wanted)
+        np.testing.assert_array_equal(times_computed(blocks.regions_of(kind), len(queries), len(keys)), wanted)
         assert blocks.pairs[kind] == wanted.sum()
         rows = np.flatnonzero(wanted.any(axis=1))
         first, last = (rows[0], rows[-1]) if rows.size else (0, len(queries) - 1)
@@ -55,15 +58,12 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None
 
 @given(masks, dealt())
 def test_classes_are_few_and_arithmetic(mask: Mask, case: Dealt) -> None:
-    """Of arrays as of single ranks; each class that a pair has is among the examples."""
+    """Of arrays as of single ranks."""
     blocks, ranks = mask.blocks(case.layout, case.n, case.seqlen), np.arange(case.n)
     table = blocks.of(ranks[:, None], ranks)
     assert table.shape == (case.n, case.n)
     assert [[blocks.of(i, j) for j in range(case.n)] for i in range(case.n)] == table.tolist()
-    assert len(blocks.regions) <= 12
-    examples = {int(blocks.of(q, kv)) for q, kv, _ in blocks.examples}
-    assert examples == set(table.ravel().tolist())
-    assert all(blocks.regions[blocks.of(q, kv)] == regions for q, kv, regions in blocks.examples)
+    assert table.max() < blocks.classes <= 12
 
 
 def test_causal_has_three_classes_and_full_one() -> None:
@@ -72,8 +72,10 @@ def test_causal_has_three_classes_and_full_one() -> None:
     for name, layout in LAYOUTS.items():
         blocks = CAUSAL.blocks(layout, 4, 64)
         assert [blocks.of(1, 2), blocks.of(2, 2), blocks.of(2, 1)] == [0, 1, 2]
-        found[name] = blocks.regions
-        assert FULL.blocks(layout, 4, 64).regions == ((Region(RegionKind.FULL, range(16), range(16)),),)
+        found[name] = tuple(blocks.regions_of(kind) for kind in range(blocks.classes))
+        blocks = FULL.blocks(layout, 4, 64)
+        assert blocks.classes == 1
+        assert blocks.regions_of(0) == (Region(RegionKind.FULL, range(16), range(16)),)
     whole, first, second = range(16), range(8), range(8, 16)
     causal, full = (Region(kind, whole, whole) for kind in (RegionKind.CAUSAL, RegionKind.FULL))
     assert found == {
@@ -126,10 +128,10 @@ def test_causal_work_is_balanced(name: str) -> None:
 
 
 @given(st.sampled_from(list(RegionKind)), st.integers(0, 7), st.integers(0, 3))
-def test_plain_regions_are_full_or_causal(kind: RegionKind, tokens: int, start: int) -> None:
+def test_plain_regions_are_not_strict(kind: RegionKind, tokens: int, start: int) -> None:
     region = Region(kind, range(start, start + tokens), range(start, start + tokens))
     plain = region.plain
-    assert plain.kind is (RegionKind.FULL if kind is RegionKind.FULL else RegionKind.CAUSAL)
+    assert plain.kind is (RegionKind.CAUSAL if kind is RegionKind.STRICT else kind)
     whole, wanted = (np.zeros((start + tokens, start + tokens), bool) for _ in range(2))
     for filled, one in ((whole, plain), (wanted, region)):
         if len(one.q):

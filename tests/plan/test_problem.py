@@ -95,7 +95,7 @@ def test_rows_seen_are_those_that_see_a_key(layout: str, causal: bool) -> None:
     rows = {name: p.blocks.rows_seen[p.blocks.of(i, j)] for name, (i, j) in pairs.items()}
     skips = causal and layout == "zigzag"
     assert rows == {"below": range(4 if skips else 0, 8), "equal": range(8), "above": range(8)}
-    assert p.skips_queries == skips
+    assert p.blocks.skips_queries == skips
     assert p.rows_seen(0, 1) == (4 if skips else 8)
 
 

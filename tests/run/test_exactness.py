@@ -15,6 +15,7 @@ from sp_bench.methods import REGISTRY
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan import CostProfile
 from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Transfer
 from sp_bench.plan.transfers import peers
@@ -387,7 +388,7 @@ def test_one_process_needs_no_group() -> None:
     for method in {*REGISTRY} - {"usp", "zigzag"}:
         attention = SequenceParallelAttention(method, causal=True)
         full = inputs(11, 2, "float64")
-        got, wanted = jobs.attend(attention, full), reference(11, 2, "float64", True)
+        got, wanted = jobs.attend(attention, full), reference(11, 2, "float64", CAUSAL)
         for x, y in zip(got, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
         assert attention.positions(11).tolist() == list(range(11))

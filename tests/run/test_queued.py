@@ -20,8 +20,8 @@ from sp_bench.methods import build
 from sp_bench.plan import CostProfile, Join, Method, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.mask import RegionKind
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.regions import RegionKind
 from sp_bench.run import executor, streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.sharding import positions, shard

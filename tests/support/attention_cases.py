@@ -21,7 +21,10 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.methods import build
 from sp_bench.plan import CostProfile, Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.documents import Packed
+from sp_bench.plan.mask import CAUSAL, Mask
 from tests.support.problems import mask_of
+from tests.support.seen import seen
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
 
@@ -49,11 +52,14 @@ class Case:
     """Tokens beyond these, which not all ranks get."""
     batch: int = BATCH
     costs: CostProfile = COMPUTE_BOUND
+    pack: Packed | None = None
+    """Documents, in place of `causal`, `tokens` and `more`."""
 
     def __str__(self) -> str:
         shape = f"{self.tile[0]}x{self.tile[1]} " if self.tile else ""
         words = [f"{self.method} {shape}n={self.n}", self.layout, "causal" if self.causal else "full"]
         words += [f"heads={self.heads}/{self.kv_heads}", self.dtype, f"tokens={self.tokens}+{self.more}"]
+        words += [str(self.pack)] if self.pack else []
         words += [f"batch={self.batch}"] if self.batch != BATCH else []
         words += [f"lanes={self.lanes}"] if self.lanes else []
         words += [f"{name}={value}" for name, value in self.options]
@@ -64,13 +70,17 @@ class Case:
 
     @property
     def seqlen(self) -> int:
-        return self.n * self.tokens + self.more
+        return self.pack.seqlen if self.pack else self.n * self.tokens + self.more
+
+    @property
+    def mask(self) -> Mask:
+        return self.pack or mask_of(self.causal)
 
     def inputs(self, seqlen: int, seed: int = 0) -> Inputs:
         return Inputs(*(x[: self.batch] for x in inputs(seqlen, self.kv_heads, self.dtype, seed, self.heads)))
 
     def reference(self, seqlen: int) -> Results:
-        whole = reference(seqlen, self.kv_heads, self.dtype, self.causal, self.heads)
+        whole = reference(seqlen, self.kv_heads, self.dtype, self.mask, self.heads)
         return Results(*(x[: self.batch] for x in whole))
 
     @property
@@ -95,17 +105,17 @@ class Case:
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=HEAD_DIM,
-            mask=mask_of(self.causal),
+            mask=self.mask,
             dtype=self.dtype,
             wire_dtype=self.wire_dtype,
-            layout=mask_of(self.causal).layout(self.layout),
+            layout=self.built.layout_of(self.mask, self.n),
         )
         return self.built.dealt(whole)
 
     def attention(self, group: dist.ProcessGroup | None) -> SequenceParallelAttention:
         return SequenceParallelAttention(
             self.method,
-            causal=self.causal,
+            mask=self.mask,
             group=group,
             kernel=self.kernel,
             wire_dtype=self.wire_dtype,
@@ -148,13 +158,14 @@ def inputs(seqlen: int, kv_heads: int, dtype: str, seed: int = 0, heads: int = H
 
 
 @lru_cache
-def reference(seqlen: int, kv_heads: int, dtype: str, causal: bool, heads: int = HEADS) -> Results:
+def reference(seqlen: int, kv_heads: int, dtype: str, mask: Mask, heads: int = HEADS) -> Results:
     """torch's own attention, from its parts and in fp64, on the whole sequence."""
     q, k, v, dout = (x.double() for x in inputs(seqlen, kv_heads, dtype, heads=heads))
     leaves = [x.requires_grad_() if x.requires_grad else x.clone().requires_grad_() for x in (q, k, v)]
     q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
     with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=causal).transpose(1, 2)
+        visible = torch.from_numpy(seen(mask)) if isinstance(mask, Packed) else None
+        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, visible, is_causal=mask is CAUSAL).transpose(1, 2)
     return Results(out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 

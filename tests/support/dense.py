@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_bench.plan.mask import RegionKind
+from sp_bench.plan.regions import RegionKind
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 16
 

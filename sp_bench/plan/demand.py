@@ -1,0 +1,80 @@
+"""Demand: which transfers of a plan carry something that its receiver needs.
+
+A plan is the same on all ranks, but under a pack of documents many blocks of it are empty. A received chunk is wanted
+where a later block of the receiver sees it, or the receiver sends it on to a rank that wants it. A partial is wanted
+where a block has been folded into it. What is not wanted is neither sent nor folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Bundle, Chunk, Fold, Pass, Plan
+from sp_bench.plan.problem import Problem, is_partial
+
+Demand = Mapping[int, np.ndarray]
+"""{operation: on which ranks it has something to receive or to fold, (n,)}. Operations that always have are left out."""
+
+ALL: Demand = MappingProxyType({})
+_CACHE: WeakKeyDictionary[Plan, dict[Problem, Demand]] = WeakKeyDictionary()
+
+
+def demand(plan: Plan, problem: Problem) -> Demand:
+    """On which ranks each Pass and Fold of a plan is wanted, cached; empty where the mask has all of them sent."""
+    if problem.mask.sends_unseen:
+        return ALL
+    found = _CACHE.setdefault(plan, {})
+    if problem not in found:
+        found[problem] = _of_partials(plan, problem) | _of_operands(plan, problem)
+    return found[problem]
+
+
+def _visible(op: Attend | AttendBackward, problem: Problem, ranks: np.ndarray) -> np.ndarray:
+    """Whether a block has anything to compute on each rank: (n,)."""
+    blocks = problem.blocks
+    return np.asarray(blocks.pairs)[blocks.of(op.q.owner(ranks), op.kv.owner(ranks))] > 0
+
+
+def _of_operands(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
+    """Which ranks want each received chunk of q, kv and the like, from the last operation back to the first."""
+    ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
+    wanted: dict[Chunk, np.ndarray] = {}
+
+    def want(chunk: Chunk, where: np.ndarray) -> None:
+        wanted[chunk] = wanted.get(chunk, False) | where
+
+    for index, op in reversed([*plan]):
+        if isinstance(op, Attend | AttendBackward):
+            visible = _visible(op, problem, ranks)
+            want(op.q, visible)
+            want(op.kv, visible)
+        elif isinstance(op, Bundle):
+            for part in op.parts:
+                want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
+        elif isinstance(op, AllToAll):
+            want(op.send, np.ones(plan.n, bool))
+        elif isinstance(op, Pass) and op.send and op.recv and not is_partial(op.carries):
+            found[index] = wanted.pop(op.recv, np.zeros(plan.n, bool))
+            want(op.send, found[index][op.target(ranks)])
+    return found
+
+
+def _of_partials(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
+    """Which ranks receive, and fold, a partial that something was folded into, in plan order."""
+    ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
+    none = np.zeros(plan.n, bool)
+    filled: dict[Chunk, np.ndarray] = {}
+    for index, op in plan:
+        if isinstance(op, Attend | AttendBackward):
+            for chunk in op.writes:
+                filled[chunk] = filled.get(chunk, none) | _visible(op, problem, ranks)
+        elif isinstance(op, Pass) and op.send and op.recv and is_partial(op.carries):
+            filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
+        elif isinstance(op, Fold):
+            found[index] = filled.pop(op.part, none)
+            filled[op.into] = filled.get(op.into, none) | found[index]
+    return found

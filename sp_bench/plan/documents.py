@@ -1,0 +1,251 @@
+"""Masks of packed documents, sliding windows and chunks.
+
+Documents are packed one behind the other into one sequence, and a query sees keys of its own document only. A window
+further limits how far a query sees. No length has to be divisible by anything.
+
+    document   the keys of the same document: all of them, or those up to the query's own position
+    window     the keys from `left` tokens before a query to `right` tokens behind it
+    chunked    documents of equal length (chunked attention of Llama 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.dealers import Deal
+from sp_bench.plan.intervals import pair_counts, regions_between
+from sp_bench.plan.layout import DEALERS, LAYOUTS, Dealt, Layout, Positions
+from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask
+from sp_bench.plan.regions import Regions
+
+EVEN_ENOUGH = 1.1
+"""layout=auto takes, of the layouts whose busiest rank has at most this multiple of the mean work, the one that needs
+the least data of other ranks."""
+MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Packed(Mask):
+    """Documents packed into one sequence, with an optional window. Raises RequestError for a length below 1."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each document, in their order."""
+    causal: bool = True
+    """Whether a query sees only keys up to its own position."""
+    left: int | None = None
+    """How many keys before its own position a query sees; None: all of its document."""
+    right: int | None = None
+    """How many keys behind its own position a query sees, if not causal; None: all of its document."""
+
+    sends_unseen: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for number, length in enumerate(self.lengths):
+            if type(length) is not int or length < 1:
+                raise RequestError(
+                    f"document {number} has length {length}",
+                    "a document has at least one token",
+                    "a whole number of at least 1 would work",
+                )
+        if not self.lengths:
+            raise RequestError("a pack of no documents", "a pack has at least one document", "lengths=[1024] would work")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.lengths, self.causal, self.left, self.right))
+
+    def __hash__(self) -> int:  # of thousands of lengths, again and again
+        return self._hash
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """Where each document starts, and the end of the last one: (documents + 1,)."""
+        return np.array([0, *accumulate(self.lengths)])
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of all documents together."""
+        return int(self.edges[-1])
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window limits what a query sees."""
+        return self.left is not None or (not self.causal and self.right is not None)
+
+    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The first key that the query at each position sees, and the key behind the last one."""
+        document = np.searchsorted(self.edges, positions, side="right") - 1
+        first, stop = self.edges[document], self.edges[document + 1]
+        if self.left is not None:
+            first = np.maximum(first, positions - self.left)
+        ahead = 0 if self.causal else self.right
+        return first, stop if ahead is None else np.minimum(stop, positions + ahead + 1)
+
+    def regions(self, q: Positions, kv: Positions) -> Regions:
+        starts, ends = [part[0].start for part in (q, kv) if part], [part[-1][-1] for part in (q, kv) if part]
+        if len(starts) < 2:
+            return ()
+        documents = np.searchsorted(self.edges, [min(starts), max(ends)], side="right")
+        if documents[0] == documents[1] and not self.windowed:
+            return (CAUSAL if self.causal else FULL).regions(q, kv)
+        first, stop = self.sees(_flat(q))
+        keys = _flat(kv)
+        return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))
+
+    def blocks(self, layout: Layout, n: int, seqlen: int) -> PackBlocks:
+        return PackBlocks(self, layout, n, seqlen)
+
+    def pairs(self, seqlen: int) -> float:
+        """(query, key) pairs that MFU counts: those that are seen, or by convention half a causal document's square."""
+        if self.windowed:
+            first, stop = self.sees(np.arange(self.seqlen))
+            return float((stop - first).sum())
+        squares = float(sum(length**2 for length in self.lengths))
+        return squares / 2 if self.causal else squares
+
+    def refuse(self, seqlen: int) -> None:
+        """Raise RequestError unless the documents fill the sequence."""
+        if self.seqlen != seqlen:
+            shown = ", ".join(map(str, self.lengths[:MOST_SHOWN])) + (", ..." if len(self.lengths) > MOST_SHOWN else "")
+            raise RequestError(
+                f"seqlen={seqlen}",
+                f"the {len(self.lengths)} documents ({shown}) have {self.seqlen} tokens together, and fill the sequence",
+                f"seqlen={self.seqlen}, or other documents, would work",
+            )
+
+    def scaled(self, seqlen: int) -> Packed:
+        """The same documents and window, in proportion, in a sequence of another length; what gets no token is left out."""
+        edges = np.unique(np.round(self.edges * (seqlen / self.seqlen)).astype(int))
+        share = [None if x is None else round(x * seqlen / self.seqlen) for x in (self.left, self.right)]
+        return type(self)(tuple(np.diff(edges).tolist()), self.causal, *share)
+
+    def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
+        """The layout of that name. `auto` is chosen by work, then by what ranks need of each other (EVEN_ENOUGH).
+
+        Raises RequestError for an unknown name; its message has the nearest one.
+        """
+        among = [*(among or (*LAYOUTS, *DEALERS))]
+        if name == "auto":
+            found = {each: PackBlocks(self, self.layout(each), n, self.seqlen) for each in among}
+            enough = max(EVEN_ENOUGH, min(blocks.imbalance for blocks in found.values()))
+            even = [each for each in among if found[each].imbalance <= enough]
+            name = min(even, key=lambda each: found[each].remote_tokens)
+        if name in LAYOUTS:
+            return LAYOUTS[name]
+        if name not in DEALERS:
+            raise unknown("method.layout", name, [*LAYOUTS, *DEALERS, "auto"])
+        return Dealt(name, 1, Deal(self, name))
+
+
+class Documents(Packed):
+    """Documents, each causal or full inside, with or without a window."""
+
+    name: ClassVar[str] = "document"
+
+
+class Window(Packed):
+    """A sliding window over one sequence."""
+
+    name: ClassVar[str] = "window"
+
+
+class Chunked(Packed):
+    """Documents of equal length; the last may be shorter."""
+
+    name: ClassVar[str] = "chunked"
+
+    @classmethod
+    def of(cls, tokens: int, seqlen: int, *, causal: bool = True) -> Chunked:
+        """Chunks of so many tokens in a sequence of `seqlen`."""
+        whole, rest = divmod(seqlen, tokens)
+        return cls((tokens,) * whole + (rest,) * (rest > 0), causal)
+
+
+class Shapes(NamedTuple):
+    """The mean size of the pieces that a block falls into: queries and keys of the same document. (classes,) each."""
+
+    pieces: np.ndarray
+    q_tokens: np.ndarray
+    kv_tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class PackBlocks(Blocks):
+    """The blocks of a pack: each pair of chunks is a class of its own, whose regions are found when they are asked for.
+
+    Counts of pairs are an array over all pairs of chunks.
+    """
+
+    mask: Packed
+    found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, q_rank, kv_rank):
+        degree = self.layout.head_parallel
+        return q_rank // degree * self.chunks + kv_rank // degree
+
+    def regions_of(self, kind: int) -> Regions:
+        if kind not in self.found:
+            q, kv = divmod(int(kind), self.chunks)
+            self.found[kind] = self.mask.regions(self._positions(q), self._positions(kv))
+        return self.found[kind]
+
+    @property
+    def classes(self) -> int:
+        return self.chunks**2
+
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """The chunk of each position: (seqlen,)."""
+        owner = np.empty(self.seqlen, np.int64)
+        for chunk in range(self.chunks):
+            for run in self._positions(chunk):
+                owner[run.start : run.stop : run.step] = chunk
+        return owner
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        return pair_counts(self.owner, self.chunks, *self.mask.sees(np.arange(self.seqlen))).ravel()
+
+    narrows, skips_queries = True, False
+    """Most blocks compute a part of their rows; all rows of a chunk travel together."""
+
+    @cached_property
+    def tokens_of_documents(self) -> np.ndarray:
+        """Tokens of each document in each chunk: (documents, chunks)."""
+        documents = len(self.mask.lengths)
+        document = np.repeat(np.arange(documents), self.mask.lengths)
+        return np.bincount(document * self.chunks + self.owner, minlength=documents * self.chunks).reshape(documents, -1)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The mean pieces of each block. A kernel call takes them together; its rate follows from their size."""
+        tokens = self.tokens_of_documents.astype(float)
+        there = (tokens > 0).astype(float)
+        pieces, q_tokens, kv_tokens = there.T @ there, tokens.T @ there, there.T @ tokens
+        divided = np.maximum(pieces, 1)
+        return Shapes(pieces.ravel(), (q_tokens / divided).ravel(), (kv_tokens / divided).ravel())
+
+    @property
+    def imbalance(self) -> float:
+        """(query, key) pairs of the chunk with most of them over the mean of all."""
+        work = self.pairs.reshape(self.chunks, self.chunks).sum(axis=1)
+        return float(work.max() / work.mean())
+
+    @property
+    def remote_tokens(self) -> int:
+        """Keys that chunks see in other chunks, a whole chunk of keys for each pair of chunks that has any."""
+        tokens = np.broadcast_to(self.layout.chunk_tokens(np.arange(self.chunks), self.chunks, self.seqlen), self.chunks)
+        seen = self.pairs.reshape(self.chunks, self.chunks) > 0
+        np.fill_diagonal(seen, False)
+        return int((seen * tokens).sum())
+
+
+def _flat(positions: Positions) -> np.ndarray:
+    return np.concatenate([np.arange(run.start, run.stop, run.step) for run in positions] or [np.zeros(0, int)])
