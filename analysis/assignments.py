@@ -15,9 +15,9 @@ from sp_bench import draw, methods
 from sp_bench.analysis.figure import Figure, labelled, new_figure
 from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import Source, formula, record_source
+from sp_bench.bench.masks import mask_of
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.mask import mask_named
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Attend, AttendBackward, Plan
 from sp_bench.plan.problem import Problem
@@ -162,7 +162,7 @@ def of_record(record: Record, phase: str = "forward", by: Sequence[str] = BY) ->
 
 def _problem(record: Record) -> Problem:
     keys = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "wire_dtype")
-    mask = mask_named(record.mask)
+    mask = mask_of(record.config or {}, record.seqlen, record.seed or 0)
     return Problem(
         n=record.gpus, mask=mask, layout=mask.layout(record.layout or ""), **{key: getattr(record, key) for key in keys}
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sp_bench.packing import documents
     from sp_bench.run.attention import SequenceParallelAttention
 
 __version__ = "0.1.0"
-__all__ = ["SequenceParallelAttention", "__version__"]
+__all__ = ["SequenceParallelAttention", "__version__", "documents"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from sp_bench.run.attention import SequenceParallelAttention
 
         return SequenceParallelAttention
+    if name == "documents":
+        from sp_bench.packing import documents
+
+        return documents
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ import numpy as np
 from sp_bench.lower import Lowering, TensorSpec, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand
+from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Plan, Transfer
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_partial
 from sp_bench.plan.transfers import messages, peers
@@ -110,6 +111,8 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     the minimum over x with y = rho * n * h / x. For full attention, forward, k = kv_heads / heads:
         h = 1   4 N d sqrt(k / n) - (2 + 2 k) N d / n elements; Mesh-Attention reaches it at a = sqrt(k n)
         h = n   4 N d (n - 1) / n^2 elements; DeepSpeed-Ulysses reaches it
+    For a pack of documents the bound is for the way it is dealt, whatever the work (PackBlocks.least_moved); what is
+    split by heads inside a chunk is added.
     """
     split = problem.layout.head_parallel
 
@@ -123,7 +126,11 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     else:
         per_row = (1 if kept else 2) * q + payload_bytes("dq_h") / split
         per_column = payload_bytes("dkv_h") / split + (0 if kept else kv)
-    blocks = problem.n * problem.mask.flops_share * split
+    if isinstance(problem.blocks, PackBlocks):
+        tokens = problem.seqlen / problem.n
+        moved = split * problem.blocks.least_moved(per_row / tokens, per_column / tokens) / problem.n
+        return moved + (split - 1) * (per_row + per_column)
+    blocks = problem.n * problem.mask.pairs(problem.seqlen) / problem.seqlen**2 * split
     least, most = max(blocks / problem.n, 1.0), max(min(blocks, problem.n), 1.0)
     rows = min(max(math.sqrt(blocks * per_column / per_row), least), most)
     columns = max(blocks / rows, 1.0)
@@ -149,6 +156,21 @@ def over_blocks(plan: Plan, problem: Problem, by_class: np.ndarray) -> np.ndarra
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:
     """(query, key) pairs that each rank computes per batch entry, summed over heads: (n,)."""
     return over_blocks(plan, problem, np.asarray(problem.blocks.pairs)) * problem.block_heads
+
+
+def work_imbalance(plan: Plan, problem: Problem) -> float:
+    """(query, key) pairs of the rank that computes most over the mean of all."""
+    work = pairs(plan, problem)
+    return float(work.max() / work.mean())
+
+
+def least_imbalance(problem: Problem) -> float:
+    """The least that work_imbalance can be: above 1 only where documents stay whole and one is too long."""
+    blocks = problem.blocks
+    if not isinstance(blocks, PackBlocks) or problem.layout.name != "whole_documents":
+        return 1.0
+    work = blocks.mask.work_of_documents
+    return max(1.0, float(work.max() / work.sum()) * blocks.chunks)
 
 
 def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:

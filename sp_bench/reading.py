@@ -117,6 +117,9 @@ def _plain(info: inspect.Type, value: Any) -> Any:
     if isinstance(value, str) and any(isinstance(member, inspect.IntType) for member in _members(info)):
         number = re.fullmatch(r"(\d+)([km]?)", value.strip().lower())
         return int(number[1]) * _UNITS[number[2]] if number else value
+    if isinstance(value, list):
+        items = [member.item_type for member in _members(info) if isinstance(member, inspect.ListType)]
+        return [_plain(items[0], entry) for entry in value] if items else value
     if not isinstance(value, Mapping):
         return value
     if section := _section(info, value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
@@ -45,8 +47,11 @@ def choose(request: Request) -> Choice:
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
     costs = request.cluster.profile(request.problem)
-    variants = request.method.candidates(request.problem)
-    planned = [_plan(method, request, costs) for method in variants]
+    planned = [
+        _plan(method, problem, request, costs)
+        for problem in _dealings(request.method, request.problem)
+        for method in request.method.candidates(problem)
+    ]
     bounded = sorted((_bound_s(request, choice), i) for i, choice in enumerate(planned))
     memory = request.cluster.device.memory_bytes
     best: Choice | None = None
@@ -57,6 +62,7 @@ def choose(request: Request) -> Choice:
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
         peak = account.peak_bytes(here.plans.values(), here.problem)
         rows[i] = {"variant": here.method.variant(request.problem.n), "tile_a": a, "tile_b": b}
+        rows[i] |= {"layout": here.problem.layout.name}
         rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
         if memory and peak > memory:
             rows[i]["refused"] = "more than the device's memory"
@@ -77,7 +83,7 @@ def choose(request: Request) -> Choice:
     ordered = [rows[i] for i in sorted(rows)]
     if not request.cluster.is_even(best.problem.n):
         best = _simulated(best, request.cluster)
-    return replace(best, candidates=ordered) if len(variants) > 1 else best
+    return replace(best, candidates=ordered) if len(planned) > 1 else best
 
 
 def _simulated(choice: Choice, cluster: Cluster) -> Choice:
@@ -98,8 +104,19 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
     )
 
 
-def _plan(method: Method, request: Request, costs: CostProfile) -> Choice:
-    problem = method.dealt(request.problem)
+def _dealings(method: Method, problem: Problem) -> list[Problem]:
+    """The problem in every way that its documents may be dealt, where that is to be chosen."""
+    if not isinstance(problem.mask, Packed) or method.layout != "auto":
+        return [problem]
+    found = []
+    for name in method.dealings():
+        with suppress(RequestError):  # too few tokens for it
+            found.append(replace(problem, layout=problem.mask.layout(name)))
+    return found
+
+
+def _plan(method: Method, problem: Problem, request: Request, costs: CostProfile) -> Choice:
+    problem = method.dealt(problem)
     return Choice(method, problem, {phase: method.plan(problem, phase, costs) for phase in request.phases}, {}, None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,14 +37,24 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     problem, method = choice.problem, choice.method
     tile_a, tile_b = method.tile_shape(problem.n) or (None, None)
     variant = method.variant(problem.n) or None
-    setup = replace(request.setup(), tile_a=tile_a, tile_b=tile_b, variant=variant, candidates=choice.candidates)
+    setup = replace(
+        request.setup(),
+        layout=problem.layout.name,
+        tile_a=tile_a,
+        tile_b=tile_b,
+        variant=variant,
+        work_imbalance=account.work_imbalance(next(iter(choice.plans.values())), problem),
+        work_imbalance_lower_bound=account.least_imbalance(problem),
+        candidates=choice.candidates,
+    )
     traffic = _traffic(request, choice)
     peak_bytes = account.peak_bytes(choice.plans.values(), problem)
     memory = Memory(
         peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
     )
     found, formula = traffic.comm_bytes_per_gpu, traffic.comm_bytes_expected
-    wrong = f"the plan sends {found} bytes, the closed form says {formula}" if found != formula else ""
+    differ = formula is not None and found != formula
+    wrong = f"the plan sends {found} bytes, the closed form says {formula}" if differ else ""
     return Counted(setup=setup, traffic=traffic, memory=memory, wrong=wrong)
 
 
@@ -56,7 +66,7 @@ def _traffic(request: Request, choice: Choice) -> Traffic:
     return Traffic(
         comm_bytes_per_gpu=plain(sum(volume.total_bytes for volume in volumes.values())),
         comm_bytes_busiest_gpu=sum(volume.max_bytes for volume in volumes.values()),
-        comm_bytes_expected=plain(sum(choice.method.bytes_sent(problem, phase) for phase in request.phases)),
+        comm_bytes_expected=_closed_form(choice, request.phases),
         comm_bytes_lower_bound=sum(
             account.lower_bound_bytes(problem, phase, kept=bool(plan.kept)) for phase, plan in choice.plans.items()
         ),
@@ -64,6 +74,13 @@ def _traffic(request: Request, choice: Choice) -> Traffic:
         comm_bytes_by_lane=by_lane({phase: volume.sent_bytes for phase, volume in volumes.items()}),
         comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
     )
+
+
+def _closed_form(choice: Choice, phases: Iterable[str]) -> float | None:
+    """What the method's formula says that a GPU sends; None for a pack, of which not all is sent."""
+    if not choice.problem.mask.sends_unseen:
+        return None
+    return plain(sum(choice.method.bytes_sent(choice.problem, phase) for phase in phases))
 
 
 def by_lane(sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from sp_bench import methods, records
+from sp_bench.bench.masks import described, identified, mask_of
 from sp_bench.bench.mode import Mode, resolve_mode
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
@@ -20,7 +21,7 @@ from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
-from sp_bench.plan.mask import CAUSAL, FULL, Mask, mask_named
+from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import Method
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
@@ -150,7 +151,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     workload = workload_named(str(config["workload"]))
     if config["phase"] not in workload.phase_choices:
         raise unknown("phase", str(config["phase"]), workload.phase_choices)
-    values, mask = _values(config), mask_of(config)
+    values = _values(config)
+    mask = mask_of(config, values.seqlen, values.seed)
     options = {key: value for key, value in config["method"].items() if key != "name"}
     name = config["method"]["name"]
     method = peers.build(config["impl"], options, mask=mask) if name == peers.METHOD else methods.build(name, options)
@@ -194,7 +196,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
 
 def _problem(config: Mapping[str, Any], values: Values, method: Method | Peer, mask: Mask) -> Problem:
     """The problem in the method's layout. Raises RequestError if the method refuses it."""
-    layout, dtype, wire_dtype = mask.layout(method.layout), str(config["dtype"]), str(config["wire_dtype"] or "")
+    layout, dtype = method.layout_of(mask, values.gpus), str(config["dtype"])
+    wire_dtype = str(config["wire_dtype"] or "")
     shape = {key: getattr(values, key) for key in SHAPE}
     problem = Problem(n=values.gpus, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
     method.refuse(problem)
@@ -235,35 +238,19 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
 
 def _asked(config: Mapping[str, Any]) -> Asked:
     """The request of a config that need not be valid. Raises RequestError if its numbers are invalid."""
-    values, mask, method = _values(config), mask_of(config), config["method"]["name"]
+    values, method = _values(config), config["method"]["name"]
     return Asked(
         workload=str(config["workload"]),
         method=config["impl"] or method if method == peers.METHOD else method,
         gpus=values.gpus,
         **{key: getattr(values, key) for key in SHAPE},
-        mask=mask.name,
-        causal=mask == CAUSAL,
+        **described(mask_of(config, values.seqlen, values.seed)),
         dtype=str(config["dtype"]),
         wire_dtype=str(config["wire_dtype"] or config["dtype"]),
         phase=str(config["phase"]),
         cluster=config["cluster"]["name"],
         config=dict(config),
     )
-
-
-def mask_of(config: Mapping[str, Any]) -> Mask:
-    """The mask of a composed config. Raises RequestError if it is unknown or contradicts `causal`."""
-    mask = mask_named(str(config["mask"]))
-    if config["causal"] is None:
-        return mask
-    short = CAUSAL if read(bool, config["causal"], "causal") else FULL
-    if mask not in (short, CAUSAL):
-        raise RequestError(
-            f"causal={config['causal']}",
-            f"is short for mask={short.name}, beside mask={mask.name}",
-            "one of them would work",
-        )
-    return short
 
 
 def _values(config: Mapping[str, Any]) -> Values:
@@ -284,10 +271,11 @@ def _point_id(
 
     `cores` is that of the cluster; `version` is that of a peer's package.
     """
-    given = {**config, **structs.asdict(_values(config))}
+    values = _values(config)
+    given = {**config, **structs.asdict(values)}
     kept = {key: value for key, value in given.items() if key not in NOT_IN_THE_RESULT}
     kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
-    kept |= {"mask": mask_of(config).name, "causal": None}
+    kept |= identified(mask_of(config, values.seqlen, values.seed))
     if mode == "measure" and launch and len(launch.ranks_by_node) > 1:
         kept["ranks_by_node"] = launch.ranks_by_node
     if mode == "simulate":

@@ -19,8 +19,8 @@ from sp_bench.plan.regions import Region, RegionKind
 class BlockKernel(ABC):
     """Attention of one block of queries to one block of keys, forward and backward.
 
-    A backend implements FULL and CAUSAL on at least one token (`_forward`, `_backward`). STRICT, UPPER, empty blocks and
-    rows that saw no key are handled here, since backends disagree on them.
+    A backend implements FULL and CAUSAL on at least one token (`_forward`, `_backward`). STRICT, UPPER, empty blocks
+    and rows that saw no key are handled here, since backends disagree on them.
     """
 
     name: ClassVar[str]
@@ -51,7 +51,7 @@ class BlockKernel(ABC):
         """
         _square(q, k, mask)
         if mask is RegionKind.UPPER:
-            out, lse = self.forward(*(x.flip(1) for x in (q, k, v)), RegionKind.CAUSAL)
+            out, lse = self.forward(q.flip(1), k.flip(1), v.flip(1), RegionKind.CAUSAL)
             return out.flip(1), lse.flip(2)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
             return self._forward(q, k, v, mask is RegionKind.CAUSAL)
@@ -67,8 +67,8 @@ class BlockKernel(ABC):
         """(dq, dk, dv) of this block, given the *global* out and lse of its rows; shapes and dtypes of q, k, v."""
         _square(q, k, mask)
         if mask is RegionKind.UPPER:
-            tensors = (x.flip(1) for x in (dout, q, k, v, out))
-            dq, dk, dv = self.backward(*tensors, lse.flip(2), RegionKind.CAUSAL)
+            dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
+            dq, dk, dv = self.backward(dout, q, k, v, out, lse.flip(2), RegionKind.CAUSAL)
             return dq.flip(1), dk.flip(1), dv.flip(1)
         if mask is not RegionKind.STRICT and q.shape[1] and k.shape[1]:
             return self._backward(dout, q, k, v, out, _harmless(lse), mask is RegionKind.CAUSAL)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.mask import CAUSAL, Mask
+from sp_bench.plan.layout import Layout
+from sp_bench.plan.mask import CAUSAL, MASKS, Mask
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class Peer(ABC):
         return peer
 
     def __post_init__(self) -> None:
+        if self.mask not in MASKS.values():
+            rule = f"{self.name} is measured with the masks of whole sequences"
+            raise RequestError(f"mask={self.mask.name}", rule, f"one of {', '.join(MASKS)} would work")
         if self.algorithm not in (*self.algorithms, AUTO):
             raise unknown("method.algorithm", str(self.algorithm), [*self.algorithms, AUTO])
         if self.algorithm == AUTO:
@@ -108,6 +112,10 @@ class Peer(ABC):
     def version(self) -> str:
         """The installed version of the package."""
         return importlib.metadata.version(self.distribution)
+
+    def layout_of(self, mask: Mask, n: int) -> Layout:
+        """The layout of the problem that is asked for; `dealt` has the algorithm's own."""
+        return mask.layout(self.layout, n)
 
     def head_parallel(self, problem: Problem) -> int:
         """The head-parallel degree: the number of consecutive ranks that split the heads of a chunk."""

@@ -1,11 +1,11 @@
 """Dealers: how a pack of documents is dealt to chunks, where a layout of the whole sequence would not know of them.
 
-    zigzag_documents   every document is cut into 2n pieces, and chunk i gets pieces i and 2n - 1 - i of each: equal work
-                       by document. The chunks take turns in being the first, so that short documents don't all start on
-                       the same one
-    whole_documents    no document is cut: the longest first, each to the chunk with the least work so far (LPT)
-    blocks             the sequence is cut into equal blocks, which are dealt in turn, those with most work first, to all
-                       chunks and back again (like the PTRR load balancer of PyTorch's context parallelism)
+zigzag_documents   every document is cut into 2n pieces, and chunk i gets pieces i and 2n - 1 - i of each: equal
+                   work by document. The chunks take turns in being the first, so that short documents don't all
+                   start on the same one
+whole_documents    no document is cut: the one with most work first, each to the chunk with the least so far (LPT)
+blocks             the sequence is cut into equal blocks, which are dealt in turn, those with most work first, to
+                   all chunks and back again (like the PTRR load balancer of PyTorch's context parallelism)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sp_bench.plan.layout import DEALERS, Positions, piece
 if TYPE_CHECKING:
     from sp_bench.plan.documents import Packed
 
-BLOCKS_EACH = 8
+BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
 
 
@@ -89,10 +89,11 @@ def _zigzag_documents(mask: Packed, chunks: int) -> list[list[range]]:
 def _whole_documents(mask: Packed, chunks: int) -> list[list[range]]:
     dealt: list[list[range]] = [[] for _ in range(chunks)]
     least = [(0, 0, chunk) for chunk in range(chunks)]
-    for document in sorted(_documents(mask), key=len, reverse=True):
-        work, tokens, chunk = heapq.heappop(least)
-        dealt[chunk].append(document)
-        heapq.heappush(least, (work + _work(mask, document), tokens + len(document), chunk))
+    documents, work = _documents(mask), mask.work_of_documents
+    for index in np.lexsort((-np.array(mask.lengths), -work)):
+        done, tokens, chunk = heapq.heappop(least)
+        dealt[chunk].append(documents[index])
+        heapq.heappush(least, (done + int(work[index]), tokens + len(documents[index]), chunk))
     return dealt
 
 
@@ -101,16 +102,12 @@ def _blocks(mask: Packed, chunks: int) -> list[list[range]]:
     count -= count % chunks if count > chunks else 0
     dealt: list[list[range]] = [[] for _ in range(chunks)]
     blocks = [piece(index, count, mask.seqlen) for index in range(count)]
-    for index, block in enumerate(sorted(blocks, key=lambda block: _work(mask, block), reverse=True)):
+    first, stop = mask.sees(np.arange(mask.seqlen))
+    work = np.add.reduceat(stop - first, [block.start for block in blocks])
+    for index, block in enumerate(np.argsort(-work, kind="stable")):
         turn, place = divmod(index, chunks)
-        dealt[chunks - 1 - place if turn % 2 else place].append(block)
+        dealt[chunks - 1 - place if turn % 2 else place].append(blocks[block])
     return dealt
-
-
-def _work(mask: Packed, positions: range) -> int:
-    """(query, key) pairs of the queries at these positions."""
-    first, stop = mask.sees(np.arange(positions.start, positions.stop))
-    return int((stop - first).sum())
 
 
 _DEALERS: dict[str, Callable[[Packed, int], list[list[range]]]] = dict(

@@ -17,7 +17,7 @@ from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Bundle, Chunk, F
 from sp_bench.plan.problem import Problem, is_partial
 
 Demand = Mapping[int, np.ndarray]
-"""{operation: on which ranks it has something to receive or to fold, (n,)}. Operations that always have are left out."""
+"""{operation: on which ranks it has something to receive or to fold, (n,)}. Others have it on all ranks."""
 
 ALL: Demand = MappingProxyType({})
 _CACHE: WeakKeyDictionary[Plan, dict[Problem, Demand]] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
@@ -55,7 +55,7 @@ class Packed(Mask):
                     "a whole number of at least 1 would work",
                 )
         if not self.lengths:
-            raise RequestError("a pack of no documents", "a pack has at least one document", "lengths=[1024] would work")
+            raise RequestError("a pack of no documents", "a pack has at least one", "lengths=[1024] would work")
 
     @cached_property
     def _hash(self) -> int:
@@ -100,7 +100,7 @@ class Packed(Mask):
         return regions_between(np.searchsorted(keys, first), np.searchsorted(keys, stop))
 
     def blocks(self, layout: Layout, n: int, seqlen: int) -> PackBlocks:
-        return PackBlocks(self, layout, n, seqlen)
+        return _blocks(self, layout, n, seqlen)
 
     def pairs(self, seqlen: int) -> float:
         """(query, key) pairs that MFU counts: those that are seen, or by convention half a causal document's square."""
@@ -110,18 +110,24 @@ class Packed(Mask):
         squares = float(sum(length**2 for length in self.lengths))
         return squares / 2 if self.causal else squares
 
+    @cached_property
+    def work_of_documents(self) -> np.ndarray:
+        """(query, key) pairs of each document: (documents,)."""
+        first, stop = self.sees(np.arange(self.seqlen))
+        return np.add.reduceat(stop - first, self.edges[:-1])
+
     def refuse(self, seqlen: int) -> None:
         """Raise RequestError unless the documents fill the sequence."""
         if self.seqlen != seqlen:
             shown = ", ".join(map(str, self.lengths[:MOST_SHOWN])) + (", ..." if len(self.lengths) > MOST_SHOWN else "")
             raise RequestError(
                 f"seqlen={seqlen}",
-                f"the {len(self.lengths)} documents ({shown}) have {self.seqlen} tokens together, and fill the sequence",
+                f"the {len(self.lengths)} documents ({shown}) fill it, and have {self.seqlen} tokens together",
                 f"seqlen={self.seqlen}, or other documents, would work",
             )
 
     def scaled(self, seqlen: int) -> Packed:
-        """The same documents and window, in proportion, in a sequence of another length; what gets no token is left out."""
+        """The same documents and window, in proportion, in a shorter sequence; what gets no token is left out."""
         edges = np.unique(np.round(self.edges * (seqlen / self.seqlen)).astype(int))
         share = [None if x is None else round(x * seqlen / self.seqlen) for x in (self.left, self.right)]
         return type(self)(tuple(np.diff(edges).tolist()), self.causal, *share)
@@ -133,7 +139,7 @@ class Packed(Mask):
         """
         among = [*(among or (*LAYOUTS, *DEALERS))]
         if name == "auto":
-            found = {each: PackBlocks(self, self.layout(each), n, self.seqlen) for each in among}
+            found = {each: self.blocks(self.layout(each), n, self.seqlen) for each in among}
             enough = max(EVEN_ENOUGH, min(blocks.imbalance for blocks in found.values()))
             even = [each for each in among if found[each].imbalance <= enough]
             name = min(even, key=lambda each: found[each].remote_tokens)
@@ -213,15 +219,22 @@ class PackBlocks(Blocks):
     def pairs(self) -> np.ndarray:
         return pair_counts(self.owner, self.chunks, *self.mask.sees(np.arange(self.seqlen))).ravel()
 
-    narrows, skips_queries = True, False
-    """Most blocks compute a part of their rows; all rows of a chunk travel together."""
+    @property
+    def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True: most blocks compute a part of their rows."""
+        return True
+
+    @property
+    def skips_queries(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """False: all rows of a chunk travel together."""
+        return False
 
     @cached_property
     def tokens_of_documents(self) -> np.ndarray:
         """Tokens of each document in each chunk: (documents, chunks)."""
-        documents = len(self.mask.lengths)
-        document = np.repeat(np.arange(documents), self.mask.lengths)
-        return np.bincount(document * self.chunks + self.owner, minlength=documents * self.chunks).reshape(documents, -1)
+        documents = np.arange(len(self.mask.lengths))
+        cell = np.repeat(documents, self.mask.lengths) * self.chunks + self.owner
+        return np.bincount(cell, minlength=documents.size * self.chunks).reshape(documents.size, -1)
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -241,10 +254,48 @@ class PackBlocks(Blocks):
     @property
     def remote_tokens(self) -> int:
         """Keys that chunks see in other chunks, a whole chunk of keys for each pair of chunks that has any."""
-        tokens = np.broadcast_to(self.layout.chunk_tokens(np.arange(self.chunks), self.chunks, self.seqlen), self.chunks)
+        tokens = self.layout.chunk_tokens(np.arange(self.chunks), self.chunks, self.seqlen)
         seen = self.pairs.reshape(self.chunks, self.chunks) > 0
         np.fill_diagonal(seen, False)
         return int((seen * tokens).sum())
+
+    def least_moved(self, per_query: float, per_key: float) -> float:
+        """The least that any method moves between chunks, of so much for a query and for a key, all chunks together.
+
+        A pair of a query of one chunk and a key of another is computed somewhere. Then the key has come to the query's
+        chunk, or the query has left it and its result came back. What it costs at least is a vertex cover of least
+        weight of a chunk's queries and the others' keys that they see. In a document later queries see more, so that
+        the cover is all keys up to one query and all queries behind it. With a window, only the keys between two runs
+        of a chunk are counted, with the queries of the second.
+        """
+        return sum(self._least_moved_to(chunk, per_query, per_key) for chunk in range(self.chunks))
+
+    def _least_moved_to(self, chunk: int, per_query: float, per_key: float) -> float:
+        queries = _flat(self._positions(chunk))
+        if not queries.size:
+            return 0.0
+        first, stop = self.mask.sees(queries)
+        if self.mask.windowed:
+            of = np.append(0, np.cumsum(np.diff(queries) > 1))  # the run of each query
+            before = np.append(0, queries[:-1] + 1)[np.flatnonzero(np.diff(of, prepend=-1))]
+            start = queries[np.flatnonzero(np.diff(of, prepend=-1))]
+            keys = np.maximum(start[of] - np.maximum(first, before[of]), 0)
+            order = np.lexsort((keys, of))
+            of, keys = of[order], keys[order]
+        else:
+            of = np.searchsorted(self.mask.edges, queries, side="right") - 1
+            keys = (stop - first) - (np.searchsorted(queries, stop) - np.searchsorted(queries, first))
+        groups = np.flatnonzero(np.diff(of, prepend=-1))
+        sizes = np.diff(np.append(groups, queries.size))
+        behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
+        kept = np.minimum.reduceat(per_key * keys + per_query * behind, groups)
+        return float(np.minimum(kept, per_query * sizes).sum())
+
+
+@lru_cache(maxsize=32)
+def _blocks(mask: Packed, layout: Layout, n: int, seqlen: int) -> PackBlocks:
+    # Counting pairs takes long, and a method's variants deal alike.
+    return PackBlocks(mask, layout, n, seqlen)
 
 
 def _flat(positions: Positions) -> np.ndarray:

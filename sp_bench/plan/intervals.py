@@ -12,6 +12,9 @@ import numpy as np
 
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
+RUNS_AT_ONCE = 512
+"""Few enough that counts by chunk stay in a cache."""
+
 
 def regions_between(first: np.ndarray, stop: np.ndarray) -> Regions:
     """The regions of a block in which query x sees the keys first[x] <= y < stop[x], as indices in their chunks.
@@ -102,12 +105,16 @@ def _keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray
         by_rest = np.bincount(owner * chunks + rest, minlength=chunks**2).reshape(chunks, chunks)
         return (whole + by_rest.sum(axis=1, keepdims=True) - by_rest.cumsum(axis=1)).astype(np.int64)
     starts = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    runs, lengths = starts.size, np.diff(np.append(starts, seqlen))
-    run = np.searchsorted(starts, limit, side="right") - 1
-    cell = owner * runs + run
-    ending = np.bincount(cell, minlength=chunks * runs).reshape(chunks, runs)
-    inside = np.bincount(cell, weights=limit - starts[run], minlength=chunks * runs).reshape(chunks, runs)
-    beyond = ending.sum(axis=1, keepdims=True) - ending.cumsum(axis=1)
-    found = np.zeros((chunks, chunks))
-    np.add.at(found.T, owner[starts], (beyond * lengths + inside).T)
+    lengths, run = np.diff(np.append(starts, seqlen)), np.searchsorted(starts, limit, side="right") - 1
+    found, left = np.zeros((chunks, chunks)), np.bincount(owner, minlength=chunks)[:, None]
+    # Limits don't fall, so that those in some neighbouring runs are of neighbouring positions.
+    for low in range(0, starts.size, RUNS_AT_ONCE):
+        high = min(low + RUNS_AT_ONCE, starts.size)
+        here = slice(*np.searchsorted(run, (low, high)))
+        cell, shape = owner[here] * (high - low) + run[here] - low, (chunks, high - low)
+        ending = np.bincount(cell, minlength=chunks * (high - low)).reshape(shape)
+        inside = np.bincount(cell, limit[here] - starts[run[here]], chunks * (high - low)).reshape(shape)
+        beyond = left - ending.cumsum(axis=1)
+        np.add.at(found.T, owner[starts[low:high]], (beyond * lengths[low:high] + inside).T)
+        left = beyond[:, -1:]
     return found.astype(np.int64)

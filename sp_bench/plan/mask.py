@@ -82,7 +82,8 @@ class WholeMask(Mask):
         name = self.balanced_layout if name == "auto" else name
         if name in DEALERS:
             rule = f"deals documents, and mask={self.name} has none"
-            raise RequestError(f"method.layout={name}", rule, f"one of {', '.join(LAYOUTS)}, or mask=document, would work")
+            would_work = f"one of {', '.join(LAYOUTS)}, or mask=document, would work"
+            raise RequestError(f"method.layout={name}", rule, would_work)
         if name not in LAYOUTS:
             raise unknown("method.layout", name, [*LAYOUTS, "auto"])
         return LAYOUTS[name]
@@ -186,7 +187,7 @@ def _merged(regions: Regions) -> Regions:
 
 FULL, CAUSAL = Full(), Causal()
 MASKS: Mapping[str, WholeMask] = {mask.name: mask for mask in (FULL, CAUSAL)}
-"""The masks of a whole sequence by name. Those of documents and windows are made of numbers: sp_bench.plan.documents."""
+"""The masks of a whole sequence by name. Those of documents and windows have numbers: sp_bench.plan.documents."""
 
 
 def mask_named(name: str) -> Mask:

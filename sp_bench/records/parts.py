@@ -24,7 +24,13 @@ class Asked:
     mask: str = ""
     """The name of the attention mask. Files without it get causal or full, by `causal`."""
     causal: bool
-    """Whether the mask is the causal one."""
+    """Whether a query sees keys up to its own position only; in a pack, inside each document."""
+    documents: int | None = None
+    """The number of packed documents."""
+    longest_document: int | None = None
+    """Tokens of the longest document."""
+    window: list[int | None] | None = None
+    """How many keys before and behind its own position a query sees; None for no limit."""
     dtype: str
     wire_dtype: str
     phase: str
@@ -52,6 +58,10 @@ class Setup:
     device_name: str | None = None
     alone_ranks: list[int] | None = None
     """With mode=alone: the ranks that were executed, each without its peers, receiving copies of what it sent."""
+    work_imbalance: float | None = None
+    """(query, key) pairs of the rank that computes most over the mean of all, from the first phase's plan."""
+    work_imbalance_lower_bound: float | None = None
+    """The least possible work_imbalance: above 1 only where documents are dealt whole."""
     candidates: list[dict[str, Any]] | None = None
     """If an option was auto: every variant with its simulated time, or a lower bound on it."""
 
@@ -96,7 +106,7 @@ class Traffic:
     comm_bytes_busiest_gpu: int | None = None
     """The bytes of the GPU that sends most."""
     comm_bytes_expected: float | None = None
-    """The value of the method's closed form."""
+    """The value of the method's closed form; None with packed documents, which have none."""
     comm_bytes_lower_bound: float | None = None
     """The fewest payload bytes any method with the same head split can send (account.lower_bound_bytes)."""
     comm_bytes_statistics: float | None = None

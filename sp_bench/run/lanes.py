@@ -157,7 +157,7 @@ class Lanes:
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
     def _absent(self, op: Transfer, holdings: Holdings) -> Tensors | None:
-        """Forget the chunk that a transfer would have brought. Returns the sent partial if it was dropped, else None."""
+        """Forget the chunk that a transfer doesn't bring. Returns the sent partial if it was dropped, else None."""
         assert op.send is not None
         assert op.recv is not None
         holdings.drop(op.recv)

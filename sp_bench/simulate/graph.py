@@ -19,8 +19,9 @@ from sp_bench.cluster.emulation import Carried, Message
 from sp_bench.errors import RequestError
 from sp_bench.lower import Lowering, Waits, lower
 from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import BLOCKS, AllToAll, Attend, AttendBackward, Fold, Op, Place, Plan, Transfer
+from sp_bench.plan.ops import BLOCKS, AllToAll, Attend, AttendBackward, Fold, Op, Pass, Place, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Problem, is_partial
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate.flows import TaskGraph, Timing
@@ -134,12 +135,13 @@ class _Builder:
         self.case_s = cluster.device.block_s(problem, plan.phase)
         # A plan has thousands of operations, of few kinds.
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
+        self.wanted = demand(plan, problem)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
         noisy = cluster.stragglers.jitter > 0 or not cluster.is_even(problem.n)
         moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
-        for op in plan.ops if moves else ():
-            moves = that_leave(moves, self._costs(op))
+        for index, op in plan if moves else ():
+            moves = that_leave(moves, self._costs(index, op))
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
@@ -192,15 +194,17 @@ class _Builder:
                 "fewer GPUs, or a method with fewer steps, would work",
             )
 
-    def _costs(self, op: Op) -> list[np.ndarray]:
+    def _costs(self, index: int, op: Op) -> list[np.ndarray]:
         """What an operation costs that may differ by rank: [(n,), ...]."""
         if isinstance(op, Attend | AttendBackward):
             return [self.block_s(op.q.place, op.kv.place)]
         if isinstance(op, Transfer):
             everyone = np.arange(self.problem.n)
-            sizes = [sum(sizes.values()) for sizes in messages(op, self.problem, everyone)]
-            return [size for size in (*sizes, self._staged_s(op, everyone)) if isinstance(size, np.ndarray)]
-        return []
+            wanted = self.wanted.get(index)
+            sizes = [sum(sizes.values()) for sizes in messages(op, self.problem, everyone, wanted)]
+            costs = (*sizes, self._staged_s(op, everyone), wanted)
+            return [cost for cost in costs if isinstance(cost, np.ndarray)]
+        return [self.wanted[index]] if index in self.wanted else []
 
     def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
         seconds = np.zeros(self.ranks.size)
@@ -230,7 +234,7 @@ class _Builder:
     def _op_s(self, index: int, op: Op) -> np.ndarray | float:
         """What a block or a fold costs."""
         if isinstance(op, Fold):
-            return self.device.fold_s(self.problem, op.into.tensor, arriving=True)
+            return self.device.fold_s(self.problem, op.into.tensor, arriving=True) * self._wants(index)
         if not isinstance(op, Attend | AttendBackward):
             return 0.0
         block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
@@ -238,6 +242,10 @@ class _Builder:
             self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk not in self.unsummed) for chunk in op.writes
         )
         return block_s + (block_s > 0) * folds_s
+
+    def _wants(self, index: int) -> np.ndarray | float:
+        """Whether each simulated rank has something to receive or to fold in an operation: (q,), or 1 for all."""
+        return self.wanted[index][self.ranks] if index in self.wanted else 1.0
 
     def _block_s(self, q: Place, kv: Place) -> np.ndarray:
         """What the block of two chunks takes on each rank: (n,)."""
@@ -257,7 +265,8 @@ class _Builder:
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
         path = self._path(*peers(op)[0])  # which is that of the one before, too
-        (sizes,), (carried,) = messages(previous, self.problem, self.ranks), self.carried[before]
+        (sizes,) = messages(previous, self.problem, self.ranks, self.wanted.get(before))
+        (carried,) = self.carried[before]
         whole = sum(sizes.values())
         rest_s = np.minimum(whole - next(iter(sizes.values())), whole - carried.later_bytes) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
@@ -283,26 +292,35 @@ class _Builder:
         expecting = before
         if posted := self.lowering.preposted.get(index):
             expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]
-        staged_s = self._staged_s(op, self.ranks)
         tasks, arrived = [], []
         paths = [self._path(*pair) for pair in peers(op)]
-        sizes = messages(op, self.problem, self.ranks)
+        sends, receives = self._moves(index, op)
+        staged_s = self._staged_s(op, self.ranks) * sends
+        sizes = messages(op, self.problem, self.ranks, self.wanted.get(index))
         each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
         self.carried[index] = self.effects.carried(each)
         for path, message, carried in zip(paths, each, self.carried[index], strict=True):
             # The lane casts or packs what it sends before it posts it.
-            latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0)
-            deps = [*before, *(ended[path.target] for ended in expecting), *begun]
+            latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
+            posted_there = (np.where(sends, ended[path.target], ended) for ended in expecting)
+            deps = [*before, *posted_there, *begun]
             over = self._over_cores(path, carried)
             sent = message.bytes - carried.later_bytes
             tasks.append(self.rows.add(latency_s + staged_s, deps, sent, over, carried.weight))
             if np.any(carried.later_bytes):
                 self.later.append(([tasks[-1]], carried.later_bytes, over))
-            arrived.append(tasks[-1][path.source])
+            arrived.append(np.where(receives, tasks[-1][path.source], tasks[-1]))
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(self.lowering.packed_bytes(op)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
+
+    def _moves(self, index: int, op: Transfer) -> tuple[np.ndarray | bool, np.ndarray | bool]:
+        """Whether each simulated rank sends in a transfer, and whether it receives: (q,) each, or True for all."""
+        if index not in self.wanted:
+            return True, True
+        assert isinstance(op, Pass)
+        return self.wanted[index][op.target(self.ranks)], self.wanted[index][self.ranks]
 
     def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""

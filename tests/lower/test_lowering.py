@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -113,7 +114,8 @@ def test_unsummed_is_what_one_operation_makes_all_of(planned: Planned) -> None:
 def test_layouts_that_narrow() -> None:
     """But for one rank, which has but one chunk."""
     assert not any(small_problem(1, name).blocks.narrows for name in LAYOUTS)
-    narrows = {(name, causal): small_problem(2, name, causal=causal).blocks.narrows for name in LAYOUTS for causal in (0, 1)}
+    cases = itertools.product(LAYOUTS, (0, 1))
+    narrows = {(name, causal): small_problem(2, name, causal=causal).blocks.narrows for name, causal in cases}
     assert {case for case, narrowed in narrows.items() if narrowed} == {("striped", 1), ("zigzag", 1)}
 
 

@@ -121,7 +121,7 @@ def test_chunked() -> None:
         ((4, 0), "document 1 has length 0: a document has at least one token"),
         ((-3,), "document 0 has length -3"),
         ((), "a pack of no documents"),
-        ((5, 6), "seqlen=12: the 2 documents .5, 6. have 11 tokens together.*seqlen=11"),
+        ((5, 6), "seqlen=12: the 2 documents .5, 6. fill it, and have 11 tokens together.*seqlen=11"),
     ],
 )
 def test_packs_that_make_no_sense(lengths: tuple[int, ...], message: str) -> None:

@@ -1,0 +1,148 @@
+"""Packs: the document lengths of mask=document, from a list, a file, or a distribution drawn by a seed (conf/data).
+
+Lengths that are drawn are cut to fill the sequence; those that are given must fill it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import numpy as np
+from msgspec import Meta
+
+from sp_bench.errors import RequestError
+from sp_bench.plan.documents import Documents
+from sp_bench.reading import Positive, Section, Tokens, read
+
+Share = Annotated[float, Meta(gt=0, le=1, examples=[0.25])]
+Given = Annotated[
+    list[Tokens], Meta(description="a list of lengths, whole numbers of at least 1", examples=["[8k,1000,192]"])
+]
+MOST_DOCUMENTS = 1_000_000
+
+
+class Data(Section, frozen=True, kw_only=True, tag_field="kind", tag="none"):
+    """No documents."""
+
+    def lengths_in(self, seqlen: int, seed: int) -> list[int]:
+        """The tokens of each document in a sequence. Raises RequestError where there are none."""
+        raise RequestError(
+            "data=none", "mask=document needs documents", "data=magi_attention, or data=lengths with them, would work"
+        )
+
+
+class Lengths(Data, frozen=True, kw_only=True, tag="lengths"):
+    """Documents of given lengths."""
+
+    lengths: Given
+
+    def lengths_in(self, seqlen: int, seed: int) -> list[int]:
+        return self.lengths
+
+
+class File(Data, frozen=True, kw_only=True, tag="file"):
+    """Documents whose lengths stand in a text file."""
+
+    path: str
+
+    def lengths_in(self, seqlen: int, seed: int) -> list[int]:
+        try:
+            words = re.split(r"[\s,]+", Path(self.path).read_text().strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"data.path={self.path}", f"can't be read: {error}", "a text file would work") from None
+        return read(Given, words, f"data.path={self.path}")
+
+
+class Equal(Data, frozen=True, kw_only=True, tag="equal"):
+    """Documents of equal length."""
+
+    tokens: Tokens
+
+    def lengths_in(self, seqlen: int, seed: int) -> list[int]:
+        whole, rest = divmod(seqlen, self.tokens)
+        return [self.tokens] * whole + [rest] * (rest > 0)
+
+
+class Drawn(Data, frozen=True, kw_only=True):
+    """Documents drawn from a distribution until they fill the sequence; the last one is cut."""
+
+    longest: Share = 1.0
+    """The longest document, as a share of the sequence; longer ones are cut into several."""
+
+    @abstractmethod
+    def draw(self, source: np.random.Generator) -> np.ndarray:
+        """Some lengths: (documents,), whole numbers of at least 1."""
+
+    def lengths_in(self, seqlen: int, seed: int) -> list[int]:
+        source, most, left = np.random.default_rng(seed), max(1, math.floor(self.longest * seqlen)), seqlen
+        found: list[int] = []
+        while True:
+            for length in self.draw(source):
+                for part in _cut(min(int(length), left), most):
+                    found.append(part)
+                    left -= part
+                if not left:
+                    return found
+
+
+class Lognormal(Drawn, frozen=True, kw_only=True, tag="lognormal"):
+    """Lengths whose logarithm is normal."""
+
+    median: Tokens
+    sigma: Positive
+
+    def draw(self, source: np.random.Generator) -> np.ndarray:
+        return np.ceil(np.minimum(source.lognormal(math.log(self.median), self.sigma, 1024), 2.0**40))
+
+
+class Histogram(Drawn, frozen=True, kw_only=True, tag="histogram"):
+    """Lengths by a histogram: {the longest document of a bin: documents in it}, equally likely inside a bin."""
+
+    bins: Annotated[dict[int, Positive], Meta(min_length=1, examples=["{1024: 3, 4096: 1}"])]
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a bin that ends below 1."""
+        if min(self.bins) < 1:
+            raise RequestError(f"bins.{min(self.bins)}", "a bin ends at a length of at least 1", "bins.1 would work")
+
+    def draw(self, source: np.random.Generator) -> np.ndarray:
+        ends = np.array(sorted(self.bins))
+        counts = np.array([self.bins[end] for end in ends])
+        which = source.choice(len(ends), 1024, p=counts / counts.sum())
+        return source.integers(np.append(0, ends)[which], ends[which]) + 1
+
+
+Kind = Lengths | File | Equal | Lognormal | Histogram | Data
+
+
+def lengths_of(data: Mapping[str, Any], seqlen: int, seed: int) -> tuple[int, ...]:
+    """The tokens of each document of a section `data`. Raises RequestError for values that make no sense."""
+    found = cast(Data, read(Kind, data, "data")).lengths_in(seqlen, seed)
+    if len(found) > MOST_DOCUMENTS:
+        raise RequestError(
+            f"data of {len(found):,} documents", f"at most {MOST_DOCUMENTS:,} are packed", "longer ones would work"
+        )
+    return tuple(found)
+
+
+def documents(
+    lengths: Sequence[int], *, causal: bool = True, window: tuple[int | None, int | None] = (None, None)
+) -> Documents:
+    """A mask for SequenceParallelAttention: packed documents of these lengths, which together fill the sequence.
+
+    `window` is (left, right), how many keys before and behind its own position a query sees; None for no limit.
+    Raises RequestError for a length below 1.
+    """
+    return Documents(tuple(lengths), causal, *window)
+
+
+def _cut(length: int, most: int) -> Iterator[int]:
+    """A document's length in parts of at most `most`."""
+    while length > 0:
+        yield min(length, most)
+        length -= most
