@@ -187,8 +187,7 @@ def _rates(bench: Bench, kernel: BlockKernel, mask: RegionKind, tokens: int) -> 
     batch = max(bench.total_tokens // tokens, 1)
     q, k, v, dout = (bench.random(tokens, batch=batch, seed=seed) for seed in range(4))
     out, lse = kernel.forward(q, k, v, mask)
-    strict = tokens * (tokens - 1) / 2
-    pairs = {RegionKind.FULL: tokens**2, RegionKind.CAUSAL: tokens**2 / 2, RegionKind.STRICT: strict}[mask]
+    pairs = {RegionKind.FULL: tokens**2, RegionKind.STRICT: tokens * (tokens - 1) / 2}.get(mask, tokens**2 / 2)
     row = {"kernel": kernel.name, "mask": mask.value, "tokens": str(tokens), "batch": str(batch)}
     calls = partial(kernel.forward, q, k, v, mask), partial(kernel.backward, dout, q, k, v, out, lse, mask)
     for phase, call in zip(PHASES, calls, strict=True):

@@ -89,10 +89,10 @@ class Packed(Mask):
         return first, stop if ahead is None else np.minimum(stop, positions + ahead + 1)
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
-        starts, ends = [part[0].start for part in (q, kv) if part], [part[-1][-1] for part in (q, kv) if part]
-        if len(starts) < 2:
+        if not (any(q) and any(kv)):
             return ()
-        documents = np.searchsorted(self.edges, [min(starts), max(ends)], side="right")
+        low, high = min(q[0].start, kv[0].start), max(q[-1][-1], kv[-1][-1])
+        documents = np.searchsorted(self.edges, [low, high], side="right")
         if documents[0] == documents[1] and not self.windowed:
             return (CAUSAL if self.causal else FULL).regions(q, kv)
         first, stop = self.sees(_flat(q))

@@ -17,7 +17,7 @@ from sp_bench.resources import PACKAGE
 
 SIMULATED_CODE = (
     *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "bench"),
-    *("account.py", "check.py"),
+    *("account.py", "check.py", "packing.py"),
 )
 """Folders and files of the package that compute a simulated point."""
 MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run")

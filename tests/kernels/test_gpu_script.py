@@ -45,7 +45,7 @@ def test_every_kernel_is_there_or_said_why_not(text: str) -> None:
 def test_errors_are_those_of_bf16(text: str) -> None:
     rows = cells(text, "Errors against fp64")
     assert [(row["mask"], row["heads/kv"]) for row in rows] == [
-        (mask, heads) for mask in ("full", "causal", "strict") for heads in ("4/4", "4/2")
+        (mask, heads) for mask in ("full", "causal", "strict", "upper") for heads in ("4/4", "4/2")
     ]
     for row in rows:
         assert all(0 < float(row[name]) < 1e-2 for name in ("out", "dq", "dk", "dv")) and float(row["lse"]) < 1e-3
@@ -65,18 +65,18 @@ def test_a_wrong_kernel_fails(spoilt: str, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setitem(BENCHES, "cpu", replace(TINY, error_tokens=(5, 16)))
     assert main(["device=cpu"]) == 1
     text = capsys.readouterr().out
-    for mask in ("full", "causal", "strict"):
+    for mask in ("full", "causal", "strict", "upper"):
         (said,) = re.findall(rf"- aten_cpu, {mask}, 2: ArithmeticError: (.*)", text)
         together, one_size = ("inf", "inf") if spoilt == "dv" else (r"5\.\de-01", r"(1\.0e\+00|9\.9e-01)")
         limits = rf"{spoilt} is off by {together} \(at most 1e-02\), {spoilt} is off by {one_size} \(at most 4e-02\)"
         assert re.fullmatch(limits, said)
     assert "| aten_cpu |" not in text.split("## Errors against fp64")[1].split("##")[0]
-    assert len(cells(text, "Rates, TFLOP/s")) == 3
+    assert len(cells(text, "Rates, TFLOP/s")) == 4
 
 
 def test_rates_and_efficiency(text: str) -> None:
-    full, causal, strict = cells(text, "Rates, TFLOP/s")
-    for row in (full, causal, strict):
+    full, causal, strict, upper = cells(text, "Rates, TFLOP/s")
+    for row in (full, causal, strict, upper):
         assert (row["tokens"], row["batch"]) == ("16", "2")
         assert all(float(row[phase]) > 0 and row[f"published {phase}"] == "" for phase in PHASES)
     (row,) = cells(text, "Blocks and folds of a rank")

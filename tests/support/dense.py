@@ -63,9 +63,12 @@ def attention(block: Block, mask: RegionKind) -> Answers:
     scores_BHST = torch.einsum("bshd,bthd->bhst", q, k_BSHD) / math.sqrt(q.shape[3])
     query, key = (torch.arange(x.shape[1], device=x.device) for x in (q, k))
     query, key = query[:, None], key[None, :]
-    hidden = {RegionKind.FULL: key < 0, RegionKind.CAUSAL: key > query, RegionKind.STRICT: key >= query}[mask].expand(
-        scores_BHST.shape
-    )
+    hidden = {
+        RegionKind.FULL: key < 0,
+        RegionKind.CAUSAL: key > query,
+        RegionKind.STRICT: key >= query,
+        RegionKind.UPPER: key < query,
+    }[mask].expand(scores_BHST.shape)
     weights = scores_BHST.exp().masked_fill(hidden, 0)
     total_BHS = weights.sum(dim=3)
     shares = weights / total_BHS.clamp(min=1e-300)[..., None]
