@@ -64,6 +64,9 @@ class Packed(Mask):
     def __hash__(self) -> int:  # of thousands of lengths, again and again
         return self._hash
 
+    def __reduce__(self):  # hashes differ from process to process
+        return type(self), (self.lengths, self.causal, self.left, self.right)
+
     @cached_property
     def edges(self) -> np.ndarray:
         """Where each document starts, and the end of the last one: (documents + 1,)."""

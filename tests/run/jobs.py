@@ -41,6 +41,15 @@ def find_differences(cases: Sequence[Case]) -> dict[Case, tuple[Difference, ...]
     return found
 
 
+def results(cases: Sequence[Case]) -> dict[Case, Results]:
+    """For each case, this rank's out, dq, dk and dv."""
+    found = {}
+    for case in cases:
+        if (group := group_of(case.n, case)) is not None:
+            found[case] = attend(case.attention(group), case.inputs(case.seqlen))
+    return found
+
+
 def find_sent(cases: Sequence[Case]) -> dict[Case, tuple[dict, dict]]:
     """For each case, the bytes that this rank had sent after the forward and after the backward."""
     found = {}
