@@ -1,4 +1,4 @@
-"""What the study of choosing must show, on a few of its points, and its search for where a claim stops."""
+"""The study of choosing on a few of its points, and its search for the range of a claim."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from sp_bench.account import lower_bound_bytes
 from sp_bench.analysis import notebooks
 from sp_bench.analysis.number import Number, formula
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Text
 from sp_bench.analysis.studies import choosing_grid, choosing_limits, choosing_maps, choosing_tiles
 from sp_bench.analysis.studies.choosing_grid import METHODS, SPLIT_HEADS, TIE, best, grid, leanest, payload_over_bound
 from sp_bench.analysis.studies.choosing_limits import GAIN, Ladder
-from sp_bench.analysis.table import Table
 from sp_bench.plan import Problem
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL
+from tests.support.sections import table_of, words_of
 
 CLUSTERS, SEQLENS, GPUS = ("h100_ndr400",), ("128k", "512k"), (8, 64)
 KEYS = tuple((cluster, 32, seqlen, gpus) for cluster in CLUSTERS for seqlen in SEQLENS for gpus in GPUS)
@@ -34,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the grid."""
+    """Make the study use a part of its grid."""
     for module in (choosing_grid, choosing_maps, choosing_tiles):
         for name, value in {
             "KEYS": KEYS,
@@ -52,10 +51,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.exhaustive
 def test_points_that_cannot_be_served_are_rows(runs: Runs) -> None:
     section = choosing_maps.points(runs)
-    (table,) = (part for part in section.parts if isinstance(part, Table))
+    table = table_of(section)
     assert {(row[3], row[4], row[5]) for row in table.rows} == {(64, "ulysses", "unsupported")}
     assert all("heads=32" in str(row[6]) for row in table.rows)
-    assert f"{len(KEYS) * len(METHODS)} points" in str(section.parts[0])
+    assert f"{len(KEYS) * len(METHODS)} points" in words_of(section)
 
 
 def test_the_best_is_the_fastest_and_the_second_another_plan(runs: Runs) -> None:
@@ -102,9 +101,7 @@ def test_payload_over_the_bound(runs: Runs) -> None:
 
 
 def test_tiles_say_which_time_is_a_bound(runs: Runs) -> None:
-    section = choosing_tiles.tiles(runs)
-    (table,) = (part for part in section.parts if isinstance(part, Table))
-    for row in table.rows:
+    for row in table_of(choosing_tiles.tiles(runs)).rows:
         assert row[8] in ("simulated", "a bound") and row[9].value >= (1 if row[8] == "simulated" else 0)  # type: ignore[union-attr]
         assert row[5] == "8x8"  # sqrt(64)
 
@@ -112,7 +109,7 @@ def test_tiles_say_which_time_is_a_bound(runs: Runs) -> None:
 def test_all_sections_render(runs: Runs) -> None:
     made = [choosing_maps.maps, choosing_maps.maps_whole_heads, choosing_tiles.memory, choosing_tiles.volume]
     for section in (make(runs) for make in made):
-        assert "{" not in "".join(str(part) for part in section.parts if isinstance(part, Text))
+        assert "{" not in words_of(section)
         assert section.sources and section.to_html()
 
 
@@ -158,7 +155,7 @@ def test_claims_stop_where_records_say(runs: Runs, monkeypatch: pytest.MonkeyPat
 
 
 def test_notebook_shows_all_sections_and_its_last_cells_run(runs: Runs, tmp_path: Path) -> None:
-    """The maps take minutes from nothing: here run its first cell and those to play with."""
+    """The maps take minutes without records, so only the first cell and the last ones are run."""
     notebook = jupytext.read(notebooks.HERE / "choosing.py")
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     shown = {line.split(".")[1].split("(")[0] for line in code if line.startswith("choosing.")}

@@ -1,4 +1,4 @@
-"""Two sets of records: which points are compared, and what is said of them."""
+"""Comparisons of two sets of records: the pairs of points, their ratios and their verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame of the analyses: numbers keep their sources through tables, figures, texts and the report."""
+"""Numbers keep their sources in tables, figures, texts and the report."""
 
 from __future__ import annotations
 
@@ -14,8 +14,32 @@ import pytest
 
 from sp_bench import methods
 from sp_bench.analysis import report
-from sp_bench.analysis.figure import METHOD_ORDER, Figure, colours, labelled, markers, new_figure, sources
-from sp_bench.analysis.number import Number, command, derived, formula, of_paper, of_record
+from sp_bench.analysis.figure import (
+    METHOD_ORDER,
+    Figure,
+    Panels,
+    colours,
+    labelled,
+    log2_ticks,
+    markers,
+    new_figure,
+    sources,
+)
+from sp_bench.analysis.number import (
+    Number,
+    command,
+    count,
+    derived,
+    formula,
+    least,
+    mean,
+    median,
+    most,
+    of_paper,
+    of_record,
+    tally,
+    total,
+)
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Table, columns
 from sp_bench.cli.compose import Composer
@@ -178,12 +202,43 @@ def test_numbers_in_a_text_are_linked() -> None:
         text("{x}", x=COUNTED, y=COUNTED)
 
 
+def test_words_and_settings_of_a_text_have_no_source() -> None:
+    found = text("{method} & {gpus} GPUs: {x:.1f}", method="mesh <1>", gpus=8, x=COUNTED)
+    assert str(found) == "mesh <1> & 8 GPUs: 8.0"
+    assert found.to_html().startswith("<p>mesh &lt;1&gt; &amp; 8 GPUs: <a ") and found.numbers == [COUNTED]
+
+
+def test_a_section_as_markdown_leaves_out_its_figures() -> None:
+    (section,) = study()
+    assert section.to_markdown() == f"## Volumes & more\n\n2\n\n{table().to_markdown().strip()}"
+
+
+def test_panels_draw_and_cite_the_numbers_that_there_are() -> None:
+    panels = Panels()
+    panels.line({1: COUNTED, 2: MISSING, 4: PRINTED}, "mesh")
+    panels.line({1: MISSING}, "usp")
+    log2_ticks(panels.first, [1, 4])
+    panels.legend_below(2)
+    (line,) = (line for line in panels.first.lines if len(line.get_xdata()))
+    assert list(line.get_xdata()) == [1, 4] and line.get_label() == "mesh (computed)"
+    assert panels.figure("f", "F").sources == (*COUNTED.sources, *PRINTED.sources)
+    assert [tick.get_text() for tick in panels.first.get_xticklabels()] == ["1", "4"]
+
+
+def test_summaries_of_numbers() -> None:
+    numbers = [COUNTED, PRINTED]
+    assert [f(numbers).value for f in (least, most, mean, median, total, count)] == [4, 8, 6, 6, 12, 2]
+    assert count(numbers, lambda value: value > 5).value == 1
+    assert tally(3, [COUNTED, MISSING]).value == 3 and most([COUNTED, MISSING]).value is None
+    assert most(numbers).sources == (*COUNTED.sources, *PRINTED.sources) and count(numbers).kind == "computed"
+
+
 def study() -> list[Section]:
     return [Section("Volumes & more", text("{x}", x=COUNTED.over(PRINTED)), table(), figure(), figure("volumes"))]
 
 
 def targets(page: str) -> tuple[list[str], list[str]]:
-    """(where links of a page go, the ids in it)."""
+    """The targets of a page's links, and the ids in the page."""
     return re.findall(r"href=[\"']#([^\"']*)", page), re.findall(r"\bid=[\"']([^\"']*)", page)
 
 

@@ -1,4 +1,4 @@
-"""The committed fit of the Mesh-Attention paper's cluster says what the code says."""
+"""The committed cluster file and report of the Mesh-Attention paper agree with the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHECKED = [
 
 @cache
 def stated() -> dict[Cell, tuple[str, str, float]]:
-    """The report's table 3: tile, fitted or held out, and iterations in 100 s."""
+    """Table 3 of the report by cell: tile, fitted or held out, and our iterations in 100 s."""
     section = REPORT.read_text().split("**Throughput, forward + backward**")[1].split("**")[0]
     rows = [[entry.strip() for entry in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     return {

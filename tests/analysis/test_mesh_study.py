@@ -1,4 +1,4 @@
-"""What the Mesh-Attention study must show."""
+"""The findings of the Mesh-Attention study."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from sp_bench.analysis.mesh_fit import TOKENS, Cell
 from sp_bench.analysis.mesh_report import REPORT
 from sp_bench.analysis.number import Number
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text
 from sp_bench.analysis.studies import mesh
 from sp_bench.analysis.studies import mesh_cells as cells
 from sp_bench.analysis.studies.mesh_claims import our_claims, reproduced
@@ -38,8 +37,8 @@ from sp_bench.analysis.studies.mesh_volume import (
     reduced,
     reductions,
 )
-from sp_bench.analysis.table import Table
 from sp_bench.plan.method import PHASES
+from tests.support.sections import tables_of, words_of
 
 LONG256 = Cell(True, cells.LONG, 256, "mesh")
 
@@ -51,20 +50,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def memory() -> dict[tuple[Cell, str], tuple[float, float]]:
-    """Bytes that are held by our count, and the printed peak, in GB."""
+    """Our count of held bytes and the printed peak, both in GB, by cell and phase."""
     return {
         (cell, phase): (kept(cell, phase).known / 1e9, value.known)
         for cell, values in cells.printed(5).items()
         for phase, value in zip(PHASES, values, strict=True)
     }
-
-
-def tables_of(section: Section) -> dict[str, Table]:
-    return {part.name: part for part in section.parts if isinstance(part, Table)}
-
-
-def words_of(section: Section) -> str:
-    return " ".join(str(part) for part in section.parts if isinstance(part, Text))
 
 
 def value(entry: object) -> float:

@@ -1,4 +1,4 @@
-"""Pictures of records: what is drawn is what the plan, the trace or the samples say."""
+"""Pictures of records agree with the plan, the trace or the samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def labels(figure: Figure) -> list[str]:
 
 
 def bars(figure: Figure) -> list[tuple[float, float]]:
-    """(start, length) of all bars of a timeline."""
+    """The (start, length) of all bars of a timeline."""
     ax = figure.canvas.axes[0]
     boxes = [path.get_extents() for c in ax.collections if isinstance(c, PolyCollection) for path in c.get_paths()]
     return [(box.x0, box.width) for box in boxes]

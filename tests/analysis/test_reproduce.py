@@ -1,4 +1,4 @@
-"""Points that studies ask for, and the command that makes the report of all of them."""
+"""Points that studies ask for, and the command that makes the report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_refused_points_are_records(tmp_path: Path) -> None:
 
 
 def test_a_script_without_main_guard_can_ask_workers(tmp_path: Path) -> None:
-    """Workers must not run the script once more."""
+    """Worker processes must not run the script again."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
@@ -106,7 +106,7 @@ def test_bad_keys_are_refused(arguments: list[str], said: str, capsys: pytest.Ca
 
 
 def tiny(runs: Runs) -> Section:
-    """One point, as text, table and figure."""
+    """A section with one point as text, table and figure."""
     step = of_record(runs.one(method="ring", **SMALL), "step_ms_median")
     canvas, axes = new_figure()
     axes[0, 0].bar(["ring"], [step.known], label=labelled("step", step.kind))

@@ -1,4 +1,4 @@
-"""What the study of Ring Attention must show."""
+"""The findings of the Ring Attention study."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from sp_bench.analysis.studies.ring_explainer import FILE, explainer, is_right, 
 from sp_bench.analysis.studies.ring_hidden import HIDDEN, onsets, settings
 from sp_bench.analysis.studies.ring_memory import GPUS, SETTLED, memory
 from sp_bench.analysis.studies.ring_model import STEP, Setting
-from sp_bench.analysis.table import Table
 from sp_bench.plan.mask import CAUSAL
+from tests.support.sections import table_of
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("records"), workers=1)
-
-
-def table_of(section: object) -> Table:
-    return next(part for part in section.parts if isinstance(part, Table))  # type: ignore[attr-defined]
 
 
 def test_memory_is_linear_in_a_ranks_tokens_whatever_the_sequence(runs: Runs) -> None:

@@ -1,4 +1,4 @@
-"""What the study of Striped Attention must show."""
+"""The findings of the Striped Attention study: formulas, plans, simulations and measurements."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ from sp_bench.analysis.studies.striped_model import (
 )
 from sp_bench.analysis.studies.striped_simulated import ask_pairs, estimates, pair
 from sp_bench.analysis.studies.striped_work import as_the_paper, planned, work, work_by_round
-from sp_bench.analysis.table import Table
-
-
-def table_of(section: object, name: str) -> Table:
-    return next(part for part in section.parts if isinstance(part, Table) and part.name == name)  # type: ignore[attr-defined]
+from tests.support.sections import tables_of
 
 
 def test_all_hundred_maximum_speedups_are_within_a_hundredth() -> None:
@@ -47,7 +43,7 @@ def test_the_maximum_is_the_formula_written_out() -> None:
 
 
 def test_table_shows_every_cell_with_its_ratio() -> None:
-    table = table_of(maximum(), "striped-maximum")
+    table = tables_of(maximum())["striped-maximum"]
     assert len(table.rows) == 100
     for row in table.rows:
         paper, ours, ratio = row[5], row[6], row[7]
@@ -67,7 +63,7 @@ def test_tiles_leave_out_what_the_paper_says() -> None:
     assert tiles_computed(4096, *tile("a100")) == 1
     assert tiles_computed(2**20, 128, 128) == pytest.approx(0.5, abs=1e-4)
     assert all(1 <= tiled_speedup(cell) <= maximum_speedup(cell) for cell in cells())
-    table = table_of(tiles(), "striped-claims")
+    table = tables_of(tiles())["striped-claims"]
     assert all(row[2].value == pytest.approx(row[3].value, abs=0.5) for row in table.rows if row[1] == "%")
 
 
@@ -94,7 +90,7 @@ def test_ring_has_a_full_block_in_every_round_but_the_first() -> None:
     assert (ring.max(axis=1)[1:] == 64 * 64).all() and ring.max(axis=1)[0] == 64 * 65 // 2
     assert ring.sum() == striped.sum() == 512 * 513 // 2
     assert ring.min() == 0 and striped.min() == 64 * 63 // 2
-    assert len(table_of(work(), "striped-work").rows) == 8
+    assert len(tables_of(work())["striped-work"].rows) == 8
 
 
 def test_limits() -> None:
@@ -124,7 +120,7 @@ def test_a_layers_estimate_is_below_the_maximum_and_says_where_there_is_none(tmp
 def test_notebook_runs_and_what_was_measured_is_said_to_be(tmp_path: Path) -> None:
     assert notebooks.execute("striped", tmp_path / "out", tmp_path / "records") == ""
     section = measured(Runs(tmp_path / "records"))
-    table = table_of(section, "striped-measured")
+    table = tables_of(section)["striped-measured"]
     assert [(row[0], row[2]) for row in table.rows] == list(SIZES)
     for row in table.rows:
         speedup, low, high = row[6:9]

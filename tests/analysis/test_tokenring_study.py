@@ -1,4 +1,4 @@
-"""What the TokenRing study must show."""
+"""The findings of the TokenRing study, and the plans behind its records."""
 
 from __future__ import annotations
 
@@ -11,23 +11,14 @@ from sp_bench.analysis import notebooks
 from sp_bench.analysis.number import record_source
 from sp_bench.analysis.plans import busy_links, choice_of, lanes_together, step_ends_ms
 from sp_bench.analysis.runs import Runs, record_of
-from sp_bench.analysis.section import Text
 from sp_bench.analysis.studies import tokenring
 from sp_bench.analysis.studies.tokenring_figure6 import TESTBED
-from sp_bench.analysis.table import Table
+from tests.support.sections import table_of, words_of
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("records"))
-
-
-def table_of(section: object) -> Table:
-    return next(part for part in section.parts if isinstance(part, Table))  # type: ignore[attr-defined]
-
-
-def words_of(section: object) -> str:
-    return " ".join(str(part) for part in section.parts if isinstance(part, Text))  # type: ignore[attr-defined]
 
 
 def test_table1_counts_what_the_closed_forms_say(runs: Runs) -> None:

@@ -1,0 +1,21 @@
+"""Parts of the sections that studies make."""
+
+from __future__ import annotations
+
+from sp_bench.analysis.section import Section, Text
+from sp_bench.analysis.table import Table
+
+
+def tables_of(section: Section) -> dict[str, Table]:
+    """The tables of a section by name."""
+    return {part.name: part for part in section.parts if isinstance(part, Table)}
+
+
+def table_of(section: Section) -> Table:
+    """The first table of a section."""
+    return next(iter(tables_of(section).values()))
+
+
+def words_of(section: Section) -> str:
+    """All texts of a section."""
+    return " ".join(str(part) for part in section.parts if isinstance(part, Text))
