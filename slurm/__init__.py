@@ -1,1 +1,1 @@
-"""Benchmark points as SLURM job arrays, and a SLURM to try them on."""
+"""Run benchmark points as SLURM job arrays, and a SLURM on this machine to try them."""

@@ -1,4 +1,4 @@
-"""A sweep's folder, which stands alone: what was asked, what was submitted, and what came out."""
+"""A sweep's folder. It stands alone: the points, the submitted jobs and the records."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sp_bench import records
 from sp_bench.errors import RequestError
+from sp_bench.reading import read
 from sp_bench.records import Record
 from sp_bench.slurm.points import Point, Refused, Task, numbered
 from sp_bench.slurm.settings import Settings
 
 FINISHED = {"ok": "done", "unsupported": "unsupported"}
-"""The statuses of points that are not to be run again, and what a sweep says of them."""
+"""The statuses of points that are not run again, and the states that a sweep shows for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A folder with
+    """A sweep, in a folder with these files:
 
     sweep.json      the resolved points, in tasks; written once
-    jobs.json       the jobs that were submitted, with their tasks
+    jobs.json       the submitted jobs, with their tasks
     scripts/        an sbatch script for each number of GPUs
-    logs/           what array tasks print
-    points/         for each point with a record that record's run_id, by the point's id
+    logs/           the output of array tasks
+    points/         the run_id of each point's record, in a file named by the point's id
     records/        the records, as `python -m sp_bench` writes them
     """
 
@@ -35,12 +38,12 @@ class Sweep:
     settings: Settings
     tasks: Sequence[Task]
     refused: Sequence[Point] = ()
-    """Points that were refused when the sweep was made."""
+    """The points that were refused when the sweep was made."""
     code_version: str
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
-        """Raises RequestError where there is none."""
+        """The sweep in a folder. Raises RequestError if there is none."""
         try:
             content = json.loads((folder / "sweep.json").read_text())
         except (OSError, ValueError):
@@ -50,16 +53,16 @@ class Sweep:
         return cls(
             folder=folder.resolve(),
             name=content["name"],
-            settings=Settings.build(content["settings"]),
+            settings=read(Settings, content["settings"], "slurm"),
             tasks=numbered(groups),
             refused=[Point(**point) for point in content["refused"]],
             code_version=content["code_version"],
         )
 
     def write(self, refused: Sequence[Refused]) -> None:
-        """Make the folder, with the records of points that were refused.
+        """Make the folder, with the records of refused points.
 
-        Raises RequestError where it has a sweep already, or can't be made.
+        Raises RequestError if the folder has a sweep already, or can't be made.
         """
         if (self.folder / "sweep.json").exists():
             would_work = f"python -m slurm.sweep resume {self.folder}, or another folder=, would work"
@@ -67,7 +70,7 @@ class Sweep:
         content = {
             "name": self.name,
             "code_version": self.code_version,
-            "settings": self.settings.as_json(),
+            "settings": msgspec.to_builtins(self.settings),
             "tasks": [{"gpus": task.gpus, "points": list(map(vars, task.points))} for task in self.tasks],
             "refused": list(map(vars, self.refused)),
         }
@@ -83,16 +86,16 @@ class Sweep:
 
     @property
     def records(self) -> Path:
-        """Where the records are."""
+        """The folder of the records."""
         return self.folder / "records"
 
     @property
     def points(self) -> list[Point]:
-        """All of them."""
+        """All points, including refused ones."""
         return [*(point for task in self.tasks for point in task.points), *self.refused]
 
     def record(self, point: Point) -> Record | None:
-        """A point's record, if it has one."""
+        """The record of a point; None if it has none."""
         try:
             run_id = json.loads((self.folder / "points" / f"{point.id}.json").read_text())["run_id"]
             return records.read(self.records / f"{run_id}.json")
@@ -100,7 +103,7 @@ class Sweep:
             return None
 
     def keep(self, point: Point, record: Record) -> None:
-        """Write down whose record this is, which stands in `records` already."""
+        """Remember that a record, which is in `records` already, is that of this point."""
         _write(self.folder / "points" / f"{point.id}.json", {"run_id": record.run_id})
 
     def refuse(self, point: Point, record: Record) -> None:
@@ -109,17 +112,17 @@ class Sweep:
         self.keep(point, record)
 
     def missing(self, task: Task) -> list[Point]:
-        """The points of a task that are still to be run."""
+        """The points of a task that still have to run."""
         return [point for point in task.points if (found := self.record(point)) is None or found.status not in FINISHED]
 
     @property
     def jobs(self) -> dict[int, list[int]]:
-        """The numbers of the tasks of each job that was submitted, by the job's id."""
+        """The numbers of each submitted job's tasks, by the job's id."""
         path = self.folder / "jobs.json"
         return {int(job): tasks for job, tasks in json.loads(path.read_text()).items()} if path.exists() else {}
 
     def add_job(self, job: int, tasks: Sequence[Task]) -> None:
-        """Write down what was submitted."""
+        """Remember a submitted job."""
         _write(self.folder / "jobs.json", self.jobs | {job: [task.number for task in tasks]})
 
 

@@ -14,9 +14,9 @@ from sp_bench.slurm.points import Point, Task
 
 
 def measure(sweep: Sweep, task: Task) -> int:
-    """Measure a task's missing points in turn, and keep each; the exit code is 1 if one fails or can't be kept."""
+    """Measure a task's missing points in turn; return the exit code, 1 if one fails or can't be written."""
     points: dict[str, list[Point]] = {}
-    """By run_id: points that differ in what their method has no use for are one."""
+    """The points of each run_id. Points that differ only in keys their method doesn't use have the same."""
     requests: dict[str, Request] = {}
     for point in sweep.missing(task):
         try:

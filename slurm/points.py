@@ -1,4 +1,4 @@
-"""The points of a sweep: composed from conf/sweep/*.yaml, resolved, and put into the array tasks that measure them."""
+"""The points of a sweep: composed from conf/sweep/*.yaml, resolved, and grouped into array tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from sp_bench import records
 from sp_bench.bench import resolve
-from sp_bench.bench.request import NOT_IN_THE_RESULT, unsupported
+from sp_bench.bench.request import NOT_IN_THE_RESULT, setting_of, unsupported
 from sp_bench.cli.arguments import in_group
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError, unknown
@@ -24,9 +24,10 @@ from sp_bench.resources import conf_files
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One point. A record's run_id says which machine it is from, too; a point's id does not."""
+    """A point of a sweep."""
 
     id: str
+    """A hash of the config and the code. Unlike a run_id it doesn't depend on the machine."""
     config: Mapping[str, Any]
 
     @classmethod
@@ -38,26 +39,26 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Points that differ in their method only, measured in turn in one array task."""
+    """Points that differ only in their method, measured in turn in one array task."""
 
     number: int
-    """In the whole sweep, and in its array."""
+    """The task's number in the sweep, and in its job array."""
     gpus: int
     points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A point that can't be served, and its record, which says why."""
+    """A point that can't be served, and its record with the error."""
 
     point: Point
     record: Record
 
 
 def planned(name: str, changes: Sequence[str]) -> tuple[list[Task], list[Refused]]:
-    """The points of conf/sweep/<name>.yaml with changes (key=value, which may be lists), resolved.
+    """The tasks and the refused points of conf/sweep/<name>.yaml, with changes key=value or key=value,value.
 
-    Raises RequestError for what is no point at all.
+    Raises RequestError for an unknown sweep or key, or a mode that takes no jobs.
     """
     groups: dict[str, list[Point]] = {}
     refused = []
@@ -67,23 +68,23 @@ def planned(name: str, changes: Sequence[str]) -> tuple[list[Task], list[Refused
         except RequestError as error:
             refused.append(Refused(point=point, record=unsupported(point.config, error)))
         else:
-            groups.setdefault(_apart(point), []).append(point)
+            groups.setdefault(setting_of(point.config), []).append(point)
     return numbered((_gpus(points[0]), points) for points in groups.values()), refused
 
 
 def numbered(groups: Iterable[tuple[int, Iterable[Point]]]) -> list[Task]:
-    """Tasks, from their gpus and points."""
+    """Tasks in order, from the gpus and points of each."""
     return [Task(number=i, gpus=gpus, points=tuple(points)) for i, (gpus, points) in enumerate(groups)]
 
 
 def by_gpus(tasks: Iterable[Task]) -> dict[int, list[Task]]:
-    """Tasks by the number of GPUs, fewest first: each is one array."""
+    """Tasks by the number of GPUs, fewest first. Those of one number are one job array."""
     ordered = sorted(tasks, key=lambda task: (task.gpus, task.number))
     return {gpus: list(group) for gpus, group in itertools.groupby(ordered, key=lambda task: task.gpus)}
 
 
 def _composed(name: str, changes: Sequence[str]) -> list[Point]:
-    """Each point once."""
+    """The points of a sweep, each once."""
     known = conf_files("sweep")
     if name not in known:
         raise unknown("sweep", name, known)
@@ -106,10 +107,5 @@ def _gpus(point: Point) -> int:
 
 
 def _text(value: Any) -> str:
-    """As an override has it."""
+    """A value as the text of an override."""
     return json.dumps(value) if isinstance(value, bool | list | dict) or value is None else str(value)
-
-
-def _apart(point: Point) -> str:
-    """Equal for points that are measured in one task."""
-    return json.dumps({key: value for key, value in point.config.items() if key not in ("method", "impl")}, default=str)

@@ -1,4 +1,4 @@
-"""sbatch scripts: one job array for each number of GPUs, with the resources that those need."""
+"""sbatch scripts: one job array for each number of GPUs, with the resources it needs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from sp_bench.slurm.points import Task, by_gpus
 from sp_bench.slurm.settings import Settings
 
 TERM_S = 30
-"""How long before its time limit a task is told."""
+"""Seconds before its time limit at which a task gets SIGTERM."""
 
 
 def scripts(sweep: Sweep) -> dict[int, str]:
-    """The text of each script, by the number of GPUs of its points."""
+    """The text of each script, by the number of GPUs."""
     return {gpus: script(sweep, gpus, tasks) for gpus, tasks in by_gpus(sweep.tasks).items()}
 
 
 def write(sweep: Sweep) -> None:
-    """Write them into the sweep's folder."""
+    """Write the scripts into the sweep's folder."""
     for gpus, text in scripts(sweep).items():
         path_of(sweep, gpus).write_text(text)
 
 
 def path_of(sweep: Sweep, gpus: int) -> Path:
-    """The script for points of that many GPUs."""
+    """The path of the script for points of that many GPUs."""
     return sweep.folder / "scripts" / f"gpus-{gpus}.sbatch"
 
 
 def script(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> str:
-    """One array: `tasks` in it, each on `gpus` GPUs."""
+    """The script of a job array of `tasks`, each on `gpus` GPUs."""
     parts = [
         ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(sweep, gpus, tasks))],
         [f"module load {' '.join(sweep.settings.modules)}"] if sweep.settings.modules else [],
@@ -45,7 +45,7 @@ def script(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> str:
 
 
 def array(settings: Settings, tasks: Iterable[Task]) -> str:
-    """The numbers of tasks as sbatch takes them, and how many may run at once: 0-3,7%2."""
+    """sbatch's --array option: the numbers of tasks, and how many may run at a time, such as 0-3,7%2."""
     runs: list[list[int]] = []
     for number in sorted(task.number for task in tasks):
         if runs and runs[-1][-1] == number - 1:
@@ -78,14 +78,9 @@ def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:
 
 
 def _srun(sweep: Sweep, gpus: int) -> str:
-    """The line that measures a task's points, with one process for each GPU."""
+    """The srun line that measures a task's points, with a process for each GPU."""
     settings = sweep.settings
-    options = [
-        f"--ntasks={gpus}",
-        "--kill-on-bad-exit=1",
-        *settings.srun,
-        *_container(settings, sweep.folder),
-    ]
+    options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", *settings.srun, *_container(settings, sweep.folder)]
     command = [settings.python, "-m", "sp_bench.slurm.task", str(sweep.folder)]
     return f'srun {shlex.join(options)} {shlex.join(command)} "$SLURM_ARRAY_TASK_ID"'
 

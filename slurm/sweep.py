@@ -1,4 +1,18 @@
-"""python -m slurm.sweep ...: the points of a sweep as SLURM job arrays, submitted, followed and taken up again."""
+"""python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--dry-run] [--wait]
+python -m slurm.sweep status | resume | cancel DIR [--wait]
+
+Submits the points of conf/sweep/NAME.yaml as job arrays, one for each number of GPUs. key=value or key=value,value
+changes what that file fixes or sweeps. Every point is resolved first; a point that can't be served gets its record at
+once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes one of its keys.
+
+  --dry-run   print the scripts; write and submit nothing
+  --wait      follow the jobs until none is left
+  status DIR  print how many points are done, running, pending, failed
+  resume DIR  submit the missing points
+  cancel DIR  cancel the jobs; finished points are kept
+
+Exit codes: 0 ok, with --wait all points done; 2 a request that can't be served; 1 anything else.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +29,17 @@ from sp_bench.slurm.folder import FINISHED, Sweep
 from sp_bench.slurm.points import Refused, by_gpus, planned
 from sp_bench.slurm.settings import load
 
-USAGE = """\
-python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--dry-run] [--wait]
-python -m slurm.sweep status | resume | cancel DIR [--wait]
-
-Submits the points of conf/sweep/NAME.yaml as job arrays, one for each number of GPUs. What is fixed or swept there can
-be given otherwise by key=value or key=value,value. Every point is resolved first; one that can't be served is a record
-at once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes what it says.
-
-  --dry-run   print the scripts, and write and submit nothing
-  --wait      follow the jobs until none is left
-  status DIR  how many points are done, running, pending, failed
-  resume DIR  submit what is missing
-  cancel DIR  end its jobs; what is done is kept
-
-Exit codes: 0 ok, with --wait all points done; 2 a request that can't be served; 1 anything else.
-"""
 FLAGS = ("--dry-run", "--wait")
 STATES = ("done", "running", "pending", "failed", "unsupported")
 POLL_S = 2.0
 PATIENCE_S = 300.0
-"""How long the controller may not answer while jobs are followed."""
+"""Seconds that the controller may be silent while jobs are followed."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    return run_command("slurm.sweep", USAGE, _sweep, arguments, FLAGS)
+    return run_command("slurm.sweep", __doc__ or "", _sweep, arguments, FLAGS)
 
 
 def _sweep(arguments: list[str]) -> int:
@@ -60,7 +58,9 @@ def _answer(words: list[str], *, dry: bool, wait: bool) -> int:
         sweep, refused = asked_for(words)
         errors = Counter(each.record.error for each in refused)
         if not sweep.tasks:
-            raise RequestError(f"none of {len(refused)} points", "; ".join(map(str, errors)), "one that works would")
+            raise RequestError(
+                f"none of {len(refused)} points", "; ".join(map(str, errors)), "other values of these keys would work"
+            )
         for error, count in errors.items():
             print(f"slurm.sweep: unsupported, {count} points: {error}", file=sys.stderr)
         if dry:
@@ -81,15 +81,15 @@ def _answer(words: list[str], *, dry: bool, wait: bool) -> int:
             queue.cancel(sweep.settings, list(sweep.jobs))
     if wait:
         return follow(sweep)
-    print(told(states(sweep)))
+    print(status_line(states(sweep)))
     print_failures(sweep)
     return 0
 
 
 def asked_for(words: list[str]) -> tuple[Sweep, list[Refused]]:
-    """The sweep that a command line asks for, not yet written. Raises RequestError."""
+    """The sweep that a command line asks for, not yet written, and its refused points. Raises RequestError."""
     own = {"slurm": "testcluster"}
-    of_slurm, changes = [], []
+    slurm_changes, changes = [], []
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
@@ -97,13 +97,13 @@ def asked_for(words: list[str]) -> tuple[Sweep, list[Refused]]:
         if key in ("sweep", "slurm", "folder"):
             own[key] = value
         elif key.startswith("slurm."):
-            of_slurm.append(word.removeprefix("slurm."))
+            slurm_changes.append(word.removeprefix("slurm."))
         else:
             changes.append(word)
     if "sweep" not in own:
         raise RequestError("sweep", "is not given", "sweep=mesh_table3 would work")
     name = own["sweep"]
-    settings = load(own["slurm"], of_slurm)
+    settings = load(own["slurm"], slurm_changes)
     tasks, refused = planned(name, changes)
     sweep = Sweep(
         folder=Path(own.get("folder") or f"results/sweeps/{name}").resolve(),
@@ -117,10 +117,10 @@ def asked_for(words: list[str]) -> tuple[Sweep, list[Refused]]:
 
 
 def submit_missing(sweep: Sweep) -> None:
-    """Submit all tasks that have points without a result and are not in the queue. Raises RequestError."""
+    """Submit all tasks with missing points that are not in the queue. Raises RequestError."""
     if sweep.code_version != records.code_version():
-        rule = "was made with other code, and one sweep has one code"
-        raise RequestError(str(sweep.folder), rule, "a new folder=, or the code as it was, would work")
+        rule = "was made with another version of the code, and a sweep has one"
+        raise RequestError(str(sweep.folder), rule, "a new folder=, or that version, would work")
     queued = set.union(*queue.waiting_and_running(sweep.settings, list(sweep.jobs)))
     todo = [task for task in sweep.tasks if sweep.missing(task) and task.number not in queued]
     for gpus, tasks in by_gpus(todo).items():
@@ -129,7 +129,7 @@ def submit_missing(sweep: Sweep) -> None:
 
 
 def states(sweep: Sweep) -> Counter[str]:
-    """How many points are in each state. A point that SLURM has ended is failed, as one whose record says so."""
+    """The number of points in each state. A point that SLURM ended is failed, like one whose record says so."""
     waiting, running = queue.waiting_and_running(sweep.settings, list(sweep.jobs))
     counts: Counter[str] = Counter(unsupported=len(sweep.refused))
     for task in sweep.tasks:
@@ -140,13 +140,13 @@ def states(sweep: Sweep) -> Counter[str]:
     return counts
 
 
-def told(counts: Counter[str]) -> str:
-    """One line on the states."""
+def status_line(counts: Counter[str]) -> str:
+    """One line with the number of points in each state."""
     return f"{counts.total()} points: {', '.join(f'{counts[state]} {state}' for state in STATES)}"
 
 
 def print_failures(sweep: Sweep) -> None:
-    """Say of each point whose record has no result why that is. What SLURM has ended has a log, and no record."""
+    """Print the error of each point that failed. A point that SLURM ended has a log and no record."""
     for task in sweep.tasks:
         for point in sweep.missing(task):
             if record := sweep.record(point):
@@ -155,11 +155,11 @@ def print_failures(sweep: Sweep) -> None:
 
 
 def follow(sweep: Sweep) -> int:
-    """Say how points fare whenever that changes, until no job is left; returns 0 if all are done.
+    """Print the states of points whenever they change, until no job is left; return the exit code, 0 if all are done.
 
-    Raises RequestError where the controller has not answered for long.
+    Raises RequestError if the controller has been silent for PATIENCE_S.
     """
-    said, answered = "", time.monotonic()
+    printed, answered = "", time.monotonic()
     while True:
         try:
             counts = states(sweep)
@@ -168,8 +168,8 @@ def follow(sweep: Sweep) -> int:
                 raise
         else:
             answered = time.monotonic()
-            if (line := told(counts)) != said:
-                print(said := line, flush=True)
+            if (line := status_line(counts)) != printed:
+                print(printed := line, flush=True)
             if not counts["running"] and not counts["pending"]:
                 print_failures(sweep)
                 print(f"records: {sweep.records}")

@@ -1,4 +1,4 @@
-"""python -m sp_bench.slurm.task FOLDER NUMBER: measure what is missing of one task of a sweep; srun runs it."""
+"""python -m sp_bench.slurm.task FOLDER NUMBER: measure the missing points of a sweep's task. srun runs it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sp_bench.measure.ranks import drive
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     folder, number = sys.argv[1:] if argv is None else argv
     return drive(lambda: _measure(Path(folder), int(number)))
 
 
 def _measure(folder: Path, number: int) -> int:
-    """Only the process that drives imports what this needs."""
+    """Measure the task. Its imports are here because only the process of rank 0 needs them."""
     from sp_bench.slurm.folder import Sweep
     from sp_bench.slurm.measuring import measure
 

@@ -1,12 +1,12 @@
-"""A real SLURM in a box: nodes of 8 pretend GPUs, all on this machine, all state in one folder.
+"""A SLURM on this machine, with nodes of 8 pretend GPUs and all state in one folder.
 
     slurm/testcluster up
     export SLURM_CONF=/tmp/sp_bench-slurm/slurm.conf
     srun -N 2 --ntasks-per-node 4 hostname
     slurm/testcluster down
 
-It needs root (munge, slurmd and device files do) and the Debian packages slurm-wlm and munge. Ports are chosen free,
-so that several boxes in folders of their own don't meet.
+It needs root, for munge, slurmd and device files, and the Debian packages slurm-wlm and munge. It uses free ports, so
+several can run in different folders.
 """
 
 from __future__ import annotations
@@ -30,55 +30,28 @@ from sp_bench.errors import RequestError
 
 FOLDER = Path("/tmp/sp_bench-slurm")
 PACKAGES = {"munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm"}
-"""The programs that are needed, and the Debian package that each is in."""
+"""The Debian package of each program that is needed."""
 PORTS = range(20_000, 32_000)
-"""Below the ports that systems give to outgoing connections, so that a daemon can come back to its own."""
+"""Ports below those that systems give to outgoing connections, so that a restarted daemon gets its own again."""
 PATIENCE_S = 60.0
 LOOPBACK = "127.0.0.1"
-
-SLURM_CONF = """\
-ClusterName=box
-SlurmctldHost={controller}({controller_address})
-SlurmctldPort={controller_port}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-SlurmUser=root
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
-SlurmdParameters=config_overrides
-ReturnToService=2
-SlurmdTimeout=30
-KillWait=5
-GresTypes=gpu
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-{nodes}
-PartitionName=box Nodes={names} Default=YES MaxTime=INFINITE State=UP
-"""
+SLURM_CONF = Path(__file__).with_name("testcluster.conf")
+"""The template of slurm.conf."""
 NODE = "NodeName={name} NodeHostName={controller} NodeAddr={address} Port={port} CPUs=16 RealMemory=20000 Gres=gpu:{n}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where a node's slurmd runs: this machine, or a network namespace of it that has an address of its own."""
+    """The host of a node's slurmd: this machine, or one of its network namespaces, with its own address."""
 
     name: str
     address: str = LOOPBACK
     enter: tuple[str, ...] = ()
-    """What a command is preceded by to run there, such as ip netns exec NAME."""
+    """The prefix of a command that runs there, such as ip netns exec NAME."""
 
 
 class SlurmBox:
-    """A SLURM whose state is one folder. Nothing runs before `up`, nothing is left after `down`."""
+    """A SLURM with its state in one folder. Nothing runs before `up`, nothing is left after `down`."""
 
     def __init__(
         self,
@@ -88,13 +61,13 @@ class SlurmBox:
         gpus_per_node: int = 8,
         controller_address: str = LOOPBACK,
     ) -> None:
-        """`controller_address` is one that all hosts reach this machine by."""
+        """`controller_address` is the address by which all hosts reach this machine."""
         self.folder, self.hosts, self.gpus_per_node = folder.resolve(), hosts, gpus_per_node
         self.controller_address = controller_address
         self.conf = self.folder / "slurm.conf"
 
     def up(self) -> None:
-        """Start it and wait until all nodes are idle; nothing if it runs. Raises RequestError where it can't."""
+        """Start SLURM, unless it runs, and wait until all nodes are idle. Raises RequestError if that fails."""
         refuse_without_root_and_packages()
         if self.is_up():
             return
@@ -109,7 +82,7 @@ class SlurmBox:
             raise RequestError(f"folder={self.folder}", f"{_reason(error)}\n{logs}", "see its logs above") from None
 
     def down(self) -> None:
-        """End its jobs, its daemons and what they started, and remove the folder."""
+        """End the jobs, the daemons and the processes they started, and remove the folder."""
         if self._pids("slurmctld"):
             with contextlib.suppress(subprocess.CalledProcessError, TimeoutError):
                 self.run("scancel", "--user", str(os.geteuid()))
@@ -119,7 +92,7 @@ class SlurmBox:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def restart_controller(self) -> None:
-        """End slurmctld, and start it again from its saved state."""
+        """End slurmctld, and start it from its saved state."""
         _end(self._pids("slurmctld"))
         self._daemon("slurmctld", "-f", str(self.conf))
         _wait_for(lambda: self.is_up() and "unknown" not in self.nodes().values(), "its controller to know its nodes")
@@ -129,7 +102,7 @@ class SlurmBox:
         return self.conf.exists() and bool(self._pids("slurmctld")) and len(self.nodes()) == len(self.hosts)
 
     def nodes(self) -> dict[str, str]:
-        """The state of each node, as sinfo says it; empty where the controller does not answer."""
+        """The state of each node, by sinfo; empty if the controller does not answer."""
         try:
             lines = self.run("sinfo", "--noheader", "--Node", "--format", "%N %T").splitlines()
         except (OSError, subprocess.CalledProcessError):
@@ -137,17 +110,17 @@ class SlurmBox:
         return {name: state.rstrip("*") if self._pids("slurmd") else "down" for name, state in map(str.split, lines)}
 
     def environment(self) -> dict[str, str]:
-        """The environment in which SLURM's commands talk to this box."""
+        """The environment in which SLURM's commands use this cluster."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
         return inherited | {"SLURM_CONF": str(self.conf)}
 
     def run(self, *command: str) -> str:
-        """The output of one of SLURM's commands. Raises CalledProcessError where it fails."""
+        """The output of one of SLURM's commands. Raises CalledProcessError if it fails."""
         done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=True, timeout=60)
         return done.stdout
 
     def _write(self) -> None:
-        """The folder, with the settings, the key of munge and the files of the pretend GPUs."""
+        """Make the folder, with the settings, munge's key and the files of the pretend GPUs."""
         controller, (controller_port, *ports) = platform.node(), _free_ports(1 + len(self.hosts))
         self.folder.mkdir(parents=True)
         self.folder.chmod(0o755)
@@ -158,7 +131,7 @@ class SlurmBox:
         ]
         names = ",".join(host.name for host in self.hosts)
         self.conf.write_text(
-            SLURM_CONF.format(
+            SLURM_CONF.read_text().format(
                 controller=controller,
                 controller_address=self.controller_address,
                 controller_port=controller_port,
@@ -184,28 +157,27 @@ class SlurmBox:
             self._daemon(*host.enter, "slurmd", "-f", str(self.conf), "-N", host.name)
 
     def _daemon(self, *command: str) -> None:
-        """Start what puts itself into the background."""
+        """Start a daemon, which detaches itself."""
         subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=True, timeout=60)
 
     def _pids(self, name: str) -> list[int]:
-        """This box's daemons of a name: those that were told its folder, or inherited it."""
-        return [pid for pid in _processes(name) if str(self.folder).encode() in _told(pid)]
+        """The daemons of this cluster with a name: its folder is in their arguments or environment."""
+        return [pid for pid in _processes(name) if str(self.folder).encode() in _arguments_and_environment(pid)]
 
 
 def refuse_without_root_and_packages() -> None:
-    """Raise RequestError where a box can't be started."""
+    """Raise RequestError if this user or machine can't start a cluster."""
     missing = sorted({package for program, package in PACKAGES.items() if not shutil.which(program, path=_path())})
     if missing:
         would_work = f"apt-get install -y {' '.join(missing)} would work"
         raise RequestError("a SLURM on this machine", f"needs the packages {' and '.join(missing)}", would_work)
     if os.geteuid() != 0:
-        raise RequestError(
-            "a SLURM on this machine", "needs root, as its daemons do", "sudo slurm/testcluster up would"
-        )
+        would_work = "sudo slurm/testcluster up would work"
+        raise RequestError("a SLURM on this machine", "needs root, as its daemons do", would_work)
 
 
 def _path() -> str:
-    """Where daemons are, which a user's PATH may leave out."""
+    """PATH with the folders of daemons, which a user's may lack."""
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -221,7 +193,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Raises TimeoutError."""
+    """Wait until condition() is true. Raises TimeoutError after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:
@@ -230,7 +202,7 @@ def _wait_for(condition: Callable[[], bool], what: str, patience_s: float = PATI
 
 
 def _processes(name: str) -> list[int]:
-    """All processes of a program, but not those that have ended."""
+    """The ids of all processes of a program, without zombies."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -240,15 +212,15 @@ def _processes(name: str) -> list[int]:
     return found
 
 
-def _told(pid: int) -> bytes:
-    """The arguments and the environment that a process was started with."""
+def _arguments_and_environment(pid: int) -> bytes:
+    """The arguments and the environment that a process was started with; empty if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
     return b""
 
 
 def _descendants(pids: Iterable[int]) -> list[int]:
-    """The processes below some others."""
+    """The ids of all descendants of some processes."""
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -262,11 +234,11 @@ def _descendants(pids: Iterable[int]) -> list[int]:
 
 
 def _end(pids: list[int]) -> None:
-    """Ask processes to end, and after a while make them and what they started."""
+    """Send SIGTERM to processes and, after a while, SIGKILL to them and their descendants."""
     below = _descendants(pids)
     _signal(pids, signal.SIGTERM)
     with contextlib.suppress(TimeoutError):
-        _wait_for(lambda: not any(_told(pid) for pid in pids), "processes to end", patience_s=10)
+        _wait_for(lambda: not any(_arguments_and_environment(pid) for pid in pids), "processes to end", patience_s=10)
     _signal([*pids, *below], signal.SIGKILL)
 
 
@@ -285,7 +257,7 @@ def _last_lines(path: Path, count: int = 5) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="slurm/testcluster", description="A real SLURM on this machine.")
     parser.add_argument("command", choices=("up", "down", "status"))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where all its state is (default: %(default)s)")

@@ -203,27 +203,33 @@ def _text(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
+_TYPES: dict[type, tuple[str, Any]] = {
+    inspect.BoolType: ("true or false", "true"),
+    inspect.StrType: ("a text", "WORD"),
+    inspect.IntType: ("a whole number", 8),
+    inspect.FloatType: ("a finite number", 1.0),
+    inspect.DictType: ("a table", "..."),
+    inspect.StructType: ("a section of keys", "..."),
+    inspect.VarTupleType: ("a list", "[...]"),
+    inspect.ListType: ("a list", "[...]"),
+}
+"""The rule for values of each type, in words, and an example."""
+
+
 def _words(info: inspect.Type) -> str:
     """The rule for a value, in words."""
     if isinstance(info, inspect.Metadata):
         return (info.extra_json_schema or {}).get("description") or _words(info.type)
     if isinstance(info, inspect.UnionType):
         return ", or ".join(_words(part) for part in info.types if not isinstance(part, inspect.NoneType))
-    if isinstance(info, inspect.IntType | inspect.FloatType):
-        above, least = f" above {info.gt}", f" of at least {info.ge}"
-        most = "" if info.le in (None, FINITE) else f" and at most {info.le}"
-        number = "a whole number" if isinstance(info, inspect.IntType) else "a finite number"
-        return number + (above if info.gt is not None else "") + (least if info.ge is not None else "") + most
     if isinstance(info, inspect.LiteralType):
         return " or ".join(map(str, info.values))
-    return {
-        inspect.BoolType: "true or false",
-        inspect.StrType: "a text",
-        inspect.DictType: "a table",
-        inspect.StructType: "a section of keys",
-        inspect.VarTupleType: "a list",
-        inspect.ListType: "a list",
-    }[type(info)]
+    words, _ = _TYPES[type(info)]
+    if isinstance(info, inspect.IntType | inspect.FloatType):
+        words += f" above {info.gt}" if info.gt is not None else ""
+        words += f" of at least {info.ge}" if info.ge is not None else ""
+        words += f" and at most {info.le}" if info.le not in (None, FINITE) else ""
+    return words
 
 
 def _examples(info: inspect.Type) -> list[Any]:
@@ -240,11 +246,4 @@ def _examples(info: inspect.Type) -> list[Any]:
     if isinstance(info, inspect.DictType):
         (key, *_), (entry, *_) = _examples(info.key_type), _examples(info.value_type)
         return [f"{{{key}: {entry}}}"]
-    return {
-        inspect.BoolType: ["true"],
-        inspect.StrType: ["WORD"],
-        inspect.IntType: [8],
-        inspect.FloatType: [1.0],
-        inspect.VarTupleType: ["[...]"],
-        inspect.ListType: ["[...]"],
-    }.get(type(info), ["..."])
+    return [_TYPES[type(info)][1] if type(info) in _TYPES else "..."]

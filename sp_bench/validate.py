@@ -29,6 +29,7 @@ from rich.progress import Progress
 from sp_bench import markdown, records
 from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
 from sp_bench.bench.choose import choose
+from sp_bench.bench.request import setting_of
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.cli.arguments import config_dir, run_command, writable_folder
 from sp_bench.cli.compose import Composer
@@ -116,7 +117,7 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
         except RequestError as error:
             refused.append(error)
             continue
-        groups.setdefault(_setting_of(request), []).append(request)
+        groups.setdefault(setting_of(request.config), []).append(request)
     if not groups:
         raise refused[0] if refused else RequestError("no points", "there is nothing to do", "method=ring would work")
     for error in refused:
@@ -131,12 +132,6 @@ def validate(configs: Sequence[Mapping[str, Any]], out: Path) -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame(rows)
-
-
-def _setting_of(request: Request) -> str:
-    """A point's config without its method. Points with the same are measured together, with one speed."""
-    config = {key: value for key, value in request.config.items() if key not in ("method", "impl")}
-    return json.dumps(config, sort_keys=True, default=str)
 
 
 def _rows(requests: Sequence[Request], out: Path, progress: Callable[[int], None]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sp_bench import account, records
 from sp_bench.bench.choose import Choice
-from sp_bench.bench.counted import Counted, by_lane, counted, rates, same_model
+from sp_bench.bench.counted import by_lane, counted, rates, same_model
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request
 from sp_bench.bench.timed import (
@@ -57,39 +57,22 @@ def outcome_of(
     if choice:
         wrong = _sent_otherwise(choice, ranks, request.alone or range(len(ranks))) or wrong
     samples = Samples.joined(rank.samples for rank in ranks)
+    held = memory(plans.memory, ranks)
     if request.alone:
-        found: tuple[Part, ...] = (
-            timing_alone(samples), breakdown_alone(request, samples, ranks), memory(plans.memory, ranks), plans.traffic
-        )  # fmt: skip
+        found: list[Part] = [timing_alone(samples), breakdown_alone(request, samples, ranks), plans.traffic, held]
     else:
         machines = [rank.machine for rank in ranks]
         samples = samples.from_first_start(dict(enumerate(machines)))
-        found = _measured_parts(request, choice, plans, setup, samples, ranks, hosts)
+        times = timing(request, samples)
+        assert times.step_ms_median is not None
+        inside = breakdown(request, samples, ranks, times.step_ms_median) if choice else Breakdown()
+        traffic = replace(plans.traffic, comm_bytes_per_gpu=sent_per_gpu(ranks)) if choice else traffic_of_peer(ranks)
+        traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
+        found = [times, cores(inside, samples, machines), traffic, held]
+        found.append(rates(request, times.step_ms_median, setup.device_name))
     status = "incorrect" if wrong else "ok"
     parts = (asked, setup, exactness, *found)
     return Outcome(request.record(status, wrong or None, *parts, notes=notes, provenance=provenance), choice, samples)
-
-
-def _measured_parts(
-    request: Request,
-    choice: Choice | None,
-    plans: Counted,
-    setup: Setup,
-    samples: Samples,
-    ranks: Sequence[RankResult],
-    hosts: Mapping[str, Sequence[int]],
-) -> tuple[Part, ...]:
-    """The measured parts of the record of ranks that ran together."""
-    times = timing(request, samples)
-    assert times.step_ms_median is not None
-    inside = breakdown(request, samples, ranks, times.step_ms_median) if choice else Breakdown()
-    inside = cores(inside, samples, [rank.machine for rank in ranks])
-    traffic = replace(plans.traffic, comm_bytes_per_gpu=sent_per_gpu(ranks)) if choice else traffic_of_peer(ranks)
-    traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
-    return (
-        times, inside, traffic, memory(plans.memory, ranks),
-        rates(request, times.step_ms_median, setup.device_name),
-    )  # fmt: skip
 
 
 def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tuple[Setup, list[str]]:

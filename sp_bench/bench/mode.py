@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
@@ -18,6 +19,13 @@ Asked = Literal["auto", "measure", "simulate", "alone"]
 """Values of the key `mode`."""
 AskedDevice = Literal["auto", "cpu", "cuda"]
 """Values of the key `device`."""
+_NCCL_NAME = Meta(
+    pattern="^(?!NCCL_)[A-Z0-9_]+$",
+    description="the name of a variable of NCCL, in capitals, without NCCL_",
+    examples=["NCHANNELS_PER_NET_PEER"],
+)
+NcclSettings = dict[Annotated[str, _NCCL_NAME], int | float | str]
+"""Values of the key `nccl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,19 +120,8 @@ def _has(gpus: int) -> str:
 
 def nccl_settings(given: Any) -> dict[str, str]:
     """NCCL's environment variables, named without NCCL_. Raises RequestError for an invalid name or value."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise RequestError(
-            f"nccl={given}", "must be a section of settings", "nccl={NCHANNELS_PER_NET_PEER: 4} would work"
-        )
-    for name, value in given.items():
-        if not re.fullmatch(r"[A-Z0-9_]+", str(name)) or str(name).startswith("NCCL_"):
-            rule = "must be the name of a variable of NCCL, in capitals, without NCCL_"
-            raise RequestError(f"nccl.{name}", rule, "nccl={NCHANNELS_PER_NET_PEER: 4} would work")
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RequestError(f"nccl.{name}={value}", "must be a number or a text", f"nccl={{{name}: 1}} would work")
-    return {str(name): str(value) for name, value in sorted(given.items())}
+    settings = read(NcclSettings, {} if given is None else given, "nccl")
+    return {name: str(value) for name, value in sorted(settings.items())}
 
 
 def _without_gpus(ranks_here: int, cluster: Cluster, launch: Launch | None, of_a_peer: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -251,6 +252,12 @@ def _asked(config: Mapping[str, Any]) -> Asked:
         cluster=config["cluster"]["name"],
         config=dict(config),
     )
+
+
+def setting_of(config: Mapping[str, Any]) -> str:
+    """A text that is equal for points which differ only in their methods."""
+    kept = {key: value for key, value in config.items() if key not in ("method", "impl")}
+    return json.dumps(kept, sort_keys=True, default=str)
 
 
 def _values(config: Mapping[str, Any]) -> Values:

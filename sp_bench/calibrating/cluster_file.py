@@ -9,7 +9,7 @@ import numpy as np
 
 from sp_bench.calibrating.setting import Costs, Links, Samples, Setting
 from sp_bench.cluster.device import FLOPS_PER_PAIR
-from sp_bench.plan.method import PHASES
+from sp_bench.cluster.kernel_table import RATES
 
 DIGITS = 4
 LEAST_WORK = 0.1
@@ -80,7 +80,7 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
 
 def scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """A table of kernel rates, all multiplied by `factor`."""
-    rated = [name for name in (f"{phase}_{mask}" for phase in PHASES for mask in ("full", "causal")) if name in table]
+    rated = [name for name in RATES if name in table]
     return {**table} | {name: {size: rounded(x * factor) for size, x in table[name].items()} for name in rated}
 
 
@@ -101,7 +101,7 @@ def _table(dtype: str, setting: Setting, costs: Costs, launch_s: float) -> dict[
     found: dict[str, Any] = {
         "kernel": costs.kernel, "figures": "measured", "head_dim": setting.head_dim, "dtypes": {dtype: 1.0},
     }  # fmt: skip
-    for name in (f"{phase}_{mask}" for phase in PHASES for mask in ("full", "causal")):
+    for name in RATES:
         found[name] = {}
         for (of, case, q, kv), samples in costs.blocks_s.items():
             if (of, case) == (dtype, name):

@@ -54,14 +54,10 @@ def keys_and_paths(arguments: Sequence[str], known: Iterable[str]) -> tuple[dict
 
 def only_keys(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, str]:
     """The values of key=value arguments by key. Raises RequestError for other arguments, and keys without a default."""
-    given = {}
-    for argument in arguments:
-        key, equals, given[key] = argument.partition("=")
-        if not equals:
-            first, default = next(iter(defaults.items()))
-            raise RequestError(argument, "is not of the form key=value", f"{first}={default} would work")
-        if key not in defaults:
-            raise unknown_key(key, defaults)
+    given, others = keys_and_paths(arguments, defaults)
+    if others:
+        key, default = next(iter(defaults.items()))
+        raise RequestError(others[0], "is not of the form key=value", f"{key}={default} would work")
     return given
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
@@ -26,33 +27,27 @@ SECTIONS = {"cluster": ClusterSection, "logger": WandbSettings}
 """Groups whose keys can be set even if the chosen file lacks them."""
 
 
-class Composer:
+class Composer(ExitStack):
     """Composes configs from conf/ and similar folders: the user's, and `own`. Use it as a context manager."""
 
     def __init__(self, own: Path | None = None) -> None:
         """`own` is a folder of the form of conf/. Raises RequestError if it is not a folder."""
+        super().__init__()
         if own and not own.is_dir():
             raise RequestError(
                 f"--config-dir {own}", "is not a folder", "a folder with method/, cluster/ ... would work"
             )
         beside = [folder.resolve() for folder in (own, *conf_folders()[1:]) if folder]
         self._folders = [CONF, *beside]
-        self._hydra = initialize_config_dir(str(CONF), version_base="1.3")
+        self.enter_context(initialize_config_dir(str(CONF), version_base="1.3"))
         self._search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in beside)}]"] if beside else []
-
-    def __enter__(self) -> Composer:
-        self._hydra.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hydra.__exit__(None, None, None)
 
     def points(self, arguments: Sequence[str], *, sweep: bool) -> list[tuple[str, ...]]:
         """The overrides of each point. Methods vary fastest, so that those compared with each other are neighbours.
 
         Raises RequestError for an argument that is no override, an unknown key or choice, or a list without `sweep`.
         """
-        axes: list[tuple[bool, list[str]]] = []
+        axes: list[tuple[bool, list[str]]] = []  # (whether it is the method, values)
         keys: set[str] = set()
         for argument in arguments:
             override = self._parsed(argument)
@@ -69,8 +64,8 @@ class Composer:
             for value in values:
                 self._check(override, value)
             axes.append((override.key_or_group == "method", [f"{override.key_or_group}={value}" for value in values]))
-        order = sorted(range(len(axes)), key=lambda i: axes[i][0])
-        return list(itertools.product(*(axes[i][1] for i in order)))
+        axes.sort(key=lambda axis: axis[0])
+        return list(itertools.product(*(values for _, values in axes)))
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The resolved config of one point. Raises RequestError for an unknown nested key."""

@@ -71,7 +71,9 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
     served = [r for r in requests if isinstance(r, Request)]
     if not served:
         errors = sorted({r.error or "" for r in requests if isinstance(r, Record)} | {str(e) for e in elsewhere})
-        raise RequestError(f"none of {len(configs)} points", "; ".join(errors[:3]), "one that works would")
+        raise RequestError(
+            f"none of {len(configs)} points", "; ".join(errors[:3]), "other values of these keys would work"
+        )
     _say_mode(console, served)
     try:
         rows = _run(console, requests, folder, logger, reuse=_reuse(configs[0], sweep=True))

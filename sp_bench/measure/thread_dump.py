@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 WAITING_IN = ("torch/distributed", "torch/cuda")
 """Folders of torch in which a rank waits for others, itself or through work it has queued on its GPU."""
@@ -28,7 +28,8 @@ POLICIES = {0: "other", 1: "fifo", 2: "rr"}
 """Scheduling policies by Linux's numbers."""
 
 
-class Thread(NamedTuple):
+@dataclass(frozen=True)
+class Thread:
     """A thread as the kernel describes it."""
 
     name: str
@@ -101,10 +102,7 @@ def threads_of(pid: int) -> list[Thread]:
 
 def as_json(dumps: Mapping[int, ThreadDump]) -> dict[str, Any]:
     """The dumps by rank, as a JSON object."""
-    return {
-        str(rank): asdict(found) | {"threads": [thread._asdict() for thread in found.threads]}
-        for rank, found in dumps.items()
-    }
+    return {str(rank): asdict(found) for rank, found in dumps.items()}
 
 
 def _thread(task: Path) -> Thread | None:

@@ -77,7 +77,9 @@ def test_a_rank_of_a_step_that_dies(box: SlurmBox, tmp_path: Path) -> None:
 def ranks_of(box: SlurmBox) -> list[int]:
     """The processes of ranks: what fork servers have forked."""
     below = testcluster._descendants(box._pids("slurmstepd"))
-    return testcluster._descendants(pid for pid in below if b"multiprocessing.forkserver" in testcluster._told(pid))
+    return testcluster._descendants(
+        pid for pid in below if b"multiprocessing.forkserver" in testcluster._arguments_and_environment(pid)
+    )
 
 
 @pytest.mark.parametrize(

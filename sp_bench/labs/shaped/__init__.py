@@ -1,1 +1,1 @@
-"""Hosts on this machine whose links are shaped: made for a run, gone after it, however it ends."""
+"""Emulated hosts on this machine with shaped links. They are made for a run and end with it, even if it is killed."""

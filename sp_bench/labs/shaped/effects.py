@@ -1,7 +1,7 @@
-"""What shaped hosts do to a simulation: bursts, uneven shares of cores and links, and cores that messages take.
+"""The effects of shaped hosts in a simulation: bursts, uneven shares of cores and links, core time of messages.
 
-A link that was idle lets a burst through at once and owes it to its rate: the burst is carried after the message, and a
-lane's messages in a row get the rate and no more.
+An idle link lets a burst through at once and owes it to its rate: the burst is carried after the message, so a lane's
+consecutive messages get the rate and no more.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class ShapedEffects(Effects):
         return self._turns(work_s)
 
     def carried(self, messages: Sequence[Message]) -> list[Carried]:
-        """A link's burst is shared by all messages of the transfer that cross it. Each lane has a burst: messages of
-        several lanes that begin together on idle links gain more than they should.
+        """How the network carries each of the concurrent messages of one transfer.
+
+        All messages of the transfer that cross a link share its burst. Each lane has its own burst, so messages of
+        several lanes that start together on an idle link gain more than in reality.
         """
         found, hosts = [], self._hosts
         for message, sharers in zip(messages, self._find_sharers(messages), strict=True):
@@ -58,7 +60,7 @@ class ShapedEffects(Effects):
         return found
 
     def _find_sharers(self, messages: Sequence[Message]) -> list[np.ndarray]:
-        """Of messages that begin together, how many cross the link that each shares with most: [(q,), ...]."""
+        """For each of some concurrent messages, (q,): the number of messages on its busiest link."""
         to = tuple(message.to for message in messages)
         if to not in self._sharers:
             everyone = np.arange(self._network.gpu.size)
@@ -70,10 +72,10 @@ class ShapedEffects(Effects):
 
 
 class Turns:
-    """Shares of crowded cores that differ from block to block, since Linux hands cores over in turns.
+    """Random shares of shared cores, which differ from block to block because Linux hands cores over in turns.
 
-    A block of w seconds has w / turn_s of them: what it gets of the cores has a relative standard deviation of
-    sqrt(turn_s / w), and of 1 where it is shorter than a turn. All of them together get the same.
+    A block of w seconds has w / turn_s turns, so its share has a relative standard deviation of sqrt(turn_s / w), or of
+    1 if the block is shorter than a turn. The total of all shares is unchanged.
     """
 
     def __init__(self, turn_s: float, seed: int, phase: str) -> None:
@@ -81,7 +83,7 @@ class Turns:
         self.generator = np.random.default_rng([seed, 1 + PHASES.index(phase)])
 
     def __call__(self, work_s: np.ndarray) -> np.ndarray | float:
-        """Weights around 1 of blocks with so much work each."""
+        """Weights around 1 of blocks of `work_s` seconds, (blocks,); 1 without turns."""
         if not self.turn_s:
             return 1.0
         variance = np.log1p(self.turn_s / np.maximum(work_s, self.turn_s))
@@ -89,11 +91,11 @@ class Turns:
 
 
 class Shares:
-    """What messages get of a link that they share: queues let some go ahead of others, by about so many bytes.
+    """Random shares of messages on a link: queues let some messages go ahead of others, by about `ahead_bytes`.
 
-    A message of b bytes gets shares whose logarithms have a standard deviation of ahead_bytes / b, and of 1 where it is
-    shorter than that. One that has a link for itself gets all of it. Cores that messages have to themselves, since
-    blocks leave them, are shared so too.
+    The logarithm of the share of a message of b bytes has a standard deviation of ahead_bytes / b, or of 1 if the
+    message is shorter than ahead_bytes. A message alone on a link gets all of it. Cores without blocks are shared the
+    same way.
     """
 
     def __init__(self, ahead_bytes: float, seed: int, phase: str) -> None:
@@ -101,7 +103,7 @@ class Shares:
         self.generator = np.random.default_rng([seed, 1 + len(PHASES) + PHASES.index(phase)])
 
     def __call__(self, sent: np.ndarray) -> np.ndarray | float:
-        """Weights around 1 of messages of so many bytes."""
+        """Weights around 1 of messages of `sent` bytes, (messages,); 1 if ahead_bytes is 0."""
         if not self.ahead_bytes:
             return 1.0
         variance = (self.ahead_bytes / np.maximum(sent, self.ahead_bytes)) ** 2

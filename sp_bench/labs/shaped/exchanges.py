@@ -1,4 +1,4 @@
-"""Messages between shaped hosts whose ranks compute meanwhile. Runs on every rank of a pool."""
+"""Time messages between shaped hosts while their ranks compute. Runs on every rank of a pool."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from sp_bench.run.streams import lane_threads
 from sp_bench.run.transport import GlooTransport
 
 TIMED = 8
-"""Messages, or pairs of them, for each repetition; of messages beside blocks at least so many."""
+"""The number of messages, or pairs of them, in each repetition; beside blocks at least that many."""
 MOST_HOPS = 4
-"""Of an execution with the longest messages, which take long."""
+"""The most hops of an execution with the longest messages."""
 
 
 def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s: float, limited: bool) -> Exchanges:
-    """What this rank sees while every rank sends to the next host. The first repetition is a warm-up and dropped.
+    """The times this rank measures while every rank sends to the next host. The first repetition is dropped.
 
-    Messages that are timed meet links that were idle for `pause_s`. Where links are not `limited`, only how long
-    messages take.
+    Timed messages start on links that were idle for `pause_s`. If links are not `limited`, only the times of messages
+    are measured.
     """
     rank, n, found = dist.get_rank(), dist.get_world_size(), Exchanges()
     transport, block_s = GlooTransport(dist.group.WORLD), block_clock(setting, min(setting.sizes))
@@ -56,7 +56,7 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
         for size, message in messages.items():
             report((repetition, size))
             exchange_s = partial(_spaced_s, partial(message.exchange, *ring), pause_s)
-            with lane_threads(1) as lane:  # as in an execution; the main thread may wait long for its turn
+            with lane_threads(1) as lane:  # as in an execution: the main thread may wait long for a core
                 idle_s = lane.submit(exchange_s, TIMED).result()
             dist.barrier()
             times = messages_lasting(pace.crowd_s / len(messages), pause_s + idle_s, least=TIMED)
@@ -71,7 +71,7 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
             dist.barrier()
         for size, hops in rounds.items():
             report((repetition, "rounds", size))
-            in_a_row_s = pause_s + kept.idle_s[size][-1]  # with no burst at once
+            in_a_row_s = pause_s + kept.idle_s[size][-1]  # without a burst
             times = messages_lasting(pace.crowd_s, hops.bytes / size * in_a_row_s, least=1)
             round_s, blocks_s = beside_blocks(block_s, partial(mean_s, hops, times=times))
             dist.barrier()
@@ -86,7 +86,7 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
 
 
 def _spaced_s(exchange: Callable[[], float], pause_s: float, times: int) -> float:
-    """The mean time of so many messages, which all ranks begin together after each pause."""
+    """The mean time of `times` messages. All ranks start each together, after a pause."""
     taken_s = []
     for _ in range(times):
         time.sleep(pause_s)
@@ -98,7 +98,7 @@ def _spaced_s(exchange: Callable[[], float], pause_s: float, times: int) -> floa
 
 
 class Pairs:
-    """A message from the host before and one from the host before that, both at once, each by a lane of its own."""
+    """Pairs of concurrent messages, from the two hosts before this one, each in a lane of its own."""
 
     def __init__(self, transport: GlooTransport, size: int, ranks_per_host: int) -> None:
         rank, n = dist.get_rank(), dist.get_world_size()
@@ -108,7 +108,7 @@ class Pairs:
         ]
 
     def __call__(self) -> Samples:
-        """When the first has come over when both have, by pair. All ranks begin each of them together."""
+        """The arrival of the first message over the arrival of both, for each pair. All ranks start a pair together."""
         found = []
         with lane_threads(2) as lanes:
             for _ in range(TIMED):
@@ -121,10 +121,10 @@ class Pairs:
 
 
 class Rounds:
-    """Executions in which KV goes on from host to host: each hop is of two messages, by a lane as in any plan."""
+    """Executions that pass KV on from host to host. A hop has two messages, in a lane as in any plan."""
 
     def __init__(self, setting: Setting, transport: GlooTransport, size: int, ranks_per_host: int, few: bool) -> None:
-        """`size` is about the bytes of a message."""
+        """`size` is the approximate size of a message in bytes; `few` limits the hops to MOST_HOPS."""
         n, dtype = dist.get_world_size(), "float32"
         problem = Problem(
             n=n,
@@ -143,7 +143,7 @@ class Rounds:
         own = tuple(torch.zeros(problem.field_shape(field)) for field in FIELDS["kv"])
         self._inputs = dict.fromkeys(plan.starts_with, own)
         self.bytes = len(plan.ops) * sum(x.nbytes for x in own)
-        """That a rank sends in each."""
+        """The bytes that a rank sends in each execution."""
 
     def __call__(self) -> None:
         self._execute(self._inputs, Action.COMMUNICATION)
@@ -154,7 +154,7 @@ class Rounds:
 
 
 def round_of(n: int, ranks_per_host: int, hops: int) -> Plan:
-    """KV of every rank goes to the rank of the same place on the next hosts, one after the other."""
+    """A plan in which every rank's KV goes to the same rank of the next hosts, one after the other."""
     kv, steps = Chunk("kv", 0, Group(ranks_per_host, n // ranks_per_host, DOWN)), Steps()
     for hop in range(hops):
         steps.next()
@@ -163,14 +163,14 @@ def round_of(n: int, ranks_per_host: int, hops: int) -> Plan:
 
 
 def spread(blocks_s: Samples) -> Samples:
-    """[variance over the mean's square] of the time of SPREAD_BLOCKS in a row; [] of fewer than three such times."""
+    """[variance / mean**2] of the time of SPREAD_BLOCKS consecutive blocks; [] for fewer than three times."""
     rows = len(blocks_s) // SPREAD_BLOCKS
     times_s = [sum(blocks_s[SPREAD_BLOCKS * row :][:SPREAD_BLOCKS]) for row in range(rows)]
     return [variance(times_s) / mean(times_s) ** 2] if rows >= 3 else []
 
 
 def _per_s(call: Callable[[], object], seconds: float) -> float:
-    """How many calls a second there are in so many seconds."""
+    """The number of calls per second, measured for so many seconds."""
     started, calls = time.perf_counter(), 0
     while (passed := time.perf_counter() - started) < seconds:
         call()

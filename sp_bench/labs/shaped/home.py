@@ -1,4 +1,4 @@
-"""What a process does that lives on a shaped host."""
+"""The host environment of a process on a shaped host."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sp_bench.labs.shaped import namespaces
 from sp_bench.run.home import Home
 
 LINK = "shaped0"
-"""The interface of a host's link: a name that no real machine has."""
+"""The network interface of a host's link, a name that no real machine has."""
 
 SLICE_NS = 100_000_000
-"""The longest time for which Linux lets a thread ask."""
+"""The longest time slice that Linux lets a thread ask for."""
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-"""The number of that system call, which libc may not name."""
+"""The number of the system call sched_setattr, which libc may lack."""
 
 
 @dataclass(frozen=True)
 class ShapedHome(Home):
-    """A shaped host, on which one or more ranks live."""
+    """A shaped host, with one rank or more."""
 
     place: str
     """The path of the host's namespace."""
@@ -36,16 +36,16 @@ class ShapedHome(Home):
         os.environ["GLOO_SOCKET_IFNAME"] = LINK
 
     def put_transfers_first(self) -> None:
-        """Let threads that transfer run before any that computes, as a network's hardware does.
+        """Give transfer threads priority over compute threads, since a network's hardware needs no cores.
 
-        Otherwise a message waits for the cores that blocks are on, which took milliseconds where 16 ranks share 2. A
-        user without the right to do so leaves threads as they are. The main thread asks for long slices of time (Linux
-        6.12), so that after a message the same rank's block goes on: otherwise each hands a core on to another rank's,
-        which finds cold caches, and blocks take up to a tenth longer.
+        Otherwise a message waits for a core that a block has: milliseconds if 16 ranks share 2. Without the right
+        to set priorities, threads stay as they are. The main thread asks for long time slices (Linux 6.12), so that
+        the same rank's block continues after a message. Otherwise another rank's block gets the core, with cold
+        caches, and blocks take up to a tenth longer.
 
-        Transfers must then be posted from lanes: gloo's thread asks again and again for a lock that another holds, and
-        so keeps a main thread from the core that it would need to let it go. Threads with priority take turns
-        (SCHED_RR) so that none can keep another of them from it.
+        With priority, lanes must post the transfers: gloo's thread polls a lock that another thread holds, and would
+        keep a main thread from the core it needs to release it. Threads with priority take turns (SCHED_RR), so that
+        none blocks another.
         """
         if not self.transfers_first:
             return
@@ -63,7 +63,7 @@ class ShapedHome(Home):
 
 
 def _ask_for_long_slices() -> None:
-    """For the calling thread. Kernels that have no such slices, or no such call, leave everything as it is."""
+    """Ask for long time slices for the calling thread. Kernels without them, or without the call, change nothing."""
     if number := SCHED_SETATTR.get(platform.machine()):
         size, flags, priority, nice = 48, 0, 0, os.getpriority(os.PRIO_PROCESS, 0)
         wanted = struct.pack("IIQiIQQQ", size, os.SCHED_OTHER, flags, nice, priority, SLICE_NS, 0, 0)
@@ -71,9 +71,9 @@ def _ask_for_long_slices() -> None:
 
 
 def link_bytes() -> tuple[int, int] | None:
-    """What the calling thread's host has (sent, received) over its link, headers included; None if it is on none.
+    """Bytes that the calling thread's host has (sent, received) over its link, headers included; None without a link.
 
-    Packets are counted as they leave the host's queue. A packet of several segments counts with one header.
+    Packets count when they leave the host's queue. A packet of several segments counts with one header.
     """
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")

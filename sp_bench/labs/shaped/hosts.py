@@ -1,4 +1,4 @@
-"""Makes shaped hosts: a network namespace for each, and one more for the switches that join them.
+"""Make shaped hosts: a network namespace for each, and one more for the switches that join them.
 
                          [down0]  spine  [down1]
                             |               |
@@ -7,11 +7,11 @@
                           leaf0           leaf1
     host 1 [shaped0]--[port1]               [port3]--[shaped0] host 3
 
-Each [ ] is an end of a virtual cable, and tbf (token bucket filter) shapes what it sends. Without hosts_per_leaf, leaf0
-has all hosts and no spine above it.
+Each [ ] is an end of a virtual cable (veth). A token bucket filter (tbf) shapes the traffic it sends. Without
+hosts_per_leaf, leaf0 has all hosts, and there is no spine.
 
-Nothing of this has a name outside, so that any number of runs can have theirs at once, and it is gone with the process
-that made it, even if that is killed: the kernel removes what no process holds any more.
+The namespaces have no names, so any number of runs can have hosts at once. They end with the process that made them,
+even if it is killed: the kernel removes a namespace that no process holds.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from sp_bench.labs.shaped.description import Hosts
 from sp_bench.labs.shaped.home import LINK, ShapedHome
 
 MTU_BYTES = 9000
-"""Jumbo frames, as clusters have them, so that headers are less than 1% of a link."""
+"""Jumbo frames, as in clusters, so that headers are less than 1% of the traffic."""
 FRAME_BYTES = MTU_BYTES + 14
 LARGEST_PACKET_BYTES = 2**16
-"""Of what TCP hands over in one piece."""
+"""The largest packet that TCP hands to the interface."""
 QUEUE_BYTES = 2**26
-"""More than the sockets behind a link can have under way: packets wait, and none is dropped."""
+"""More than the sockets behind a link can have in flight, so that packets wait and none is dropped."""
 IPV4 = {
-    "tcp_congestion_control": "reno",  # in every kernel, and nothing is lost that it could react to
-    "tcp_slow_start_after_idle": "0",  # ranks are silent between messages
-    # Cores may hand packets over in another order, and packets may wait long in a queue: that is seldom to be taken for
-    # a loss. (What tcp_recovery=0 went back to is gone from the newest kernels.)
+    "tcp_congestion_control": "reno",  # every kernel has it, and no packets are lost
+    "tcp_slow_start_after_idle": "0",  # ranks pause between messages
+    # Packets may be reordered between cores, or wait long in a queue, which TCP should not take for a loss. (The
+    # newest kernels ignore tcp_recovery=0.)
     "tcp_reordering": "300",
     "tcp_recovery": "0",
     "tcp_early_retrans": "0",
-    # What a message has in the link's queue stands in the way of others, and of the word that a receive is posted.
+    # A message's packets in the link's queue delay other messages, and gloo's notice that a receive is posted.
     "tcp_limit_output_bytes": "131072",
     "tcp_rmem": "4096 1048576 1048576",
     "tcp_wmem": "4096 1048576 1048576",
 }
-"""Windows that are open from the start and hold several times what is under way on a fast link."""
+"""TCP settings. Windows are open from the start and hold several times the data in flight on a fast link."""
 FIRST_ADDRESS = ipaddress.IPv4Address("10.0.0.1")
 SHAPED_BYTES_PER_S = (1e4, 1e11)
-"""What tbf can count in its units of time."""
+"""The range of rates that tbf can represent."""
 
 
 class ShapedHosts:
-    """Hosts, up and joined, and which ranks are to live on them. Use it as a context manager, or close it."""
+    """Hosts that are up and connected, and the ranks on each. Use it as a context manager, or close it."""
 
     def __init__(self, hosts: Hosts, host_of: Sequence[int]) -> None:
-        """`host_of` has the host of each rank, counted from 0.
+        """Make the hosts. `host_of` has the host of each rank, counted from 0.
 
-        Raises RequestError where this machine, this user or these figures don't allow it.
+        Raises RequestError if this machine, this user's rights or these figures don't allow it.
         """
         _refuse(hosts)
         self._hosts, self._host_of, self._held = hosts, host_of, []
@@ -89,19 +89,19 @@ class ShapedHosts:
         return self._places[self._host_of[rank]]
 
     def home_of(self, rank: int) -> ShapedHome:
-        """What a process must move to (run.home) to be that rank."""
+        """The host environment that the rank's process must move to (run.home)."""
         return ShapedHome(self.place_of(rank), self._hosts.transfers_first)
 
     @property
     def ranks_by_host(self) -> dict[str, list[int]]:
-        """The ranks on each host, by its name."""
+        """The ranks on each host, by the host's name."""
         return {
             f"host{host}": [rank for rank, its in enumerate(self._host_of) if its == host]
             for host in sorted(set(self._host_of))
         }
 
     def close(self) -> None:
-        """Let go of the hosts and switches: a host ends with the last process on it."""
+        """Release the hosts and switches. A host ends with the last process on it."""
         for namespace in self._held:
             os.close(namespace)
         self._held = []
@@ -111,7 +111,7 @@ class ShapedHosts:
         return namespaces.path(self._held[-1])
 
     def _join(self) -> None:
-        """Among the switches: make them, and the cables to hosts and between them."""
+        """In the switches' namespace: make the switches and all cables."""
         hosts, links, shapes = self._hosts, [], []
         below = hosts.hosts_per_leaf or len(self._places)
         leaves = range(-(-len(self._places) // below))
@@ -130,12 +130,12 @@ class ShapedHosts:
         _batch("tc", shapes)
 
     def _bring_up(self, host: int) -> None:
-        """On a host: TCP, addresses, and the shape of what it sends."""
+        """In a host's namespace: set up TCP, addresses and the shape of its traffic."""
         for name, value in IPV4.items():
             Path("/proc/sys/net/ipv4", name).write_text(value)
         lines = ["link set dev lo up", f"link set dev {LINK} {self._packets()} up"]
         lines.append(f"address add {FIRST_ADDRESS + host}/8 dev {LINK}")
-        # Known from the start: a kernel learns few neighbours, for all its namespaces together.
+        # Neighbours are set, because the kernel learns only a few, for all namespaces together.
         lines += [
             f"neighbour add {FIRST_ADDRESS + other} lladdr {_hardware_address(other)} dev {LINK} nud permanent"
             for other in range(len(self._places))
@@ -148,7 +148,7 @@ class ShapedHosts:
         return f"link set dev {end} {self._packets()} master {switch} up"
 
     def _packets(self) -> str:
-        """With the headers of its frames, no packet is larger than a burst: tbf would cut it up, which costs cores."""
+        """The packet size of an end: at most a burst with headers. tbf would cut up larger ones, at a cost."""
         return f"gso_max_size {min(LARGEST_PACKET_BYTES, self._hosts.burst_bytes * 7 // 8)}"
 
     def _shape(self, end: str, bytes_per_s: float) -> str:
@@ -157,21 +157,21 @@ class ShapedHosts:
 
 
 def make(hosts: Hosts, host_of: Sequence[int], *, transfers_first: bool = True) -> ShapedHosts:
-    """The hosts, with each rank on host_of[rank]. Raises RequestError.
+    """The hosts, with each rank on host_of[rank]. Raises RequestError if they can't be made.
 
-    `transfers_first` may take priority from transfers, not give it to them where the hosts don't.
+    transfers_first=False takes away the priority of transfers that the hosts may give.
     """
     return ShapedHosts(hosts.replace(transfers_first=transfers_first and hosts.transfers_first), host_of)
 
 
 @lru_cache(maxsize=8)
 def refuse(hosts: Hosts) -> None:
-    """Raise RequestError where such hosts can't be had here: two are made, and removed."""
+    """Raise RequestError if such hosts can't be made here. Two are made and removed to find out."""
     make(hosts, (0, 1)).close()
 
 
 def _refuse(hosts: Hosts) -> None:
-    """Raise RequestError for a system or for figures with which no hosts can be made."""
+    """Raise RequestError for a system or figures that no hosts can be made with."""
     if sys.platform != "linux":
         raise RequestError("cluster.hosts", "hosts are made on Linux only", "mode=simulate would work")
     for tool in ("ip", "tc"):
@@ -200,12 +200,12 @@ def _cable(end: str, other_end: str) -> str:
 
 
 def _hardware_address(host: int) -> str:
-    """One that is administered locally."""
+    """A locally administered MAC address."""
     return (0x02 << 40 | host).to_bytes(6).hex(":")
 
 
 def _batch(tool: str, lines: Sequence[str]) -> None:
-    """Run lines of ip or tc. Raises RequestError where the kernel can't do a line, PermissionError where it won't."""
+    """Run lines of ip or tc. Raises RequestError if the kernel lacks a feature, PermissionError without the rights."""
     done = subprocess.run([tool, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
     if done.returncode:
         said = f"{tool}: {' '.join(done.stderr.split())}"

@@ -1,4 +1,4 @@
-"""Network namespaces without names: the kernel removes one as soon as no process is in it or has it open."""
+"""Network namespaces without names. The kernel removes one when no process is in it or has it open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def new() -> int:
-    """A new namespace, kept by the file descriptor that this returns. Raises OSError where it isn't allowed."""
+    """Make a namespace; return a file descriptor that holds it. Raises OSError without the rights."""
 
     def kept() -> int:
         _call("unshare", CLONE_NEWNET)
@@ -23,12 +23,12 @@ def new() -> int:
 
 
 def path(namespace: int) -> str:
-    """Where other processes of the same user find a namespace that this process has open."""
+    """The path by which the same user's processes can open a namespace of this process."""
     return f"/proc/{os.getpid()}/fd/{namespace}"
 
 
 def enter(place: str) -> None:
-    """Move the calling thread, and what it starts from now on, to the namespace at that path."""
+    """Move the calling thread, and processes it starts from now on, to the namespace at a path."""
     namespace = os.open(place, os.O_RDONLY)
     try:
         _call("setns", namespace, CLONE_NEWNET)
@@ -37,7 +37,7 @@ def enter(place: str) -> None:
 
 
 def call_inside(place: str, call: Callable[[], T]) -> T:
-    """call() from inside the namespace at that path; the caller stays where it is."""
+    """Run call() inside the namespace at a path. The calling thread stays in its own."""
 
     def inside() -> T:
         enter(place)
@@ -47,13 +47,13 @@ def call_inside(place: str, call: Callable[[], T]) -> T:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """A system call by its function in libc: Python has these two from 3.12 on."""
+    """Call a function of libc; Python has setns and unshare only from 3.12 on. Raises OSError if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def _in_a_thread(call: Callable[[], T]) -> T:
-    """In a thread of its own: a thread has its own network namespace, and takes it to its end."""
+    """Run call() in a new thread, which may change its network namespace."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call).result()

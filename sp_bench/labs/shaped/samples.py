@@ -1,4 +1,4 @@
-"""What is timed between shaped hosts to calibrate them, and what came out; imports no torch."""
+"""What is timed between shaped hosts to calibrate them, and the results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sp_bench.calibrating.setting import Samples
 
 SPREAD_BLOCKS = 4
-"""So many blocks in a row tell how evenly ranks get the cores: one may fit between two turns."""
+"""The consecutive blocks whose time shows how evenly ranks get cores. A single one may fit between two turns."""
 
 
 class Pace(NamedTuple):
@@ -17,39 +17,39 @@ class Pace(NamedTuple):
 
     message_bytes: tuple[int, ...]
     crowd_s: float
-    """For how long all ranks compute at once, and with messages beside: where several share a core, each waits for
-    slices of it that the others have (home.py), and only all ranks' blocks together say something."""
+    """Seconds for which all ranks compute at once, and beside messages. Ranks that share a core wait for each other's
+    time slices (home.py), so only the blocks of all ranks together are meaningful."""
 
 
 FULL, QUICK = Pace((2**17, 2**19, 2**21), 3.0), Pace((2**17, 2**18), 0.3)
 
 
 def middle(sizes: Iterable[int]) -> int:
-    """The size of messages that are sent in pairs."""
+    """The middle one of some message sizes, which pairs of messages have."""
     sizes = list(sizes)
     return sorted(sizes)[len(sizes) // 2]
 
 
 @dataclass(kw_only=True)
 class Exchanges:
-    """What one rank saw of messages to the next host and from the one before, over links of one rate."""
+    """One rank's times of messages to the next host and from the one before, over links of one rate."""
 
     idle_s: dict[int, Samples] = field(default_factory=dict)
-    """By bytes of a message over links that were idle, with no rank computing."""
+    """Seconds of a message over idle links while no rank computes, by its bytes."""
     beside_s: dict[int, Samples] = field(default_factory=dict)
-    """The same while all ranks compute blocks."""
+    """Seconds of a message over idle links while all ranks compute, by its bytes."""
     alone_blocks_per_s: Samples = field(default_factory=list)
-    """Small blocks on rank 0 while the others are idle; empty on other ranks."""
+    """The rate of small blocks on rank 0 while the others are idle; empty on other ranks."""
     crowded_blocks_per_s: Samples = field(default_factory=list)
-    """The same on every rank, without transfers."""
+    """The rate of small blocks while all ranks compute, without transfers."""
     rounds_bytes_per_s: dict[int, Samples] = field(default_factory=dict)
-    """What this rank sent in executions of hops alone, beside blocks, by the bytes of a message: the shortest and the
-    longest."""
+    """The rate at which this rank sent in executions of hops, beside blocks, by the bytes of a message: the shortest
+    and the longest."""
     beside_blocks_per_s: dict[int, Samples] = field(default_factory=dict)
-    """The same as crowded, beside these."""
+    """The rate of small blocks beside these executions."""
     first_of_two: Samples = field(default_factory=list)
-    """Of two messages from two hosts at once, beside blocks: when the first had come, over when both had; empty where
-    there are fewer than three hosts."""
+    """The arrival of the first of two concurrent messages from two hosts over the arrival of both, beside blocks; empty
+    with fewer than three hosts."""
     beside_spread: Samples = field(default_factory=list)
-    """Beside the longest, the variance of the time of SPREAD_BLOCKS in a row over its mean's square; empty where blocks
-    are few."""
+    """The variance of the time of SPREAD_BLOCKS consecutive blocks over its mean's square, beside the longest messages;
+    empty if there are too few blocks."""

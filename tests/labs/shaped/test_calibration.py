@@ -98,7 +98,7 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.device.block_s(p, "forward") == pytest.approx(alone.device.block_s(p, "forward") * CROWDING, rel=1e-3)
     assert (found.hosts.ranks_per_host, found.hosts.hosts_per_leaf) == (ranks_per_host, 4)
     assert found.topology.inter.bytes_per_s == pytest.approx(0.9 * hosts.link_bytes_per_s)
-    assert "met within 0%, and within 0% while" in config["sources"]["hosts.payload_share, hosts.latency_s"]
+    assert "fitted within 0%, and within 0% while" in config["sources"]["hosts.payload_share, hosts.latency_s"]
 
 
 @pytest.mark.parametrize(("short", "long"), [(0.5, 0.0), (0.0, 0.5), (0.0, 0.0), (0.9, 0.001)])
@@ -124,7 +124,7 @@ def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytes
     config = with_hosts(cluster_config("box", SETTING, costs, links, {}), described(), seen)
     work_s = 1 / 10.0  # of a block, by what both ranks together got done
     assert config["hosts"]["turn_s"] == pytest.approx(0.015 * SPREAD_BLOCKS * work_s if cores == 1 else 0.0)
-    assert ("median of 12 variances" if cores == 1 else "a core of its own") in config["sources"]["hosts.turn_s"]
+    assert ("median of 12 variances" if cores == 1 else "its own core") in config["sources"]["hosts.turn_s"]
 
 
 @pytest.mark.parametrize("cores", [1, 2])
