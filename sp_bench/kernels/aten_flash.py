@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.contract import heads_first
-from sp_bench.kernels.cuda import CudaKernel
+from sp_bench.kernels.cuda import CudaKernel, unit_stride
+from sp_bench.kernels.pieces import Pieces
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_VARLEN_FORWARD = torch.ops.aten._flash_attention_forward.default
+_VARLEN_BACKWARD = torch.ops.aten._flash_attention_backward.default
 
 
 class AtenFlash(CudaKernel):
@@ -19,6 +22,7 @@ class AtenFlash(CudaKernel):
     """
 
     name = "aten_flash"
+    varlen = True
 
     @classmethod
     def most_head_dim(cls, capability: tuple[int, int]) -> int:
@@ -39,3 +43,29 @@ class AtenFlash(CudaKernel):
             *tensors, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, state, state
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        longest = (max(pieces.q_lengths), max(pieces.kv_lengths))
+        out, lse, *_ = _VARLEN_FORWARD(
+            *(unit_stride(x) for x in (q, k, v)), cu_q, cu_kv, *longest, 0.0, pieces.causal, False
+        )
+        return out, lse
+
+    def _backward_varlen(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        cu_q: Tensor,
+        cu_kv: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (unit_stride(x) for x in (dout, q, k, v, out))
+        longest = (max(pieces.q_lengths), max(pieces.kv_lengths))
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        return _VARLEN_BACKWARD(*tensors, lse, cu_q, cu_kv, *longest, 0.0, pieces.causal, state, state)

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sp_bench.kernels.pieces import Pieces
 from sp_bench.plan.regions import Region, RegionKind
 
 
@@ -24,6 +25,8 @@ class BlockKernel(ABC):
     """
 
     name: ClassVar[str]
+    varlen: ClassVar[bool] = False
+    """Whether it takes pieces of different sizes in one call (`_forward_varlen`, `_backward_varlen`)."""
 
     @classmethod
     @abstractmethod
@@ -82,6 +85,67 @@ class BlockKernel(ABC):
             for grad, part, part_slice in zip(grads, parts, (rows, columns, columns), strict=True):
                 grad[:, part_slice] = part
         return grads[0], grads[1], grads[2]
+
+    def forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        """`forward` of pieces: q, k and v are gathered, and so are (out, lse)."""
+        if self.varlen:
+            cu_q, cu_kv = pieces.cumulative(len(q))
+            out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, cu_q, cu_kv)
+            return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+        out, lse = self._forward(_stacked(q, pieces), _stacked(k, pieces), _stacked(v, pieces), pieces.causal)
+        return out.reshape(q.shape), _in_line(lse, pieces)
+
+    def backward_pieces(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
+        lse = _harmless(lse)
+        if self.varlen:
+            cu_q, cu_kv = pieces.cumulative(len(q))
+            flat_dout, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+            flat_lse = lse.transpose(0, 1).flatten(1).contiguous()
+            grads = self._backward_varlen(flat_dout, flat_q, flat_k, flat_v, flat_out, flat_lse, pieces, cu_q, cu_kv)
+        else:
+            stacked_dout, stacked_q, stacked_k, stacked_v, stacked_out = (
+                _stacked(x, pieces) for x in (dout, q, k, v, out)
+            )
+            stacked_lse = lse.unflatten(2, (len(pieces.regions), -1)).transpose(1, 2).flatten(0, 1)
+            grads = self._backward(
+                stacked_dout, stacked_q, stacked_k, stacked_v, stacked_out, stacked_lse, pieces.causal
+            )
+        dq, dk, dv = (grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv
+
+    def _forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(out_THD, lse_HT) of q_THD, k and v, in which the pieces of all batch entries stand one behind the other."""
+        raise NotImplementedError
+
+    def _backward_varlen(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        cu_q: Tensor,
+        cu_kv: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), as `_forward_varlen` has its tensors."""
+        raise NotImplementedError
+
+
+def _stacked(x: Tensor, pieces: Pieces) -> Tensor:
+    """Gathered pieces of one size as a batch: (B, P * S, H, D) -> (B * P, S, H, D)."""
+    return x.unflatten(1, (len(pieces.regions), -1)).flatten(0, 1)
+
+
+def _in_line(lse: Tensor, pieces: Pieces) -> Tensor:
+    """The statistics of a batch of pieces, gathered: (B * P, H, S) -> (B, H, P * S)."""
+    return lse.unflatten(0, (-1, len(pieces.regions))).transpose(1, 2).flatten(2)
 
 
 def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

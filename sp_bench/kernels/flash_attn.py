@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+from sp_bench.kernels.pieces import Pieces
 
 
 class FlashAttn(CudaKernel):
@@ -19,6 +20,7 @@ class FlashAttn(CudaKernel):
     name = "flash_attn"
     package = "flash_attn.flash_attn_interface"
     install = "pip install flash-attn --no-build-isolation"
+    varlen = True
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module()._flash_attn_forward(
@@ -52,6 +54,60 @@ class FlashAttn(CudaKernel):
             dropout_p=0.0,
             softmax_scale=1 / math.sqrt(q.shape[3]),
             causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=deterministic(),
+        )
+        return dq, dk, dv
+
+    def _forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module()._flash_attn_varlen_forward(
+            *(unit_stride(x) for x in (q, k, v)),
+            cu_q,
+            cu_kv,
+            max(pieces.q_lengths),
+            max(pieces.kv_lengths),
+            dropout_p=0.0,
+            softmax_scale=1 / math.sqrt(q.shape[2]),
+            causal=pieces.causal,
+        )
+        return out, lse
+
+    def _backward_varlen(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        cu_q: Tensor,
+        cu_kv: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.module()._flash_attn_varlen_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            cu_q,
+            cu_kv,
+            max(pieces.q_lengths),
+            max(pieces.kv_lengths),
+            dropout_p=0.0,
+            softmax_scale=1 / math.sqrt(q.shape[2]),
+            causal=pieces.causal,
             window_size_left=-1,
             window_size_right=-1,
             softcap=0.0,

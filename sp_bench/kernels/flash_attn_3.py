@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+from sp_bench.kernels.pieces import Pieces
 
 
 class FlashAttn3(CudaKernel):
@@ -23,6 +24,7 @@ class FlashAttn3(CudaKernel):
 
     name = "flash_attn_3"
     majors = (9,)
+    varlen = True
     package = "flash_attn_interface"
     install = "python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention"
 
@@ -63,6 +65,55 @@ class FlashAttn3(CudaKernel):
             dv=dv,
             softmax_scale=1 / math.sqrt(q.shape[3]),
             is_causal=causal,
+            deterministic=deterministic(),
+        )
+        return dq, dk, dv
+
+    def _forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            *(unit_stride(x) for x in (q, k, v)),
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_kv,
+            max_seqlen_q=max(pieces.q_lengths),
+            max_seqlen_k=max(pieces.kv_lengths),
+            softmax_scale=1 / math.sqrt(q.shape[2]),
+            is_causal=pieces.causal,
+            num_splits=1,
+        )
+        return out, lse
+
+    def _backward_varlen(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        cu_q: Tensor,
+        cu_kv: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (unit_stride(x) for x in (dout, q, k, v, out))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        torch.ops.flash_attn_3.bwd(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_kv,
+            max_seqlen_q=max(pieces.q_lengths),
+            max_seqlen_k=max(pieces.kv_lengths),
+            softmax_scale=1 / math.sqrt(q.shape[2]),
+            is_causal=pieces.causal,
             deterministic=deterministic(),
         )
         return dq, dk, dv

@@ -10,6 +10,7 @@ import math
 from torch import Tensor
 
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
+from sp_bench.kernels.pieces import Pieces
 
 
 class FlashAttn4(CudaKernel):
@@ -17,6 +18,7 @@ class FlashAttn4(CudaKernel):
 
     name = "flash_attn_4"
     majors = (9, 10, 11, 12)
+    varlen = True
     package = "flash_attn.cute.interface"
     install = "pip install --pre flash-attn-4"
 
@@ -42,6 +44,44 @@ class FlashAttn4(CudaKernel):
             lse.contiguous(),
             softmax_scale=1 / math.sqrt(q.shape[3]),
             causal=causal,
+            deterministic=deterministic(),
+        )
+        return dq, dk, dv
+
+    def _forward_varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, cu_q: Tensor, cu_kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module()._flash_attn_fwd(
+            *(unit_stride(x) for x in (q, k, v)),
+            softmax_scale=1 / math.sqrt(q.shape[2]),
+            causal=pieces.causal,
+            return_lse=True,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_kv,
+            max_seqlen_q=max(pieces.q_lengths),
+            max_seqlen_k=max(pieces.kv_lengths),
+        )
+        return out, lse
+
+    def _backward_varlen(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pieces: Pieces,
+        cu_q: Tensor,
+        cu_kv: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv, *_ = self.module()._flash_attn_bwd(
+            *(unit_stride(x) for x in (q, k, v, out, dout)),
+            lse,
+            softmax_scale=1 / math.sqrt(q.shape[2]),
+            causal=pieces.causal,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_kv,
             deterministic=deterministic(),
         )
         return dq, dk, dv

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.lower import lower
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Op, Place, Plan, Transfer
 from sp_bench.plan.problem import FIELDS, Problem
@@ -24,7 +25,7 @@ from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock, Device
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.lanes import Lanes
-from sp_bench.run.partials import Tensors, tokens_of
+from sp_bench.run.partials import Rows, Tensors, tokens_of
 from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
 from sp_bench.run.transport import Transport
 
@@ -190,7 +191,11 @@ class Executor:
         (q,), (k, v) = held.received(op.q), held.received(op.kv)
         for rows, columns, kind in windows:
             there, started = held.among(op.q, rows), self._mark()
-            out, lse = self._kernel.forward(tokens_of(q, there), tokens_of(k, columns), tokens_of(v, columns), kind)
+            inputs = tokens_of(q, there), tokens_of(k, columns), tokens_of(v, columns)
+            if isinstance(kind, Pieces):
+                out, lse = self._kernel.forward_pieces(*inputs, kind)
+            else:
+                out, lse = self._kernel.forward(*inputs, kind)
             ended = self._mark()
             self._see(out, lse)
             held.partials.add_output(op.o, rows, out, lse)
@@ -205,9 +210,11 @@ class Executor:
         for rows, columns, kind in windows:
             there, started = held.among(op.odoq, rows), self._mark()
             my_dout, my_q, my_out, my_lse = (tokens_of(x, there) for x in (dout, q, out, lse))
-            dq, dk, dv = self._kernel.backward(
-                my_dout, my_q, tokens_of(k, columns), tokens_of(v, columns), my_out, my_lse, kind
-            )
+            inputs = my_dout, my_q, tokens_of(k, columns), tokens_of(v, columns), my_out, my_lse
+            if isinstance(kind, Pieces):
+                dq, dk, dv = self._kernel.backward_pieces(*inputs, kind)
+            else:
+                dq, dk, dv = self._kernel.backward(*inputs, kind)
             ended = self._mark()
             self._see(dq, dk, dv)
             held.partials.add_gradients(op.dq, rows, (dq,))
@@ -226,8 +233,11 @@ class Executor:
         if self._live is not None:
             self._live.see([*self._holdings.tensors(), *self._buffers.tensors(), *results])
 
-    def _find_windows(self, q: Place, kv: Place) -> list[tuple[range, range, RegionKind]]:
-        """Return a block's regions as (q rows, kv rows, kind) within the chunks; kind is never STRICT."""
+    def _find_windows(self, q: Place, kv: Place) -> list[tuple[Rows, Rows, RegionKind | Pieces]]:
+        """Return a block's kernel calls as (q rows, kv rows, kind or pieces); a kind is never STRICT."""
         blocks = self._problem.blocks
         regions = blocks.regions_of(blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank))))
-        return [(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]
+        if self._problem.mask.sends_unseen:
+            return [(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]
+        found = calls(regions, self._device, varlen=self._kernel.varlen)
+        return [(c.queries, c.keys, c) if isinstance(c, Pieces) else (c.q, c.kv, c.kind) for c in found]

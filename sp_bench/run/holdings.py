@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
-from sp_bench.run.partials import Partials, Tensors
+from sp_bench.run.partials import Partials, Rows, Tensors
 
 
 class Holdings:
@@ -57,8 +57,10 @@ class Holdings:
         first = self._first_rows.get(chunk, 0)
         return range(first, first + self._held[chunk][0].shape[1])
 
-    def among(self, chunk: Chunk, rows: range) -> range:
+    def among(self, chunk: Chunk, rows: Rows) -> Rows:
         """Convert row indices of the whole chunk to indices into the held rows."""
+        if not isinstance(rows, range):
+            return rows  # of a pack, whose chunks travel whole
         first = self._first_rows.get(chunk, 0)
         return range(rows.start - first, rows.stop - first)
 

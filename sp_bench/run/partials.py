@@ -15,6 +15,8 @@ from sp_bench.plan.problem import FIELDS, Problem
 
 Tensors = tuple[Tensor, ...]
 """The fields of one chunk, in the order of FIELDS."""
+Rows = range | Tensor
+"""Tokens of a chunk: a run of them, or (tokens,) indices, no two alike."""
 
 
 class Partials:
@@ -27,21 +29,28 @@ class Partials:
         self._problem, self._rank, self._device, self._unsummed = problem, rank, device, unsummed
         self._held: dict[Chunk, Tensors] = {}
 
-    def add_output(self, chunk: Chunk, rows: range, out: Tensor, lse: Tensor) -> None:
+    def add_output(self, chunk: Chunk, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS) of the chunk's tokens `rows` into its accumulator."""
-        if chunk not in self._held and len(rows) == self._tokens(chunk):
+        if chunk not in self._held and isinstance(rows, range) and len(rows) == self._tokens(chunk):
             self._held[chunk] = (in_dtype(out, self._dtype(chunk)).contiguous(), lse)
             return
         into_out, into_lse = self._sum(chunk)
-        fold_(tokens_of(into_out, rows), tokens_of(into_lse, rows), out, lse)
+        here_out, here_lse = tokens_of(into_out, rows), tokens_of(into_lse, rows)
+        fold_(here_out, here_lse, out, lse)
+        if not isinstance(rows, range):  # these were copies
+            into_out.index_copy_(1, rows, here_out)
+            into_lse.index_copy_(2, rows, here_lse)
 
-    def add_gradients(self, chunk: Chunk, rows: range, gradients: Tensors) -> None:
+    def add_gradients(self, chunk: Chunk, rows: Rows, gradients: Tensors) -> None:
         """Add gradients_BSHD of the chunk's tokens `rows` to its accumulator."""
-        if chunk not in self._held and len(rows) == self._tokens(chunk):
+        if chunk not in self._held and isinstance(rows, range) and len(rows) == self._tokens(chunk):
             self._held[chunk] = tuple(in_dtype(x, self._dtype(chunk)).contiguous() for x in gradients)
             return
         for into, gradient in zip(self._sum(chunk), gradients, strict=True):
-            tokens_of(into, rows).add_(gradient)
+            if isinstance(rows, range):
+                tokens_of(into, rows).add_(gradient)
+            else:
+                into.index_add_(1, rows, gradient.to(into.dtype))
 
     def add(self, chunk: Chunk, rows: range, part: Tensors) -> None:
         """Fold a peer's partial of the chunk's tokens `rows` into the accumulator."""
@@ -94,9 +103,14 @@ class Partials:
         return getattr(torch, self._problem.dtype if chunk in self._unsummed else self._problem.accumulate_dtype)
 
 
-def tokens_of(x: Tensor, rows: range) -> Tensor:
-    """Return tokens `rows` of x_BSHD or x_BHS; x itself if they are all, since even a view costs time per block."""
+def tokens_of(x: Tensor, rows: Rows) -> Tensor:
+    """Return tokens `rows` of x_BSHD or x_BHS: a copy of indices, a view of a run.
+
+    It is x itself if the run is all of it, since even a view costs time per block.
+    """
     dim = 1 if x.ndim == 4 else 2
+    if not isinstance(rows, range):
+        return x.index_select(dim, rows)
     return x if len(rows) == x.shape[dim] else x.narrow(dim, rows.start, len(rows))
 
 

@@ -36,6 +36,51 @@ def backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+def forward_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int, int], scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """(out (T, H, D), lse (H, T)) of sequences that stand one behind the other."""
+    parts = [
+        forward(*(x[None] for x in tensors), scale, causal, BOTTOM_RIGHT)
+        for tensors in zip(*_sequences((q, cu_q), (k, cu_k), (v, cu_k), longest=longest), strict=True)
+    ]
+    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], dim=1)
+
+
+def backward_varlen(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest: tuple[int, int],
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of sequences that stand one behind the other."""
+    assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == (q.shape[1], q.shape[0])
+    given = ((dout, cu_q), (q, cu_q), (k, cu_k), (v, cu_k), (out, cu_q), (lse.T, cu_q))
+    parts = [
+        backward(*(x[None] for x in tensors[:5]), tensors[5].T[None], scale, causal, BOTTOM_RIGHT)
+        for tensors in zip(*_sequences(*given, longest=longest), strict=True)
+    ]
+    dq, dk, dv = (torch.cat([grad[0] for grad in grads]) for grads in zip(*parts, strict=True))
+    return dq, dk, dv
+
+
+def _sequences(*given: tuple[Tensor, Tensor], longest: tuple[int, int]) -> list[list[Tensor]]:
+    """Each tensor cut at its cumulative lengths: int32, from 0 to all of its tokens."""
+    found = []
+    for x, cumulative in given:
+        assert cumulative.dtype == torch.int32 and cumulative[0] == 0 and cumulative[-1] == x.shape[0]
+        assert int(cumulative.diff().max()) in longest
+        found.append(x.tensor_split(cumulative[1:-1].tolist()))
+    return found
+
+
 def _spread(x: Tensor, q: Tensor) -> Tensor:
     return x.double().repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
@@ -53,7 +98,7 @@ def check(*tensors: Tensor) -> None:
     """What all of them take: fp16 or bf16, rows that lie together, at least one of them, a head_dim in steps of 8."""
     for x in tensors:
         assert x.dtype in (torch.float16, torch.bfloat16) and x.dtype == tensors[0].dtype
-        assert x.stride(-1) == 1 and x.ndim == 4 and x.numel() > 0 and x.shape[-1] % 8 == 0
+        assert x.stride(-1) == 1 and x.ndim in (3, 4) and x.numel() > 0 and x.shape[-1] % 8 == 0
 
 
 def through_pointer(lse: Tensor) -> Tensor:

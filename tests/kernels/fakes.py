@@ -21,8 +21,10 @@ from tests.kernels.fake_maths import (
     BOTTOM_RIGHT,
     TOP_LEFT,
     backward,
+    backward_varlen,
     check,
     forward,
+    forward_varlen,
     heads_first,
     minus_inf_as_zero,
     through_pointer,
@@ -94,6 +96,56 @@ def aten_flash_backward(
     dout, q, k, v, out = heads_first(grad_out, query, key, value, out)
     lse = through_pointer(logsumexp)
     return heads_first(*backward(dout, q, k, v, out, lse, q.shape[3] ** -0.5, is_causal, BOTTOM_RIGHT))
+
+
+def aten_varlen_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    **rest: Any,
+) -> tuple[Any, ...]:
+    """Packed sequences, (T, H, D); the lse is (H, T)."""
+    check(query, key, value)
+    assert cum_seq_q is not None and cum_seq_k is not None and not any(rest.values())
+    assert not dropout_p and not return_debug_mask and scale is None
+    longest = (max_q, max_k)
+    out, lse = forward_varlen(query, key, value, cum_seq_q, cum_seq_k, longest, query.shape[2] ** -0.5, is_causal)
+    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+
+
+def aten_varlen_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, ...]:
+    """Packed sequences."""
+    check(grad_out, query, key, value, out)
+    assert not dropout_p and scale is None and not any(rest.values())
+    scaled = (max_q, max_k), query.shape[2] ** -0.5, is_causal
+    return backward_varlen(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, *scaled)
 
 
 def cudnn_forward(
@@ -205,6 +257,79 @@ class FlashAttnInterface(ModuleType):
             into.copy_(grad)
         return torch.empty(0)
 
+    def _flash_attn_varlen_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        return_softmax: bool = False,
+        block_table: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        zero_tensors: bool = False,
+    ) -> tuple[Any, ...]:
+        """Packed sequences, (T, H, D); the lse is (H, T)."""
+        check(q, k, v)
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert not any((return_softmax, zero_tensors)) and block_table is leftpad_k is seqused_k is alibi_slopes is None
+        longest = (max_seqlen_q, max_seqlen_k)
+        out, lse = forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, softmax_scale, causal)
+        return out, lse, torch.empty(0), torch.zeros(2, dtype=torch.int64)
+
+    def _flash_attn_varlen_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+        zero_tensors: bool = False,
+    ) -> Tensor:
+        """Packed sequences, into dq, dk and dv."""
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert alibi_slopes is rng_state is None and not zero_tensors
+        assert dq is not None and dk is not None and dv is not None
+        check(dout, q, k, v, out, dq, dk, dv)
+        self.deterministic = deterministic
+        longest = (max_seqlen_q, max_seqlen_k)
+        grads = backward_varlen(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, longest, softmax_scale, causal
+        )
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+        return torch.empty(0)
+
+
+VARLEN = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
 
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Causal is aligned to the last key."""
@@ -212,7 +337,10 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, .
     options = _all_arguments(FA3_FWD, (q, k, v, *given))
     scale, causal = options.pop("softmax_scale"), options.pop("is_causal")
     assert options.pop("num_splits") == 1
+    cu_q, cu_k, *longest = (options.pop(name) for name in VARLEN)
     assert options == {name: default for name, default in _all_arguments(FA3_FWD).items() if name in options}
+    if cu_q is not None:
+        return *forward_varlen(q, k, v, cu_q, cu_k, tuple(longest), scale, causal), torch.empty(0), torch.empty(0)
     return *forward(q, k, v, scale, causal, BOTTOM_RIGHT), torch.empty(0), torch.empty(0)
 
 
@@ -224,10 +352,15 @@ def fa3_backward(
     dq, dk, dv = grads = tuple(options.pop(name) for name in ("dq", "dk", "dv"))
     scale, causal = options.pop("softmax_scale"), options.pop("is_causal")
     vars(sys.modules["flash_attn_interface"])["deterministic"] = options.pop("deterministic")
+    cu_q, cu_k, *longest = (options.pop(name) for name in VARLEN)
     assert options == {name: default for name, default in _all_arguments(FA3_BWD).items() if name in options}
     check(dout, q, k, v, out, dq, dk, dv)
-    lse = minus_inf_as_zero(through_pointer(softmax_lse))
-    for into, grad in zip(grads, backward(dout, q, k, v, out, lse, scale, causal, BOTTOM_RIGHT), strict=True):
+    if cu_q is not None:
+        found = backward_varlen(dout, q, k, v, out, softmax_lse, cu_q, cu_k, tuple(longest), scale, causal)
+    else:
+        lse = minus_inf_as_zero(through_pointer(softmax_lse))
+        found = backward(dout, q, k, v, out, lse, scale, causal, BOTTOM_RIGHT)
+    for into, grad in zip(grads, found, strict=True):
         into.copy_(grad)
     return (dq, dk, dv, *(torch.empty(0) for _ in range(5)))
 
@@ -254,9 +387,18 @@ class CuteInterface(ModuleType):
         softmax_scale: float | None = None,
         causal: bool = False,
         return_lse: bool = False,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
     ) -> tuple[Any, ...]:
         """Without return_lse there is no lse; more than two results."""
         check(q, k, v)
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            longest = (max_seqlen_q or 0, max_seqlen_k or 0)
+            scale = softmax_scale or q.shape[2] ** -0.5
+            out, lse = forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, scale, causal)
+            return out, lse if return_lse else None, None, None, None
         out, lse = forward(q, k, v, softmax_scale or q.shape[3] ** -0.5, causal, BOTTOM_RIGHT)
         return out, lse if return_lse else None, None, None, None
 
@@ -271,11 +413,17 @@ class CuteInterface(ModuleType):
         softmax_scale: float | None = None,
         causal: bool = False,
         *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
         deterministic: bool = False,
     ) -> tuple[Tensor, ...]:
         """dout comes fifth here."""
         check(dout, q, k, v, out)
         self.deterministic = deterministic
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            longest = (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max()))
+            scale = softmax_scale or q.shape[2] ** -0.5
+            return backward_varlen(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, longest, scale, causal)
         lse = minus_inf_as_zero(through_pointer(lse))
         return backward(dout, q, k, v, out, lse, softmax_scale or q.shape[3] ** -0.5, causal, BOTTOM_RIGHT)
 
@@ -293,6 +441,9 @@ def _aten(operator: str, run: Callable, run_backward: Callable) -> Iterator[None
     library = torch.library.Library("aten", "IMPL")
     library.impl(operator, run, "CPU")
     library.impl(f"{operator}_backward", run_backward, "CPU")
+    if operator == "_scaled_dot_product_flash_attention":
+        library.impl("_flash_attention_forward", aten_varlen_forward, "CPU")
+        library.impl("_flash_attention_backward", aten_varlen_backward, "CPU")
     try:
         yield
     finally:

@@ -1,0 +1,89 @@
+"""Pieces: regions of a block that one call of a kernel computes, gathered one behind the other.
+
+A block of packed documents falls into many small regions, and a call for each would leave a device idle. Kernels for
+variable lengths take pieces of any sizes at once; others take pieces of one size, as a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sp_bench.plan.regions import Region, RegionKind
+
+SMALL = 256
+"""Regions of at most so many queries and keys are worth a copy into a batch; a kernel is busy with larger ones."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Regions of one kind, FULL or CAUSAL, no two with a common query or key. UPPER ones are gathered backwards."""
+
+    regions: tuple[Region, ...]
+    device: torch.device
+
+    @property
+    def causal(self) -> bool:
+        """Whether queries of a piece see only keys up to their own index, as gathered."""
+        return self.regions[0].kind is not RegionKind.FULL
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """The indices of the gathered queries in their chunk: (queries,) int64."""
+        return self._gathered([region.q for region in self.regions])
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """The indices of the gathered keys in their chunk: (keys,) int64."""
+        return self._gathered([region.kv for region in self.regions])
+
+    @cached_property
+    def q_lengths(self) -> tuple[int, ...]:
+        """The queries of each piece."""
+        return tuple(len(region.q) for region in self.regions)
+
+    @cached_property
+    def kv_lengths(self) -> tuple[int, ...]:
+        """The keys of each piece."""
+        return tuple(len(region.kv) for region in self.regions)
+
+    def cumulative(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Where the queries and the keys of each piece start, and the last end: int32, batch entries one by one."""
+        found = []
+        for lengths in (self.q_lengths, self.kv_lengths):
+            ends = [0, *accumulate(lengths * batch)]
+            found.append(torch.tensor(ends, dtype=torch.int32, device=self.device))
+        return found[0], found[1]
+
+    def _gathered(self, runs: Sequence[range]) -> Tensor:
+        runs = [run[::-1] for run in runs] if self.regions[0].kind is RegionKind.UPPER else runs
+        return torch.tensor([index for run in runs for index in run], device=self.device)
+
+
+def calls(regions: Iterable[Region], device: torch.device, *, varlen: bool) -> list[Region | Pieces]:
+    """The kernel calls of a block: several regions as one where that pays, without STRICT ones.
+
+    `varlen` says that the kernel takes pieces of different sizes.
+    """
+    groups: dict[object, list[list[Region]]] = {}
+    for region in sorted((region.plain for region in regions), key=lambda region: (region.q.start, region.kv.start)):
+        small = max(len(region.q), len(region.kv)) <= SMALL
+        alike = region.kind if varlen else (region.kind, len(region.q), len(region.kv)) if small else region
+        stacks = groups.setdefault(alike, [])
+        for stack in stacks:
+            if stack[-1].q.stop <= region.q.start and all(_apart(region.kv, other.kv) for other in stack):
+                stack.append(region)
+                break
+        else:
+            stacks.append([region])
+    found = [stack for stacks in groups.values() for stack in stacks]
+    return [Pieces(tuple(stack), device) if len(stack) > 1 else stack[0] for stack in found]
+
+
+def _apart(one: range, other: range) -> bool:
+    return one.stop <= other.start or other.stop <= one.start
