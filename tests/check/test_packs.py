@@ -1,0 +1,126 @@
+"""Plans of packed documents: proven for every method and dealing, and what is not needed is all that isn't sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sp_bench import account, check
+from sp_bench.check import check_all
+from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY, build
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.demand import demand
+from sp_bench.plan.documents import Documents, Packed
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.method import PHASES, Method
+from sp_bench.plan.ops import Pass, Plan, PlanError
+from sp_bench.plan.problem import Problem
+from tests.support.packs import packs
+
+SIZES = (1, 2, 3, 4, 6, 8, 9)
+
+
+def planned(name: str, layout: str, mask: Packed, n: int) -> list[tuple[Method, Problem, dict[str, Plan]]]:
+    """Every variant of a method, its problem and its plans; none where it refuses."""
+    method = build(name, {"layout": layout})
+    with suppress(RequestError):
+        whole = Problem(
+            n=n,
+            seqlen=mask.seqlen,
+            heads=2 * n,
+            kv_heads=n,
+            head_dim=8,
+            mask=mask,
+            layout=method.layout_of(mask, n),
+        )
+        variants = [(variant, variant.dealt(whole)) for variant in method.candidates(whole)]
+        return [
+            (variant, problem, {phase: variant.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES})
+            for variant, problem in variants
+        ]
+    return []
+
+
+dealings = st.sampled_from([(name, layout) for name, method in REGISTRY.items() for layout in method.dealings()])
+
+
+@given(dealings, packs(), st.sampled_from(SIZES))
+def test_every_method_and_dealing_is_proven(dealing: tuple[str, str], mask: Packed, n: int) -> None:
+    """And sends at least what the lower bound says, at most what it would for a whole sequence."""
+    for variant, problem, plans in planned(*dealing, mask, n):
+        check_all(plans, problem)
+        for phase, plan in plans.items():
+            sent = account.volume(plan, problem)
+            bound = account.lower_bound_bytes(problem, phase, kept=bool(plan.kept))
+            assert bound <= sent.payload_bytes * (1 + 1e-9)
+            if problem.layout.head_parallel == 1 and variant.name != "tokenring":  # which may trim a whole sequence
+                assert sent.total_bytes <= n * variant.bytes_sent(problem, phase) * (1 + 1e-9)
+
+
+@given(dealings, packs(), st.sampled_from(SIZES[1:]), st.data())
+def test_what_is_needed_must_be_sent(dealing: tuple[str, str], mask: Packed, n: int, data: st.DataObject) -> None:
+    """Any transfer left out, of one rank, is missed."""
+    found = planned(*dealing, mask, n)
+    assume(found)
+    _, problem, plans = data.draw(st.sampled_from(found))
+    plan = plans[data.draw(st.sampled_from(PHASES))]
+    wanted = demand(plan, problem)
+    passes = [index for index, op in plan if isinstance(op, Pass) and wanted[index].any()]
+    assume(passes)
+    index = data.draw(st.sampled_from(passes))
+    rank = data.draw(st.sampled_from(np.flatnonzero(wanted[index]).tolist()))
+    less = wanted[index].copy()
+    less[rank] = False
+    spoiled: Mapping[int, np.ndarray] = {**wanted, index: less}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "demand", lambda *_: spoiled)
+        with pytest.raises(PlanError, match="was not sent there|not sent|lacks its block"):
+            check.check(plan, problem)
+
+
+def test_messages_name_what_is_missing() -> None:
+    (_, problem, plans), *_ = planned("ring", "contiguous", Documents((8, 8)), 4)
+    wanted = demand(plans["forward"], problem)
+    sent = [index for index, op in plans["forward"] if isinstance(op, Pass) and wanted[index].any()]
+    assert sent == [0]
+    assert wanted[0].tolist() == [False, True, False, True]  # the second rank of each document sees the first one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "demand", lambda *_: {**wanted, 0: np.zeros(4, bool)})
+        with pytest.raises(PlanError, match=r"operation \d+, Attend q#0 x kv#1 into o#0: on rank 1, kv#1 is needed"):
+            check.check(plans["forward"], problem)
+
+
+def test_whole_masks_send_everything() -> None:
+    """As the papers' formulas have it, also to ranks that see nothing of it."""
+    method = build("ring", {"layout": "contiguous"})
+    problem = Problem(n=4, seqlen=16, heads=2, kv_heads=2, head_dim=8, mask=CAUSAL, layout=method.layout_of(CAUSAL, 4))
+    assert demand(method.plan(problem, "forward", COMPUTE_BOUND), problem) == {}
+
+
+short = st.lists(st.integers(1, 6), min_size=1, max_size=4).filter(lambda lengths: sum(lengths) <= 14)
+
+
+@given(
+    short, st.booleans(), st.sampled_from(["contiguous", "striped", "zigzag_documents", "blocks"]), st.integers(1, 6)
+)
+def test_the_least_that_is_moved(lengths: list[int], causal: bool, layout: str, n: int) -> None:
+    """Against a vertex cover of least weight, by trying every set of queries that leave their chunk."""
+    mask = Documents(tuple(lengths), causal)
+    blocks = mask.blocks(mask.layout(layout), n, mask.seqlen)
+    first, stop = mask.sees(np.arange(mask.seqlen))
+    total = 0.0
+    for chunk in range(n):
+        queries = np.flatnonzero(blocks.owner == chunk)
+        seen = [{key for key in range(first[q], stop[q]) if blocks.owner[key] != chunk} for q in queries]
+        costs = []
+        for leaving in range(2 ** len(queries)):
+            staying = [keys for i, keys in enumerate(seen) if not leaving >> i & 1]
+            costs.append(3.0 * leaving.bit_count() + 2.0 * len(set().union(*staying)))
+        total += min(costs)
+    assert blocks.least_moved(3.0, 2.0) == pytest.approx(total)
