@@ -28,7 +28,7 @@ WAITING = "waiting"
 """The stream of the times when a rank's blocks wait."""
 SAME_TIME = 1e-9
 """Ranks that end within this part of a time end together."""
-FEW_TASKS = 4_000
+FEW_TASKS = 1_000
 """Up to here plain Python beats the start of a compiler."""
 
 

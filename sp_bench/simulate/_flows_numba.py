@@ -3,6 +3,17 @@
 They use scalars, indexing and loops only, so that they work on arrays and on lists alike. Everything that a compiled
 kernel is made of must stay in this file: numba's disk cache is renewed when the file of the kernel changes, and does
 not look at others. Importing this module does not import numba.
+
+A link's level is the rate at which it is full: its flows run at that rate, except those that another link of their path
+holds to less. A flow runs at the lowest level of its links, and one link with that level holds it. Rates are max-min
+fair if every link's level is right, given the levels of all others. So when flows join or leave, the levels of their
+links are computed again, then those of the links that share a flow with a link whose level has changed, and so on
+(`_settle`). A level depends on lower levels only. Taking links from the lowest level up therefore settles most of them
+at once, and links where nothing changes are never looked at.
+
+The end of a flow isn't kept in seconds, because each change of its rate would move it. Each link has a clock that runs
+at its level, in bytes, and a flow ends at a fixed reading of its holder's clock (`held`). A change of level then moves
+one event, the link's next end, however many flows the link holds.
 """
 
 from __future__ import annotations
@@ -15,11 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64] | list[float]
-Ints = NDArray[np.int64] | NDArray[np.int32] | list[int]
+Ints = NDArray[np.int64] | NDArray[np.int32] | NDArray[np.uint32] | list[int]
 Flags = NDArray[np.bool_] | list[bool]
 
 SAME_INSTANT = 1e-12
 """Events closer than this, relative to the time since the start, share one solve of the rates."""
+SAME_LEVEL = 1e-14
+"""A level that would change by less than this, relative to it, stays as it is: that is rounding."""
 
 
 def has_numba() -> bool:
@@ -36,17 +49,17 @@ def compiled_run() -> Callable[..., None]:
     import numba
     from numba.extending import register_jitable
 
+    # A call copies every array of the tuples it passes, which takes longer than what most of these functions do.
     for function in _CALLED_BY_RUN:
-        register_jitable(function)
+        register_jitable(forceinline=True)(function)
     return numba.njit(cache=True)(run)
 
 
 class Graph(NamedTuple):
-    """What the kernel reads. A hop is one link of one flow's path; hops are numbered as in path_links."""
+    """What the kernel reads. A hop is one link of one flow's path; a path has each link once, and at least one."""
 
     delay_s: Floats
     flow_bytes: Floats
-    rate_cap: Floats
     path_start: Ints
     path_links: Ints
     hop_load: Floats
@@ -58,86 +71,101 @@ class Graph(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """State by task. `left_bytes` holds at `updated_s`, and falls by `rate` from there on."""
+    """State by task."""
 
     start_s: Floats
     finish_s: Floats
     awaited: Ints
-    joined: Flags
-    left_bytes: Floats
-    updated_s: Floats
-    rate: Floats
-    new_rate: Floats
+    holder: Ints
+    """The link that holds each flow; -1 before it joins."""
+    joined: Ints
+    """A list of the flows that join in this instant."""
 
 
 class Links(NamedTuple):
-    """State by link. The hops now on link l sit in seats[link_seat_start[l]:][:taken[l]], in no order."""
+    """State by link. The hops now on link l sit in the seats link_seat_start[l] and on, `taken[l]` of them."""
 
-    seats: Ints
-    seat_of_hop: Ints
     taken: Ints
+    level: Floats
+    """In bytes per second; inf where all flows are held elsewhere. One more entry, always inf, stands for no link."""
+    clean_level: Floats
+    """The level; 0 while the link is dirty, and always 0 where the level never changes."""
+    is_changed: Flags
+    changed: Ints
+    """A list of the links whose levels change in this instant."""
+    is_misheld: Flags
+    misheld: Ints
+    """A list of the links that hold a flow they shouldn't, or don't hold one they should."""
+    clock_bytes: Floats
+    """What a flow held ever since the link last held none has moved at `read_s`."""
+    read_s: Floats
+    pace: Floats
+    """The level since `read_s`."""
+
+
+class Seats(NamedTuple):
+    """The hops on each link, in no order; what a level is computed from is side by side in memory."""
+
+    hop: Ints
     load: Floats
-    rising: Ints
-    rising_load: Floats
-    spare_bytes_per_s: Floats
+    others: Ints
+    """The other links of the flow's path, `width` for each seat."""
+    is_held: Flags
+    """Whether the link holds the flow."""
+    of_hop: Ints
+    width: Ints
 
 
-class Component(NamedTuple):
-    """The links and flows to solve again. An entry is in it if its mark is the current instant's number."""
-
-    links: Ints
-    link_mark: Ints
-    flows: Ints
-    flow_mark: Ints
-
-
-class Heap(NamedTuple):
-    """Binary min-heap of items by key. `place` finds an item (-1: absent), so that keys move in place, never stale."""
+class Heaps(NamedTuple):
+    """Binary min-heaps of items by key. `place` finds an item (-1: absent), so that keys move in place, never stale."""
 
     key: Floats
     items: Ints
     place: Ints
+    start: Ints
+    """Where each heap begins in `items`."""
     size: Ints
 
 
-def run(g: Graph, tasks: Tasks, links: Links, part: Component, events: Heap, levels: Heap) -> None:
-    """Fill in start_s and finish_s; tasks on or behind a cycle keep NaN. One event is pending for each running task."""
-    for task in range(len(g.delay_s)):
+def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, dirty: Heaps) -> None:
+    """Fill in start_s and finish_s; tasks on or behind a cycle keep NaN.
+
+    An event is the end of a task's delay (its number) or the next end of a flow that a link holds (the number of tasks
+    plus the link's). `held` has a heap for each link: the flows it holds, by the clock reading at which they end.
+    `dirty` are the links whose level may have changed.
+    """
+    n_tasks = len(g.delay_s)
+    for task in range(n_tasks):
         if tasks.awaited[task] == 0:
             _start(g, tasks, events, task, 0.0)
-    instant = 0
     while events.size[0] > 0:
-        instant += 1
-        n_links = 0
-        n_flows = 0
         now = events.key[events.items[0]]
         latest = now * (1.0 + SAME_INSTANT)
+        n_joined = 0
         while events.size[0] > 0 and events.key[events.items[0]] <= latest:
-            task = events.items[0]
-            now = events.key[task]
-            _remove_first(events)
-            if g.flow_bytes[task] > 0.0 and not tasks.joined[task]:
-                _join(g, tasks, links, task)
-                part.flow_mark[task] = instant
-                part.flows[n_flows] = task
-                n_flows += 1
-                n_links = _add_path(g, part, task, instant, n_links)
+            item = events.items[0]
+            now = events.key[item]
+            if item >= n_tasks:
+                flow = held.items[held.start[item - n_tasks]]
+                _leave(g, tasks, links, seats, events, held, dirty, flow)
+                _finish(g, tasks, events, flow, now)
             else:
-                if tasks.joined[task]:
-                    _leave(g, links, task)
-                    n_links = _add_path(g, part, task, instant, n_links)
-                _finish(g, tasks, events, task, now)
-        n_links, n_flows = _grow(g, links, part, instant, n_links, n_flows)
-        _fill(g, tasks, links, part, levels, n_links, n_flows)
-        _apply_rates(tasks, part, events, n_flows, now)
+                _remove(events, 0, item)
+                if g.flow_bytes[item] > 0.0:
+                    _join(g, links, seats, dirty, item)
+                    tasks.joined[n_joined] = item
+                    n_joined += 1
+                else:
+                    _finish(g, tasks, events, item, now)
+        _fill(g, tasks, links, seats, events, held, dirty, n_joined, now)
 
 
-def _start(g: Graph, tasks: Tasks, events: Heap, task: int, now: float) -> None:
+def _start(g: Graph, tasks: Tasks, events: Heaps, task: int, now: float) -> None:
     tasks.start_s[task] = now
-    _set_key(events, task, now + g.delay_s[task])
+    _set_key(events, 0, task, now + g.delay_s[task])
 
 
-def _finish(g: Graph, tasks: Tasks, events: Heap, task: int, now: float) -> None:
+def _finish(g: Graph, tasks: Tasks, events: Heaps, task: int, now: float) -> None:
     tasks.finish_s[task] = now
     for i in range(g.next_start[task], g.next_start[task + 1]):
         follower = g.next_tasks[i]
@@ -146,167 +174,247 @@ def _finish(g: Graph, tasks: Tasks, events: Heap, task: int, now: float) -> None
             _start(g, tasks, events, follower, now)
 
 
-def _join(g: Graph, tasks: Tasks, links: Links, flow: int) -> None:
-    tasks.joined[flow] = True
-    tasks.left_bytes[flow] = g.flow_bytes[flow]
+def _join(g: Graph, links: Links, seats: Seats, dirty: Heaps, flow: int) -> None:
+    width = seats.width[0]
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
         link = g.path_links[hop]
         seat = g.link_seat_start[link] + links.taken[link]
-        links.seats[seat] = hop
-        links.seat_of_hop[hop] = seat
+        seats.hop[seat] = hop
+        seats.of_hop[hop] = seat
+        seats.load[seat] = g.hop_load[hop]
+        seats.is_held[seat] = False
+        i = seat * width
+        for other in range(g.path_start[flow], g.path_start[flow + 1]):
+            if other != hop:
+                seats.others[i] = g.path_links[other]
+                i += 1
+        for padding in range(i, (seat + 1) * width):
+            seats.others[padding] = len(g.link_bytes_per_s)
         links.taken[link] += 1
-        links.load[link] += g.hop_load[hop]
+        _mark_dirty(links, dirty, link)
 
 
-def _leave(g: Graph, links: Links, flow: int) -> None:
+def _leave(
+    g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, dirty: Heaps, flow: int
+) -> None:
+    holder = tasks.holder[flow]
+    _remove(held, holder, flow)
+    _schedule(g, links, events, held, holder)
+    width = seats.width[0]
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
         link = g.path_links[hop]
         links.taken[link] -= 1
-        # Rounding must not be left over on a link that is empty.
-        links.load[link] = links.load[link] - g.hop_load[hop] if links.taken[link] > 0 else 0.0
-        moved = links.seats[g.link_seat_start[link] + links.taken[link]]
-        seat = links.seat_of_hop[hop]
-        links.seats[seat] = moved
-        links.seat_of_hop[moved] = seat
+        last, seat = g.link_seat_start[link] + links.taken[link], seats.of_hop[hop]
+        seats.hop[seat] = seats.hop[last]
+        seats.of_hop[seats.hop[seat]] = seat
+        seats.load[seat] = seats.load[last]
+        seats.is_held[seat] = seats.is_held[last]
+        for i in range(width):
+            seats.others[seat * width + i] = seats.others[last * width + i]
+        _mark_dirty(links, dirty, link)
 
 
-def _add_path(g: Graph, part: Component, flow: int, instant: int, n_links: int) -> int:
-    for hop in range(g.path_start[flow], g.path_start[flow + 1]):
-        link = g.path_links[hop]
-        if part.link_mark[link] != instant:
-            part.link_mark[link] = instant
-            part.links[n_links] = link
-            n_links += 1
-    return n_links
+def _fill(
+    g: Graph,
+    tasks: Tasks,
+    links: Links,
+    seats: Seats,
+    events: Heaps,
+    held: Heaps,
+    dirty: Heaps,
+    n_joined: int,
+    now: float,
+) -> None:
+    """Settle levels, let the clocks run at them, and move flows to the links that hold them now."""
+    n_changed, n_misheld = _settle(g, links, seats, dirty)
+    for i in range(n_changed):
+        link = links.changed[i]
+        links.is_changed[link] = False
+        _read_clock(links, link, now)
+        links.pace[link] = links.level[link]
+    for i in range(n_joined):
+        _hold(g, tasks, links, seats, events, held, tasks.joined[i], now)
+    for i in range(n_misheld):
+        link = links.misheld[i]
+        links.is_misheld[link] = False
+        for seat in range(g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]):
+            rate = _rate_elsewhere(links, seats, seat)
+            if seats.is_held[seat] == (rate < links.level[link]):
+                _hold(g, tasks, links, seats, events, held, g.hop_task[seats.hop[seat]], now)
+    for i in range(n_changed):
+        _schedule(g, links, events, held, links.changed[i])
 
 
-def _grow(g: Graph, links: Links, part: Component, instant: int, n_links: int, n_flows: int) -> tuple[int, int]:
-    """Complete the component: the flows on its links, the links of those flows, and so on."""
-    done = 0
-    while done < n_links:
-        link = part.links[done]
-        first = g.link_seat_start[link]
-        for seat in range(first, first + links.taken[link]):
-            flow = g.hop_task[links.seats[seat]]
-            if part.flow_mark[flow] != instant:
-                part.flow_mark[flow] = instant
-                part.flows[n_flows] = flow
-                n_flows += 1
-                n_links = _add_path(g, part, flow, instant, n_links)
-        done += 1
-    return n_links, n_flows
+def _settle(g: Graph, links: Links, seats: Seats, dirty: Heaps) -> tuple[int, int]:
+    """Compute the levels of dirty links, and of those that depend on them.
 
-
-def _fill(g: Graph, tasks: Tasks, links: Links, part: Component, levels: Heap, n_links: int, n_flows: int) -> None:
-    """Progressive filling of the component into new_rate (0: not frozen yet).
-
-    `levels` holds the rate at which each link would fill and each capped flow stop. Freezing flows can only raise the
-    fill level of the other links, so a level that has become too low is put right when it comes up.
+    Returns how many levels have changed, and how many links are misheld.
     """
-    n_all_links = len(g.link_bytes_per_s)
-    for i in range(n_links):
-        link = part.links[i]
-        links.rising[link] = links.taken[link]
-        links.rising_load[link] = links.load[link]
-        links.spare_bytes_per_s[link] = g.link_bytes_per_s[link]
-        if links.taken[link] > 0:
-            _set_key(levels, link, g.link_bytes_per_s[link] / links.load[link])
-    for i in range(n_flows):
-        flow = part.flows[i]
-        tasks.new_rate[flow] = 0.0
-        if g.rate_cap[flow] < np.inf:
-            _set_key(levels, n_all_links + flow, g.rate_cap[flow])
-
-    frozen = 0
-    while frozen < n_flows:
-        item = levels.items[0]
-        level = levels.key[item]
-        if item >= n_all_links:
-            _remove_first(levels)
-            frozen += _freeze(g, tasks, links, item - n_all_links, level)
-        elif links.rising[item] == 0:
-            _remove_first(levels)
-        elif links.spare_bytes_per_s[item] / links.rising_load[item] > level:
-            _set_key(levels, item, links.spare_bytes_per_s[item] / links.rising_load[item])
-        else:
-            _remove_first(levels)
-            first = g.link_seat_start[item]
-            for seat in range(first, first + links.taken[item]):
-                frozen += _freeze(g, tasks, links, g.hop_task[links.seats[seat]], level)
-    _clear(levels)
+    n_changed, n_misheld = 0, 0
+    width = seats.width[0]
+    while dirty.size[0] > 0:
+        link = dirty.items[0]
+        _remove(dirty, 0, link)
+        level, is_misheld = _level(g, links, seats, link)
+        if is_misheld and not links.is_misheld[link]:
+            links.is_misheld[link] = True
+            links.misheld[n_misheld] = link
+            n_misheld += 1
+        before = links.level[link]
+        lower = min(before, level)
+        if level == before or abs(level - before) <= SAME_LEVEL * lower:
+            links.clean_level[link] = before
+            continue
+        links.level[link] = links.clean_level[link] = level
+        if not links.is_changed[link]:
+            links.is_changed[link] = True
+            links.changed[n_changed] = link
+            n_changed += 1
+        first = g.link_seat_start[link]
+        for i in range(first * width, (first + links.taken[link]) * width):
+            other = seats.others[i]
+            if links.clean_level[other] > lower:
+                _mark_dirty(links, dirty, other)
+    return n_changed, n_misheld
 
 
-def _freeze(g: Graph, tasks: Tasks, links: Links, flow: int, rate: float) -> int:
-    if tasks.new_rate[flow] > 0.0:
-        return 0
-    tasks.new_rate[flow] = rate
+def _mark_dirty(links: Links, dirty: Heaps, link: int) -> None:
+    """Have the level of a link computed again, unless it never changes."""
+    if links.clean_level[link] > 0.0:
+        links.clean_level[link] = 0.0
+        _set_key(dirty, 0, link, links.level[link])
+
+
+def _level(g: Graph, links: Links, seats: Seats, link: int) -> tuple[float, bool]:
+    """The level of a link, given the levels of all others, and whether it is misheld.
+
+    What the flows take of a link is a concave, piecewise linear function of its level. From any guess, Newton's method
+    steps to the level or below it, and from there up to it. The first guess is the level before.
+    """
+    guess, is_below = links.level[link], False
+    first, last = g.link_seat_start[link], g.link_seat_start[link] + links.taken[link]
+    while first < last:
+        taken_bytes_per_s, rising_load, highest, lowest, wrong = 0.0, 0.0, 0.0, np.inf, 0
+        for seat in range(first, last):
+            rate, load = _rate_elsewhere(links, seats, seat), seats.load[seat]
+            # Without branches, which a processor can't predict here.
+            is_elsewhere = rate < guess
+            taken_bytes_per_s += load * rate if is_elsewhere else 0.0
+            rising_load += 0.0 if is_elsewhere else load
+            highest = max(highest, rate if is_elsewhere else 0.0)
+            lowest = min(lowest, np.inf if is_elsewhere else rate)
+            wrong += is_elsewhere == seats.is_held[seat]
+        spare = g.link_bytes_per_s[link] - taken_bytes_per_s
+        if rising_load == 0.0:
+            if spare >= -SAME_LEVEL * g.link_bytes_per_s[link]:
+                return np.inf, wrong > 0
+            if is_below:  # by rounding
+                return guess, True
+            guess = 0.0
+            continue
+        level = spare / rising_load
+        if highest <= level <= lowest:
+            return level, wrong > 0
+        if is_below and level <= guess:  # by rounding
+            return guess, True
+        guess, is_below = max(level, 0.0), True
+    return np.inf, False
+
+
+def _rate_elsewhere(links: Links, seats: Seats, seat: int) -> float:
+    """The rate that the other links leave to a seat's flow."""
+    width = seats.width[0]
+    rate = links.level[seats.others[seat * width]]
+    for i in range(seat * width + 1, (seat + 1) * width):
+        rate = min(rate, links.level[seats.others[i]])
+    return rate
+
+
+def _read_clock(links: Links, link: int, now: float) -> None:
+    if links.pace[link] < np.inf:
+        links.clock_bytes[link] += links.pace[link] * (now - links.read_s[link])
+    links.read_s[link] = now
+
+
+def _hold(
+    g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held: Heaps, flow: int, now: float
+) -> None:
+    """Have a flow held by a link of its path with the lowest level, and by the same one as long as it has that."""
+    lowest = g.path_start[flow]
     for hop in range(g.path_start[flow], g.path_start[flow + 1]):
-        link = g.path_links[hop]
-        links.spare_bytes_per_s[link] -= g.hop_load[hop] * rate
-        links.rising_load[link] -= g.hop_load[hop]
-        links.rising[link] -= 1
-    return 1
+        if links.level[g.path_links[hop]] < links.level[g.path_links[lowest]]:
+            lowest = hop
+    left_bytes, before = g.flow_bytes[flow], tasks.holder[flow]
+    if before >= 0:
+        if links.level[before] == links.level[g.path_links[lowest]]:
+            return
+        _read_clock(links, before, now)
+        # Rounding must not leave a flow that is just about to end with less than nothing.
+        left_bytes = max(held.key[flow] - links.clock_bytes[before], 0.0)
+        _remove(held, before, flow)
+        _schedule(g, links, events, held, before)
+    for hop in range(g.path_start[flow], g.path_start[flow + 1]):
+        seats.is_held[seats.of_hop[hop]] = hop == lowest
+    holder = g.path_links[lowest]
+    tasks.holder[flow] = holder
+    _read_clock(links, holder, now)
+    if held.size[holder] == 0:
+        links.clock_bytes[holder] = 0.0
+    _set_key(held, holder, flow, links.clock_bytes[holder] + left_bytes)
+    _schedule(g, links, events, held, holder)
 
 
-def _apply_rates(tasks: Tasks, part: Component, events: Heap, n_flows: int, now: float) -> None:
-    for i in range(n_flows):
-        flow = part.flows[i]
-        if tasks.new_rate[flow] != tasks.rate[flow]:
-            drained = tasks.rate[flow] * (now - tasks.updated_s[flow])
-            # Rounding must not leave a flow that is just about to end with less than nothing.
-            tasks.left_bytes[flow] = max(tasks.left_bytes[flow] - drained, 0.0)
-            tasks.updated_s[flow] = now
-            tasks.rate[flow] = tasks.new_rate[flow]
-            _set_key(events, flow, now + tasks.left_bytes[flow] / tasks.rate[flow])
+def _schedule(g: Graph, links: Links, events: Heaps, held: Heaps, link: int) -> None:
+    """Set the time of the next end of a flow that a link holds."""
+    event = len(g.delay_s) + link
+    if held.size[link] > 0:
+        left_bytes = held.key[held.items[held.start[link]]] - links.clock_bytes[link]
+        _set_key(events, 0, event, links.read_s[link] + max(left_bytes, 0.0) / links.pace[link])
+    elif events.place[event] >= 0:
+        _remove(events, 0, event)
 
 
-def _set_key(heap: Heap, item: int, key: float) -> None:
+def _set_key(heaps: Heaps, heap: int, item: int, key: float) -> None:
     """Insert the item, or move it."""
-    place = heap.place[item]
+    place = heaps.place[item]
     if place < 0:
-        place = heap.size[0]
-        heap.size[0] += 1
-    heap.key[item] = key
-    _sift(heap, item, place)
+        place = heaps.size[heap]
+        heaps.size[heap] += 1
+    heaps.key[item] = key
+    _sift(heaps, heap, item, place)
 
 
-def _remove_first(heap: Heap) -> None:
-    heap.place[heap.items[0]] = -1
-    heap.size[0] -= 1
-    if heap.size[0] > 0:
-        _sift(heap, heap.items[heap.size[0]], 0)
+def _remove(heaps: Heaps, heap: int, item: int) -> None:
+    place = heaps.place[item]
+    heaps.place[item] = -1
+    heaps.size[heap] -= 1
+    if place < heaps.size[heap]:
+        _sift(heaps, heap, heaps.items[heaps.start[heap] + heaps.size[heap]], place)
 
 
-def _clear(heap: Heap) -> None:
-    for i in range(heap.size[0]):
-        heap.place[heap.items[i]] = -1
-    heap.size[0] = 0
-
-
-def _sift(heap: Heap, item: int, place: int) -> None:
+def _sift(heaps: Heaps, heap: int, item: int, place: int) -> None:
     """Put the item where it belongs, given that `place` is free and all others are in order."""
-    key = heap.key[item]
+    key, start, size = heaps.key[item], heaps.start[heap], heaps.size[heap]
     while place > 0:
         above = (place - 1) // 2
-        other = heap.items[above]
-        if heap.key[other] <= key:
+        other = heaps.items[start + above]
+        if heaps.key[other] <= key:
             break
-        heap.items[place] = other
-        heap.place[other] = place
+        heaps.items[start + place] = other
+        heaps.place[other] = place
         place = above
-    size = heap.size[0]
     while 2 * place + 1 < size:
         below = 2 * place + 1
-        if below + 1 < size and heap.key[heap.items[below + 1]] < heap.key[heap.items[below]]:
+        if below + 1 < size and heaps.key[heaps.items[start + below + 1]] < heaps.key[heaps.items[start + below]]:
             below += 1
-        other = heap.items[below]
-        if key <= heap.key[other]:
+        other = heaps.items[start + below]
+        if key <= heaps.key[other]:
             break
-        heap.items[place] = other
-        heap.place[other] = place
+        heaps.items[start + place] = other
+        heaps.place[other] = place
         place = below
-    heap.items[place] = item
-    heap.place[item] = place
+    heaps.items[start + place] = item
+    heaps.place[item] = place
 
 
 _CALLED_BY_RUN = (
@@ -314,13 +422,15 @@ _CALLED_BY_RUN = (
     _finish,
     _join,
     _leave,
-    _add_path,
-    _grow,
     _fill,
-    _freeze,
-    _apply_rates,
+    _settle,
+    _mark_dirty,
+    _level,
+    _rate_elsewhere,
+    _read_clock,
+    _hold,
+    _schedule,
     _set_key,
-    _remove_first,
-    _clear,
+    _remove,
     _sift,
 )

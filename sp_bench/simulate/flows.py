@@ -10,10 +10,10 @@ Within that model the answer is exact up to floating point. It stands for a real
 shares links evenly and reaches its share in a time that is short beside the flows: packets, queues, incast losses and
 congestion-control transients do not exist here.
 
-Rates are solved again only on the connected component of links and flows that a change touches, once per instant.
-Events closer together than 1e-12 of the time since the start count as one instant, so that rounding cannot split the
-simultaneous ends of a symmetric workload into hundreds of solves. Every task still ends at its own time; only the
-links' rates may change late, by at most that fraction of the time.
+Rates are solved again once per instant, and only where they change. Events closer together than 1e-12 of the time since
+the start count as one instant, so that rounding cannot split the simultaneous ends of a symmetric workload into
+hundreds of solves. Every task still ends at its own time; only the links' rates may change late, by at most that
+fraction of the time.
 
 Both solvers run the same functions: `numba` compiles them, `python` runs them as they are on lists. Results are
 bitwise equal. Importing this module does not import numba.
@@ -169,56 +169,83 @@ def _check_all(name: str, array: NDArray[Any], good: NDArray[np.bool_], rule: st
 
 
 def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
-    tasks, links, hops = graph.delay_s.size, graph.link_bytes_per_s.size, graph.path_links.size
-    by_task = np.arange(tasks)
-    dep_count = np.diff(graph.dep_start)
-    # A flow of weight w is one of weight 1 that has 1/w of the bytes, each of which loads links w times.
-    by_hop = np.repeat(graph.weight, np.diff(graph.path_start))
-    successors = np.repeat(by_task, dep_count)[np.argsort(graph.dep_tasks, kind="stable")]
+    tasks = graph.delay_s.size
+    hop_task, path_links, hop_load, link_bytes_per_s = _hops(graph)
+    links, hops, dep_count = link_bytes_per_s.size, hop_task.size, np.diff(graph.dep_start)
+    successors = np.repeat(np.arange(tasks), dep_count)[np.argsort(graph.dep_tasks, kind="stable")]
+    path_start, link_seat_start = _starts(hop_task, tasks), _starts(path_links, links)
+    # At least 1, so that every seat has another link to look at.
+    width = max(int(np.diff(path_start).max(initial=0)) - 1, 1)
     constants = kernel.Graph(
         delay_s=graph.delay_s,
         flow_bytes=graph.flow_bytes / graph.weight,
-        rate_cap=graph.rate_cap / graph.weight,
-        path_start=graph.path_start,
-        path_links=graph.path_links,
-        hop_load=graph.path_loads * by_hop,
-        hop_task=np.repeat(by_task, np.diff(graph.path_start)),
+        path_start=path_start,
+        path_links=path_links,
+        hop_load=hop_load,
+        hop_task=hop_task,
         next_start=_starts(graph.dep_tasks, tasks),
         next_tasks=successors,
-        link_bytes_per_s=graph.link_bytes_per_s,
-        link_seat_start=_starts(graph.path_links, links),
+        link_bytes_per_s=link_bytes_per_s,
+        link_seat_start=link_seat_start,
     )
     task_state = kernel.Tasks(
         start_s=np.full(tasks, np.nan),
         finish_s=np.full(tasks, np.nan),
         awaited=dep_count,
-        joined=np.zeros(tasks, np.bool_),
-        left_bytes=np.zeros(tasks),
-        updated_s=np.zeros(tasks),
-        rate=np.zeros(tasks),
-        new_rate=np.zeros(tasks),
+        holder=np.full(tasks, -1),
+        joined=np.zeros(tasks, np.int64),
     )
+    caps = link_bytes_per_s[graph.link_bytes_per_s.size :]
+    level = np.concatenate([np.full(links - caps.size, np.inf), caps, [np.inf]])
+    clean_level = np.concatenate([level[: links - caps.size], np.zeros(caps.size + 1)])
     link_state = kernel.Links(
-        seats=np.zeros(hops, np.int64),
-        seat_of_hop=np.zeros(hops, np.int64),
         taken=np.zeros(links, np.int64),
-        load=np.zeros(links),
-        rising=np.zeros(links, np.int64),
-        rising_load=np.zeros(links),
-        spare_bytes_per_s=np.zeros(links),
+        level=level,
+        clean_level=clean_level,
+        is_changed=np.zeros(links, np.bool_),
+        changed=np.zeros(links, np.int64),
+        is_misheld=np.zeros(links, np.bool_),
+        misheld=np.zeros(links, np.int64),
+        clock_bytes=np.zeros(links),
+        read_s=np.zeros(links),
+        pace=level.copy(),
     )
-    component = kernel.Component(
-        links=np.zeros(links, np.int64),
-        link_mark=np.zeros(links, np.int64),
-        flows=np.zeros(tasks, np.int64),
-        flow_mark=np.zeros(tasks, np.int64),
+    seats = kernel.Seats(
+        hop=np.zeros(hops, np.int64),
+        load=np.zeros(hops),
+        others=np.zeros(hops * width, np.uint32),  # unsigned, so that numba skips its check for negative indices
+        is_held=np.zeros(hops, np.bool_),
+        of_hop=np.zeros(hops, np.int64),
+        width=np.array([width]),
     )
-    return constants, task_state, link_state, component, _empty_heap(tasks), _empty_heap(links + tasks)
+    events, dirty = (_empty_heaps(items, np.array([0, items])) for items in (tasks + links, links))
+    return constants, task_state, link_state, seats, events, _empty_heaps(tasks, link_seat_start), dirty
 
 
-def _starts(ids: NDArray[np.int32], count: int) -> NDArray[np.int64]:
+def _hops(graph: TaskGraph) -> tuple[NDArray[np.int64], NDArray[np.int32], Floats, Floats]:
+    """(task, link, load) of each hop, by task and each link once in a path, and the rates of all links.
+
+    A flow of weight w is one of weight 1 that has 1/w of the bytes, each of which loads links w times. A cap is a link
+    that no other flow crosses.
+    """
+    hop_count, links = np.diff(graph.path_start), graph.link_bytes_per_s.size
+    capped = np.flatnonzero((graph.flow_bytes > 0) & np.isfinite(graph.rate_cap))
+    rates = np.concatenate([graph.link_bytes_per_s, (graph.rate_cap / graph.weight)[capped]])
+    task = np.concatenate([np.repeat(np.arange(hop_count.size), hop_count), capped])
+    link = np.concatenate([graph.path_links, links + np.arange(capped.size)])
+    load = np.concatenate([graph.path_loads * np.repeat(graph.weight, hop_count), np.ones(capped.size)])
+    ids, hop = np.unique(task * rates.size + link, return_inverse=True)
+    task, link = np.divmod(ids, max(rates.size, 1))
+    return task, link.astype(np.int32), np.bincount(hop, load, ids.size).astype(np.float64), rates
+
+
+def _starts(ids: NDArray[Any], count: int) -> NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(np.bincount(ids, minlength=count)))).astype(np.int64)
 
 
-def _empty_heap(items: int) -> kernel.Heap:
-    return kernel.Heap(np.zeros(items), np.zeros(items, np.int64), np.full(items, -1), np.zeros(1, np.int64))
+def _empty_heaps(items: int, starts: NDArray[np.int64]) -> kernel.Heaps:
+    """Heaps that have items between two starts each."""
+    count, room = starts.size - 1, int(starts[-1])
+    return kernel.Heaps(
+        np.zeros(items), np.zeros(room, np.int64), np.full(items, -1), starts, np.zeros(count, np.int64)
+    )

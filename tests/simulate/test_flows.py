@@ -84,6 +84,39 @@ def test_irregular_permutations_agree_with_the_exact_reference(solver: Solver, r
     assert timing.makespan_s == pytest.approx(max(exact), rel=RELATIVE)
 
 
+def all_to_all(seed: int, ranks: int) -> tuple[list[Task], list[float]]:
+    """Every rank sends to every other one over its link out and the target's link in; some flows also load the last."""
+    rng = np.random.default_rng(seed)
+    tasks = []
+    for source in range(ranks):
+        for target in range(ranks):
+            if source == target:
+                continue
+            path, loads = (source, ranks + target), (1.0, 1.0)
+            if rng.random() < 0.3:
+                path, loads = (*path, 2 * ranks), (*loads, float(rng.choice([1e-2, 1e3])))
+            tasks.append(Task(float(rng.uniform(0, 0.2)), float(rng.uniform(0.5, 2)), path, loads=loads))
+    return tasks, [float(rate) for rate in rng.uniform(0.5, 2, 2 * ranks)] + [300.0]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_all_to_alls_agree_with_the_exact_reference(solver: Solver, seed: int) -> None:
+    """Each event changes nearly every rate; errors don't add up, on a link with loads unlike each other either."""
+    case = all_to_all(seed, ranks=6)
+    np.testing.assert_allclose(solve(graph_of(*case), solver).finish_s, exact_finish_s(*case), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_capped_flow_slows_down_where_two_links_of_its_path_fill_at_one_rate(solver: Solver) -> None:
+    # The first flow crosses both links, and each of them gets a third flow at 1 s: all then run at 1 B/s instead of
+    # their caps of 1.5 B/s. The late flows end at 2 s, when the others have 3.5 bytes left.
+    capped = [Task(bytes=6.0, path=path, cap=1.5) for path in ((0, 1), (0,), (1,))]
+    late = [Task(1.0, 1.0, (link,)) for link in (0, 1)]
+    ends = [2.0 + 3.5 / 1.5] * 3 + [2.0] * 2
+    np.testing.assert_allclose(solve(graph_of(capped + late, [3.0, 3.0]), solver).finish_s, ends, rtol=1e-15)
+
+
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 def test_both_engines_give_the_same_bits() -> None:
     for seed in range(3):
