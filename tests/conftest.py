@@ -18,17 +18,23 @@ settings.register_profile("ci", settings.get_profile("quick"), derandomize=True,
 settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.get("SP_BENCH_CI") else "quick"))
 
 
-SHARED = ("ranks", "world", "box", "can_be_made")
-"""Fixtures of which all workers together have one."""
+SHARED = ("box", "ranks", "can_be_made", "world")
+"""Fixtures of which all workers together have one, those with the longest tests first."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker runs all tests of a file, or all that share ranks, SLURM or hosts."""
+    """A worker runs all tests of a file, or all that share ranks, SLURM or hosts.
+
+    Those come first: the groups are long, and a worker that got one last would work alone.
+    """
     for item in items:
-        used = getattr(item, "fixturenames", ())
-        group = next((name for name in SHARED if name in used), item.nodeid.partition("::")[0])
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(_shared(item) or item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: SHARED.index(name) if (name := _shared(item)) else len(SHARED))
+
+
+def _shared(item: pytest.Item) -> str | None:
+    return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -124,12 +124,24 @@ class DeviceCosts:
         table, notes = self._table(problem), []
         if table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
-        if problem.block_tokens < table.smallest:
+        if isinstance(problem.blocks, PackBlocks):
+            notes.append(self._pack_note(problem.blocks, table.smallest))
+        elif problem.block_tokens < table.smallest:
             notes.append(
                 f"blocks of {problem.block_tokens} tokens are below the smallest of the kernel figures "
                 f"({table.smallest}); their rate is taken to be that one's, which is too fast"
             )
         return notes
+
+    def _pack_note(self, blocks: PackBlocks, smallest: int) -> str:
+        """How blocks of many documents are simulated, and how much of the work is below the kernel figures."""
+        small = np.minimum(blocks.shapes.q_tokens, blocks.shapes.kv_tokens) < smallest
+        share = blocks.pairs[small].sum() / blocks.pairs.sum()
+        note = "a block of several documents is simulated as one kernel call, at the rate of its mean piece"
+        if not share:
+            return note
+        below = f"pieces below the smallest of the kernel figures ({smallest} tokens)"
+        return f"{note}; {max(share, 0.01):.0%} of the work is in {below}, at that one's rate, which is too fast"
 
     def block_s(self, problem: Problem, phase: str) -> np.ndarray:
         """Seconds of one block without its fold, by class of `Problem.blocks`: (classes,).
@@ -149,13 +161,19 @@ class DeviceCosts:
         area = pieces * q_tokens * kv_tokens
         flops = FLOPS_PER_PAIR[phase] * blocks.pairs * batch_heads * problem.head_dim
         # Few sizes, so that the rate is looked up for each only once.
-        sizes = np.stack([_rounded(q_tokens), _rounded(kv_tokens), blocks.pairs < MOSTLY_FULL * area])
+        cut = blocks.pairs < MOSTLY_FULL * area
+        sizes = np.stack([_rounded(pieces), _rounded(q_tokens), _rounded(kv_tokens), cut])
         kinds, kind = np.unique(sizes[:, blocks.pairs > 0], axis=1, return_inverse=True)
         rates = [
             table.flops_per_s(
-                phase, "causal" if cut else "full", int(q), int(kv), batch_heads=batch_heads, dtype=problem.dtype
+                phase,
+                "causal" if triangles else "full",
+                int(q),
+                int(kv),
+                batch_heads=int(count) * batch_heads,
+                dtype=problem.dtype,
             )
-            for q, kv, cut in kinds.T
+            for count, q, kv, triangles in kinds.T
         ]
         found = np.zeros(blocks.classes)
         found[blocks.pairs > 0] = self.launch_s + flops[blocks.pairs > 0] / np.array(rates)[kind.ravel()]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sp_bench.plan.regions import Region, RegionKind
 
-SMALL = 256
+SMALL = 16
 """Regions of at most so many queries and keys are worth a copy into a batch; a kernel is busy with larger ones."""
 
 

@@ -9,7 +9,8 @@ from sp_bench.records.schema import columns
 
 CONFIG = (
     *("schema_version", "workload", "method", "impl", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
-    *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal", "dtype", "wire_dtype"),
+    *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal"),
+    *("documents", "longest_document", "window", "dtype", "wire_dtype"),
     *("cluster", "alone_ranks", "kernel", "device_name", "iters", "warmup", "seed", "stragglers"),
 )
 """Fields of the run's config: the request."""
