@@ -21,9 +21,11 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY, build
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.documents import Documents, PackBlocks
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL, MASKS
 from sp_bench.plan.method import PHASES, Method
+from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Tokens, read
 
@@ -60,7 +62,7 @@ def _describe(arguments: Sequence[str]) -> int:
 
 
 def describe(overrides: Sequence[str]) -> str:
-    """The description of one point as text, with seqlen rounded up to a multiple of 2 * gpus.
+    """The description of one point as text. Rounds seqlen up to a multiple of 2 * gpus, but not of documents.
 
     Raises RequestError as the benchmark does, and for more than MOST_RANKS GPUs.
     """
@@ -70,7 +72,8 @@ def describe(overrides: Sequence[str]) -> str:
     gpus = read(Count, config["gpus"], "gpus")
     if gpus > MOST_RANKS:
         raise RequestError(f"gpus={gpus}", "its matrix would not fit a terminal", f"up to {MOST_RANKS} would work")
-    config["seqlen"] = -(-read(Tokens, config["seqlen"], "seqlen") // (2 * gpus)) * 2 * gpus
+    if config["mask"] != Documents.name:  # whose lengths say how long the sequence is
+        config["seqlen"] = -(-read(Tokens, config["seqlen"], "seqlen") // (2 * gpus)) * 2 * gpus
     # GPUs that don't fill whole nodes are all put on one node, so that any number can be described.
     node = config["cluster"]["gpus_per_node"]
     if node and gpus % node:
@@ -92,12 +95,26 @@ def describe(overrides: Sequence[str]) -> str:
             f"{gpus * volume.payload_bytes / unit:g}",
             f"\nassignment matrix: the rank that computes each block{split}",
             draw.grid(draw.assignment(plan, problem), "Q", "KV"),
+            *_pack(plan, problem),
             "\nthe step of each block of a rank's tile, by local index",
             *_tiles(draw.block_steps(plan)),
             "\nthe program of a rank",
             *draw.steps(plan),
         ]
     return "\n".join(lines)
+
+
+def _pack(plan: Plan, problem: Problem) -> list[str]:
+    """For a pack, the tokens, documents and work of each rank."""
+    if not isinstance(blocks := problem.blocks, PackBlocks):
+        return []
+    work, ranks = account.pairs(plan, problem), np.arange(problem.n)
+    tokens = np.broadcast_to(problem.tokens(ranks), problem.n)
+    documents = (blocks.tokens_of_documents > 0).sum(axis=0)[ranks // problem.layout.head_parallel]
+    lines = ["\na dot: no query sees a key there", "rank    tokens  documents  (query, key) pairs   of the mean"]
+    for row in zip(ranks, tokens, documents, work, work / max(work.mean(), 1), strict=True):
+        lines.append("{:>4}{:>10,}{:>11,}{:>20,}{:>14.2f}".format(*row))
+    return lines
 
 
 def _tiles(steps: np.ndarray) -> list[str]:

@@ -65,6 +65,8 @@ def _shade(share: float) -> str:
 def assignment(plan: Plan, problem: Problem) -> np.ndarray:
     """The assignment matrix, (query chunks, key chunks): the rank that computes each block; -1 if none does.
 
+    A block of packed documents in which no query sees a key has -1 too.
+
     If several ranks split the heads of a block, it has the lowest of them.
     """
     degree = problem.layout.head_parallel
@@ -72,6 +74,8 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
     for op in plan.ops:
         if isinstance(op, Attend | AttendBackward):
             matrix[op.q.owner(ranks) // degree, op.kv.owner(ranks) // degree] = ranks
+    if not problem.mask.sends_unseen:
+        matrix[np.asarray(problem.blocks.pairs).reshape(matrix.shape) == 0] = -1
     return matrix
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sp_bench import draw
 from sp_bench.account import volume
-from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, main, methods_table
+from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, describe, main, methods_table
 from sp_bench.methods import REGISTRY
 from sp_bench.plan import Attend
 from sp_bench.plan.costs import COMPUTE_BOUND
@@ -84,3 +84,18 @@ def test_bad_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["method=mesh", "gpus=400"]) == 2
     assert "gpus=400: its matrix would not fit" in capsys.readouterr().err
     assert main(["method=mush"]) == 2
+
+
+def test_documents() -> None:
+    """Of 13, 3, 30 and 18 tokens on 4 ranks, only ranks 2 and 3 see keys of another one."""
+    pack = ["mask=document", "data=lengths", "data.lengths=[13,3,30,18]", "seqlen=64"]
+    text = describe(["method=ring", "gpus=4", "method.layout=contiguous", "heads=1", *pack])
+    matrix = text.split("Q \\ KV")[1].splitlines()[1:5]
+    assert [line.split()[1:] for line in matrix] == [list("0..."), list(".1.."), list(".22."), list("..33")]
+    rows = text.split("of the mean\n")[1].splitlines()[:4]
+    pairs = (13 * 14 // 2 + 6, 16 * 17 // 2, 14 * 16 + 14 * 15 // 2 + 3, 16 * 17 // 2 + 16 * 2)
+    assert [row.split()[:4] for row in rows] == [
+        [str(rank), "16", str(documents), str(of_rank)]
+        for rank, (documents, of_rank) in enumerate(zip((2, 1, 2, 1), pairs, strict=True))
+    ]
+    assert "forward: each rank sends 1 units (chunks of Q), all of them 4" in text

@@ -139,10 +139,19 @@ def _cores(record: Record) -> str:
     return f"{cores_ms / step_ms:.2f}{alone}"
 
 
+def _imbalance(record: Record) -> str:
+    """The busiest rank's work over the mean, and the least that it can be."""
+    if record.work_imbalance is None:
+        return "-"
+    return f"{record.work_imbalance:.3f} of the mean  (at least {record.work_imbalance_lower_bound or 1:.3f})"
+
+
 ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("mode", lambda r: {"measure": "measured", "alone": "measured, ranks alone", "simulate": "SIMULATED"}[r.mode]),
     ("status", lambda r: r.status if r.status == "ok" else f"{r.status}: {r.error}"),
     ("layout, variant", lambda r: f"{r.layout}, {variant(r)}"),
+    ("documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"),
+    ("work of the busiest rank", lambda r: _imbalance(r) if r.documents or r.window else "-"),
     ("step, median [95% interval]", _median),
     ("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
     ("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
@@ -258,12 +267,13 @@ def print_candidates(console: Console, record: Record) -> None:
     candidates = record.candidates
     if not candidates or record.status != "ok":
         return
-    cells = []
+    cells, dealings = [], len({row.get("layout") for row in candidates})
     for row in candidates:
         time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
         time = row.get("refused") or time
-        mark = "*" if row["variant"] == record.variant else ""
-        cells.append(f"{row['variant']}{mark} {time}")
+        mark = "*" if row["variant"] == record.variant and row.get("layout", record.layout) == record.layout else ""
+        names = [row["variant"], row["layout"] if dealings > 1 else ""]
+        cells.append(f"{' '.join(filter(None, names))}{mark} {time}")
     console.print(
         f"\n{variant(record)}: the shortest simulated step of {len(candidates)} variants, in ms (>=: a bound on its "
         f"time is above the best already):\n  {',  '.join(cells)}",
