@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,7 @@ def of_record(record: Record, field: str) -> Number:
 COUNTED = (
     *("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "comm_bytes_expected", "comm_bytes_lower_bound"),
     *("comm_bytes_statistics", "comm_bytes_across_nodes_max", "peak_mem_bytes_max", "peak_mem_bytes_expected"),
+    *("work_imbalance", "work_imbalance_lower_bound", "documents", "longest_document", "seqlen"),
 )
 """Fields that are counted from plans."""
 COUNTED_WHERE_MEASURED = ("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "peak_mem_bytes_max")
@@ -165,6 +166,9 @@ def command(config: Any) -> str:
     for key, value in config.items():
         if key in NOT_IN_COMMANDS or value == usual.get(key):
             continue
+        if key == "data":
+            found += _data(value)
+            continue
         if key not in groups:
             found += _changed(key, value, usual.get(key))
             continue
@@ -176,6 +180,15 @@ def command(config: Any) -> str:
         elif key == "cluster":
             found += _changed(key, value, group(key, value["name"]))
     return " ".join(found)
+
+
+def _data(value: Mapping[str, Any]) -> list[str]:
+    """The choice of a file of conf/data of this kind, and what differs from it: the fewest arguments that do."""
+    from sp_bench.analysis.runs import choices, group
+
+    files = {name: group("data", name) for name in choices("data")}
+    alike = {name: file for name, file in files.items() if file["kind"] == value["kind"]}
+    return min(([f"data={name}", *_changed("data", dict(value), file)] for name, file in alike.items()), key=len)
 
 
 def _changed(path: str, value: Any, plain: Any) -> list[str]:

@@ -68,6 +68,13 @@ def defaults() -> dict[str, Any]:
 
 
 @cache
+def choices(name: str) -> list[str]:
+    """The names of the files of conf/<name>."""
+    with Composer() as composer:
+        return composer.choices(name)
+
+
+@cache
 def group(name: str, choice: str) -> dict[str, Any]:
     """The values of conf/<name>/<choice>.yaml, with keys as text."""
     with Composer() as composer:

@@ -115,6 +115,9 @@ def test_two_cells_of_a_paper_are_two_sources() -> None:
         ["method=usp", "gpus=16", "kv_heads=8", "causal=false", "wire_dtype=float32"],
         ["method=ring", "cluster=h20", "cluster.intra.bytes_per_s=1e11"],
         ["stragglers.ranks={3:1.5}", "stragglers.jitter=0.05"],
+        ["mask=document", "data=long", "data.longest=0.5"],
+        ["mask=document", "data=magi_attention", "method=ring", "method.layout=blocks"],
+        ["mask=document", "data=lengths", "data.lengths=[1000,24]"],
     ],
 )
 def test_a_records_command_makes_the_same_config(overrides: list[str]) -> None:

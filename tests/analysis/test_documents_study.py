@@ -1,0 +1,109 @@
+"""What the study of packed documents must show, on a part of its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jupytext
+import pytest
+
+from sp_bench.analysis import notebooks
+from sp_bench.analysis.number import Number
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Text
+from sp_bench.analysis.studies import documents, documents_bounds, documents_grid, documents_maps
+from sp_bench.analysis.studies.documents_grid import CLOSE, SPLIT_HEADS, dealt, fastest, step, winner
+from sp_bench.methods import REGISTRY
+from tests.support.sections import table_of, tables_of, words_of
+
+DATA, GPUS, METHODS = ("short", "equal"), (4, 8), ("ring", "mesh", "ulysses", "usp")
+VARIANTS = {"ring": {}, "mesh": {"tile": [2, 2]}, "usp": {"ulysses": 2}}
+SMALL = {"DATA": DATA, "GPUS": GPUS, "DEALT_GPUS": 4, "METHODS": METHODS, "VARIANTS": VARIANTS, "SHARED_DATA": "short"}
+
+
+def numbers(row: Sequence[object]) -> list[Number]:
+    """The cells of a row that are numbers."""
+    return [cell for cell in row if isinstance(cell, Number)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("records"), workers=1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the grid."""
+    for module in (documents_grid, documents_maps, documents_bounds):
+        for name, value in SMALL.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+
+def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> None:
+    cells, found = dealt(runs), fastest(runs)
+    assert len(cells) == len(DATA) * sum(len(REGISTRY[method].dealings()) for method in METHODS)
+    for data in DATA:
+        one = winner(found, data, 4, METHODS)
+        here = [step(record) for key, record in cells.items() if key[0] == data]
+        assert one.step.value == min(here) and one.margin.known >= 0
+        limit = (1 + CLOSE) * min(here)
+        assert {r.method for r in one.close} == {r.method for r in one.others if step(r) < limit}
+    whole = winner(found, "short", 8, [method for method in METHODS if method not in SPLIT_HEADS])
+    assert whole.record.method not in SPLIT_HEADS and whole.record.gpus == 8
+
+
+def test_what_auto_finds_is_the_fastest_of_all_dealings(runs: Runs) -> None:
+    (auto,) = runs.ask([documents_grid.asked("short", 4, "mesh")])
+    assert auto.step_ms_median == fastest(runs)["short", 4, "mesh"].step_ms_median
+
+
+def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
+    """Documents of 8k tokens, one for each GPU."""
+    section = documents.bounds(runs)
+    rows = {(row[0], row[1]): numbers(row) for row in table_of(section).rows}
+    for dealing in ("contiguous", "whole_documents"):
+        work, least_work, sent, bound, over = rows["equal", dealing]
+        assert (work.value, least_work.value, sent.value, bound.value, over.value) == (1, 1, 0, 0, None)
+    assert "equal: contiguous is the most even dealing (1.000 times the mean) and needs least" in words_of(section)
+    for work, least_work, sent, bound, _ in rows.values():
+        assert work.kind == bound.kind == "computed"
+        assert work.known >= least_work.known - 1e-9 and sent.known >= bound.known
+
+
+def test_the_map_has_all_cells_and_its_words_follow(runs: Runs) -> None:
+    section = documents.maps(runs)
+    rows = table_of(section).rows
+    assert {row[2] for row in rows if row[1] == "ulysses"} == {"contiguous"}
+    for data in DATA:
+        best = min((row for row in rows if row[0] == data), key=lambda row: numbers(row)[0].known)
+        assert numbers(best)[1].value == 1
+        assert f"{data}: {best[1]} on {best[2]} is the fastest" in words_of(section)
+
+
+def test_what_is_sent_is_a_share_of_what_full_attention_sends(runs: Runs) -> None:
+    table = table_of(documents.shares(runs))
+    heads = [column.name for column in table.columns][3:]
+    shares = {row[0]: dict(zip(heads, (n.known for n in numbers(row)[1:]), strict=True)) for row in table.rows}
+    ring = shares["ring"]
+    assert ring["whole_documents"] == 0 < ring["contiguous"] < ring["striped"] == pytest.approx(100, abs=0.1)
+    assert all(0 <= share < 100.1 for of_method in shares.values() for share in of_method.values())
+
+
+def test_all_sections_render(runs: Runs) -> None:
+    for section in (make(runs) for make in documents.SECTIONS):
+        assert "{" not in "".join(str(part) for part in section.parts if isinstance(part, Text))
+        assert section.sources and section.to_html()
+    names = tables_of(documents.winners(runs))
+    assert [len(table.rows) for table in names.values()] == [len(DATA) * len(GPUS)] * 2
+
+
+def test_notebook_shows_all_sections(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(notebooks.RECORDS, str(runs.folder))
+    code = [cell.source for cell in jupytext.read(notebooks.HERE / "documents.py").cells if cell.cell_type == "code"]
+    shown = [line.split(".")[1].split("(")[0] for line in code if line.startswith("documents.")]
+    assert shown == [section.__name__ for section in documents.SECTIONS]
+    names: dict[str, object] = {}
+    for cell in code:
+        exec(cell, names)
+    assert names["record"]
