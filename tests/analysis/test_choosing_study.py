@@ -57,6 +57,7 @@ def test_points_that_cannot_be_served_are_rows(runs: Runs) -> None:
     assert f"{len(KEYS) * len(METHODS)} points" in words_of(section)
 
 
+@pytest.mark.exhaustive
 def test_the_best_is_the_fastest_and_the_second_another_plan(runs: Runs) -> None:
     found = grid(runs)
     for key in KEYS:

@@ -144,6 +144,7 @@ def test_a_peak_names_its_tile() -> None:
             assert nearest_tile(LONG256, phase, kept_bytes(LONG256.problem, phase, tile) / 1e9) == tile
 
 
+@pytest.mark.exhaustive
 def test_ours_of_each_claim_is_there(runs: Runs) -> None:
     found = our_claims(runs)
     section = mesh.claims(runs)

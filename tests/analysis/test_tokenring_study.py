@@ -67,6 +67,7 @@ def test_full_mesh_gains_and_switch_does_not(runs: Runs) -> None:
     assert max(gain for key, gain in gains.items() if key[0] == "NVSw") < 1
 
 
+@pytest.mark.exhaustive
 def test_hybrid_is_faster_across_many_nodes(runs: Runs) -> None:
     times = {tuple(row[:3]): row[3].value for row in table_of(tokenring.nodes(runs)).rows}
     for cluster in tokenring.NODE_CLUSTERS:

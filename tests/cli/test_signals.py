@@ -30,7 +30,7 @@ def lasts_s() -> float:
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment"), [exhaustive(0, 0.02), exhaustive(3, 0.3), (1, 0.6), exhaustive(None, 0.4)]
+    ("victim", "moment"), [exhaustive(0, 0.02), (3, 0.3), exhaustive(1, 0.6), exhaustive(None, 0.4)]
 )
 def test_kills_at_several_moments(victim: int | None, moment: float, lasts_s: float) -> None:
     """As benchmarks/kill_trials.py does it more often: a rank is named, nothing is left, the next run is ok."""
@@ -101,6 +101,7 @@ def test_a_sweep_that_is_told_to_end(told: Callable[[int, int], None], tmp_path:
     assert {seqlen: after[seqlen] for seqlen in kept} == kept
 
 
+@pytest.mark.exhaustive
 def test_a_rank_without_memory(tmp_path: Path) -> None:
     """The row says oom and which rank; the point that is timed in turn with it is ok."""
     keys = [*POINT, "gpus=3", "seqlen=96", "iters=2", "impl=tests.cli.jobs:needs_much", f"results_dir={tmp_path}"]

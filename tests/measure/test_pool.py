@@ -156,10 +156,10 @@ def test_a_rank_that_raises_while_the_others_wait(others: str) -> None:
 @pytest.mark.parametrize(
     ("how", "others"),
     [
-        ("stop", "barrier"),
+        exhaustive("stop", "barrier"),
         ("stop", "attention"),
-        ("sleep", "all_gather"),
-        ("spin", "attention"),
+        exhaustive("sleep", "all_gather"),
+        exhaustive("spin", "attention"),
         exhaustive("sleep", "all_reduce"),
         exhaustive("sleep", "work"),
     ],
@@ -187,6 +187,7 @@ def test_what_hung_ranks_were_at() -> None:
     assert json.loads(json.dumps(as_json(failure.dumps)))[str(jobs.BAD)]["threads"][0]["state"] == "S"
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_rank_is_nowhere() -> None:
     failure = failure_of("stop", "barrier", timeout_s=SHORT_S)
     assert isinstance(failure, RankHang)

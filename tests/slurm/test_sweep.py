@@ -58,6 +58,7 @@ def test_a_step_of_other_ranks_is_refused(box: SlurmBox, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_rank_of_a_step_that_dies(box: SlurmBox, tmp_path: Path) -> None:
     """Its point says which rank and why, and the other point is measured with new ranks."""
     command = [*SRUN, "iters=150", "method=mesh", "gpus=4", "seqlen=512", "timeout_s=30", f"results_dir={tmp_path}"]
@@ -140,6 +141,7 @@ class Run:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_a_sweep_that_is_disturbed(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A task is cancelled, a node fails, the controller restarts: what was not done is done, and nothing twice."""
     run = Run(box, tmp_path / "sweep")
@@ -185,6 +187,7 @@ def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest
     assert not [path for path in (run.folder / "logs").iterdir() if "Traceback" in path.read_text()]
 
 
+@pytest.mark.exhaustive
 def test_a_task_that_is_told_to_end(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By SIGTERM, as before its time limit: it leaves in order, and a resume runs what it has left."""
     run = Run(box, tmp_path / "sweep", gpus="2")
