@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.documents import Documents
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL, MASKS, Mask
 from sp_bench.plan.problem import Problem
@@ -38,6 +39,8 @@ class Peer(ABC):
     """The package's name for import."""
     algorithms: ClassVar[tuple[str, ...]]
     """The package's algorithms. Auto is the first, unless a subclass overrides `preferred`."""
+    takes_documents: ClassVar[bool] = False
+    """Whether it takes packed documents, beside the masks of whole sequences."""
 
     mask: Mask
     algorithm: str = AUTO
@@ -60,8 +63,9 @@ class Peer(ABC):
         return peer
 
     def __post_init__(self) -> None:
-        if self.mask not in MASKS.values():
-            rule = f"{self.name} is measured with the masks of whole sequences"
+        if self.mask not in MASKS.values() and not self._takes(self.mask):
+            also = " and documents without a window" if self.takes_documents else ""
+            rule = f"{self.name} is measured with the masks of whole sequences{also}"
             raise RequestError(f"mask={self.mask.name}", rule, f"one of {', '.join(MASKS)} would work")
         if self.algorithm not in (*self.algorithms, AUTO):
             raise unknown("method.algorithm", str(self.algorithm), [*self.algorithms, AUTO])
@@ -73,10 +77,22 @@ class Peer(ABC):
             raise RequestError(f"method.layout={self.layout}", rule, f"method.layout={wanted} would work")
         object.__setattr__(self, "layout", wanted)
 
+    def _takes(self, mask: Mask) -> bool:
+        return self.takes_documents and isinstance(mask, Documents) and not mask.windowed
+
+    @property
+    def documents(self) -> Documents | None:
+        """The packed documents; None for one whole sequence."""
+        return self.mask if isinstance(self.mask, Documents) else None
+
     @property
     def causal(self) -> bool:
-        """Whether the mask is causal."""
-        return self.mask == CAUSAL
+        """Whether the mask is causal, or its documents are."""
+        return self.documents.causal if self.documents else self.mask == CAUSAL
+
+    def document_unit(self, n: int) -> int:
+        """What must divide the length of each document, on n ranks."""
+        return 1
 
     def preferred(self) -> str:
         """The algorithm that auto means."""

@@ -129,9 +129,9 @@ class Packed(Mask):
                 f"seqlen={self.seqlen}, or other documents, would work",
             )
 
-    def scaled(self, seqlen: int) -> Packed:
+    def scaled(self, seqlen: int, unit: int = 1) -> Packed:
         """The same documents and window, in proportion, in a shorter sequence; what gets no token is left out."""
-        edges = np.unique(np.round(self.edges * (seqlen / self.seqlen)).astype(int))
+        edges = np.unique(np.round(self.edges * (seqlen / unit / self.seqlen)).astype(int)) * unit
         share = [None if x is None else round(x * seqlen / self.seqlen) for x in (self.left, self.right)]
         return type(self)(tuple(np.diff(edges).tolist()), self.causal, *share)
 

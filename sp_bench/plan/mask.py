@@ -54,8 +54,8 @@ class Mask(ABC):
     def refuse(self, seqlen: int) -> None:  # noqa: B027  # most masks fit any sequence
         """Raise RequestError for a sequence that the mask doesn't fit."""
 
-    def scaled(self, seqlen: int) -> Mask:
-        """The same mask for a shorter sequence."""
+    def scaled(self, seqlen: int, unit: int = 1) -> Mask:
+        """The same mask for a shorter sequence, its documents in multiples of `unit`."""
         return self
 
 

@@ -202,8 +202,8 @@ class Problem:
         """Rows of a query chunk from the first to the last that sees a key of the key chunk."""
         return len(self.blocks.rows_seen[self.blocks.of(q_owner, kv_owner)])
 
-    def scaled(self, seqlen: int) -> Problem:
-        """The same problem for a shorter sequence, its documents scaled and dealt again."""
-        mask = self.mask.scaled(seqlen)
+    def scaled(self, seqlen: int, document_unit: int = 1) -> Problem:
+        """The same problem for a shorter sequence, its documents scaled to multiples of a unit and dealt again."""
+        mask = self.mask.scaled(seqlen, document_unit)
         layout = replace(mask.layout(self.layout.name), head_parallel=self.layout.head_parallel)
         return replace(self, seqlen=seqlen, mask=mask, layout=layout)

@@ -28,7 +28,8 @@ def gate(workload: Workload, context: RankContext) -> GateErrors:
     """
     problem = workload.problem
     tokens, more = divmod(problem.seqlen, problem.n)  # the small one is as uneven
-    small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more)
+    unit = workload.peer.document_unit(problem.n) if workload.peer else 1
+    small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more, unit)
     generator = torch.Generator().manual_seed(workload.seed)
     dtype = getattr(torch, small.dtype)
     inputs = [

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import scaled_dot_product_attention
 
+from sp_bench import SequenceParallelAttention
 from sp_bench.measure.pool import report
 from sp_bench.peers import registry
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.peers.peer import Peer
 from sp_bench.peers.traffic import Traffic
 from sp_bench.plan import Problem
+from sp_bench.plan.documents import Documents
 from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.run.sharding import positions, shard, unshard
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, inputs, reference
@@ -45,9 +48,11 @@ class Case:
     batch: int = BATCH
     tokens: int = 16
     """Tokens of each rank."""
+    pack: Documents | None = None
+    """Documents, in place of `causal` and `tokens`."""
 
     def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
+        mask = str(self.pack) if self.pack else "causal" if self.causal else "full"
         words = [self.impl, self.algorithm, f"n={self.n}", mask, f"kv_heads={self.kv_heads}", self.dtype]
         words += [self.layout] if self.layout != "auto" else []
         words += [f"ulysses={self.ulysses}"] if self.ulysses != "auto" else []
@@ -56,7 +61,11 @@ class Case:
     @property
     def peer(self) -> Peer:
         options = {"algorithm": self.algorithm, "layout": self.layout, "ulysses": self.ulysses}
-        return registry.build(self.impl, options, mask=mask_of(self.causal))
+        return registry.build(self.impl, options, mask=self.mask)
+
+    @property
+    def mask(self) -> Mask:
+        return self.pack or mask_of(self.causal)
 
     @property
     def problem(self) -> Problem:
@@ -64,14 +73,14 @@ class Case:
         peer = self.peer
         whole = Problem(
             n=self.n,
-            seqlen=self.n * self.tokens,
+            seqlen=self.pack.seqlen if self.pack else self.n * self.tokens,
             batch=self.batch,
             heads=HEADS,
             kv_heads=self.kv_heads,
             head_dim=HEAD_DIM,
-            mask=mask_of(self.causal),
+            mask=self.mask,
             dtype=self.dtype,
-            layout=mask_of(self.causal).layout(peer.layout),
+            layout=self.mask.layout(peer.layout),
         )
         peer.refuse(whole)
         return peer.dealt(whole)
@@ -107,12 +116,38 @@ def run(cases: Sequence[Case]) -> dict[Case, Found]:
             gradients = engine.backward(dout, saved)
             sent["backward"] = dict(engine.transport.sent_bytes)
         whole = [unshard(x, layout, None, n) for x in (out, *gradients)]
-        wanted = [x[: case.batch] for x in reference(seqlen, case.kv_heads, case.dtype, mask_of(case.causal))]
-        errors = {
-            name: float((x.double() - y).norm() / y.norm()) for name, x, y in zip(NAMES, whole, wanted, strict=True)
-        }
+        wanted = [x[: case.batch] for x in reference(seqlen, case.kv_heads, case.dtype, case.mask)]
+        errors = _apart(whole, wanted)
         found[case] = Found(errors, {phase: {op[0]: size for op, size in ops.items()} for phase, ops in sent.items()})
     return found
+
+
+def beside_ours(cases: Sequence[Case], method: str) -> dict[Case, dict[str, float]]:
+    """Relative differences between the peer's (out, dq, dk, dv) and those of a method on the same tokens."""
+    found = {}
+    for case in cases:
+        report(str(case))
+        problem = case.problem
+        q, k, v, dout = (
+            shard(x[: case.batch], problem.layout, dist.get_rank(), problem.n)
+            for x in inputs(problem.seqlen, case.kv_heads, case.dtype)
+        )
+        engine = PeerEngine(case.peer, problem, PHASES)
+        out, saved = engine.forward(q, k, v)
+        theirs = [out, *engine.backward(dout, saved)]
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        ours = SequenceParallelAttention(method, mask=case.mask, layout=case.peer.layout)(*leaves)
+        both = theirs, [ours.detach(), *torch.autograd.grad(ours, leaves, dout)]
+        found[case] = _apart(*([unshard(x, problem.layout, None, problem.n) for x in side] for side in both))
+    return found
+
+
+def _apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, float]:
+    """Relative L2 differences by name."""
+    return {
+        name: float((x.double() - y.double()).norm() / y.double().norm())
+        for name, x, y in zip(NAMES, found, wanted, strict=True)
+    }
 
 
 def run_phases(case: Case, phases: Sequence[str]) -> Tensor:

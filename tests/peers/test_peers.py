@@ -9,11 +9,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.methods import build
 from sp_bench.peers.registry import PEERS
+from sp_bench.plan.documents import Documents
 from sp_bench.workload import TOLERANCE
 from tests.peers import jobs
 from tests.peers.jobs import NAMES, Case
@@ -107,6 +110,42 @@ def test_forward_alone_needs_no_gradient(world: World) -> None:
 def test_ring_flash_attn(world: World, n: int) -> None:
     assert_right(world, n, cases_of("ring_flash_attn", n, "bfloat16", PEERS["ring_flash_attn"].algorithms))
     assert_right(world, n, cases_of("ring_flash_attn", n, "float32", ("llama3",)))
+
+
+def packed(algorithm: str, dtype: str, *packs: Documents, n: int) -> list[Case]:
+    kv_heads = itertools.cycle((4, 2, 1))
+    of_all = {"impl": "ring_flash_attn", "algorithm": algorithm, "n": n, "dtype": dtype, "batch": 1}
+    return [Case(**of_all, pack=pack, causal=pack.causal, kv_heads=next(kv_heads)) for pack in packs]
+
+
+@installed("ring_flash_attn")
+@pytest.mark.parametrize("n", [2, 4])
+def test_documents_of_ring_flash_attn(world: World, n: int) -> None:
+    """Its variable-length forms are right, and agree with a method of ours on the same tokens."""
+    lengths = (2 * n * x for x in (1, 5, 3, 1, 2))
+    equal = Documents(tuple(lengths))
+    ragged = Documents((13, 1, 2, 30, 5, 7, 22))
+    full, ragged_full = (Documents(pack.lengths, causal=False) for pack in (equal, ragged))
+    for algorithm, dtype, packs in (
+        ("llama3", "float32", (ragged, equal, ragged_full, full, Documents((80,)))),
+        ("zigzag", "bfloat16", (equal, Documents((8 * n,)))),
+        ("ring", "bfloat16", (full, Documents((3 * n, n), causal=False))),
+    ):
+        cases = packed(algorithm, dtype, *packs, n=n)
+        assert_right(world, n, cases)
+        for case, apart in world(n).run(jobs.beside_ours, cases, "ring")[0].items():
+            assert all(x <= 2 * TOLERANCE[dtype] for x in apart.values()), f"{case}: {apart}"
+
+
+@installed("ring_flash_attn")
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(lengths=st.lists(st.integers(1, 24), min_size=1, max_size=7), causal=st.booleans())
+def test_any_documents_of_llama3(world: World, lengths: list[int], causal: bool) -> None:
+    lengths[-1] += sum(lengths) % 2  # the ranks own equally many tokens
+    cases = packed("llama3", "float32", Documents(tuple(lengths), causal), n=2)
+    assert_right(world, 2, cases)
+    for case, apart in world(2).run(jobs.beside_ours, cases, "all_gather")[0].items():
+        assert all(x <= 2 * TOLERANCE["float32"] for x in apart.values()), f"{case}: {apart}"
 
 
 @installed("yunchang")

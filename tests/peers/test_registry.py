@@ -20,6 +20,7 @@ from sp_bench.peers.torch_context_parallel import TorchContextParallel
 from sp_bench.peers.user import User
 from sp_bench.peers.yunchang import Yunchang
 from sp_bench.plan import Problem
+from sp_bench.plan.documents import Documents
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
 from tests.support.problems import mask_of
@@ -27,6 +28,7 @@ from tests.support.problems import mask_of
 ROOT = Path(__file__).parents[2]
 DEFAULTS = {"algorithm": "auto", "layout": "auto", "ulysses": "auto"}
 OWN = "tests.peers.jobs:gathered"
+PACK, FULL_PACK = Documents((16, 5, 43)), Documents((16, 5, 43), causal=False)
 
 
 def problem(n: int = 4, heads: int = 8, kv_heads: int = 8, **others: object) -> Problem:
@@ -151,6 +153,11 @@ def test_flash_attn_itself_takes_no_cpu_tensors(tmp_path: Path, monkeypatch: pyt
         ),
         (RingFlashAttn(mask=CAUSAL, algorithm="llama3"), problem(batch=2), "batch=2: .* batch=1 would work"),
         (RingFlashAttn(mask=CAUSAL, algorithm="ring"), problem(dtype="float64"), "dtype=float64: .*float32 would work"),
+        (RingFlashAttn(mask=PACK), problem(), "document 1 has length 5: .*cuts each document into 8 equal pieces"),
+        (RingFlashAttn(mask=PACK, algorithm="llama3"), problem(batch=2), "batch=2: .* batch=1 would work"),
+        (RingFlashAttn(mask=PACK, algorithm="ring"), problem(), "mask=document: .*algorithm=zigzag or llama3 would"),
+        (RingFlashAttn(mask=PACK, algorithm="stripe"), problem(), "mask=document: .*algorithm=zigzag or llama3 would"),
+        (RingFlashAttn(mask=FULL_PACK), problem(), "document 1 has length 5: .*cuts each document into 4 equal pieces"),
         (Yunchang(mask=CAUSAL, algorithm="stripe"), problem(dtype="float64"), "dtype=float64: .*float32 would work"),
         (Yunchang(mask=CAUSAL, ulysses=4), problem(), "method.ulysses=4: .*leave rings of two; one of 1, 2 would work"),
         (Yunchang(mask=CAUSAL, ulysses="2"), problem(), "method.ulysses=2: .*one of 1, 2 would work"),

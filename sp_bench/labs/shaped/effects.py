@@ -44,6 +44,8 @@ class ShapedEffects(Effects):
         All messages of the transfer that cross a link share its burst. Each lane has its own burst, so messages of
         several lanes that start together on an idle link gain more than in reality.
         """
+        if not messages:  # an all-to-all of one rank
+            return []
         found, hosts = [], self._hosts
         for message, sharers in zip(messages, self._find_sharers(messages), strict=True):
             sent = np.broadcast_to(message.bytes, self._simulated.size)

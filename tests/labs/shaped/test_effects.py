@@ -158,6 +158,14 @@ def test_messages_that_share_a_link_go_ahead_of_one_another() -> None:
     assert queued("tokenring", many, o_bytes).makespan_s == queued("tokenring", many, 0.0).makespan_s
 
 
+def test_all_to_alls_of_one_rank_take_nothing() -> None:
+    p, where = problem(4, tokens=TOKENS), on_hosts(4, 1e6, 0.0)
+    alone = build("usp", {"ulysses": 1})
+    whole = simulate(alone.plan(alone.dealt(p), "forward", where.profile(p)), alone.dealt(p), where)
+    ring = simulate(build("ring", {}).plan(p, "forward", where.profile(p)), p, where)
+    assert whole.makespan_s == pytest.approx(ring.makespan_s, rel=1e-9)
+
+
 def test_shares_of_longer_messages_differ_less() -> None:
     shares = Shares(1000.0, 0, "forward")
     for size, deviation in ((500.0, 1.0), (1000.0, 1.0), (10_000.0, 0.1)):
