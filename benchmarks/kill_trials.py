@@ -35,7 +35,7 @@ TIMEOUT_S = 10.0
 """The command's timeout for silent ranks."""
 GRACE_S = 30.0
 """The time that a command may need to end beyond TIMEOUT_S."""
-GONE_S = 5.0
+GONE_S = 20.0
 """The time in which the last helper processes must be gone after the command's end."""
 POINT = "cluster=local dtype=float32 heads=4 head_dim=16 seqlen=1k iters=10 warmup=1 baseline=null logger=none"
 

@@ -78,7 +78,7 @@ def test_it_is_the_fold(fused: Callable, shape: Shape, dtype: torch.dtype, blind
     assert all(torch.equal(x, y) for x, y in zip(part, kept, strict=True))
     torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=rounding)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-7, atol=2e-7)
-    torch.testing.assert_close(out, other_out, rtol=0, atol=rounding)
+    torch.testing.assert_close(out, other_out, rtol=0, atol=2 * rounding)  # each is off by as much
     torch.testing.assert_close(lse, other_lse, rtol=3e-7, atol=3e-7)
 
 
