@@ -9,6 +9,7 @@ the hardware it asks for; otherwise it is simulated, and the output says so.
 
   -m, --multirun    values may be comma-separated lists: one point for each combination, one table at the end
   --config-dir DIR  a folder with your own method/, cluster/ ..., in addition to conf/
+  --json            print the records to stdout, one JSON object a line, and all else to stderr
   --cfg             print the composed config and run nothing
   -h, --help        print this text
 
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _answer(arguments: list[str]) -> int:
-    flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg")}
+    flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg", "--json")}
     if flags & {"-h", "--help"}:
         print((__doc__ or "") + _keys())
         return 0
@@ -39,7 +40,8 @@ def _answer(arguments: list[str]) -> int:
 
     try:
         own, overrides = _config_dir([a for a in arguments if a not in flags])
-        return _run(overrides, own, sweep=bool(flags & {"-m", "--multirun"}), show_config="--cfg" in flags)
+        sweep = bool(flags & {"-m", "--multirun"})
+        return _run(overrides, own, sweep=sweep, show_config="--cfg" in flags, as_json="--json" in flags)
     except RequestError as error:
         print(f"sp_bench: {error}", file=sys.stderr)
         return 2
@@ -67,13 +69,13 @@ def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
     own, rest = config_dir(arguments)
     for argument in rest:
         if argument.startswith("-"):
-            raise RequestError(argument, "there is no such flag", "known: -m, --config-dir DIR, --cfg, --help")
+            raise RequestError(argument, "there is no such flag", "known: -m, --config-dir DIR, --json, --cfg, --help")
         if argument.partition("=")[0].partition(".")[0] in ("sweep", "slurm"):
             raise RequestError(argument, "is for job arrays", f"python -m slurm.sweep {argument} would work")
     return own, rest
 
 
-def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bool) -> int:
+def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bool, as_json: bool) -> int:
     from sp_bench.cli.compose import Composer
 
     with Composer(own) as composer:
@@ -94,7 +96,10 @@ def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bo
     with open_logger({"dir": str(folder), **configs[0]["logger"]}) as logger:
         from sp_bench.cli.session import run_point, run_sweep
 
-        code = run_sweep(configs, folder, logger) if sweep else run_point(configs[0], baseline, folder, logger)
+        if sweep:
+            code = run_sweep(configs, folder, logger, as_json=as_json)
+        else:
+            code = run_point(configs[0], baseline, folder, logger, as_json=as_json)
         if warning := logger.close():
             print(f"sp_bench: {warning}", file=sys.stderr)
     return code

@@ -48,7 +48,7 @@ from sp_bench.machine import cores_here, gpus_here
 from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.reading import Count, read
-from sp_bench.resources import CONF, conf_files, user_conf
+from sp_bench.resources import CONF, conf_content, conf_files, user_conf
 
 DEFAULTS: dict[str, Any] = {
     "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
@@ -152,7 +152,7 @@ def _hosts(cluster: Any) -> EmulatedHosts | None:
     known = conf_files("cluster")
     if cluster not in known:
         raise unknown("cluster", str(cluster), known)
-    hosts = hosts_of(yaml.safe_load(known[cluster].read_text()))
+    hosts = hosts_of(conf_content(known[cluster], known))
     if hosts is None:
         raise RequestError(f"cluster={cluster}", "has no hosts, which could be made here", "cluster=shaped would work")
     refuse_hosts(hosts)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(str(files("sp_bench")))
 ROOT = PACKAGE.parent
@@ -27,3 +29,24 @@ def conf_files(group: str) -> dict[str, Path]:
     """The files of a group, by the names of its choices in alphabetical order."""
     found = {path.stem: path for folder in reversed(conf_folders()) for path in (folder / group).glob("*.yaml")}
     return dict(sorted(found.items()))
+
+
+def conf_content(path: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+    """The content of a file of a group, merged into that of the `files` that its defaults name."""
+    import yaml
+
+    own = yaml.safe_load(path.read_text())
+    content: dict[str, Any] = {}
+    for base in own.pop("defaults", []):
+        if base != "_self_":
+            content = _merged(content, conf_content(files[base], files))
+    return _merged(content, own)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two nested mappings as one; `above` has precedence."""
+    found = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(key), dict)
+        found[key] = _merged(below[key], value) if both else value
+    return found

@@ -167,6 +167,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     if peer:
         peers.refuse_run(peer, mode=mode.name, kernel=kernel)
     if mode.name == "simulate":
+        cluster = replace(cluster, device=cluster.device.with_kernel(kernel))
         cluster.device.refuse(problem)
     else:
         notes += _refuse_measuring(config, problem, cluster, mode, launch)

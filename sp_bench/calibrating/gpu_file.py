@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sp_bench.calibrating.cluster_file import device_rates, device_sources
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster.cluster import NETWORK_KEYS
 from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
+from sp_bench.resources import conf_content
 
 MARK = "calibrated"
 """The source that marks a file of sp_bench.calibrate. Other files are not overwritten."""
@@ -61,7 +60,7 @@ def base_cluster(gpu: str, asked: str | None, files: Mapping[str, Path]) -> dict
 
     Raises RequestError if there is none, or it has no GPUs.
     """
-    known = {name: yaml.safe_load(path.read_text()) for name, path in files.items()}
+    known = {name: conf_content(path, files) for name, path in files.items()}
     of_gpus = {name: config for name, config in known.items() if _has_links_of_gpus(config)}
     if asked is not None:
         if asked not in known:

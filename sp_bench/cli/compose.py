@@ -113,8 +113,12 @@ class Composer(ExitStack):
             override = _parsed(argument)
         except HydraException:
             raise RequestError(argument, "is not of the form key=value", would_work) from None
-        if override.is_add() or override.is_force_add() or override.is_delete():
-            raise RequestError(argument, "keys can't be added or removed", would_work)
+        if override.is_add() or override.is_force_add():
+            plain = argument.lstrip("+")
+            self._check(_parsed(plain), plain.partition("=")[2])
+            raise RequestError(argument, "every key, optional ones too, is set without +", f"{plain} would work")
+        if override.is_delete():
+            raise RequestError(argument, "keys can't be removed, but null is a key's default", would_work)
         return override
 
     def _check(self, override: Override, value: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -27,9 +28,16 @@ WIDTH = 10_000
 """Characters of a line if the output is not a terminal: more than any line has."""
 
 
-def make_console() -> Console:
-    """A console without markup, which wraps no lines if its output is a file."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False)
+def make_console(*, beside_data: bool = False) -> Console:
+    """A console without markup, which wraps no lines if its output is a file. `beside_data`: it prints to stderr."""
+    output = sys.stderr if beside_data else sys.stdout
+    return Console(file=output, width=None if output.isatty() else WIDTH, markup=False, highlight=False)
+
+
+def print_json(records: Sequence[Record]) -> None:
+    """Print records to stdout, one JSON object a line."""
+    for record in records:
+        print(json.dumps(record.to_dict()))
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -21,9 +21,14 @@ from sp_bench.measure.launch import RankCountError, launched
 from sp_bench.records import Record
 
 
-def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, folder: Path, logger: Logger) -> int:
-    """Run a point beside its baseline; return the exit code. Raises RequestError if the point can't be served."""
-    console = report.make_console()
+def run_point(
+    config: Mapping[str, Any], baseline: Mapping[str, Any] | None, folder: Path, logger: Logger, *, as_json: bool
+) -> int:
+    """Run a point beside its baseline; return the exit code. Raises RequestError if the point can't be served.
+
+    `as_json` prints the records to stdout, one a line, and all else to stderr.
+    """
+    console = report.make_console(beside_data=as_json)
     requests = [resolve(config, launched())]
     if baseline:
         try:
@@ -44,19 +49,21 @@ def run_point(config: Mapping[str, Any], baseline: Mapping[str, Any] | None, fol
     if outcomes[0].record.status == "unsupported":
         print(f"sp_bench: {outcomes[0].record.error}", file=sys.stderr)
         return 2
+    if as_json:
+        report.print_json([outcome.record for outcome in outcomes])
     report.print_points(console, outcomes)
     console.print(f"\nrecords: {', '.join(str(folder / f'{o.record.run_id}.json') for o in outcomes)}")
     failed = [o for o in outcomes if o.record.status not in ("ok", "unsupported")]
     return 1 if failed else 0
 
 
-def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger) -> int:
-    """Run all points and print one table; return the exit code.
+def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger, *, as_json: bool) -> int:
+    """Run all points and print one table; return the exit code. `as_json` is as in run_point.
 
     A point that can't be served is a row of its own; in a launch, points with another number of ranks are left out.
     Raises RequestError if no point can be served.
     """
-    console = report.make_console()
+    console = report.make_console(beside_data=as_json)
     requests: list[Request | Record] = []
     elsewhere: list[RankCountError] = []
     for config in configs:
@@ -81,6 +88,8 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
         report.print_sweep(console, error.outcomes)
         print(f"sp_bench: {error}", file=sys.stderr)
         return 1
+    if as_json:
+        report.print_json([outcome.record for outcome in rows])
     report.print_sweep(console, rows)
     console.print(f"records: {folder}/")
     return 0 if all(o.record.status in ("ok", "unsupported") for o in rows) else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -33,7 +33,7 @@ class DeviceSection(Section, frozen=True, kw_only=True):
         Meta(min_length=1, description="a section of tables of kernel rates", examples=["{flash_attn_3: {...}}"]),
     ]
     kernel: str | None = None
-    """Use this kernel's tables only; None: use all tables."""
+    """The kernel whose tables are used first where kernel=auto; None: the first table that fits."""
     sms: Count | None = None
     """The number of multiprocessors."""
     peak_tflops: dict[str, Positive]
@@ -62,7 +62,7 @@ class DeviceCosts:
 
     name: str
     tables: tuple[KernelTable, ...]
-    """The first table with a problem's dtype and head_dim is used."""
+    """The first table with a problem's dtype and head_dim is used: those of the device's own kernel come first."""
     peak_tflops: Mapping[str, float]
     """Dense peak TFLOP/s by dtype, for MFU; a missing dtype has no MFU."""
     memory_bytes: float | None
@@ -87,7 +87,7 @@ class DeviceCosts:
         tables = [KernelTable.build(name, rates, section.sms) for name, rates in section.rates.items()]
         return cls(
             name=section.name,
-            tables=tuple(table for table in tables if section.kernel in (None, table.kernel)),
+            tables=tuple(sorted(tables, key=lambda table: table.kernel != section.kernel)),
             peak_tflops=section.peak_tflops,
             memory_bytes=section.memory_bytes,
             memory_bytes_per_s=section.memory_bytes_per_s,
@@ -95,6 +95,15 @@ class DeviceCosts:
             launch_s=section.launch_s,
             transfer_slowdown=section.transfer_slowdown,
         )
+
+    def with_kernel(self, kernel: str) -> Self:
+        """The device with the tables of one kernel alone; `auto` is any. Raises RequestError for one without tables."""
+        tables = tuple(table for table in self.tables if kernel in ("auto", table.kernel))
+        if not tables:
+            names = ", ".join(dict.fromkeys(table.kernel for table in self.tables))
+            rule = f"there are no figures of this kernel on {self.name}, so that it can't be simulated there"
+            raise RequestError(f"kernel={kernel}", rule, f"one of {names}, or auto, would work")
+        return replace(self, tables=tables)
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a dtype or head_dim without kernel rates."""

@@ -285,7 +285,7 @@ def test_links_of_a_gpu_that_no_file_knows(
     out = f"out={tmp_path}/cluster/mine.yaml"
     for options, message in (
         ([], "cluster=null: no cluster file has the links of NVIDIA T4, .*h100_ndr400"),
-        (["cluster=h1000"], "cluster=h1000: there is no such cluster; did you mean h100_ndr400"),
+        (["cluster=h100_ndr"], "cluster=h100_ndr: there is no such cluster; did you mean h100_ndr400"),
         (["cluster=local"], "cluster=local: has no GPUs, whose links the file could take; cluster=.* would work"),
         (["ranks=2"], "ranks=2: links between GPUs are not measured"),
     ):

@@ -84,7 +84,8 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("cluster.device=null", "cluster.device=null: must be a section"),
         ("cluster.device.rates=null", "cluster.device.rates=null: must be a section"),
         ("cluster.device.launch_s=abc", "cluster.device.launch_s=abc: must be a finite number"),
-        ("head_dim=64", "head_dim=64: the kernel figures of NVIDIA H100 SXM are for head_dim 128"),
+        ("kernel=flash_attn_4", "kernel=flash_attn_4: there are no figures .*; one of flash_attn_3, flash_attn, cudnn"),
+        ("head_dim=96", "head_dim=96: the kernel figures of NVIDIA H100 SXM are for head_dim 32 or 64 or 128"),
         ("method.layout=null", "method.layout=None: there is no such layout"),
         ("gpus=${hds}", "gpus=.*Interpolation key 'hds' not found"),
         ("gpus=8 gpus=4", "gpus=4: gpus is given twice"),
@@ -125,7 +126,8 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("cluster.device.fold_bytes_per_s=0", "cluster.device.fold_bytes_per_s=0: must be a finite number above 0"),
         ("gpus=32,64", "gpus=32,64: is a list of values; -m gpus=32,64 would run"),
         ("reuse=perhaps", "reuse=perhaps: must be auto, true or false"),
-        ("+extra=1", r"\+extra=1: keys can't be added or removed"),
+        ("+extra=1", "extra: there is no such key"),
+        ("+gpus=8", r"\+gpus=8: every key, optional ones too, is set without \+; gpus=8 would work"),
         ("mesh", "mesh: is not of the form key=value"),
         ("--fast", "--fast: there is no such flag"),
         ("--config-dir /nowhere", "--config-dir /nowhere: is not a folder"),
@@ -360,3 +362,28 @@ def _alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_records_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    point = ["--json", "mode=simulate", "gpus=8", "seqlen=16k"]
+    assert run([*point, "method=zigzag", "baseline=ring"], tmp_path) == 0
+    output = capsys.readouterr()
+    found = [json.loads(line) for line in output.out.splitlines()]
+    assert [record["method"] for record in found] == ["zigzag", "ring"]
+    assert found == [json.loads((tmp_path / f"{record['run_id']}.json").read_text()) for record in found]
+    assert "SIMULATED" in output.err
+    assert run(["-m", *point, "method=ring,ulysses"], tmp_path) == 0
+    assert [json.loads(line)["method"] for line in capsys.readouterr().out.splitlines()] == ["ring", "ulysses"]
+
+
+def test_optional_keys_of_a_cluster_are_set_without_plus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that its file leaves out."""
+    times = {}
+    for key in ("", "device.fold_bytes_per_s=1e10", "inter.flow_bytes_per_s=1e9", "device.kernel=flash_attn"):
+        added = [f"cluster.{key}"] if key else []
+        assert run(["--json", "gpus=16", "seqlen=128k", "method=ring", "mode=simulate", *added], tmp_path) == 0
+        times[key] = json.loads(capsys.readouterr().out)["step_ms_median"]
+        if added:
+            assert times[key] > times[""]
+            assert run([f"+cluster.{key}"], tmp_path) == 2
+            assert f"without +; cluster.{key} would work" in capsys.readouterr().err

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,14 +19,19 @@ from sp_bench.methods import build
 from sp_bench.plan import Problem
 from sp_bench.plan.method import PHASES
 from sp_bench.reading import read
+from sp_bench.resources import conf_content, conf_files
 from sp_bench.simulate import simulate
 from tests.support.problems import mask_of
 
-CLUSTERS = Path(__file__).parents[2] / "conf" / "cluster"
-PRESETS = {"a10_pcie", "a100_hdr200", "ascend_oam", "b200", "h20", "h100_ndr400", "h200_ndr400"}
+PRESETS = set("a10_pcie a100_hdr200 a800 ascend_oam b200 h20 h100_ndr400 h200_ndr400 h800 l20_pcie".split())
 SIZES = [512, 1024, 2048, 4096]
 CURVE = dict(zip(SIZES, [300.0, 400.0, 480.0, 500.0], strict=True))
 MASKS = ("full", "causal")
+
+
+def content(name: str) -> dict[str, Any]:
+    files = conf_files("cluster")
+    return conf_content(files[name], files)
 
 
 def table(**other: Any) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def test_published_points_come_out_in_their_own_configuration(tokens: int, phase
 
 @pytest.mark.parametrize("name", sorted(PRESETS | {"local"}))
 def test_every_preset_returns_its_own_points(name: str) -> None:
-    config = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())["device"]
+    config = content(name)["device"]
     for entry in config["rates"].values():
         costs = DeviceCosts.build({**config, "rates": {"kernel": entry}, "kernel": None, "launch_s": 0.0})
         dtype, factor = next(iter(entry["dtypes"].items()))
@@ -87,13 +91,13 @@ def test_every_preset_returns_its_own_points(name: str) -> None:
                 assert tflops(costs, p, "forward", tokens**2) == pytest.approx(rate * factor)
 
 
-GPUS = {"a10_pcie": 4}
+GPUS = {"l20_pcie": 8}
 """That fill presets of one node; of others two nodes do."""
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_simulates(name: str) -> None:
-    config = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())
+    config = content(name)
     cluster, n = Cluster.build(config), GPUS.get(name, 16)
     assert cluster.name == name
     p = problem(n * 2048, n=n, heads=32, causal=True, layout="striped")
@@ -278,3 +282,18 @@ def test_transfer_slowdown_is_held() -> None:
 def test_what_makes_no_sense_is_refused(rates: Any, other: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         device(rates, **other)
+
+
+def test_a_kernel_is_chosen_among_the_devices_own() -> None:
+    slow = table(kernel="slow", forward_full=dict.fromkeys(SIZES, 100.0))
+    costs = device({"fast": table(), "slow": slow, "slow_64": slow | {"head_dim": 64}}, kernel="slow")
+    p, small = problem(2048, batch=8), problem(2048, batch=8, head_dim=64)
+    assert [costs.with_kernel(name).figures(p) for name in ("auto", "slow", "fast")] == [
+        "published (slow)", "published (slow)", "published (fast)",
+    ]  # fmt: skip
+    assert tflops(costs.with_kernel("slow"), p, "forward", 2048**2) == pytest.approx(100.0)
+    costs.with_kernel("slow").refuse(small)
+    with pytest.raises(RequestError, match="head_dim 128"):
+        costs.with_kernel("fast").refuse(small)
+    with pytest.raises(RequestError, match="kernel=cudnn: .* one of slow, fast, or auto, would work"):
+        costs.with_kernel("cudnn")
