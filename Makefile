@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
 
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: bench test test-all check format clean
 

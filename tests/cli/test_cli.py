@@ -307,14 +307,14 @@ def test_measured_forward_only_on_one_rank(tmp_path: Path) -> None:
 )
 def test_a_rank_that_dies_or_hangs(sent: signal.Signals, status: str, why: str, tmp_path: Path) -> None:
     """Exit 1 within the timeout, a record that says which rank and why, the other point done, no process left."""
-    command = [sys.executable, "-m", "sp_bench", *LOCAL[:4], "iters=150", "gpus=4", "seqlen=1k", "timeout_s=5"]
+    command = [sys.executable, "-m", "sp_bench", *LOCAL[:4], "iters=150", "gpus=2", "seqlen=1k", "timeout_s=5"]
     process = subprocess.Popen(
         [*command, "logger=none", f"results_dir={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        ranks = _wait_for_ranks(process.pid, 4)
+        ranks = _wait_for_ranks(process.pid, 2)
         time.sleep(0.5)  # let them begin
-        os.kill(ranks[2], sent)
+        os.kill(ranks[1], sent)
         out, err = process.communicate(timeout=200)
     finally:
         process.kill()
@@ -326,7 +326,7 @@ def test_a_rank_that_dies_or_hangs(sent: signal.Signals, status: str, why: str, 
     hang = tmp_path / f"{by_status[status].run_id}.hang.json"
     assert hang.exists() is (sent == signal.SIGSTOP), "of a hang it is kept what the threads of silent ranks were at"
     if hang.exists():
-        assert set(json.loads(hang.read_text())) == set("0123")
+        assert set(json.loads(hang.read_text())) == set("01")
     assert not [rank for rank in ranks if _alive(rank)]
 
 

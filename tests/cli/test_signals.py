@@ -45,7 +45,7 @@ class Sweep:
 
     def __init__(self, folder: Path, mark: str) -> None:
         self.folder = folder
-        keys = [*POINT, "method=ring", "gpus=2", "iters=20", f"seqlen={','.join(map(str, SEQLENS))}"]
+        keys = [*POINT, "method=ring", "gpus=2", "iters=10", f"seqlen={','.join(map(str, SEQLENS))}"]
         self.command = [sys.executable, "-m", "sp_bench", "-m", *keys, f"results_dir={folder}"]
         self.environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
 

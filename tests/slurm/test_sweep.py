@@ -211,13 +211,15 @@ def test_a_task_that_is_told_to_end(box: SlurmBox, tmp_path: Path, capsys: pytes
 def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:
     """slurm/array.sbatch does the same, with keys of one's own behind it."""
     (tmp_path / "results").mkdir()
-    options = ["--wait", "--array=0-1", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", f"--chdir={tmp_path}"]
+    options = ["--parsable", "--array=0-1", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", f"--chdir={tmp_path}"]
     command = ["sbatch", *options, str(ROOT / "slurm" / "array.sbatch"), *POINT, "iters=3"]
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "SEQLENS": "128 256", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=box.environment() | variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr + "".join(p.read_text() for p in (tmp_path / "results").glob("*.txt"))
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: not box.run("squeue", "--noheader", "--format=%A"), "the array to end")
     found = [(r.method, r.gpus, r.seqlen, r.status, r.nodes) for r in records.read_all(tmp_path / "results")]
-    assert sorted(found) == [(m, 2, s, "ok", 2) for m in ("mesh", "ring") for s in (128, 256)]
+    said = "".join(path.read_text() for path in (tmp_path / "results").glob("*.txt"))
+    assert sorted(found) == [(m, 2, s, "ok", 2) for m in ("mesh", "ring") for s in (128, 256)], said
 
 
 def processes_of(folder: Path) -> list[str]:
