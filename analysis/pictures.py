@@ -16,6 +16,7 @@ from sp_bench.analysis.timelines import timeline
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.report import shape, tokens
 from sp_bench.errors import RequestError
+from sp_bench.plan.method import PHASES
 from sp_bench.records import Record
 from sp_bench.workload import workload_named
 
@@ -76,7 +77,8 @@ def _of(path: Path, record: Record, ranks: Sequence[int] | None) -> list[Figure]
     timed = record.mode != "alone" and {"trace", "samples"} & set(records.beside(path))
     found = [timeline(record, path, ranks)] if timed else []
     if record.status == "ok" and record.impl is None:
-        phases = workload_named(record.workload).phase_choices[record.phase]
+        kind = workload_named(record.workload)
+        phases = [phase for phase in kind.phases_of(record.phase) if phase in PHASES]
         found += [assignments.of_record(record, phase) for phase in phases]
     return found
 

@@ -53,7 +53,7 @@ def _answer(arguments: list[str]) -> int:
 def _keys() -> str:
     from sp_bench.resources import CONF
 
-    defaults, _, keys = (CONF / "config.yaml").read_text().partition("_self_\n")
+    defaults, _, keys = (CONF / "config.yaml").read_text().partition("\n\n")
     groups = [
         f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}"
         for group in sorted(CONF.iterdir())

@@ -106,7 +106,7 @@ def _group(request: Request) -> tuple:
     """Equal for points that run together: those that tables compare. Their records are written when all have ended."""
     problem = {**vars(request.problem), "layout": None}
     cluster, devices = request.cluster, request.devices
-    timed = (request.workload.name, request.phase, request.iters, request.warmup)
+    timed = (request.workload.name, request.workload.described().model, request.phase, request.iters, request.warmup)
     return (request.mode, problem, cluster.name, cluster.hosts, request.alone, timed, devices.kind, devices.nccl)
 
 

@@ -117,7 +117,9 @@ def _dealings(method: Method, problem: Problem) -> list[Problem]:
 
 def _plan(method: Method, problem: Problem, request: Request, costs: CostProfile) -> Choice:
     problem = method.dealt(problem)
-    return Choice(method, problem, {phase: method.plan(problem, phase, costs) for phase in request.phases}, {}, None)
+    return Choice(
+        method, problem, {phase: method.plan(problem, phase, costs) for phase in request.plan_phases}, {}, None
+    )
 
 
 def _bound_s(request: Request, choice: Choice) -> float:

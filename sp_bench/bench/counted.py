@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from sp_bench.bench.choose import Choice
 from sp_bench.bench.request import Request
 from sp_bench.peers.peer import Peer
 from sp_bench.records.parts import Memory, Rates, Setup, Traffic
+from sp_bench.workload import Workload
 
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
@@ -48,6 +50,7 @@ def counted(request: Request, choice: Choice | None) -> Counted:
         candidates=choice.candidates,
     )
     traffic = _traffic(request, choice)
+    # Of a training step: of its attention.
     peak_bytes = account.peak_bytes(choice.plans.values(), problem)
     memory = Memory(
         peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
@@ -59,28 +62,48 @@ def counted(request: Request, choice: Choice | None) -> Counted:
 
 
 def _traffic(request: Request, choice: Choice) -> Traffic:
-    problem = choice.problem
+    problem, times = choice.problem, executions(request.workload)
     volumes = {phase: account.volume(plan, problem) for phase, plan in choice.plans.items()}
+    others = sum(sum(request.workload.sent_otherwise(phase).values()) for phase in request.phases)
     network = request.cluster.network(problem.n)
-    across = [account.sent_across_nodes(plan, problem, network.node_of) for plan in choice.plans.values()]
+    across = [
+        times[phase] * account.sent_across_nodes(plan, problem, network.node_of) for phase, plan in choice.plans.items()
+    ]
     return Traffic(
-        comm_bytes_per_gpu=plain(sum(volume.total_bytes for volume in volumes.values())),
-        comm_bytes_busiest_gpu=sum(volume.max_bytes for volume in volumes.values()),
-        comm_bytes_expected=_closed_form(choice, request.phases),
+        comm_bytes_per_gpu=plain(others + sum(times[phase] * v.total_bytes for phase, v in volumes.items())),
+        comm_bytes_busiest_gpu=others + sum(times[phase] * volume.max_bytes for phase, volume in volumes.items()),
+        comm_bytes_expected=_closed_form(choice, times, others),
         comm_bytes_lower_bound=sum(
-            account.lower_bound_bytes(problem, phase, kept=bool(plan.kept)) for phase, plan in choice.plans.items()
+            times[phase] * account.lower_bound_bytes(problem, phase, kept=bool(plan.kept))
+            for phase, plan in choice.plans.items()
         ),
-        comm_bytes_statistics=plain(sum(volume.statistic_bytes for volume in volumes.values())),
-        comm_bytes_by_lane=by_lane({phase: volume.sent_bytes for phase, volume in volumes.items()}),
+        comm_bytes_statistics=plain(sum(times[phase] * volume.statistic_bytes for phase, volume in volumes.items())),
+        comm_bytes_by_lane=by_lane(in_phases(request.workload, {p: v.sent_bytes for p, v in volumes.items()})),
         comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
     )
 
 
-def _closed_form(choice: Choice, phases: Iterable[str]) -> float | None:
+def executions(workload: Workload) -> Counter[str]:
+    """How often a step executes each plan, by the plan's phase."""
+    return sum((Counter(workload.times_executed(phase)) for phase in workload.phases), Counter())
+
+
+def in_phases(workload: Workload, sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, Counter]:
+    """Bytes sent in each timed phase by key, from those of one execution of each plan."""
+    found = {}
+    for phase in workload.phases:
+        of_phase = Counter(dict(workload.sent_otherwise(phase)))
+        for plan_phase, times in workload.times_executed(phase).items():
+            of_phase.update({key: times * size for key, size in sent[plan_phase].items()})
+        found[phase] = of_phase
+    return found
+
+
+def _closed_form(choice: Choice, times: Mapping[str, int], others: int) -> float | None:
     """What the method's formula says that a GPU sends; None for a pack, of which not all is sent."""
     if not choice.problem.mask.sends_unseen:
         return None
-    return plain(sum(choice.method.bytes_sent(choice.problem, phase) for phase in phases))
+    return plain(others + sum(count * choice.method.bytes_sent(choice.problem, p) for p, count in times.items()))
 
 
 def by_lane(sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, float]:
@@ -98,7 +121,7 @@ def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
     if not step_ms:
         return Rates()
     step_s, problem = step_ms / 1e3, request.problem
-    flops = sum(request.workload.flops(problem, phase) for phase in request.phases)
+    flops = sum(request.workload.flops(phase) for phase in request.phases)
     tflops_per_gpu = flops / step_s / problem.n / 1e12
     found, figures = device_name or "", request.cluster.device.name
     known = found == figures or same_model(found, figures)

@@ -84,14 +84,9 @@ def executed_plans(request: Request, choice: Choice) -> dict[str, Plan]:
 
 def _specs(request: Request, choice: Choice | None) -> list[Spec]:
     """The specs of a point: one or, with mode=alone, one for each of its ranks."""
-    workload = request.workload(
-        phases=request.phases,
-        problem=choice.problem if choice else request.problem,
-        plans=executed_plans(request, choice) if choice else {},
-        peer=request.method if isinstance(request.method, Peer) else None,
-        kernel=request.kernel,
-        seed=request.seed,
-    )
+    workload = request.workload
+    if choice:
+        workload = replace(workload, problem=choice.problem, plans=executed_plans(request, choice))
     each = [replace(workload, alone=rank) for rank in request.alone] or [workload]
     return [Spec(workload=one, verify=request.verify, parts=request.parts) for one in each]
 

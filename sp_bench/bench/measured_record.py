@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sp_bench import account, records
 from sp_bench.bench.choose import Choice
-from sp_bench.bench.counted import by_lane, counted, rates, same_model
+from sp_bench.bench.counted import by_lane, counted, in_phases, rates, same_model
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request
 from sp_bench.bench.timed import (
@@ -20,6 +20,7 @@ from sp_bench.bench.timed import (
     timing,
     timing_alone,
     traffic_of_peer,
+    training_step,
 )
 from sp_bench.measure.samples import Samples
 from sp_bench.measure.spec import RankResult
@@ -44,9 +45,7 @@ def outcome_of(
     plans = counted(request, choice)
     setup = replace(plans.setup, nodes=len(hosts)) if request.launch else plans.setup
     errors = ranks[0].gate.overall
-    exactness = Exactness(
-        err_out=errors.get("out"), err_dq=errors.get("dq"), err_dk=errors.get("dk"), err_dv=errors.get("dv")
-    )
+    exactness = Exactness(**{f"err_{name}": error for name, error in errors.items()})
     if wrong := next(filter(None, (rank.wrong(request.problem.dtype) for rank in ranks)), ""):
         parts = (asked, setup, plans.traffic, plans.memory, exactness)
         error = f"the correctness gate: {wrong}"
@@ -55,7 +54,7 @@ def outcome_of(
     setup, notes = _ran_on(request, setup, ranks)
     wrong = plans.wrong
     if choice:
-        wrong = _sent_otherwise(choice, ranks, request.alone or range(len(ranks))) or wrong
+        wrong = _sent_otherwise(request, choice, ranks) or wrong
     samples = Samples.joined(rank.samples for rank in ranks)
     held = memory(plans.memory, ranks)
     if request.alone:
@@ -70,6 +69,7 @@ def outcome_of(
         traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
         found = [times, cores(inside, samples, machines), traffic, held]
         found.append(rates(request, times.step_ms_median, setup.device_name))
+        found.append(training_step(request.workload, samples, ranks))
     status = "incorrect" if wrong else "ok"
     parts = (asked, setup, exactness, *found)
     return Outcome(request.record(status, wrong or None, *parts, notes=notes, provenance=provenance), choice, samples)
@@ -96,13 +96,13 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
     return setup, notes
 
 
-def _sent_otherwise(choice: Choice, ranks: Sequence[RankResult], numbers: Sequence[int]) -> str:
+def _sent_otherwise(request: Request, choice: Choice, ranks: Sequence[RankResult]) -> str:
     """An error for the last rank that sent other bytes than its plan says; empty if there is none."""
     volumes = {phase: account.volume(plan, choice.problem) for phase, plan in choice.plans.items()}
-    wrong = ""
+    wrong, numbers = "", request.alone or range(len(ranks))
     for rank, result in zip(numbers, ranks, strict=True):
         sent = by_lane(result.sent_bytes)
-        planned = by_lane({phase: volume.of(rank) for phase, volume in volumes.items()})
+        planned = by_lane(in_phases(request.workload, {phase: v.of(rank) for phase, v in volumes.items()}))
         if sent != planned:
             wrong = f"rank {rank} sent {sent}, and the plan says {planned}"
     return wrong

@@ -14,7 +14,7 @@ from sp_bench.bench.masks import described, identified, mask_of
 from sp_bench.bench.mode import Mode, resolve_mode
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.stragglers import Stragglers
-from sp_bench.errors import RequestError, unknown
+from sp_bench.errors import RequestError
 from sp_bench.extras import require
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
@@ -29,7 +29,7 @@ from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.parts import Asked, Setup
 from sp_bench.records.record import Part, fields_of
-from sp_bench.workload import Workload, workload_named
+from sp_bench.workload import WORKLOADS, Workload, workload_named
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
 """Keys that don't affect a point's numbers, and so are left out of its run_id."""
@@ -76,7 +76,8 @@ class Request:
     """measure, alone or simulate."""
     why: str
     """The reason for the mode."""
-    workload: type[Workload]
+    workload: Workload
+    """What is timed, without the plans."""
     phase: str
     """One of the workload's phase_choices."""
     notes: list[str]
@@ -103,7 +104,12 @@ class Request:
     @property
     def phases(self) -> tuple[str, ...]:
         """The phases that are timed or simulated, in order."""
-        return self.workload.phase_choices[self.phase]
+        return self.workload.phases
+
+    @property
+    def plan_phases(self) -> tuple[str, ...]:
+        """The phases of the method's plans that these execute."""
+        return self.workload.plan_phases
 
     def asked(self) -> Asked:
         """The part of the record that has the request."""
@@ -149,9 +155,8 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     `config` has the keys of conf/config.yaml and its groups: method, cluster, kernel, logger. `launch` has the ranks
     that the point is measured on; None: they are started on this machine.
     """
-    workload = workload_named(str(config["workload"]))
-    if config["phase"] not in workload.phase_choices:
-        raise unknown("phase", str(config["phase"]), workload.phase_choices)
+    kind = workload_named(str(config["workload"]))
+    phases = kind.phases_of(str(config["phase"]))
     values = _values(config)
     mask = mask_of(config, values.seqlen, values.seed)
     options = {key: value for key, value in config["method"].items() if key != "name"}
@@ -159,10 +164,12 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     method = peers.build(config["impl"], options, mask=mask) if name == peers.METHOD else methods.build(name, options)
     peer = method if isinstance(method, Peer) else None
     problem = _problem(config, values, method, mask)
-    cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     kernel = read(KernelSection, config["kernel"], "kernel").name
+    workload = kind.build(config, problem, phases=phases, peer=peer, kernel=kernel, seed=values.seed)
+    cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     cluster.refuse(problem.n)
     mode = resolve_mode(config, problem.n, cluster, launch, of_a_peer=peer is not None)
+    workload.refuse_run(mode.name)
     notes = peer.notes() if peer else []
     if peer:
         peers.refuse_run(peer, mode=mode.name, kernel=kernel)
@@ -282,6 +289,8 @@ def _point_id(
     values = _values(config)
     given = {**config, **structs.asdict(values)}
     kept = {key: value for key, value in given.items() if key not in NOT_IN_THE_RESULT}
+    others = {key for name, kind in WORKLOADS.items() if name != config["workload"] for key in kind.keys}
+    kept = {key: value for key, value in kept.items() if key not in others - {*workload_named(config["workload"]).keys}}
     kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
     kept |= identified(mask_of(config, values.seqlen, values.seed))
     if mode == "measure" and launch and len(launch.ranks_by_node) > 1:

@@ -9,10 +9,12 @@ import numpy as np
 
 from sp_bench.bench.counted import by_lane, plain
 from sp_bench.bench.request import Request
-from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, STEP, Samples
+from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, STEP, TRAINING, Samples
 from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
-from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic
+from sp_bench.plan.method import PHASES
+from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic, TrainingStep
+from sp_bench.workload import Workload
 
 
 def timing(request: Request, samples: Samples) -> Timing:
@@ -72,12 +74,32 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
     if any(given):
         source = "torch's allocator on the GPU, from before the inputs to its peak in the first step"
         return replace(planned, peak_mem_source=source, peak_mem_bytes_max=max(given), peak_mem_bytes_min=min(given))
+    kinds = any(rank.memory.kinds for rank in ranks)
     live, grown = [rank.memory.live_bytes for rank in ranks], [rank.memory.grown_bytes for rank in ranks]
     found = replace(planned, peak_rss_growth_bytes_max=max(grown), peak_rss_growth_bytes_min=min(grown))
     if not any(live):  # a peer's tensors can't be seen
         return found
-    source = "the executor's live tensors"
+    source = "parameters, gradients, optimizer, activations and " * kinds + "the executor's live tensors"
     return replace(found, peak_mem_source=source, peak_mem_bytes_max=max(live), peak_mem_bytes_min=min(live))
+
+
+def training_step(workload: Workload, samples: Samples, ranks: Sequence[RankResult]) -> TrainingStep:
+    """The parts of a training step; nothing for workload=attention."""
+    described = workload.described()
+    if not samples.by_rank("attention").size:
+        return described
+    times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in TRAINING}
+    whole_s = sum(samples.by_rank(STEP, phase) for phase in PHASES)
+    dense_s = whole_s - samples.by_rank("attention") - samples.by_rank("loss")
+    kinds = {f"{kind}_bytes": max(rank.memory.kinds[kind] for rank in ranks) for kind in ranks[0].memory.kinds}
+    return replace(
+        described,
+        **times_ms,
+        **kinds,
+        attention_exposed_ms=float(rank_medians_ms(samples, "waits").max()),
+        dense_ms=1e3 * float(np.median(dense_s, axis=1).max()),
+        losses=list(ranks[0].losses),
+    )
 
 
 def sent_per_gpu(ranks: Sequence[RankResult]) -> float:

@@ -61,8 +61,9 @@ def title(record: Record) -> str:
     ranks = f"{record.gpus} GPUs"
     if record.alone_ranks:
         ranks = f"rank{'s' * (len(record.alone_ranks) > 1)} {', '.join(map(str, record.alone_ranks))} of {ranks}, alone"
+    model = f"{record.model}, " if record.model else ""
     return (
-        f"{ranks} on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
+        f"{model}{ranks} on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
         f"{record.head_dim}, {record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     )
 
@@ -98,7 +99,7 @@ def _median(record: Record) -> str:
 
 
 def _errors(record: Record) -> str:
-    errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv]
+    errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv, record.err_loss, record.err_gradient]
     return ", ".join(f"{error:.1e}" for error in errors if error is not None) or "- (nothing was executed)"
 
 
@@ -163,6 +164,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("step, median [95% interval]", _median),
     ("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
     ("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
+    ("  update", lambda r: _milliseconds(r.update_ms_median, 5)),
     ("throughput", lambda r: f"{number(r.tokens_per_s, 4)} tokens/s, {number(r.iters_per_s, 4)} iter/s"),
     ("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
     ("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
@@ -174,6 +176,13 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("  blocks alone", lambda r: _share(r.compute_only_ms_median, r)),
     ("  transfers alone", lambda r: _share(r.communication_only_ms_median, r)),
     ("cores busy", _cores),
+    ("attention", lambda r: _share(r.attention_ms, r)),
+    ("  waiting for transfers", lambda r: _share(r.attention_exposed_ms, r)),
+    ("matrix products and the rest", lambda r: _share(r.dense_ms, r)),
+    ("head and loss", lambda r: _share(r.loss_ms, r)),
+    ("gradients summed", lambda r: _share(r.gradient_sync_ms, r)),
+    ("optimizer", lambda r: _share(r.optimizer_ms, r)),
+    ("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
     ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
     ("bound", _bound),
     ("sent by each GPU, counted", lambda r: amount(r.comm_bytes_per_gpu)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from sp_bench.machine import boot_id, busy_s
 from sp_bench.measure.devices import device_here, device_versions, transport_here
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
-from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, INSIDE, STEP, Row, Samples
+from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, STEP, Row, Samples
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Action
@@ -81,7 +82,7 @@ class TimedPoint:
         memory.forget_peak()
         live = LiveBytes()
         self._execute(Action.EVERYTHING, None, live)
-        self._memory = memory.peak(live.peak)
+        self._memory = replace(memory.peak(live.peak), kinds=self._step.memory())
 
     def iterate(self, iteration: int | None) -> None:
         """Run one iteration of the step and its parts, and sample it unless it is None. Ranks start phases together."""
@@ -108,6 +109,7 @@ class TimedPoint:
             sent_bytes=self._sent_bytes,
             link_sent_bytes=tuple(self._link_sent_bytes),
             finite=self._step.finite(),
+            losses=tuple(self._step.losses),
             kernel=self._step.kernel_name,
             device=device_versions(),
             machine=boot_id(),
@@ -135,10 +137,9 @@ class TimedPoint:
         began_s = self._clock.machine_s(start)
         seconds = self._clock.seconds(start, end)
         self._add(iteration, phase, PART_OF[action], seconds, float("nan") if began_s is None else began_s)
-        spent = self._step.spent(phase) if action is Action.EVERYTHING else None
-        if spent:
-            for part in INSIDE:
-                self._add(iteration, phase, part, getattr(spent, f"{part}_s"))
+        if action is Action.EVERYTHING:
+            for part, spent_s in self._step.parts(phase).items():
+                self._add(iteration, phase, part, spent_s)
 
     def _add(self, iteration: int, phase: str, part: str, seconds: float, began_s: float = float("nan")) -> None:
         self._rows.append(Row(self._rank, iteration, phase, part, seconds, began_s))

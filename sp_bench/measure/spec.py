@@ -31,6 +31,8 @@ class MemoryPeak:
     """On a CPU: growth of resident memory from before the point's inputs to its peak in the first step."""
     device_bytes: int = 0
     """On a GPU: the same growth of memory given out by torch's allocator."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """What is held, by kind (Step.memory); empty if the attention's tensors are all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class RankResult:
     """Bytes that the rank's emulated host sent over its link in each iteration, including headers and barriers."""
     finite: bool = True
     """Whether the results of the last timed iteration are finite."""
+    losses: tuple[float, ...] = ()
+    """The loss of each complete iteration, untimed ones included; empty if nothing is trained."""
     kernel: str = ""
     device: Mapping[str, str] = field(default_factory=dict)
     """The rank's device and its software (devices.device_versions)."""

@@ -77,6 +77,8 @@ class Timing:
     step_ms_ci95_high: float | None = None
     forward_ms_median: float | None = None
     backward_ms_median: float | None = None
+    update_ms_median: float | None = None
+    """Of a training step: the summation of gradients over the ranks, and the optimizer."""
     rank_step_ms_min: float | None = None
     """Measured: the smallest of the ranks' own median steps."""
     rank_step_ms_max: float | None = None
@@ -138,10 +140,12 @@ class Breakdown:
     compute_only_forward_ms_median: float | None = None
     """The forward of compute_only_ms_median; None with mode=alone."""
     compute_only_backward_ms_median: float | None = None
+    compute_only_update_ms_median: float | None = None
     communication_only_ms_median: float | None = None
     """Measured: the same plans without blocks."""
     communication_only_forward_ms_median: float | None = None
     communication_only_backward_ms_median: float | None = None
+    communication_only_update_ms_median: float | None = None
     core_ms_mean: float | None = None
     """Measured on CPUs: busy core time of all the ranks' machines in one step and the barriers around it, by all
     processes. The kernel counts ticks of 10 ms, so the value of a short step is meaningless."""
@@ -188,3 +192,42 @@ class Exactness:
     err_dq: float | None = None
     err_dk: float | None = None
     err_dv: float | None = None
+    err_loss: float | None = None
+    err_gradient: float | None = None
+    """Of a training step: the error of the gradients of all parameters together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A training step: its model, the times of its parts, and its memory by kind. None for workload=attention.
+
+    Measured times of parts are medians over iterations of the rank with most.
+    """
+
+    model: str | None = None
+    parameters: int | None = None
+    """The number of the model's parameters."""
+    recompute: str | None = None
+    """What of a layer the backward computes again: none, attention (all but the attention), full."""
+    sharded: bool | None = None
+    """Whether parameters, gradients and the optimizer's state are split over the ranks."""
+    attention_ms: float | None = None
+    """The attention of all layers, waits for its transfers included."""
+    attention_exposed_ms: float | None = None
+    """The part of attention_ms that waits for transfers."""
+    dense_ms: float | None = None
+    """Forward and backward without attention and loss: matrix products, norms, activations."""
+    loss_ms: float | None = None
+    """The head and the loss, with their gradients (losses.cross_entropy)."""
+    gradient_sync_ms: float | None = None
+    """The summation of gradients over the ranks that nothing hides."""
+    optimizer_ms: float | None = None
+    parameters_bytes: int | None = None
+    gradients_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activations_bytes: int | None = None
+    """What the backward keeps from the forward, the attention's inputs and outputs among it."""
+    attention_bytes: int | None = None
+    """The peak of one attention: its inputs, buffers, accumulators and results."""
+    losses: list[float] | None = None
+    """Measured: the loss of each complete iteration, untimed ones included."""

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sp_bench.records.parts import Asked, Breakdown, Exactness, Memory, Rates, Setup, Timing, Traffic
+from sp_bench.records.parts import Asked, Breakdown, Exactness, Memory, Rates, Setup, Timing, Traffic, TrainingStep
 
 SCHEMA_VERSION = 4
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "timeout", "failed")
 MODES = ("measure", "alone", "simulate")
 
-Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | Exactness
+Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | Exactness | TrainingStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(Exactness, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked):
+class Record(TrainingStep, Exactness, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked):
     """One benchmark point: the fields of all parts, and the point's identity. None means not known.
 
     The fields have the order of the file: a dataclass takes those of its last base first. Raises ValueError for an

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,10 @@ class Engine:
         """Time breakdown of the phase's last execution. On a GPU, synchronize first."""
         return self._executors[phase].spent
 
+    def reading(self, phase: str) -> Callable[[], Spent]:
+        """What tells the time breakdown of the phase's last execution, even after the next one."""
+        return self._executors[phase].reading()
+
     def close(self) -> None:
         """End the executors' streams."""
         for executor in self._executors.values():
@@ -149,9 +153,22 @@ def _heads_dim(x: Tensor) -> int:
     return 2 if x.ndim == 4 else 1
 
 
+class Differentiable(Protocol):
+    """What computes an attention and its gradients: an Engine, or something around one."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Saved]: ...
+
+    def backward(self, dout: Tensor, saved: Saved, /) -> tuple[Tensor, ...]: ...
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, engine: Differentiable) -> Tensor:
+    """The engine's attention of this rank's tokens, differentiable in q, k and v; all are (B, S, heads, D)."""
+    return _Attention.apply(q, k, v, engine)  # pyright: ignore[reportReturnType]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, engine: Engine) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, engine: Differentiable) -> Tensor:
         out, saved = engine.forward(q, k, v)
         ctx.save_for_backward(*(x for tensors in saved.values() for x in tensors))
         ctx.engine, ctx.names = engine, {name: len(tensors) for name, tensors in saved.items()}
@@ -220,7 +237,7 @@ class SequenceParallelAttention(torch.nn.Module):
         All ranks must call it, with shapes that differ in S only. Raises RequestError for shapes or dtypes that the
         method or kernel refuses.
         """
-        return _Attention.apply(q, k, v, self.engine(q, k, v, seqlen=seqlen))
+        return attend(q, k, v, self.engine(q, k, v, seqlen=seqlen))
 
     def shard(self, x: Tensor) -> Tensor:
         """This rank's shard of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""

@@ -7,7 +7,7 @@ define what each operation does.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -126,6 +126,10 @@ class Executor:
     def spent(self) -> Spent:
         """Time breakdown of the last execution. On a GPU, synchronize first."""
         return self._marks.spent()
+
+    def reading(self) -> Callable[[], Spent]:
+        """What tells the time breakdown of the last execution, even after the next one. Synchronize on a GPU first."""
+        return self._marks.spent
 
     def close(self) -> None:
         """Shut down the streams."""

@@ -4,10 +4,22 @@ from sp_bench.errors import unknown
 from sp_bench.workload.attention import Attention
 from sp_bench.workload.base import RankContext, Step, Workload
 from sp_bench.workload.gate import TOLERANCE, GateErrors
+from sp_bench.workload.train import Dit, Train
 
-__all__ = ["TOLERANCE", "WORKLOADS", "Attention", "GateErrors", "RankContext", "Step", "Workload", "workload_named"]
+__all__ = [
+    "TOLERANCE",
+    "WORKLOADS",
+    "Attention",
+    "Dit",
+    "GateErrors",
+    "RankContext",
+    "Step",
+    "Train",
+    "Workload",
+    "workload_named",
+]
 
-WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (Attention,)}
+WORKLOADS: dict[str, type[Workload]] = {workload.name: workload for workload in (Attention, Train, Dit)}
 """Every workload, by the value of the key `workload`. A new one is imported above and listed here."""
 
 

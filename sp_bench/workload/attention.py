@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sp_bench import account
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.problem import Problem
 from sp_bench.workload.base import RankContext, Step, Workload
 from sp_bench.workload.gate import GateErrors
 
@@ -31,10 +30,9 @@ class Attention(Workload):
         """The forward, and the backward if it is timed."""
         return PHASES if "backward" in phases else PHASES[:1]
 
-    @classmethod
-    def flops(cls, problem: Problem, phase: str) -> float:
+    def flops(self, phase: str) -> float:
         """Model FLOPs of one phase on all ranks together (account.model_flops)."""
-        return account.model_flops(problem, phase)
+        return account.model_flops(self.problem, phase)
 
     def gate(self, context: RankContext) -> GateErrors:
         """Errors of out, dq, dk and dv, or of out if only the forward is executed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -67,9 +68,19 @@ class AttentionStep:
         if action is Action.EVERYTHING:
             self._results[phase] = results
 
-    def spent(self, phase: str) -> Spent | None:
-        """The time breakdown of the last execution of a phase; None for a peer."""
-        return self._engine.spent(phase)
+    def parts(self, phase: str) -> Mapping[str, float]:
+        """Seconds of the last execution of a phase by part; empty for a peer."""
+        spent = self._engine.spent(phase)
+        return parts_of(spent) if spent else {}
+
+    def memory(self) -> Mapping[str, int]:
+        """Nothing: the attention's memory is all."""
+        return {}
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """None."""
+        return ()
 
     def finite(self) -> bool:
         """Whether the last outputs and gradients are finite."""
@@ -78,6 +89,11 @@ class AttentionStep:
     def close(self) -> None:
         """Release the engine's threads and streams."""
         self._engine.close()
+
+
+def parts_of(spent: Spent) -> dict[str, float]:
+    """The seconds of an execution by part, named as in measure.samples.INSIDE."""
+    return {name.removesuffix("_s"): seconds for name, seconds in asdict(spent).items()}
 
 
 def make_engine(

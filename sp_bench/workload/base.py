@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from sp_bench.errors import unknown
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.records.parts import TrainingStep
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:
     import torch
 
-    from sp_bench.run.executor import Action, Spent
+    from sp_bench.run.executor import Action
     from sp_bench.run.holdings import LiveBytes
     from sp_bench.run.transport import Transport
 
@@ -52,8 +54,17 @@ class Step(Protocol):
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase, or only its blocks or its transfers. `live` counts the bytes of live tensors."""
 
-    def spent(self, phase: str) -> Spent | None:
-        """The time breakdown of the last execution of a phase; None if it is not known."""
+    def parts(self, phase: str) -> Mapping[str, float]:
+        """Seconds of the last execution of a phase by part; empty if they are not known."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held by kind; empty if the attention's are all."""
+        ...
+
+    @property
+    def losses(self) -> Sequence[float]:
+        """The loss of each complete iteration so far; empty if nothing is trained."""
         ...
 
     def finite(self) -> bool:
@@ -72,12 +83,14 @@ class Workload(ABC):
     """The value of the key `workload`."""
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]]
     """The phases that are timed, in order, for each value of the key `phase`."""
+    keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of the config that only this workload reads."""
 
     phases: tuple[str, ...]
     """The phases that are timed."""
     problem: Problem
     """The problem in the layout of the plans' method, or the peer."""
-    plans: Mapping[str, Plan]
+    plans: Mapping[str, Plan] = field(default_factory=dict)
     """The plan of each phase that is executed; empty for a peer."""
     peer: Peer | None = None
     """A peer's attention, in place of plans."""
@@ -87,14 +100,45 @@ class Workload(ABC):
     """With mode=alone: the rank whose plans this process executes alone, receiving copies of what it sends."""
 
     @classmethod
+    def build(cls, config: Mapping[str, Any], problem: Problem, **common: Any) -> Self:
+        """The workload of a config. Raises RequestError for its invalid keys. `common` are the fields above."""
+        return cls(problem=problem, **common)
+
+    @classmethod
+    def phases_of(cls, phase: str) -> tuple[str, ...]:
+        """The phases that are timed for a value of the key `phase`. Raises RequestError if it is unknown."""
+        if phase not in cls.phase_choices:
+            raise unknown("phase", phase, cls.phase_choices)
+        return cls.phase_choices[phase]
+
+    @classmethod
     @abstractmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
         """The phases that ranks execute if `phases` are timed: a backward needs its forward."""
 
-    @classmethod
+    @property
+    def plan_phases(self) -> tuple[str, ...]:
+        """The phases of the method's plans that the timed phases execute."""
+        return self.phases
+
+    def times_executed(self, phase: str) -> Mapping[str, int]:
+        """How often each plan is executed in a timed phase, by the plan's phase."""
+        return {phase: 1}
+
+    def sent_otherwise(self, phase: str) -> Mapping[tuple[str, ...], int]:
+        """Bytes that each rank sends in a timed phase beside the plans, by operation."""
+        return {}
+
+    def refuse_run(self, mode: str) -> None:  # noqa: B027  # attention runs in every mode
+        """Raise RequestError if the workload doesn't run in a mode, or with a peer."""
+
+    def described(self) -> TrainingStep:
+        """The fields of a record that describe a training step."""
+        return TrainingStep()
+
     @abstractmethod
-    def flops(cls, problem: Problem, phase: str) -> float:
-        """Model FLOPs of one phase on all ranks together, as MFU counts them."""
+    def flops(self, phase: str) -> float:
+        """Model FLOPs of one timed phase on all ranks together, as MFU counts them."""
 
     @abstractmethod
     def gate(self, context: RankContext) -> GateErrors:

@@ -17,11 +17,14 @@ class GateErrors:
 
     overall: Mapping[str, float] = field(default_factory=dict)
     worst_head: Mapping[str, float] = field(default_factory=dict)
-    """The errors of the worst single head. They show one wrong block among many."""
+    """The errors of the worst single head, or of the parameters of a model. They show one wrong block among many."""
+    factor: float = 1.0
+    """The tolerance as a multiple of that of one attention."""
 
     def wrong(self, dtype: str) -> str:
         """The errors above the dtype's tolerance as a text; empty if there are none. NaN counts as above."""
-        limits = ((self.overall, TOLERANCE[dtype]), (self.worst_head, HEAD_FACTOR * TOLERANCE[dtype]))
+        most = self.factor * TOLERANCE[dtype]
+        limits = ((self.overall, most), (self.worst_head, HEAD_FACTOR * most))
         return ", ".join(
             f"{name} is off by {error:.1e} (at most {limit:.0e})"
             for errors, limit in limits

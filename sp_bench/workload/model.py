@@ -1,0 +1,88 @@
+"""The models of conf/model: shapes, parameters and FLOPs. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import structs
+
+from sp_bench.errors import RequestError
+from sp_bench.plan.problem import Problem
+from sp_bench.reading import Count, Positive, Section
+
+NONE = "none"
+"""The name of no model, for workload=attention."""
+
+
+class Model(Section, frozen=True, kw_only=True):
+    """A transformer. Its heads, kv_heads and head_dim are those of the request.
+
+    decoder: tokens in, next tokens out; RMSNorm, RoPE, a SwiGLU of three matrices, an untied head (Touvron et al.
+    2023). dit: noisy patches in, the noise out; LayerNorm modulated by the diffusion time, a GELU of two matrices
+    (Peebles and Xie 2023, adaLN-Zero), and RoPE in place of DiT's fixed embedding of positions.
+    """
+
+    name: str
+    kind: Literal["decoder", "dit"]
+    layers: Count
+    width: Count
+    """Elements of a token's hidden state."""
+    ffn: Count
+    """Hidden elements of the feed-forward network."""
+    vocab: Count | None = None
+    """Of a decoder: the number of different tokens."""
+    channels: Count | None = None
+    """Of a dit: the elements of a patch."""
+    rope_theta: Positive = 1e4
+
+    def __post_init__(self) -> None:
+        """Raises RequestError where the kind's own size is missing, or the other kind's is given."""
+        needed, other = ("vocab", "channels") if self.kind == "decoder" else ("channels", "vocab")
+        if getattr(self, needed) is None:
+            raise RequestError(needed, f"is missing: a model of kind={self.kind} needs it", f"{needed}=64 would work")
+        if getattr(self, other) is not None:
+            rule = f"says nothing about a model of kind={self.kind}"
+            raise RequestError(f"{other}={getattr(self, other)}", rule, f"{other}=null would work")
+
+    @property
+    def modulated(self) -> bool:
+        """Whether the layers are modulated by the diffusion time."""
+        return self.kind == "dit"
+
+    @property
+    def outputs(self) -> int:
+        """Elements of what a token is mapped to: logits, or a patch."""
+        return self.vocab or self.channels or 0
+
+    def layer_matrices(self, problem: Problem) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the matrices that each token of a layer is multiplied with."""
+        q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
+        mlp = ("gate", "up") if self.kind == "decoder" else ("up",)
+        found = {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
+        return found | dict.fromkeys(mlp, (self.width, self.ffn)) | {"down": (self.ffn, self.width)}
+
+    def layer_parameters(self, problem: Problem) -> int:
+        """Parameters of one layer."""
+        matrices = sum(a * b for a, b in self.layer_matrices(problem).values())
+        return matrices + (6 * self.width * (self.width + 1) if self.modulated else 2 * self.width)
+
+    def parameters(self, problem: Problem) -> int:
+        """Parameters of the whole model."""
+        if self.modulated:
+            time, patches = 2 * self.width * (self.width + 1), self.outputs * self.width
+            outside = time + 2 * patches + 2 * self.width * (self.width + 1)
+        else:
+            outside = 2 * self.outputs * self.width + self.width
+        return self.layers * self.layer_parameters(problem) + outside
+
+    def dense_flops(self, problem: Problem) -> float:
+        """FLOPs of the forward pass's matrices on all tokens: 2 N D, N without embeddings that are looked up."""
+        per_token = self.layers * sum(a * b for a, b in self.layer_matrices(problem).values())
+        per_token += self.outputs * self.width * (2 if self.modulated else 1)
+        return 2.0 * per_token * problem.batch * problem.seqlen
+
+    def small(self) -> Model:
+        """The model of the correctness gate: as this one, but narrow and of two layers."""
+        sizes = {name: min(getattr(self, name) or 64, 64) for name in ("width", "ffn")}
+        own = {"vocab": 64} if self.kind == "decoder" else {"channels": 16}
+        return structs.replace(self, layers=min(self.layers, 2), **sizes, **own)

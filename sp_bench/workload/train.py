@@ -1,0 +1,152 @@
+"""workload=train and workload=dit: a training step of a transformer with sequence-parallel attention.
+
+All ranks share one sequence (or `batch` of them). Their parameters are the same; gradients are summed over all ranks.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from msgspec import Meta
+
+from sp_bench import account
+from sp_bench.errors import RequestError
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.reading import Positive, Section, Tokens, read
+from sp_bench.records.parts import TrainingStep
+from sp_bench.workload.base import RankContext, Step, Workload
+from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.model import NONE, Model
+
+UPDATE = "update"
+"""The phase after the backward: gradients are summed over the ranks, and the optimizer steps."""
+SYNC = ("gradients", "all_reduce", "sum")
+"""The key of what the summation of gradients sends."""
+DENSE_BACKWARD = 2.0
+"""FLOPs of the backward of a matrix product over those of its forward."""
+MOMENTS = 2
+"""Numbers that AdamW keeps beside each parameter."""
+
+
+class Training(Section, frozen=True, kw_only=True):
+    """The section `train` of conf/config.yaml."""
+
+    recompute: Literal["none", "attention", "full"]
+    """What of a layer the backward computes again (transformer.Recompute)."""
+    parameters: Literal["auto", "replicated", "sharded"]
+    """sharded: parameters, gradients and moments are split over all ranks (FSDP). auto: only where they don't fit."""
+    loss_chunk: Tokens
+    """The tokens whose logits exist at a time."""
+    learning_rate: Positive
+    task: Annotated[str, Meta(description="the data of a decoder", examples=["recall", "copy"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Workload):
+    """Forward, backward and update of a decoder (conf/model) on a seeded task."""
+
+    name: ClassVar[str] = "train"
+    kind: ClassVar[str] = "decoder"
+    phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward_backward": (*PHASES, UPDATE)}
+    keys: ClassVar[tuple[str, ...]] = ("train",)
+
+    model: Model
+    training: Training
+
+    @classmethod
+    def build(cls, config: Mapping[str, Any], problem: Problem, **common: Any) -> Self:
+        """The workload of a config. Raises RequestError without a model of its kind, or for invalid keys of `train`."""
+        if config["model"]["name"] == NONE:
+            example = "tiny" if cls.kind == "decoder" else "tiny_dit"
+            raise RequestError(f"workload={cls.name}", "needs a model", f"model={example} would work")
+        model, training = read(Model, config["model"], "model"), read(Training, config["train"], "train")
+        if model.kind != cls.kind:
+            other = "train" if model.kind == "decoder" else "dit"
+            rule = f"is a {model.kind}, and workload={cls.name} trains a {cls.kind}"
+            raise RequestError(f"model={model.name}", rule, f"workload={other} would work")
+        if problem.head_dim % 2:
+            rule = "RoPE turns pairs of elements of a head"
+            raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
+        if training.task not in ("recall", "copy"):
+            raise RequestError(f"train.task={training.task}", "there is no such task", "recall or copy would work")
+        return cls(problem=problem, model=model, training=training, **common)
+
+    @classmethod
+    def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
+        """Forward and backward of the attention."""
+        return PHASES
+
+    @property
+    def plan_phases(self) -> tuple[str, ...]:
+        return PHASES
+
+    def times_executed(self, phase: str) -> Mapping[str, int]:
+        """Each layer's plan once; the forward's again in the backward if a whole layer is recomputed."""
+        again = {"forward": self.model.layers} if self.training.recompute == "full" else {}
+        return {"forward": {"forward": self.model.layers}, "backward": again | {"backward": self.model.layers}}.get(
+            phase, {}
+        )
+
+    def sent_otherwise(self, phase: str) -> Mapping[tuple[str, ...], int]:
+        """Bytes each rank sends to sum the gradients and the loss, by a ring: 2 (n - 1) / n of them."""
+        n = self.problem.n
+        if phase != UPDATE or n == 1:
+            return {}
+        size = (self.model.parameters(self.problem) + 1) * DTYPE_BYTES[self.problem.accumulate_dtype]
+        return {SYNC: ring_bytes(size, n)}
+
+    def described(self) -> TrainingStep:
+        """The model, and what is recomputed."""
+        return TrainingStep(
+            model=self.model.name,
+            parameters=self.model.parameters(self.problem),
+            recompute=self.training.recompute,
+            sharded=False,
+        )
+
+    def refuse_run(self, mode: str) -> None:
+        """Raises RequestError for a peer, and for mode=alone."""
+        if self.peer:
+            rule = f"workload={self.name} trains with the suite's own methods"
+            raise RequestError(f"method=peer impl={self.peer.impl}", rule, "method=ring would work")
+        if mode == "simulate":
+            rule = f"workload={self.name} is measured only"
+            raise RequestError("mode=simulate", rule, "cluster=local, or workload=attention, would work")
+        if mode == "alone":
+            rule = f"executes attention, not workload={self.name}"
+            raise RequestError("mode=alone", rule, "mode=measure would work")
+
+    def flops(self, phase: str) -> float:
+        """6 N D, and the attention's as account.model_flops counts them. What is recomputed doesn't count."""
+        if phase == UPDATE:
+            return 0.0
+        dense = self.model.dense_flops(self.problem) * (1 if phase == "forward" else DENSE_BACKWARD)
+        return dense + self.model.layers * account.model_flops(self.problem, phase)
+
+    def gate(self, context: RankContext) -> GateErrors:
+        """Errors of the loss and of every parameter's gradient of a narrow model against one process in fp64."""
+        from sp_bench.workload.train_gate import gate
+
+        return gate(self, context)
+
+    def prepare(self, context: RankContext) -> Step:
+        """Make the parameters, the optimizer and an engine for the attention of all layers."""
+        from sp_bench.workload.train_step import TrainStep
+
+        return TrainStep(self, context)
+
+
+class Dit(Train):
+    """The same of a diffusion transformer (Peebles and Xie 2023), without a mask, on seeded noisy patches."""
+
+    name: ClassVar[str] = "dit"
+    kind: ClassVar[str] = "dit"
+
+
+def ring_bytes(size: int, n: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce of `size` bytes, to the nearest byte."""
+    return round(2 * (n - 1) * size / n)

@@ -1,0 +1,226 @@
+"""A step of workload=train or dit on one rank, with the times of its parts and its memory by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_bench.plan.method import PHASES
+from sp_bench.run.attention import Engine, Saved
+from sp_bench.run.devices import Clock, clock_of
+from sp_bench.run.executor import Action, Spent
+from sp_bench.run.holdings import LiveBytes
+from sp_bench.workload.attention_step import make_engine, parts_of
+from sp_bench.workload.base import RankContext
+from sp_bench.workload.train import UPDATE
+from sp_bench.workload.trainer import Batch, Trainer
+
+if TYPE_CHECKING:
+    from sp_bench.workload.train import Train
+
+
+@dataclass
+class MarkedEngine:
+    """An engine whose calls are marked, to know the time of attention within a phase."""
+
+    engine: Engine
+    clock: Clock
+    action: Action = Action.EVERYTHING
+    live: LiveBytes | None = None
+    marks: list[tuple[Any, Any]] = field(default_factory=list)
+    readings: list[Callable[[], Spent]] = field(default_factory=list)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
+        start = self.clock.mark()
+        found = self.engine.forward(q, k, v, self.action, self.live)
+        self._keep("forward", start)
+        return found
+
+    def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
+        start = self.clock.mark()
+        found = self.engine.backward(dout, saved, self.action, self.live)
+        self._keep("backward", start)
+        return found
+
+    def _keep(self, phase: str, start: Any) -> None:
+        self.marks.append((start, self.clock.mark()))
+        self.readings.append(self.engine.reading(phase))
+
+
+class TrainStep:
+    """A trainer, timed by phase: forward, backward, update."""
+
+    def __init__(self, workload: Train, context: RankContext) -> None:
+        """Make model, optimizer and engine. All ranks must call it."""
+        self._workload, self._clock = workload, clock_of(context.device)
+        problem, model = workload.problem, workload.model
+        self._trainer = Trainer(model, problem, workload.training, workload.seed, context.rank, context.device)
+        engine = make_engine(workload, problem, context)
+        assert isinstance(engine, Engine)
+        self._attention = MarkedEngine(engine, self._clock)
+        self._group = _group(context.device) if problem.n > 1 else None
+        self._sent: Counter[tuple[str, ...]] = Counter()
+        self._marks: dict[str, list[tuple[Any, Any]]] = {}
+        self._found: dict[str, dict[str, float]] = {}
+        self._pending: Callable[[], dict[str, float]] | None = None
+        self._number = 0
+        self._loss: Tensor | None = None
+        self._arbitrary_tensors: tuple[tuple[Tensor, ...], Saved] | None = None
+        self._activation_bytes, self._attention_bytes = 0, 0
+        self.losses: list[float] = []
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel of its attention blocks."""
+        return self._attention.engine.kernel_name
+
+    @property
+    def sent_bytes(self) -> Counter[tuple[str, ...]]:
+        """Bytes sent so far by the attention, and to sum gradients."""
+        return self._attention.engine.transport.sent_bytes + self._sent
+
+    def untimed(self) -> None:
+        """Make the next batch."""
+        self._batch: Batch = self._trainer.batch(self._number)
+
+    def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
+        """Execute a phase. Without transfers the optimizer gets no gradients, so that parameters stay equal."""
+        self._attention.action, self._attention.live = action, LiveBytes() if live else None
+        self._attention.marks, self._attention.readings, self._marks = [], [], {}
+        if action is Action.COMMUNICATION:
+            self._communicate(phase)
+        elif phase == "forward":
+            self._forward(measured=live is not None)
+        elif phase == "backward":
+            assert self._loss is not None
+            self._loss.backward()
+            self._loss = None
+        else:
+            self._update(action)
+        self._pending = self._reading(phase)
+        if live and self._attention.live:
+            self._attention_bytes = max(self._attention_bytes, self._attention.live.peak)
+            live.peak = sum(self.memory().values())
+
+    def parts(self, phase: str) -> Mapping[str, float]:
+        """Seconds of the last phase by part: the attention's own, and attention, loss, gradient_sync, optimizer."""
+        return self._pending() if self._pending else {}
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by kind; activations and the attention's own are those of the execution that was measured."""
+        own = {"activations": self._activation_bytes, "attention": self._attention_bytes}
+        return self._trainer.bytes_held() | own
+
+    def finite(self) -> bool:
+        """Whether all parameters are finite."""
+        return all(bool(p.isfinite().all()) for p in self._trainer.parameters)
+
+    def close(self) -> None:
+        """Release the engine's threads and streams."""
+        self._attention.engine.close()
+
+    def _forward(self, *, measured: bool) -> None:
+        self._trainer.forget()
+        kept = _Kept(self._trainer.parameters)
+        with kept.watch() if measured else nullcontext():
+            hidden = self._trainer.hidden(self._batch, self._attention)
+            start = self._clock.mark()
+            self._loss = self._trainer.loss(hidden, self._batch)
+            self._marks["loss"] = [(start, self._clock.mark())]
+        if measured:
+            self._activation_bytes = kept.bytes
+
+    def _update(self, action: Action) -> None:
+        everything = action is Action.EVERYTHING
+        start = self._clock.mark()
+        if everything:
+            self._synchronize()
+        else:
+            self._trainer.forget()
+        between = self._clock.mark()
+        rate = self._workload.training.learning_rate if everything else 0.0
+        for group in self._trainer.optimizer.param_groups:
+            group["lr"] = rate
+        self._trainer.update()
+        self._marks = {"gradient_sync": [(start, between)], "optimizer": [(between, self._clock.mark())]}
+        if everything:
+            self.losses.append(self._trainer.global_loss)
+            self._number += 1
+
+    def _synchronize(self) -> None:
+        self._trainer.synchronize(self._group)
+        self._sent.update(self._workload.sent_otherwise(UPDATE))
+
+    def _communicate(self, phase: str) -> None:
+        """Transfers only, of arbitrary data: those of each layer, or of the gradients."""
+        if phase == UPDATE:
+            self._synchronize()
+            return
+        (q, k, v, dout), saved = self._arbitrary()
+        for name, times in self._workload.times_executed(phase).items():
+            for _ in range(times):
+                if name == "forward":
+                    self._attention.forward(q, k, v)
+                else:
+                    self._attention.backward(dout, saved)
+
+    def _arbitrary(self) -> tuple[tuple[Tensor, ...], Saved]:
+        """q, k, v and dout of the rank's shape, and what a forward keeps for the backward. All ranks must call it."""
+        if self._arbitrary_tensors is None:
+            problem, rank, device = self._workload.problem, self._trainer.rank, self._trainer.device
+            heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+            shapes = [(problem.batch, problem.tokens(rank), h, problem.head_dim) for h in heads]
+            tensors = tuple(torch.zeros(s, dtype=getattr(torch, problem.dtype), device=device) for s in shapes)
+            q, k, v, _ = tensors
+            self._arbitrary_tensors = tensors, self._attention.engine.forward(q, k, v)[1]
+        return self._arbitrary_tensors
+
+    def _reading(self, phase: str) -> Callable[[], dict[str, float]]:
+        """What tells the times of the phase that has just been queued."""
+        marks = dict(self._marks) | ({"attention": self._attention.marks} if phase in PHASES else {})
+        readings, seconds = self._attention.readings, self._clock.seconds
+
+        def read() -> dict[str, float]:
+            found = {name: sum(seconds(*pair) for pair in pairs) for name, pairs in marks.items()}
+            for reading in readings:
+                for name, spent in parts_of(reading()).items():
+                    found[name] = found.get(name, 0.0) + spent
+            return found
+
+        return read
+
+
+class _Kept:
+    """Counts the bytes that autograd keeps for the backward, parameters aside; tensors of one storage count once."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._not = {p.untyped_storage().data_ptr() for p in parameters}
+        self._storages: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for pointer, size in self._storages.items() if pointer not in self._not)
+
+    def watch(self) -> torch.autograd.graph.saved_tensors_hooks:
+        def see(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            self._storages[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        return torch.autograd.graph.saved_tensors_hooks(see, lambda x: x)
+
+
+def _group(device: torch.device) -> dist.ProcessGroup | None:
+    """The group that sums gradients. All ranks must call it."""
+    if device.type == "cpu":
+        return dist.group.WORLD
+    group = dist.new_group(backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

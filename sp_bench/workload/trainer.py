@@ -1,0 +1,142 @@
+"""One rank's share of training a transformer: its tokens, its loss, gradients that are summed over all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_bench.plan.problem import Problem
+from sp_bench.run.attention import Differentiable, attend
+from sp_bench.run.sharding import positions
+from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens, squared_error
+from sp_bench.workload.model import Model
+from sp_bench.workload.tasks import noisy, tokens
+from sp_bench.workload.train import Training
+from sp_bench.workload.transformer import Transformer
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients are summed in messages of at most so many bytes."""
+BETAS, EPSILON, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+class Batch(NamedTuple):
+    """This rank's tokens of a batch."""
+
+    inputs: Tensor
+    """(B, S) tokens or (B, S, C) noisy patches."""
+    wanted: Tensor
+    """(B, S) labels or (B, S, C) noise."""
+    count: int
+    """Labels, or elements, of all ranks."""
+    times_B: Tensor | None = None
+
+
+class Trainer:
+    """Model, optimizer and data of one rank."""
+
+    def __init__(
+        self, model: Model, problem: Problem, training: Training, seed: int, rank: int, device: torch.device
+    ) -> None:
+        """Make the same parameters on every rank. `problem.layout` says which tokens are this `rank`'s."""
+        self.model, self.problem, self.training, self.seed = model, problem, training, seed
+        self.rank, self.device = rank, device
+        self.network = Transformer(model, problem, seed).to(device)
+        self.parameters = list(self.network.parameters())
+        kind = self.parameters[0].dtype
+        # Gradients are views of one buffer, which is summed as it is. The loss is its last element.
+        self.summed = torch.zeros(sum(p.numel() for p in self.parameters) + 1, dtype=kind, device=device)
+        first = 0
+        for parameter in self.parameters:
+            parameter.grad = self.summed[first : first + parameter.numel()].view_as(parameter)
+            first += parameter.numel()
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, training.learning_rate, BETAS, EPSILON, weight_decay=WEIGHT_DECAY
+        )
+        lengths = getattr(problem.mask, "lengths", None) if problem.mask.name == "document" else None
+        self._lengths = lengths
+        self._mine = positions(problem.layout, rank, problem.n, problem.seqlen)
+        self.positions_S = _inside(self._mine, lengths).to(device)
+
+    def batch(self, number: int) -> Batch:
+        """This rank's tokens of batch `number`. Labels are shifted before tokens are dealt."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        shape = self.problem.batch, self.problem.seqlen
+        if self.model.modulated:
+            noised, noise, times = noisy(self.model.outputs, *shape, generator)
+            wide = self.summed.dtype
+            mine, wanted = (x[:, self._mine].to(self.device, wide) for x in (noised, noise))
+            return Batch(mine, wanted, noise.numel(), times.to(self.device))
+        whole = tokens(self.training.task, self.model.outputs, *shape, generator)
+        labels = next_tokens(whole, self._lengths)
+        count = int((labels != IGNORED).sum())
+        return Batch(whole[:, self._mine].to(self.device), labels[:, self._mine].to(self.device), count)
+
+    def hidden(self, batch: Batch, attention: Differentiable) -> Tensor:
+        """The hidden states of this rank's tokens: (B, S, M)."""
+        return self.network(
+            batch.inputs,
+            self.positions_S,
+            lambda q, k, v: attend(q, k, v, attention),
+            self.training.recompute,
+            batch.times_B,
+        )
+
+    def loss(self, hidden_BSM: Tensor, batch: Batch) -> Tensor:
+        """This rank's part of the loss: those of all ranks add up to the mean over all tokens."""
+        head = self.network.head.weight
+        if self.model.modulated:
+            loss = squared_error(hidden_BSM, head, batch.wanted, batch.count)
+        else:
+            loss = cross_entropy(hidden_BSM, head, batch.wanted, batch.count, self.training.loss_chunk)
+        self.summed[-1] = loss.detach()
+        return loss
+
+    def synchronize(self, group: dist.ProcessGroup | None) -> None:
+        """Sum gradients and loss over the group. All ranks must call it."""
+        if self.problem.n > 1:
+            for bucket in self.summed.split(BUCKET_BYTES // self.summed.element_size()):
+                dist.all_reduce(bucket, group=group)
+
+    def update(self) -> None:
+        """Clip the gradients by their norm, which is that of the whole model, and step the optimizer."""
+        gradients = self.summed[:-1]
+        gradients.mul_((CLIP / gradients.norm()).clamp(max=1.0).nan_to_num(1.0))
+        self.optimizer.step()
+
+    @property
+    def global_loss(self) -> float:
+        """The loss of the last batch, once it is summed."""
+        return float(self.summed[-1])
+
+    def forget(self) -> None:
+        """Begin new gradients."""
+        self.summed.zero_()
+
+    def step(self, number: int, attention: Differentiable, group: dist.ProcessGroup | None) -> float:
+        """Train on batch `number`; return its loss. All ranks must call it."""
+        self.forget()
+        batch = self.batch(number)
+        self.loss(self.hidden(batch, attention), batch).backward()
+        self.synchronize(group)
+        self.update()
+        return self.global_loss
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and the optimizer's state."""
+        moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        return {
+            "parameters": sum(p.nbytes for p in self.parameters),
+            "gradients": self.summed.nbytes,
+            "optimizer": sum(x.nbytes for x in moments),
+        }
+
+
+def _inside(positions_S: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
+    """Positions within each token's own document."""
+    if lengths is None:
+        return positions_S
+    ends = torch.tensor(lengths).cumsum(0)
+    return positions_S - (ends - torch.tensor(lengths))[torch.searchsorted(ends, positions_S, right=True)]

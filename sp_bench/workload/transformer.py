@@ -1,0 +1,193 @@
+"""A transformer in plain torch whose attention is injected, so that any method computes it.
+
+Shapes: B batch, S the rank's tokens, M width, H heads, D head_dim, F ffn. Parameters are fp32 (fp64 if the compute
+dtype is) and are cast where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from sp_bench.plan.problem import Problem
+from sp_bench.workload.model import Model
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D)."""
+Recompute = Literal["none", "attention", "full"]
+"""What the backward computes again. none: nothing. attention: all but the attention, whose inputs and output are kept.
+full: all of a layer but its input, with the attention and its transfers."""
+RECOMPUTE: tuple[Recompute, ...] = ("none", "attention", "full")
+EPSILON, TIMES = 1e-5, 1000.0
+
+
+class Linear(nn.Linear):
+    """A matrix that is cast to its input's dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), scaled; computed in fp32 at least."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, EPSILON).to(x.dtype)
+
+
+def rotary(positions_S: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """cos and sin of the angles of RoPE (Su et al. 2021) at these positions: (2, S, 1, D / 2)."""
+    rates = theta ** -(torch.arange(0, head_dim, 2, device=positions_S.device, dtype=torch.float64) / head_dim)
+    angles_S1D = (positions_S.double()[:, None] * rates)[:, None, :]
+    return torch.stack((angles_S1D.cos(), angles_S1D.sin())).to(dtype)
+
+
+def rotated(x_BSHD: Tensor, rotary_2S1D: Tensor) -> Tensor:
+    """x with its halves rotated as pairs."""
+    cos, sin = rotary_2S1D
+    first, second = x_BSHD.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHD.dtype)
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network, each after a norm and beside a residual."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __init__(self, model: Model, problem: Problem, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_dim, self.modulated = problem.head_dim, model.modulated
+        for name, (inputs, outputs) in model.layer_matrices(problem).items():
+            self.add_module(name, Linear(inputs, outputs, bias=False, dtype=dtype))
+        if model.modulated:
+            self.modulation = Linear(model.width, 6 * model.width, dtype=dtype)
+        else:
+            self.norms = nn.ModuleList(RMSNorm(model.width, dtype) for _ in range(2))
+
+    def heads(self, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, (B, S, heads, D) each, with positions."""
+        x_BSM = self._normed(x_BSM, time_BM, 0)
+        q, k, v = (matrix(x_BSM).unflatten(-1, (-1, self.head_dim)) for matrix in (self.q, self.k, self.v))
+        return rotated(q, rotary_2S1D), rotated(k, rotary_2S1D), v
+
+    def rest(self, x_BSM: Tensor, out_BSHD: Tensor, time_BM: Tensor | None) -> Tensor:
+        """The layer's output, given its input and the attention of its heads."""
+        x_BSM = x_BSM + self._gated(self.o(out_BSHD.flatten(2)), time_BM, 0)
+        y_BSM = self._normed(x_BSM, time_BM, 1)
+        if self.modulated:
+            y_BSF = F.gelu(self.up(y_BSM), approximate="tanh")
+        else:
+            y_BSF = F.silu(self.gate(y_BSM)) * self.up(y_BSM)
+        return x_BSM + self._gated(self.down(y_BSF), time_BM, 1)
+
+    def _normed(self, x_BSM: Tensor, time_BM: Tensor | None, which: int) -> Tensor:
+        if time_BM is None:
+            return self.norms[which](x_BSM)
+        shift, scale, _ = self._modulations(time_BM, which)
+        return F.layer_norm(x_BSM, x_BSM.shape[-1:], eps=EPSILON) * (1 + scale) + shift
+
+    def _gated(self, y_BSM: Tensor, time_BM: Tensor | None, which: int) -> Tensor:
+        return y_BSM if time_BM is None else y_BSM * self._modulations(time_BM, which)[2]
+
+    def _modulations(self, time_BM: Tensor, which: int) -> tuple[Tensor, ...]:
+        """shift, scale and gate of one half of the layer, (B, 1, M) each."""
+        return self.modulation(F.silu(time_BM))[:, None].chunk(6, dim=-1)[3 * which : 3 * which + 3]
+
+
+class Transformer(nn.Module):
+    """Embedding, layers, and the norm before the head. `head` is applied by the loss."""
+
+    def __init__(self, model: Model, problem: Problem, seed: int) -> None:
+        """Parameters are the same on all ranks, by `seed`."""
+        super().__init__()
+        self.model, self.problem = model, problem
+        self.compute_dtype = getattr(torch, problem.dtype)
+        dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
+        if model.modulated:
+            self.embed = Linear(model.outputs, model.width, bias=False, dtype=dtype)
+            self.time = nn.ModuleList(Linear(model.width, model.width, dtype=dtype) for _ in range(2))
+            self.modulation = Linear(model.width, 2 * model.width, dtype=dtype)
+        else:
+            self.embed = nn.Embedding(model.outputs, model.width, dtype=dtype)
+            self.norm = RMSNorm(model.width, dtype)
+        self.layers = nn.ModuleList(Layer(model, problem, dtype) for _ in range(model.layers))
+        self.head = Linear(model.width, model.outputs, bias=False, dtype=dtype)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    def _initialise(self, generator: torch.Generator) -> None:
+        """Normal: tokens of deviation 1, matrices of 0.02, over the root of their number where they end a residual.
+
+        Tokens of 0.02 before a norm would make gradients 50 times as large, and the training's rounding errors grow.
+        """
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if weight.ndim > 1:
+                    ends = name.endswith(("o.weight", "down.weight"))
+                    deviation = 0.02 / (2 * len(self.layers)) ** 0.5 if ends else 0.02
+                    if weight is self.embed.weight and not self.model.modulated:
+                        deviation = 1.0
+                    weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * deviation)
+                elif name.endswith("bias"):
+                    weight.zero_()
+
+    def forward(
+        self, inputs: Tensor, positions_S: Tensor, attend: Attend, recompute: Recompute, times_B: Tensor | None = None
+    ) -> Tensor:
+        """The hidden states before the head, (B, S, M), of tokens (B, S) or patches (B, S, channels)."""
+        found = self.embed(inputs if times_B is None else inputs.to(self.compute_dtype))
+        x_BSM, time_BM = found.to(self.compute_dtype), None if times_B is None else self._time(times_B)
+        wide = self.head.weight.dtype
+        rotary_2S1D = rotary(positions_S, self.problem.head_dim, self.model.rope_theta, wide)
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            x_BSM = _through(layer, x_BSM, rotary_2S1D, time_BM, attend, recompute)
+        if time_BM is None:
+            return self.norm(x_BSM)
+        shift, scale = self.modulation(F.silu(time_BM))[:, None].chunk(2, dim=-1)
+        return F.layer_norm(x_BSM, x_BSM.shape[-1:], eps=EPSILON) * (1 + scale) + shift
+
+    def _time(self, times_B: Tensor) -> Tensor:
+        """The embedding of diffusion times in 0 .. 1: (B, M)."""
+        half = self.model.width // 2
+        rates = 1e4 ** -(torch.arange(half, device=times_B.device, dtype=torch.float64) / half)
+        angles = TIMES * times_B.double()[:, None] * rates
+        waves_BM = F.pad(torch.cat((angles.cos(), angles.sin()), dim=-1), (0, self.model.width % 2))
+        first, second = self.time
+        return second(F.silu(first(waves_BM.to(self.compute_dtype))))
+
+
+def _through(
+    layer: Layer, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None, attend: Attend, recompute: Recompute
+) -> Tensor:
+    """One layer, keeping for the backward what `recompute` leaves."""
+
+    def whole(x_BSM: Tensor) -> Tensor:
+        return layer.rest(x_BSM, attend(*layer.heads(x_BSM, rotary_2S1D, time_BM)), time_BM)
+
+    if recompute == "none":
+        return whole(x_BSM)
+    if recompute == "full":
+        return _again(whole, x_BSM)
+    q, k, v = _again(layer.heads, x_BSM, rotary_2S1D, time_BM)
+    return _again(layer.rest, x_BSM, attend(q, k, v), time_BM)
+
+
+def _again(function: Callable[..., Any], *arguments: Tensor | None) -> Any:
+    """The function's result, of which the backward computes again what it needs."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,69 @@
+"""What ranks do in the tests of training. Imported inside the ranks: no pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.run.transport import GlooTransport
+from sp_bench.workload import RankContext, Train
+from sp_bench.workload.attention_step import make_engine
+from sp_bench.workload.train_gate import ExactAttention, compared
+from sp_bench.workload.trainer import Trainer
+from tests.support.ranks import group_of
+
+CPU = torch.device("cpu")
+
+
+def context_of(group: dist.ProcessGroup | None, rank: int) -> RankContext:
+    return RankContext(rank, CPU, lambda _: GlooTransport(group), alive=lambda: None)
+
+
+def trainer_of(workload: Train, rank: int) -> Trainer:
+    return Trainer(workload.model, workload.problem, workload.training, workload.seed, rank, CPU)
+
+
+def alone(workload: Train) -> Train:
+    """The same on one process in fp64."""
+    problem = workload.problem
+    whole = replace(problem, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"], head_slices=1)
+    return replace(workload, problem=whole, plans={})
+
+
+def gradient_errors(workloads: Sequence[Train]) -> list[dict[str, float]]:
+    """For each: the relative error of each parameter's gradient, and of the loss, against one process in fp64."""
+    found = []
+    for workload in workloads:
+        n = workload.problem.n
+        if (group := group_of(n, workload.problem)) is None:
+            continue
+        trainer = trainer_of(workload, dist.get_rank())
+        engine = make_engine(workload, workload.problem, context_of(group, dist.get_rank()))
+        batch = trainer.batch(0)
+        trainer.loss(trainer.hidden(batch, engine), batch).backward()
+        engine.close()
+        trainer.synchronize(group)
+        one = trainer_of(alone(workload), 0)
+        whole = one.batch(0)
+        one.loss(one.hidden(whole, ExactAttention(one.problem.mask)), whole).backward()
+        errors = compared(trainer, one)
+        found.append({**errors.worst_head, **errors.overall})
+    return found
+
+
+def losses(workloads: Sequence[Train], steps: int) -> list[list[float]]:
+    """For each: the loss at each step of training."""
+    found = []
+    for workload in workloads:
+        n = workload.problem.n
+        if (group := group_of(n, workload.problem)) is None:
+            continue
+        trainer = trainer_of(workload, dist.get_rank())
+        engine = make_engine(workload, workload.problem, context_of(group, dist.get_rank()))
+        found.append([trainer.step(number, engine, group) for number in range(steps)])
+        engine.close()
+    return found

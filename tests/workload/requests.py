@@ -1,0 +1,31 @@
+"""Training points and their workloads, as ranks get them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sp_bench.bench import Request, resolve
+from sp_bench.bench.choose import choose
+from sp_bench.bench.measured import executed_plans
+from sp_bench.cli.compose import Composer
+from sp_bench.methods import REGISTRY
+from sp_bench.workload import Train
+
+METHODS = tuple(name for name in REGISTRY if name != "reference")
+
+
+def point(*overrides: str) -> Request:
+    """A point of the command line; model=tiny on this machine if nothing else is said."""
+    given = {override.partition("=")[0] for override in overrides}
+    usual = ("model=tiny", "cluster=local", "dtype=float64", "seqlen=64")
+    with Composer() as composer:
+        return resolve(composer.compose([*(o for o in usual if o.partition("=")[0] not in given), *overrides]))
+
+
+def training(*overrides: str) -> Train:
+    """The workload of such a point, with the plans of the chosen variant."""
+    request = point(*overrides)
+    choice = choose(request)
+    workload = replace(request.workload, problem=choice.problem, plans=executed_plans(request, choice))
+    assert isinstance(workload, Train)
+    return workload

@@ -1,0 +1,74 @@
+"""Shapes of models against the modules they become, labels, and data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sp_bench.resources import conf_files
+from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens
+from sp_bench.workload.model import NONE
+from sp_bench.workload.tasks import tokens
+from sp_bench.workload.transformer import Transformer
+from tests.workload.requests import point
+
+MODELS = [name for name in conf_files("model") if name != NONE]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_dit"])
+def test_parameters_are_those_of_the_module(name: str) -> None:
+    workload = point(f"model={name}", "gpus=2", "method=ring").workload
+    module = Transformer(workload.model, workload.problem, seed=0)
+    assert sum(p.numel() for p in module.parameters()) == workload.model.parameters(workload.problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama_1b", 1.24), ("llama_3b", 3.43), ("llama_7b", 6.74), ("llama3_8b", 8.03), ("dit_xl", 0.67)],
+)
+def test_published_sizes(name: str, billions: float) -> None:
+    """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper)."""
+    workload = point(f"model={name}", "gpus=2", "method=ring").workload
+    assert workload.model.parameters(workload.problem) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_flops_are_six_times_parameters_and_tokens() -> None:
+    """Of the matrices; the attention's stand beside them."""
+    workload = point("model=llama_7b", "gpus=2", "method=ring", "seqlen=1k", "mask=causal").workload
+    problem, model = workload.problem, workload.model
+    matrices = model.parameters(problem) - model.vocab * model.width - (2 * model.layers + 1) * model.width
+    attention = 3.5 * 2 * 1024**2 * problem.heads * problem.head_dim * model.layers
+    total = sum(workload.flops(phase) for phase in workload.phases)
+    assert total == pytest.approx(6 * matrices * 1024 + attention)
+
+
+def test_labels_are_the_next_tokens_of_each_document() -> None:
+    ids = torch.arange(10)[None]
+    assert next_tokens(ids)[0].tolist() == [*range(1, 10), IGNORED]
+    assert next_tokens(ids, (4, 1, 5))[0].tolist() == [1, 2, 3, IGNORED, IGNORED, 6, 7, 8, 9, IGNORED]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_chunked_cross_entropy_is_torch_s(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 7, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[3, IGNORED, 0, 10, 3, 1, IGNORED]])
+    ours = cross_entropy(hidden, weight, labels, 5, chunk)
+    found = torch.autograd.grad(2 * ours, (hidden, weight))
+    theirs = torch.nn.functional.cross_entropy((hidden @ weight.T)[0], labels[0])
+    wanted = torch.autograd.grad(2 * theirs, (hidden, weight))
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_tasks_have_structure() -> None:
+    generator = torch.Generator().manual_seed(0)
+    copied = tokens("copy", 64, 2, 64, generator)
+    assert torch.equal(copied[:, 8:], copied[:, :-8])
+    recalled = tokens("recall", 64, 2, 65, generator)
+    for row in recalled.tolist():
+        values: dict[int, set[int]] = {}
+        for key, value in zip(row[::2], row[1::2], strict=False):
+            values.setdefault(key, set()).add(value)
+        assert all(len(v) == 1 for v in values.values()) and len(values) > 8

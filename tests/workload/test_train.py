@@ -1,0 +1,125 @@
+"""Training with sequence-parallel attention: gradients and loss curves against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sp_bench.errors import RequestError
+from tests.support.ranks import Ranks
+from tests.workload import jobs
+from tests.workload.requests import METHODS, point, training
+
+EXACT = 1e-10
+"""Relative L2 error of the gradient of every parameter in fp64."""
+CURVE = 1e-5
+"""Relative difference of the loss at each step in fp32."""
+OTHERS = (
+    "method=ring train.recompute=none",
+    "method=mesh train.recompute=full batch=2",
+    "method=zigzag seqlen=67 train.loss_chunk=5",
+    "method=ring mask=document data=lengths data.lengths=[10,1,30,23]",
+    "method=mesh method.layout=contiguous mask=window window=[9,0]",
+    "method=ring model=tiny_dit batch=2",
+    "method=ulysses model=tiny_dit train.recompute=full",
+)
+"""What is not the same for all methods, with one of them."""
+
+
+def assert_exact(ranks: Ranks, points: list[str]) -> None:
+    found = ranks.run(jobs.gradient_errors, [training("gpus=4", *p.split()) for p in points])[0]
+    assert len(found) == len(points)
+    for named, errors in zip(points, found, strict=True):
+        assert len(errors) > 10
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < EXACT, f"{named}: {worst} is off by {errors[worst]:.1e}"
+
+
+def test_gradients_of_every_parameter_with_every_method(ranks: Ranks) -> None:
+    assert_exact(ranks, [f"method={name}" for name in METHODS])
+
+
+def test_gradients_of_other_models_masks_lengths_and_recomputations(ranks: Ranks) -> None:
+    assert_exact(ranks, list(OTHERS))
+
+
+def curves(ranks: Ranks, steps: int, methods: tuple[str, ...], *overrides: str) -> None:
+    """Losses on 4 ranks are those of one process."""
+    asked = ("dtype=float32", *overrides)
+    one = np.array(ranks.run(jobs.losses, [training("gpus=1", "method=reference", *asked)], steps)[0][0])
+    assert steps < 100 or one[-5:].mean() < one[:5].mean() - 0.5, "it learns"
+    found = ranks.run(jobs.losses, [training("gpus=4", f"method={name}", *asked) for name in methods], steps)[0]
+    for name, curve in zip(methods, found, strict=True):
+        off = np.abs(np.array(curve) / one - 1).max()
+        assert off < CURVE, f"{name}: the loss is off by {off:.1e}"
+
+
+def test_loss_curves_of_every_method_begin_alike(ranks: Ranks) -> None:
+    curves(ranks, 5, METHODS)
+
+
+@pytest.mark.exhaustive
+def test_loss_curves_over_200_steps(ranks: Ranks) -> None:
+    """Those of all methods stand in docs/results/training.md."""
+    curves(ranks, 200, ("zigzag", "ulysses", "mesh"), "seqlen=32", "batch=2")
+
+
+def test_a_wrong_attention_shows_in_the_curve(ranks: Ranks) -> None:
+    """One that hides keys from some queries."""
+    right, wrong = (
+        training("gpus=4", "method=ring", "dtype=float32", *o) for o in ((), ("mask=window", "window=[15,0]"))
+    )
+    first, second = ranks.run(jobs.losses, [right, wrong], 3)[0]
+    assert abs(second[0] / first[0] - 1) > CURVE
+
+
+def test_another_seed_is_another_curve(ranks: Ranks) -> None:
+    workload = training("gpus=2", "method=ring")
+    first, again, other = ranks.run(jobs.losses, [workload, workload, replace(workload, seed=1)], 2)[0]
+    assert first == again
+    assert first[0] != other[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("model=none workload=train", "workload=train: needs a model; model=tiny would work"),
+        ("model=tiny_dit workload=train", "model=tiny_dit: is a dit, .* workload=dit would work"),
+        ("model=tiny phase=forward", "phase=forward: there is no such phase"),
+        ("train.recompute=some", "train.recompute=some: there is no such recompute; .*known: attention, full, none"),
+        ("train.task=chess", "train.task=chess: there is no such task; recall or copy would work"),
+        ("model.layers=0", "model.layers=0: must be a whole number of at least 1"),
+        ("gpus=3 method=ulysses", "heads=4"),
+        ("head_dim=15", "head_dim=15: RoPE turns pairs of elements"),
+        ("mode=simulate head_dim=64 dtype=float32", "mode=simulate: workload=train is measured only"),
+        ("mode=alone device=cpu", "mode=alone: executes attention, not workload=train"),
+    ],
+)
+def test_bad_input(overrides: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        point("gpus=4", *overrides.split()) if "gpus" not in overrides else point(*overrides.split())
+
+
+def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
+    from sp_bench.bench import run_points
+
+    request = point("gpus=2", "method=ring", "dtype=float32", "iters=2", "warmup=1", "seqlen=128")
+    (outcome,) = run_points([request], folder=tmp_path, reuse=False)
+    record = outcome.record
+    assert (record.status, record.workload, record.model) == ("ok", "train", "tiny")
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+    assert record.comm_bytes_by_lane is not None
+    synced = 2 * (1 / 2) * 4 * (record.parameters + 1)
+    assert record.comm_bytes_by_lane["update/gradients/all_reduce/sum"] == synced
+    times = ("forward", "backward", "update")
+    assert record.step_ms_median == pytest.approx(sum(getattr(record, f"{t}_ms_median") for t in times), rel=0.5)
+    for name in ("attention_ms", "dense_ms", "loss_ms", "gradient_sync_ms", "optimizer_ms"):
+        assert 0 < getattr(record, name) < 2 * record.step_ms_median
+    held = ("parameters", "gradients", "optimizer", "activations", "attention")
+    assert record.peak_mem_bytes_max == sum(getattr(record, f"{name}_bytes") for name in held)
+    assert record.parameters_bytes == 4 * record.parameters
+    assert len(record.losses) == 3 + 1, "the first step, which measures memory, and three iterations"
+    assert record.err_loss < 1e-6
+    assert record.err_gradient < 1e-6
