@@ -1,0 +1,166 @@
+"""What the doctor has ranks do: say what they see, pass the gate with each kernel, exchange messages, compute.
+
+Runs inside the ranks' processes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sp_bench.diagnosing.nccl_log import NcclLog, read_log
+from sp_bench.diagnosing.nvidia_smi import gpus_state
+from sp_bench.diagnosing.seen import HostFacts, RankFacts, host_facts, rank_facts
+from sp_bench.errors import RequestError
+from sp_bench.kernels import KERNELS, auto_order
+from sp_bench.kernels.cuda import CudaKernel
+from sp_bench.measure.devices import device_here, device_versions, transport_here
+from sp_bench.measure.launch import host_name
+from sp_bench.measure.pool import report
+from sp_bench.plan.ops import Plan
+from sp_bench.run.devices import clock_of
+from sp_bench.run.transport import Transport, Turn
+from sp_bench.workload import RankContext, Workload
+
+TINY_BYTES = 4
+TRIES = 3
+"""Repetitions of each message; the fastest counts, as other work can only slow it down."""
+COUNTED_AS = (("doctor", "message", "message"),)
+LOAD_S = 2.0
+SIDE = {"cuda": 8192, "cpu": 256}
+"""The side of the square matrices that are multiplied under load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRow:
+    """A kernel in the order in which kernel=auto tries them, and whether a rank can use it."""
+
+    name: str
+    refusal: str
+    """Why it can't be used; empty if it can."""
+    for_other_devices: bool
+    """Whether no software would change that."""
+    install: str
+    """The command that installs it, if it needs a package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRate:
+    """A link between two ranks, used in both directions at once."""
+
+    a: int
+    b: int
+    bytes_per_s: float
+    """Of one direction."""
+    latency_s: float
+
+
+def look() -> tuple[RankFacts, HostFacts | None]:
+    """What this rank sees, and its host if it is the first rank on it. All ranks must call it."""
+    try:
+        device = device_versions()
+    except RequestError as error:
+        device = {"error": str(error)}
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_name())
+    first = hosts.index(host_name()) == dist.get_rank()
+    return rank_facts(dist.get_rank(), device), host_facts() if first else None
+
+
+def kernels_here(dtype: str, head_dim: int) -> list[KernelRow]:
+    """The kernels for this rank's device, in the order in which kernel=auto tries them, then the others."""
+    device = device_here().type
+    order = auto_order(device)
+    rows = []
+    for kernel in (*order, *(kernel for kernel in KERNELS.values() if kernel not in order)):
+        refusal = kernel.refuses(device, dtype, head_dim)
+        hopeless = bool(refusal) and not (issubclass(kernel, CudaKernel) and kernel.package and _fits(kernel))
+        install = kernel.install if issubclass(kernel, CudaKernel) else ""
+        rows.append(KernelRow(name=kernel.name, refusal=refusal, for_other_devices=hopeless, install=install))
+    return rows
+
+
+def _fits(kernel: type[CudaKernel]) -> bool:
+    """Whether a kernel is for a GPU such as this rank's."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in kernel.majors
+
+
+def gate(workload: Workload) -> str:
+    """Why the workload's plans fail the correctness gate; empty if they pass. All ranks must call it."""
+    context = RankContext(dist.get_rank(), device_here(), transport_here, alive=lambda: report("gate", step=False))
+    return workload.gate(context).wrong(workload.problem.dtype)
+
+
+def pair_rates(plans: Mapping[str, Plan], pairs: list[tuple[int, int]], message_bytes: int) -> list[PairRate]:
+    """The rates that this rank measured as the first of a pair, a pair at a time. All ranks must call it."""
+    transport, rank, found = transport_here(plans), dist.get_rank(), []
+    for a, b in pairs:
+        report((a, b))
+        dist.barrier()
+        if rank in (a, b):
+            peer = b if rank == a else a
+            latency_s = _exchange_s(transport, peer, TINY_BYTES, times=20)
+            seconds = _exchange_s(transport, peer, message_bytes, times=3)
+            if rank == a:
+                found.append(PairRate(a=a, b=b, bytes_per_s=message_bytes / seconds, latency_s=latency_s))
+    dist.barrier()
+    return found
+
+
+def _exchange_s(transport: Transport, peer: int, message_bytes: int, times: int) -> float:
+    """The time of one exchange with a peer, the best mean of a few tries. The first exchange opens the connection."""
+    device = device_here()
+    clock, tries = clock_of(device), []
+    ours, theirs = (torch.zeros(message_bytes // 4, device=device) for _ in range(2))
+    for attempt in range(1 + TRIES):
+        clock.synchronize()
+        start = clock.mark()
+        for _ in range(times if attempt else 1):
+            transport.exchange(Turn(0, 0), [(peer, (theirs,))], [(peer, (ours,))], COUNTED_AS)
+        end = clock.mark()
+        clock.synchronize()
+        tries.append(clock.seconds(start, end) / times)
+    return min(tries[1:])
+
+
+def under_load(seconds: float = LOAD_S) -> tuple[str, list[dict[str, str]]] | None:
+    """This host and the state of its GPUs while all ranks compute, on its first rank. All ranks must call it."""
+    _, host = look()
+    done = threading.Event()
+    device = device_here()
+    thread = threading.Thread(target=_multiply, args=(device, done), daemon=True)
+    dist.barrier()
+    thread.start()
+    done.wait(seconds / 2)  # clocks take a while to rise
+    found = (host.host, gpus_state()) if host else None
+    done.wait(seconds / 2)
+    dist.barrier()
+    done.set()
+    thread.join()
+    return found
+
+
+def _multiply(device: torch.device, done: threading.Event) -> None:
+    """Keep a device busy until the event is set."""
+    x = torch.ones((SIDE[device.type],) * 2, device=device, dtype=torch.bfloat16)
+    clock = clock_of(device)
+    while not done.is_set():
+        for _ in range(20):
+            torch.mm(x, x)
+        clock.synchronize()
+
+
+def nccl_log() -> NcclLog:
+    """What NCCL has written about this rank's communicators to NCCL_DEBUG_FILE."""
+    name = os.environ.get("NCCL_DEBUG_FILE", "").replace("%h", platform.node()).replace("%p", str(os.getpid()))
+    try:
+        return read_log(Path(name).read_text(errors="replace"))
+    except OSError:
+        return NcclLog()

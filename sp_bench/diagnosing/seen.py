@@ -1,0 +1,110 @@
+"""What a process sees of its host and of its environment. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sp_bench.diagnosing.nvidia_smi import gpus_state
+from sp_bench.machine import cores_here, cpu_model, free_bytes, gpus_here, proc_number
+from sp_bench.measure.launch import host_name
+from sp_bench.records import KEPT_VARIABLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A port of an RDMA network card."""
+
+    name: str
+    """The card and the port's number, such as mlx5_0:1."""
+    state: str
+    """ACTIVE, DOWN, ..."""
+    rate: str
+    """As the driver writes it: 400 Gb/sec (4X NDR)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """A host, as the first rank on it sees it."""
+
+    host: str
+    cpu: str
+    cores: int
+    """Cores of the machine."""
+    load: float
+    """Processes that run or wait to, averaged over a minute."""
+    governor: str
+    """How the kernel chooses the clock of core 0; empty if not known."""
+    memory_bytes: int
+    free_bytes: int
+    shm_bytes: int | None
+    """Free bytes of /dev/shm; None if there is none."""
+    locked_bytes: int | None
+    """The limit of locked memory; None: no limit."""
+    open_files: int
+    """The limit of open files of a process."""
+    ports: tuple[Port, ...]
+    gpus: tuple[Mapping[str, str], ...]
+    """The state of the host's GPUs, before anything ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What one rank's process sees."""
+
+    rank: int
+    host: str
+    cores: int
+    """Cores that the process may use."""
+    gpus: int
+    """GPUs that the process sees in /dev."""
+    device: Mapping[str, str]
+    """The rank's device and its software, or the error why it has none, under `error`."""
+    environment: Mapping[str, str]
+    """The variables that records keep (records.KEPT_VARIABLES)."""
+
+
+def host_facts() -> HostFacts:
+    """This host."""
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shm = Path("/dev/shm")
+    return HostFacts(
+        host=host_name(),
+        cpu=cpu_model(),
+        cores=os.cpu_count() or 1,
+        load=os.getloadavg()[0],
+        governor=_text(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+        memory_bytes=(proc_number("meminfo", "MemTotal") or 0) * 1024,
+        free_bytes=free_bytes(),
+        shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
+        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        ports=rdma_ports(),
+        gpus=tuple(gpus_state()),
+    )
+
+
+def rank_facts(rank: int, device: Mapping[str, str]) -> RankFacts:
+    """This process, whose rank has that device."""
+    kept = {name: value for name, value in sorted(os.environ.items()) if name.startswith(KEPT_VARIABLES)}
+    return RankFacts(rank=rank, host=host_name(), cores=cores_here(), gpus=gpus_here(), device=device, environment=kept)
+
+
+def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:
+    """The ports of this host's RDMA network cards."""
+    found = []
+    for port in sorted(root.glob("*/ports/*")):
+        state = _text(port / "state").rpartition(":")[2].strip()
+        found.append(Port(name=f"{port.parts[-3]}:{port.name}", state=state, rate=_text(port / "rate")))
+    return tuple(found)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
