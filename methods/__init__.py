@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from sp_bench.methods.all_gather import AllGather
 from sp_bench.methods.double_ring import DoubleRing
+from sp_bench.methods.loongtrain import LoongTrain
 from sp_bench.methods.mesh import Mesh
 from sp_bench.methods.pass_q import PassQ
 from sp_bench.methods.reference import Reference
@@ -14,6 +15,7 @@ from sp_bench.methods.startrail import StarTrail
 from sp_bench.methods.striped import Striped
 from sp_bench.methods.tokenring import TokenRing
 from sp_bench.methods.ulysses import Ulysses
+from sp_bench.methods.ulysses_all_gather import UlyssesAllGather
 from sp_bench.methods.usp import USP
 from sp_bench.methods.zigzag import Zigzag
 from sp_bench.plan import Method, unknown
@@ -21,7 +23,8 @@ from sp_bench.plan import Method, unknown
 REGISTRY: dict[str, type[Method]] = {
     method.name: method
     for method in (
-        Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, AllGather, TokenRing, Ulysses, USP, StarTrail, Mesh,
+        Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, AllGather, TokenRing, Ulysses, USP, LoongTrain,
+        UlyssesAllGather, StarTrail, Mesh,
     )
 }  # fmt: skip
 """Every method by its name. A new one is imported above and listed here."""

@@ -66,34 +66,18 @@ class DoubleRing(Sized):
         return (1, n)
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """Round r, step s uses the KV of the rank that is r inner rings and s positions behind."""
+        """Both levels of rings (pass_rounds)."""
         q, o, kv = Chunk("q", 0, Group(1, problem.n)), Chunk("o", 0, Group(1, problem.n)), self._chunk("kv", problem)
         steps = Steps()
-        for r in range(outer(kv).group.size):
-            for s in range(inner(kv, r).group.size):
-                self._receive(steps, kv, r, s)
-                steps.do(Attend(q, inner(kv, r).at(s), o))
+        pass_rounds(steps, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """KV moves as in the forward. dKV follows it one hop behind; after each round its sum takes an outer hop."""
+        """Both levels of rings (pass_rounds_backward)."""
         odoq, dq = Chunk("odoq", 0, Group(1, problem.n)), Chunk("dq", 0, Group(1, problem.n))
         kv, dkv = self._chunk("kv", problem), self._chunk("dkv", problem)
-        steps, arriving = Steps(), []
-        for r in range(outer(kv).group.size):
-            line = inner(dkv, r)
-            for s in range(line.group.size):
-                self._receive(steps, kv, r, s)
-                behind = reduce_next(line, s - 2, lane="inner dkv") if s >= 2 else ()
-                steps.do(*behind[:1], AttendBackward(odoq, inner(kv, r).at(s), dq, line.at(s)), *behind[1:])
-            if line.group.size > 1:
-                steps.do(*reduce_next(line, line.group.size - 2, lane="inner dkv"))
-            if r:
-                steps.do(*arriving)
-                hop, fold = reduce_next(outer(dkv), r - 1, lane="outer dkv", arrival=2)
-                steps.do(hop)
-                arriving = [fold]
-        steps.do(*arriving)
+        steps = Steps()
+        pass_rounds_backward(steps, odoq, kv, dq, dkv)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
@@ -102,12 +86,45 @@ class DoubleRing(Sized):
         return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
 
     def _chunk(self, tensor: str, problem: Problem) -> Chunk:
-        return Chunk(tensor, 0, Grid(Group(1, self.size, DOWN), Group(self.size, problem.n // self.size, DOWN)))
+        return Chunk(tensor, 0, rings(problem.n, self.size))
 
-    def _receive(self, steps: Steps, kv: Chunk, r: int, s: int) -> None:
-        """Open a step: receive the inner ring's next KV, and at a round's start the next round's first."""
-        steps.next()
-        if s == 0 and r + 1 < outer(kv).group.size:
-            steps.do(receive_next(outer(kv), r, lane="outer kv"))
-        if s + 1 < inner(kv, r).group.size:
-            steps.do(receive_next(inner(kv, r), s, lane="inner kv"))
+
+def rings(n: int, size: int, stride: int = 1) -> Grid:
+    """The home of chunks that go round inner rings of `size` ranks, each `stride` from the next, and outer rings."""
+    return Grid(Group(stride, size, DOWN), Group(stride * size, n // (stride * size), DOWN))
+
+
+def pass_rounds(steps: Steps, q: Chunk, kv: Chunk, o: Chunk) -> None:
+    """Add all rounds: round r, step s uses the KV of the rank that is r inner rings and s positions behind."""
+    for r in range(outer(kv).group.size):
+        for s in range(inner(kv, r).group.size):
+            _receive(steps, kv, r, s)
+            steps.do(Attend(q, inner(kv, r).at(s), o))
+
+
+def pass_rounds_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk) -> None:
+    """Add all backward rounds: dKV follows KV one hop behind; after each round its sum takes an outer hop."""
+    arriving = []
+    for r in range(outer(kv).group.size):
+        line = inner(dkv, r)
+        for s in range(line.group.size):
+            _receive(steps, kv, r, s)
+            behind = reduce_next(line, s - 2, lane="inner dkv") if s >= 2 else ()
+            steps.do(*behind[:1], AttendBackward(odoq, inner(kv, r).at(s), dq, line.at(s)), *behind[1:])
+        if line.group.size > 1:
+            steps.do(*reduce_next(line, line.group.size - 2, lane="inner dkv"))
+        if r:
+            steps.do(*arriving)
+            hop, fold = reduce_next(outer(dkv), r - 1, lane="outer dkv", arrival=2)
+            steps.do(hop)
+            arriving = [fold]
+    steps.do(*arriving)
+
+
+def _receive(steps: Steps, kv: Chunk, r: int, s: int) -> None:
+    """Open a step: receive the inner ring's next KV, and at a round's start the next round's first."""
+    steps.next()
+    if s == 0 and r + 1 < outer(kv).group.size:
+        steps.do(receive_next(outer(kv), r, lane="outer kv"))
+    if s + 1 < inner(kv, r).group.size:
+        steps.do(receive_next(inner(kv, r), s, lane="inner kv"))

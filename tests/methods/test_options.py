@@ -47,6 +47,13 @@ def refusal(name: str, options: dict[str, object], asked: Problem) -> str:
         ),
         ("usp", {"ulysses": 8}, problem(8), "method.ulysses=8: .* heads=4.*; one of 1, 2, 4 would work"),
         ("usp", {"ulysses": 4}, problem(8, 12, 6), "method.ulysses=4: .* kv_heads=6 .*; one of 1, 2 would work"),
+        (
+            "loongtrain",
+            {"ulysses": 2, "inner": 3},
+            problem(8),
+            "method.inner=3: must be auto or divide gpus / ulysses = 4, where gpus=8; one of 1, 2, 4 would work",
+        ),
+        ("loongtrain", {"inner": 3}, problem(8), "method.inner=3: .* gpus / ulysses, .*; one of 1, 2, 4, 8 would work"),
         ("startrail", {"team": 3}, problem(8), "method.team=3: .* square that divides gpus=8; one of 1, 2 would work"),
         ("startrail", {"team": 4}, problem(8), "method.team=4: .* square that divides gpus=8; one of 1, 2 would work"),
         ("all_gather", {"stride": 3}, problem(8), "method.stride=3: .* divide kv_heads=4; one of 1, 2, 4 would work"),
@@ -72,6 +79,9 @@ def test_a_refusal_names_the_value_the_rule_and_what_would_work(
         ("startrail", "team"),
         ("all_gather", "stride"),
         ("double_ring", "inner"),
+        ("loongtrain", "ulysses"),
+        ("loongtrain", "inner"),
+        ("ulysses_all_gather", "ulysses"),
         ("tokenring", "nodes"),
     ],
 )

@@ -58,7 +58,13 @@ def test_a_rank_begins_with_what_it_sees(name: str, options: dict[str, object], 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("usp", {"ulysses": 2}), ("double_ring", {"inner": 4}), ("mesh", {"tile": (2, 4)}), ("tokenring", {"nodes": 4})],
+    [
+        ("usp", {"ulysses": 2}),
+        ("double_ring", {"inner": 4}),
+        ("loongtrain", {"ulysses": 2, "inner": 2}),
+        ("mesh", {"tile": (2, 4)}),
+        ("tokenring", {"nodes": 4}),
+    ],
 )
 @pytest.mark.parametrize("phase", PHASES)
 def test_kv_comes_from_the_ranks_before(name: str, options: dict[str, object], phase: str) -> None:

@@ -55,7 +55,12 @@ def others(n: int) -> list[Case]:
     cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
     cases += [Case(n=n, method="startrail", options=(("team", c),)) for c in divisors(n) if n % c**2 == 0]
     cases += [Case(n=n, method="ulysses", heads=n)]
-    cases += [Case(n=n, method="usp", heads=2 * u, options=(("ulysses", u),)) for u in divisors(n)]
+    for u in divisors(n):
+        cases += [
+            Case(n=n, method=method, heads=2 * u, options=(("ulysses", u),)) for method in ("usp", "ulysses_all_gather")
+        ]
+        inner = [w for w in divisors(n // u) if w < n // u or u == n]
+        cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]
     return cases + [Case(n=n, method="reference")] * (n == 1)
 
 
@@ -327,6 +332,7 @@ REUSED = [
     Case(n=4, method="tokenring", layout="zigzag", kv_heads=2, dtype="bfloat16"),
     Case(n=6, method="ulysses", layout="contiguous", heads=6, kv_heads=2, dtype="bfloat16"),
     Case(n=6, method="usp", options=(("ulysses", 2),), layout="zigzag", kv_heads=2, dtype="bfloat16"),
+    Case(n=8, method="loongtrain", options=(("ulysses", 2), ("inner", 2)), kv_heads=2, dtype="bfloat16"),
     Case(n=4, method="startrail", options=(("team", 2),), dtype="bfloat16"),
     Case(n=4, method="all_gather", options=(("stride", 1),), kv_heads=2, dtype="float32"),
 ]

@@ -1,0 +1,50 @@
+"""Ulysses x all-gather: DeepSpeed-Ulysses inside groups of consecutive ranks, all-gather of KV between the groups.
+
+Source: USP (Fang, Zhao, 2024) with Llama 3's context parallelism (Llama Team, "The Llama 3 Herd of Models", 2024,
+section 3.3.2) in place of the ring. We know of no paper on the pair: this is its natural form. The n ranks form n / u
+groups of u = `ulysses`. After the all-to-alls, ranks with the same heads gather all of KV by heads. Blocks wait for the
+whole gather, as a library's collective gives its result at once; only the block with the rank's own KV needs no wait.
+Backward: KV is gathered again, and dKV is reduce-scattered after the last block.
+
+Volume, layouts, masks and refusals are USP's (methods/usp.py). Unlike USP, a rank holds all of KV of its heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sp_bench.methods.usp import USP
+from sp_bench.plan import Attend, AttendBackward, Chunk, Steps, all_gather, reduce_scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class UlyssesAllGather(USP):
+    """Ulysses inside groups, all-gather of KV between them."""
+
+    name: ClassVar[str] = "ulysses_all_gather"
+    citation: ClassVar[str] = "Llama Team 2024, Fang and Zhao 2024"
+
+    def variant(self, n: int) -> str:
+        """The Ulysses degree and the ranks of a gather, in words."""
+        u = self.head_parallel(n)
+        return f"ulysses {u} x all-gather {n // u}"
+
+    def _attend(self, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+        steps.next()
+        steps.do(*all_gather(kv_h, lane="kv"), Attend(q_h, kv_h, o_h))
+        steps.next()
+        steps.do(*(Attend(q_h, kv_h.at(s), o_h) for s in _last_first(kv_h)))
+
+    def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
+        steps.next()
+        steps.do(*all_gather(kv_h, lane="kv"), AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
+        steps.next()
+        steps.do(*(AttendBackward(odoq_h, kv_h.at(s), dq_h, dkv_h.at(s)) for s in _last_first(kv_h)))
+        steps.next()
+        steps.do(*reduce_scatter(dkv_h, lane="dkv"))
+
+
+def _last_first(kv_h: Chunk) -> list[int]:
+    """Hops that other ranks' KV has travelled. The last arrival is used first, so that blocks wait for the gather."""
+    return list(range(kv_h.home.size - 1, 0, -1))
