@@ -6,7 +6,11 @@ from importlib.util import find_spec
 
 from sp_bench.errors import RequestError
 
-EXTRAS = {"run": ("torch",), "analysis": ("matplotlib", "pandas", "pyarrow", "seaborn")}
+EXTRAS = {
+    "run": ("torch",),
+    "transformers": ("torch", "transformers"),
+    "analysis": ("matplotlib", "pandas", "pyarrow", "seaborn"),
+}
 """The packages of each extra that the code imports."""
 
 
