@@ -16,10 +16,10 @@ import numpy as np
 
 from sp_bench.records import Record
 
-KINDS = ("measured", "measured alone", "simulated", "computed", "paper")
-"""What a number is: wall time of a run, wall time of single ranks without their peers, a simulated time, a count or the
-value of a formula, or a value that a paper prints."""
-RECORD_KINDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated"}
+KINDS = ("measured", "measured alone", "simulated", "reported", "computed", "paper")
+"""What a number is: wall time of a run, wall time of single ranks without their peers, a simulated time, what others
+published in a record of theirs, a count or the value of a formula, or a value that a paper prints."""
+RECORD_KINDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated", "report": "reported"}
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,77 @@
-"""collect writes records.parquet and records.csv, with a row for each record in the folders and below.
+"""Tables of many records, checks of records that others wrote, and their JSON Schema.
 
-A file that is not a whole record is moved to FOLDER/set_aside. One that older or newer code wrote is named and stays.
-If a point has several records, the newest is taken. Exit codes: 0 ok, 2 a request that can't be served.
+collect writes records.parquet and records.csv, with a row for each record in the folders and below. A file that is not
+a whole record is moved to FOLDER/set_aside. One that older or newer code wrote is named and stays. If a point has
+several records, the newest is taken.
+check says what is wrong with record files and folders of them. schema prints the JSON Schema of a record.
+Exit codes: 0 ok, 1 check found something wrong, 2 a request that can't be served.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
+from sp_bench import records
 from sp_bench.errors import RequestError
-from sp_bench.records.gather import SET_ASIDE, Gathered, gather
+from sp_bench.records.checking import problems_of
+from sp_bench.records.gather import SET_ASIDE, Gathered, files_below, gather
+from sp_bench.records.json_schema import json_schema
 from sp_bench.records.tables import write_tables
+
+MODES_IN_WORDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated", "report": "reported"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser("python -m sp_bench.records", description=__doc__)
-    collect_ = parser.add_subparsers(required=True).add_parser("collect", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    collect_ = commands.add_parser("collect", description=__doc__, help="one table of the records in folders")
     collect_.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="searched with all below it")
     collect_.add_argument(
         "--to", type=Path, metavar="FOLDER", help="where the tables go; the first folder if not given"
     )
+    check_ = commands.add_parser("check", help="can others rely on these records?")
+    check_.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="record files, or folders of them")
+    commands.add_parser("schema", help="print the JSON Schema of a record")
     arguments = parser.parse_args(argv)
     try:
-        collect(arguments.folders, arguments.to or arguments.folders[0])
+        match arguments.command:
+            case "check":
+                return check(arguments.paths)
+            case "schema":
+                print(json.dumps(json_schema(), indent=1))
+            case _:
+                collect(arguments.folders, arguments.to or arguments.folders[0])
     except RequestError as error:
         print(f"sp_bench.records: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def check(paths: list[Path]) -> int:
+    """Print what is wrong with the records in files and folders, and how many there are of each mode.
+
+    Return 1 if one is wrong, else 0. Raises RequestError if a path doesn't exist.
+    """
+    for path in paths:
+        if not path.exists():
+            raise RequestError(str(path), "does not exist", "a record's file, or a folder of them, would work")
+    folders = [path for path in paths if path.is_dir()]
+    files = [*(path for path in paths if path.is_file()), *sorted(files_below(folders))]
+    checked = {path: problems_of(path) for path in files}
+    for path, problems in checked.items():
+        for problem in problems:
+            print(f"{path}: {problem}")
+    modes = Counter(records.read(path).mode for path, problems in checked.items() if not problems)
+    wrong = sum(map(bool, checked.values()))
+    right = ", ".join(f"{count} {MODES_IN_WORDS[mode]}" for mode, count in sorted(modes.items()))
+    print(f"{_count(len(files), 'file')}: {wrong} wrong" + (f", {right}" if right else ""))
+    return int(wrong > 0)
 
 
 def collect(folders: list[Path], to: Path) -> None:

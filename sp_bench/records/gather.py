@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,12 @@ def _take_newest(found: Gathered, same: Sequence[tuple[Path, Record]]) -> None:
             found.older[path] = f"{path}: differs from {taken}, which is newer"
         elif path != taken:
             found.copies += 1
+
+
+def files_below(folders: Iterable[Path]) -> Iterator[Path]:
+    """The files in and below some folders that should be records, by their names."""
+    for folder in folders:
+        yield from _files(folder)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -7,10 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sp_bench.records.parts import Asked, Breakdown, Exactness, Memory, Rates, Setup, Timing, Traffic, TrainingStep
+from sp_bench.records.workloads import workload_id
 
 SCHEMA_VERSION = 4
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "timeout", "failed")
 MODES = ("measure", "alone", "simulate")
+"""The modes of points that this suite runs."""
+REPORTED = "report"
+"""The mode of a record that holds what others published about their own code on their own machines."""
 
 Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | Exactness | TrainingStep
 
@@ -27,8 +31,13 @@ class Record(TrainingStep, Exactness, Memory, Breakdown, Traffic, Rates, Timing,
     """A hash of everything the numbers depend on (records.identity)."""
     status: str
     mode: str
-    """measure, alone (single ranks without their peers) or simulate. Numbers of different modes are never mixed."""
+    """measure, alone (single ranks without their peers), simulate, or report (what others published). Numbers of
+    different modes are never mixed."""
     schema_version: int = SCHEMA_VERSION
+    workload_id: str = ""
+    """The question that the record answers, in words (records.workloads). Files may leave it out."""
+    source: str | None = None
+    """With mode=report: where the numbers are published, a URL or a citation with its table or figure."""
     error: str | None = None
     notes: list[str] | None = None
     """Remarks that a reader of the numbers must know."""
@@ -37,15 +46,21 @@ class Record(TrainingStep, Exactness, Memory, Breakdown, Traffic, Rates, Timing,
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise ValueError(f"status={self.status}: must be one of {', '.join(STATUSES)}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode}: must be one of {', '.join(MODES)}")
+        if self.mode not in (*MODES, REPORTED):
+            raise ValueError(f"mode={self.mode}: must be one of {', '.join((*MODES, REPORTED))}")
+        if (self.mode == REPORTED) != bool(self.source):
+            raise ValueError(
+                f"mode={self.mode} source={self.source}: mode={REPORTED} has a source, the others have none"
+            )
         if not self.mask:
             object.__setattr__(self, "mask", "causal" if self.causal else "full")
+        if not self.workload_id:
+            object.__setattr__(self, "workload_id", workload_id(vars(self)))
 
     @property
     def measured(self) -> bool:
         """Whether the times are wall times, of a whole run or of single ranks."""
-        return self.mode != "simulate"
+        return self.mode in ("measure", "alone")
 
     def to_dict(self) -> dict[str, Any]:
         """The record as a flat JSON object."""

@@ -14,9 +14,9 @@ from sp_bench.records.provenance import git_state
 from sp_bench.resources import PACKAGE, ROOT
 
 OF_NO_NUMBER = {
-    *("analysis", "calibrating", "cli", "conf", "loggers", "records", "slurm"),
-    *("__init__.py", "__main__.py", "calibrate.py", "describe.py", "draw.py", "errors.py", "extras.py", "machine.py"),
-    *("markdown.py", "reading.py", "resources.py", "validate.py", "wandb_upload.py"),
+    *("analysis", "calibrating", "cli", "conf", "diagnosing", "loggers", "records", "slurm"),
+    *("__init__.py", "__main__.py", "calibrate.py", "describe.py", "doctor.py", "draw.py", "errors.py"),
+    *("extras.py", "machine.py", "markdown.py", "reading.py", "resources.py", "validate.py", "wandb_upload.py"),
 }
 """What reads, writes, shows and refuses, and changes no number of a point."""
 

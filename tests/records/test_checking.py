@@ -1,0 +1,135 @@
+"""records check, the JSON Schema of a record, and workload ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from sp_bench import records
+from sp_bench.records.__main__ import main
+from sp_bench.records.checking import problems_of
+from sp_bench.records.json_schema import descriptions, json_schema
+from sp_bench.records.parts import Timing
+from tests.support.made_records import made, simulated, spread, written
+
+PAGE = Path(__file__).parents[2] / "docs/reference/record.schema.json"
+REPORTED = {"mode": "report", "source": "Table 3 of somebody's paper", "step_ms_median": 12.5, "provenance": None}
+INTERVAL = {"step_ms_ci95_low": 99.0, "step_ms_ci95_high": 101.0, "device_name": "a CPU"}
+
+
+def measured(folder: Path, **changes: Any) -> Path:
+    return written(folder, "3fa2c0de", spread(100.0), **(INTERVAL | changes))
+
+
+def test_the_page_has_the_schema() -> None:
+    assert json.loads(PAGE.read_text()) == json_schema()
+
+
+def test_every_field_of_a_part_is_described_where_its_docstring_is() -> None:
+    about = descriptions()
+    assert about["alone_ms_median"].startswith("With mode=alone: the time of all phases of the slowest rank")
+    assert "mode" in about
+    assert not {"step_ms_median", "forward_ms_median"} & {*about}, "whose class says what they are"
+    assert Timing.__doc__ is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "valid"),
+    [
+        ({}, True),
+        (REPORTED, True),
+        ({"mode": "report"}, False),
+        ({"source": "a paper"}, False),
+        ({"mode": "guess"}, False),
+        ({"gpus": 0}, False),
+        ({"gpus": "4"}, False),
+        ({"speed": 1}, False),
+        ({"schema_version": 3}, False),
+        ({"dtype": "float8"}, False),
+    ],
+)
+def test_the_schema_takes_records_alone(changes: dict[str, Any], valid: bool) -> None:
+    content = made().to_dict() | changes
+    validator = jsonschema.Draft202012Validator(json_schema())
+    assert validator.is_valid(content) is valid
+
+
+def test_a_right_record_of_each_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are counted by mode, and never together."""
+    measured(tmp_path / "a")
+    simulated(tmp_path / "b", "0b", 12.5)
+    records.write(tmp_path / "c", made("0c", **REPORTED))
+    assert main(["check", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "3 files: 0 wrong, 1 measured, 1 reported, 1 simulated\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"step_ms_median": 100.5}, "step_ms_median=100.5 is not the median of its samples, 100"),
+        ({"step_ms_ci95_low": 100.5}, "are not in order"),
+        ({"step_ms_ci95_low": None}, "mode=measure has no interval"),
+        ({"device_name": None}, "mode=measure has no device_name"),
+        ({"provenance": None}, "mode=measure has no provenance"),
+        ({"mfu": 1.5}, "mfu=1.5 is not between 0 and 1"),
+        ({"iters_per_s": 5.0}, "iters_per_s=5.0 is not that of step_ms_median=100.0, 10"),
+        ({"comm_bytes_lower_bound": 8000.0}, "comm_bytes_per_gpu=7658 is below comm_bytes_lower_bound=8000"),
+        ({"status": "failed", "error": None}, "status=failed has no error"),
+        ({"workload_id": "attention/else"}, "workload_id=attention/else is not that of its fields"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    (problem,) = problems_of(measured(tmp_path, **changes))
+    assert says in problem
+
+
+def test_modes_are_not_mixed(tmp_path: Path) -> None:
+    path = measured(tmp_path)
+    path.with_suffix(".samples.json").unlink()
+    assert problems_of(path) == ["mode=measure has no 3fa2c0de.samples.json beside it"]
+    (clocked,) = problems_of(simulated(tmp_path, "0b", 12.5, kernels_ms=3.0))
+    assert clocked == "mode=simulate has kernels_ms, which only a measurement has"
+    as_simulated = measured(tmp_path / "b", mode="simulate")
+    assert "mode=simulate has samples beside it, which only a measurement has" in problems_of(as_simulated)
+    with pytest.raises(ValueError, match="mode=report source=None"):
+        made(mode="report")
+    assert not made(**REPORTED).measured
+
+
+def test_files_that_are_no_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = simulated(tmp_path, "0b", 12.5).rename(tmp_path / "renamed.json")
+    (tmp_path / "half.json").write_text("{")
+    assert main(["check", str(path), str(tmp_path / "half.json")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{path}: run_id=0b is not the file's name, which 0b.json would be"
+    assert lines[1].startswith(f"{tmp_path / 'half.json'}: not a whole JSON object")
+    assert lines[2] == "2 files: 2 wrong"
+    assert main(["check", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: does not exist" in capsys.readouterr().err
+
+
+def test_workload_ids() -> None:
+    """They say what is asked, in words, and don't depend on who answers or how."""
+    plain = made()
+    assert plain.workload_id == "attention/forward_backward/causal/1048576x1/32:32:128/bfloat16"
+    same = made(method="ring", gpus=8, cluster="b200", mode="report", source="x", kernel="cudnn")
+    assert same.workload_id == plain.workload_id
+    others = [
+        made(seqlen=8),
+        made(batch=2),
+        made(kv_heads=8),
+        made(phase="forward"),
+        made(causal=False),
+        made(dtype="float16"),
+        made(workload="train", model="llama3_8b"),
+        made(workload="train", model="llama_7b"),
+        made(mask="window", window=[4095, None]),
+        made(mask="document", documents=3, longest_document=9),
+        made(mask="document", documents=3, longest_document=9, config={"data": {"lengths": [9, 5, 2]}}),
+        made(mask="document", documents=3, longest_document=9, config={"data": {"lengths": [9, 2, 5]}}),
+    ]
+    assert len({plain.workload_id, *(other.workload_id for other in others)}) == 1 + len(others)
