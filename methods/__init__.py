@@ -13,6 +13,7 @@ from sp_bench.methods.reference import Reference
 from sp_bench.methods.ring import Ring
 from sp_bench.methods.startrail import StarTrail
 from sp_bench.methods.striped import Striped
+from sp_bench.methods.tasp import TASP
 from sp_bench.methods.tokenring import TokenRing
 from sp_bench.methods.ulysses import Ulysses
 from sp_bench.methods.ulysses_all_gather import UlyssesAllGather
@@ -24,7 +25,7 @@ REGISTRY: dict[str, type[Method]] = {
     method.name: method
     for method in (
         Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, AllGather, TokenRing, Ulysses, USP, LoongTrain,
-        UlyssesAllGather, StarTrail, Mesh,
+        UlyssesAllGather, TASP, StarTrail, Mesh,
     )
 }  # fmt: skip
 """Every method by its name. A new one is imported above and listed here."""

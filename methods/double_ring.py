@@ -11,7 +11,7 @@ Refuses an inner ring whose size doesn't divide n.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +33,9 @@ from sp_bench.plan import (
     receive_next,
     reduce_next,
 )
+
+Slices = Sequence[Chunk]
+"""All head slices of one chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ class DoubleRing(Sized):
         """Both levels of rings (pass_rounds)."""
         q, o, kv = Chunk("q", 0, Group(1, problem.n)), Chunk("o", 0, Group(1, problem.n)), self._chunk("kv", problem)
         steps = Steps()
-        pass_rounds(steps, q, kv, o)
+        pass_rounds(steps, [q], [kv], [o])
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -77,7 +80,7 @@ class DoubleRing(Sized):
         odoq, dq = Chunk("odoq", 0, Group(1, problem.n)), Chunk("dq", 0, Group(1, problem.n))
         kv, dkv = self._chunk("kv", problem), self._chunk("dkv", problem)
         steps = Steps()
-        pass_rounds_backward(steps, odoq, kv, dq, dkv)
+        pass_rounds_backward(steps, [odoq], [kv], [dq], [dkv])
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
@@ -89,42 +92,52 @@ class DoubleRing(Sized):
         return Chunk(tensor, 0, rings(problem.n, self.size))
 
 
-def rings(n: int, size: int, stride: int = 1) -> Grid:
+def rings(n: int, size: int, stride: int = 1, way: int = DOWN) -> Grid:
     """The home of chunks that go round inner rings of `size` ranks, each `stride` from the next, and outer rings."""
-    return Grid(Group(stride, size, DOWN), Group(stride * size, n // (stride * size), DOWN))
+    return Grid(Group(stride, size, way), Group(stride * size, n // (stride * size), DOWN))
 
 
-def pass_rounds(steps: Steps, q: Chunk, kv: Chunk, o: Chunk) -> None:
-    """Add all rounds: round r, step s uses the KV of the rank that is r inner rings and s positions behind."""
-    for r in range(outer(kv).group.size):
-        for s in range(inner(kv, r).group.size):
+def pass_rounds(steps: Steps, q: Slices, kv: Slices, o: Slices) -> None:
+    """Add all rounds: round r, step s uses the KV of the rank that is r inner rings and s positions behind.
+
+    Each slice of the heads goes round the inner ring of its own home, on a lane of its own.
+    """
+    for r in range(outer(kv[0]).group.size):
+        for s in range(inner(kv[0], r).group.size):
             _receive(steps, kv, r, s)
-            steps.do(Attend(q, inner(kv, r).at(s), o))
+            steps.do(*(Attend(q_i, inner(kv_i, r).at(s), o_i) for q_i, kv_i, o_i in zip(q, kv, o, strict=True)))
 
 
-def pass_rounds_backward(steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk) -> None:
+def pass_rounds_backward(steps: Steps, odoq: Slices, kv: Slices, dq: Slices, dkv: Slices) -> None:
     """Add all backward rounds: dKV follows KV one hop behind; after each round its sum takes an outer hop."""
     arriving = []
-    for r in range(outer(kv).group.size):
-        line = inner(dkv, r)
-        for s in range(line.group.size):
+    for r in range(outer(kv[0]).group.size):
+        lines = [inner(chunk, r) for chunk in dkv]
+        for s in range(lines[0].group.size):
             _receive(steps, kv, r, s)
-            behind = reduce_next(line, s - 2, lane="inner dkv") if s >= 2 else ()
-            steps.do(*behind[:1], AttendBackward(odoq, inner(kv, r).at(s), dq, line.at(s)), *behind[1:])
-        if line.group.size > 1:
-            steps.do(*reduce_next(line, line.group.size - 2, lane="inner dkv"))
+            behind = [reduce_next(line, s - 2, _lane("inner dkv", i)) for i, line in enumerate(lines) if s >= 2]
+            steps.do(*(hop for hop, _ in behind))
+            for odoq_i, kv_i, dq_i, line in zip(odoq, kv, dq, lines, strict=True):
+                steps.do(AttendBackward(odoq_i, inner(kv_i, r).at(s), dq_i, line.at(s)))
+            steps.do(*(fold for _, fold in behind))
+        for i, line in enumerate(lines) if lines[0].group.size > 1 else ():
+            steps.do(*reduce_next(line, line.group.size - 2, _lane("inner dkv", i)))
         if r:
             steps.do(*arriving)
-            hop, fold = reduce_next(outer(dkv), r - 1, lane="outer dkv", arrival=2)
-            steps.do(hop)
-            arriving = [fold]
+            sums = [reduce_next(outer(chunk), r - 1, lane="outer dkv", arrival=2) for chunk in dkv]
+            steps.do(*(hop for hop, _ in sums))
+            arriving = [fold for _, fold in sums]
     steps.do(*arriving)
 
 
-def _receive(steps: Steps, kv: Chunk, r: int, s: int) -> None:
-    """Open a step: receive the inner ring's next KV, and at a round's start the next round's first."""
+def _receive(steps: Steps, kv: Slices, r: int, s: int) -> None:
+    """Open a step: receive the inner rings' next KV, and at a round's start the next round's first."""
     steps.next()
-    if s == 0 and r + 1 < outer(kv).group.size:
-        steps.do(receive_next(outer(kv), r, lane="outer kv"))
-    if s + 1 < inner(kv, r).group.size:
-        steps.do(receive_next(inner(kv, r), s, lane="inner kv"))
+    if s == 0 and r + 1 < outer(kv[0]).group.size:
+        steps.do(*(receive_next(outer(chunk), r, lane="outer kv") for chunk in kv))
+    if s + 1 < inner(kv[0], r).group.size:
+        steps.do(*(receive_next(inner(chunk, r), s, _lane("inner kv", i)) for i, chunk in enumerate(kv)))
+
+
+def _lane(name: str, i: int) -> str:
+    return f"{name} {i}" if i else name

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.demand import demand
-from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
+from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.ops import (
     AllToAll,
     Attend,
@@ -191,8 +192,8 @@ def _tiles(n: int, op: Op, where: str) -> None:
     for group in groups:
         if n % group.span:
             raise PlanError(f"{where}: {group} doesn't tile {n} ranks")
-        if isinstance(group, Group) and group.way not in (UP, DOWN):
-            raise PlanError(f"{where}: {group} counts neither up nor down")
+        if isinstance(group, Group) and gcd(group.way, group.size) != 1:
+            raise PlanError(f"{where}: {group} doesn't go round all its ranks")
         if isinstance(group, Exchange) and (group.low.size != group.high.size or group.high.stride % group.low.span):
             raise PlanError(f"{where}: {group} doesn't exchange two digits of a rank")
 

@@ -20,11 +20,12 @@ class Group(NamedTuple):
     stride: int
     size: int
     way: int = UP
-    """UP: position #1 is the next higher digit. DOWN: it is the next lower one."""
+    """UP: position #1 is the next higher digit. DOWN: it is the next lower one. Any other step that has no divisor in
+    common with `size` goes round all digits, too: position #1 is `way` digits higher."""
 
     def position(self, rank):
         """The position of `rank` within its own group."""
-        return self.way * self.digit(rank) % self.size
+        return pow(self.way, -1, self.size) * self.digit(rank) % self.size
 
     def digit(self, rank):
         """The digit of `rank`, its position if the group counts UP."""

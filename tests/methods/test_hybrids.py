@@ -1,14 +1,19 @@
-"""Hybrids of two methods: what they are where one of the two has a single rank, and what crosses nodes."""
+"""Hybrids of two methods, and rings of rings: what they are at their ends, which links they use, what waits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from sp_bench.check import check
 from sp_bench.methods import build
-from sp_bench.plan import Attend, AttendBackward, Method, Pass, Problem
+from sp_bench.plan import Attend, AttendBackward, Group, Method, Pass, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
-from tests.support.problems import splittable_problem
+from sp_bench.plan.ops import PlanError
+from tests.support.plan_edits import with_changed
+from tests.support.problems import small_problem, splittable_problem
 
 
 def hops(method: Method, problem: Problem, phase: str) -> list[tuple]:
@@ -60,3 +65,40 @@ def test_blocks_of_ulysses_all_gather_wait_for_the_whole_gather(phase: str) -> N
     assert used[0] == 0
     assert used[1] == arrived[-1]
     assert sorted(used) == [0, *sorted(arrived)] == list(range(4))
+
+
+@pytest.mark.parametrize(("n", "w", "rings"), [(8, 8, 4), (7, 7, 6), (16, 8, 4), (12, 4, 2)])
+@pytest.mark.parametrize("phase", PHASES)
+def test_rings_of_tasp_share_no_link_and_go_round_the_node(n: int, w: int, rings: int, phase: str) -> None:
+    """Inside a node a lane has one ring, of all its ranks; a link is of one lane only. 7 ranks use all 42 links."""
+    problem = replace(small_problem(n), heads=24, kv_heads=24)
+    method = build("tasp", {"inner": w, "rings": rings})
+    plan = method.plan(problem, phase, COMPUTE_BOUND)
+    lanes: dict[str, set[tuple[int, int]]] = {}
+    for op in plan.ops:
+        if isinstance(op, Pass) and op.lane.startswith("inner kv"):
+            lanes.setdefault(op.lane, set()).update((rank, int(op.target(rank))) for rank in range(n))
+    assert len(lanes) == rings
+    assert sum(map(len, lanes.values())) == len(set().union(*lanes.values())) == rings * n
+    for links in lanes.values():
+        following = dict(links)
+        rank, seen = 0, []
+        for _ in range(w):
+            seen.append(rank)
+            rank = following[rank]
+        assert rank == 0 and sorted(seen) == list(range(w))
+
+
+def test_tasp_on_one_ring_is_a_double_ring() -> None:
+    problem = splittable_problem(8)
+    for phase in PHASES:
+        found = hops(build("tasp", {"inner": 4, "rings": 1}), problem, phase)
+        assert found == hops(build("double_ring", {"inner": 4}), problem, phase)
+
+
+def test_a_step_with_a_divisor_in_common_with_the_ranks_is_refused() -> None:
+    """Such a ring would miss some ranks."""
+    problem = splittable_problem(4, causal=False)
+    plan = build("ring", {}).plan(problem, "forward", COMPUTE_BOUND)
+    with pytest.raises(PlanError, match=r"way=2.* doesn't go round all its ranks"):
+        check(with_changed(plan, 0, group=Group(1, 4, 2)).plan, problem)

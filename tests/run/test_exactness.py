@@ -13,6 +13,7 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.methods.mesh import tiles
+from sp_bench.methods.tasp import TASP
 from sp_bench.plan import CostProfile
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL
@@ -49,7 +50,7 @@ def variants(n: int) -> list[Case]:
 
 
 def others(n: int) -> list[Case]:
-    """Every method but ring, mesh and all_gather, in every variant. u ranks split 2u heads."""
+    """Every method but ring, mesh, all_gather and tasp, in every variant. u ranks split 2u heads."""
     cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q")]
     cases += [Case(n=n, method="double_ring", options=(("inner", inner),)) for inner in divisors(n)]
     cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
@@ -76,13 +77,19 @@ def grouped(cases: Iterable[Case]) -> list[Case]:
 def everything(n: int) -> list[Case]:
     """Every method in every variant, with all key_heads. Of n = 9, which is there for its root, what has a side of 3.
 
-    all_gather is there with all key heads at a time, and with one; mesh in slices where they divide.
+    all_gather is there with all key heads at a time, and with one; mesh in slices where they divide; tasp on the most
+    rings that divide them.
     """
     cases = grouped([*variants(n), *others(n)])
     sliced = (("schedule", "searched"), ("slices", 2))
     for kv_heads in key_heads(HEADS):
         if kv_heads % 2 == 0:
             cases += [Case(n=n, method="mesh", tile=tile, kv_heads=kv_heads, options=sliced) for tile in tiles(n)]
+        problem = Case(n=n, method="ring", kv_heads=kv_heads).problem
+        cases += [
+            Case(n=n, method="tasp", kv_heads=kv_heads, options=(("inner", m.size), ("rings", m.rings)))
+            for m in TASP().candidates(problem)
+        ]
         strides = sorted({1, kv_heads})
         cases += [Case(n=n, method="all_gather", kv_heads=kv_heads, options=(("stride", s),)) for s in strides]
     return [c for c in cases if n != 9 or c.method == "ring" or c.tile or 3 in dict(c.options).values()]
@@ -333,6 +340,7 @@ REUSED = [
     Case(n=6, method="ulysses", layout="contiguous", heads=6, kv_heads=2, dtype="bfloat16"),
     Case(n=6, method="usp", options=(("ulysses", 2),), layout="zigzag", kv_heads=2, dtype="bfloat16"),
     Case(n=8, method="loongtrain", options=(("ulysses", 2), ("inner", 2)), kv_heads=2, dtype="bfloat16"),
+    Case(n=8, method="tasp", options=(("inner", 4), ("rings", 2)), kv_heads=2, dtype="bfloat16"),
     Case(n=4, method="startrail", options=(("team", 2),), dtype="bfloat16"),
     Case(n=4, method="all_gather", options=(("stride", 1),), kv_heads=2, dtype="float32"),
 ]
