@@ -23,6 +23,7 @@ check: $(VENV)/ready
 	$(RUN) ruff format --check .
 	$(RUN) pyright
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/oxlint --deny-warnings analysis/explorer/*.js
 
 format: $(VENV)/ready
 	$(RUN) ruff check --fix .

@@ -145,19 +145,26 @@ def of_record(record: Record, phase: str = "forward", by: Sequence[str] = BY) ->
 
     Costs are simulated times if the record is simulated, else pairs. Raises RequestError if the code has no such plan.
     """
-    config = record.config or {}
-    cluster, problem = Cluster.build(config["cluster"]), _problem(record)
-    method = _variant(record, problem)
-    plan = method.plan(problem, phase, cluster.profile(problem))
+    plan, problem, cluster = planned(record, phase)
     return assignment(
         plan,
-        method.dealt(problem),
+        problem,
         by,
         name=f"{record.run_id}-assignment-{phase}",
         title=f"Assignment matrix of {named(record)} on {record.gpus} GPUs, {phase}",
         cluster=cluster if record.mode == "simulate" else None,
         source=record_source(record),
     )
+
+
+def planned(record: Record, phase: str) -> tuple[Plan, Problem, Cluster]:
+    """The plan of one phase of a record's variant, the problem it deals out, and the cluster, by the record's request.
+
+    Raises RequestError if the code has no such plan.
+    """
+    cluster, problem = Cluster.build((record.config or {})["cluster"]), _problem(record)
+    method = _variant(record, problem)
+    return method.plan(problem, phase, cluster.profile(problem)), method.dealt(problem), cluster
 
 
 def _problem(record: Record) -> Problem:

@@ -26,7 +26,7 @@ MOST = 16
 """The number of ranks drawn of a measured record by default."""
 FEW_BARS = 100
 """With more bars in a row, edges are left out: they would cover the bars."""
-ALL_RANKS = "all ranks"
+ALL_RANKS, TRANSFERS = "all ranks", "transfers"
 
 
 class Span(NamedTuple):
@@ -45,20 +45,17 @@ def timeline(record: Record, path: Path, ranks: Sequence[int] | None = None) -> 
     each iteration; all ranks start a phase together, and what ran between iterations is left out.
     Raises RequestError where there is no timeline beside the record, or none of these ranks.
     """
-    beside, kind = records.beside(path), RECORD_KINDS[record.mode]
-    if record.mode == "simulate" and "trace" in beside:
-        by_rank, marks = _simulated(json.loads(beside["trace"].read_text()), record)
+    kind = RECORD_KINDS[record.mode]
+    by_rank, marks = spans_of(record, path)
+    if record.mode == "simulate":
         chosen = _chosen(ranks, by_rank, FEW)
-        kinds = {BLOCKS: "blocks and folds", "transfers": "transfers"}
+        kinds = {BLOCKS: "blocks and folds", TRANSFERS: "transfers"}
         since, note = "the step's start", "Dashed lines: a phase ends."
-    elif record.mode == "measure" and "samples" in beside:
-        by_rank, marks = _measured(record, path)
+    else:
         chosen = _chosen(ranks, by_rank, MOST)
         kinds = {phase: phase for phase in frames.PHASES}
         since = "the first iteration's start, iterations end to end"
         note = "All ranks start each phase together; white is waiting for the slowest. Dashed lines: an iteration ends."
-    else:
-        raise RequestError(str(path), "has no timeline beside it", "a simulated point with trace=8 would have one")
     spans = [span for rank in chosen for span in by_rank[rank]]
     rows = list(dict.fromkeys(span.row for span in spans))
     canvas, axes = new_figure(width=WIDTH, height=1.3 + 0.24 * len(rows))
@@ -66,6 +63,19 @@ def timeline(record: Record, path: Path, ranks: Sequence[int] | None = None) -> 
     axes[0, 0].set_xlabel(f"ms since {since}")
     title = f"{named(record)} on {record.gpus} x {record.cluster}: timeline, {kind}"
     return Figure(f"{record.run_id}-timeline", title, canvas, (record_source(record),), note)
+
+
+def spans_of(record: Record, path: Path) -> tuple[dict[int, list[Span]], dict[str, float]]:
+    """The spans of each rank in the files beside a record, and the end of each phase or iteration in ms.
+
+    Raises RequestError where there is no timeline beside the record.
+    """
+    beside = records.beside(path)
+    if record.mode == "simulate" and "trace" in beside:
+        return _simulated(json.loads(beside["trace"].read_text()))
+    if record.mode == "measure" and "samples" in beside:
+        return _measured(record, path)
+    raise RequestError(str(path), "has no timeline beside it", "a simulated point with trace=8 would have one")
 
 
 def _chosen(ranks: Sequence[int] | None, there: Iterable[int], most: int) -> list[int]:
@@ -77,7 +87,7 @@ def _chosen(ranks: Sequence[int] | None, there: Iterable[int], most: int) -> lis
     return list(ranks) if ranks else there[:most]
 
 
-def _simulated(trace: Mapping[str, Any], record: Record) -> tuple[dict[int, list[Span]], dict[str, float]]:
+def _simulated(trace: Mapping[str, Any]) -> tuple[dict[int, list[Span]], dict[str, float]]:
     """The spans of each rank, and the end of each phase in ms."""
     events = trace["traceEvents"]
     named = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -89,7 +99,7 @@ def _simulated(trace: Mapping[str, Any], record: Record) -> tuple[dict[int, list
         if process == ALL_RANKS:
             marks[event["name"]] = end_ms
         else:
-            what = BLOCKS if stream == BLOCKS else "transfers"
+            what = BLOCKS if stream == BLOCKS else TRANSFERS
             rank = int(process.removeprefix("rank "))
             by_rank.setdefault(rank, []).append(Span(f"{process} {stream}", what, start_ms, end_ms))
     return by_rank, marks

@@ -1,0 +1,91 @@
+"""Records as the columns of the explorer's page: settings as codes into their values, results as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sp_bench.analysis.explorer.fields import RESULTS, SETTINGS, Result
+from sp_bench.analysis.frames import methods_in_order
+from sp_bench.analysis.number import RECORD_KINDS, command
+from sp_bench.cli.report import FEWEST_ITERATIONS
+from sp_bench.records import Record
+
+NAMED = (
+    *("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal", "phase", "dtype", "wire_dtype"),
+    *("kernel", "workload", "mode", "method", "cluster", "iters", "warmup", "seed", "logger", "results_dir", "verify"),
+)
+"""Keys that have a column of their own, or that don't change a point's value."""
+
+
+def columns(found: Mapping[Path, Record]) -> dict[str, Any]:
+    """The page's columns. Raises nothing: what a record doesn't have is null.
+
+    `settings` has for each field its distinct values in order and a code for each record; `results` a number for each;
+    `low` and `high` the 95% intervals; `id` and `written` the run_ids and when their files were written.
+    """
+    rows = list(found.values())
+    texts = [setting_values(record) for record in rows]
+    settings = {one.name: _coded(one.name, [text[one.name] for text in texts]) for one in SETTINGS}
+    results = {one.name: [_scaled(getattr(record, one.name), one) for record in rows] for one in RESULTS}
+    ends = {one.name: [_interval(record, one) for record in rows] for one in RESULTS if one.interval}
+    return {
+        "settings": {name: column for name, column in settings.items() if column["values"] != [None]},
+        "results": {name: column for name, column in results.items() if any(v is not None for v in column)},
+        "low": {name: [pair[0] for pair in pairs] for name, pairs in ends.items()},
+        "high": {name: [pair[1] for pair in pairs] for name, pairs in ends.items()},
+        "id": [record.run_id for record in rows],
+        "written": [path.stat().st_mtime for path in found],
+    }
+
+
+def setting_values(record: Record) -> dict[str, Any]:
+    """The settings of a record by name. The options are arguments that no other column shows."""
+    known = record.provenance or {}
+    own = {
+        "mode": RECORD_KINDS[record.mode],
+        **_options(record),
+        "code": str(known.get("code_version") or "")[:8] or None,
+        "phase": record.phase.replace("_", " + "),
+    }
+    return {one.name: own[one.name] if one.name in own else getattr(record, one.name) for one in SETTINGS}
+
+
+def _options(record: Record) -> dict[str, str | None]:
+    """The arguments that no other column shows: the method's, the cluster's, and others."""
+    words = command(record.config).split(" ") if record.config else []
+    kept = [word for word in words if word and word.partition("=")[0] not in NAMED]
+    found = {"method_options": "method.", "cluster_options": "cluster.", "options": ""}
+    by_name: dict[str, list[str]] = {name: [] for name in found}
+    for word in kept:
+        by_name[next(name for name, start in found.items() if word.startswith(start))].append(word)
+    return {name: " ".join(of_name) or None for name, of_name in by_name.items()}
+
+
+def _coded(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    distinct = list(dict.fromkeys(values))
+    if name == "method":
+        ordered: list[Any] = methods_in_order(distinct)
+    else:
+        numbers = all(value is None or isinstance(value, int | float) for value in distinct)
+        ordered = sorted(distinct, key=lambda v: (v is None, v if numbers and v is not None else str(v)))
+    code = {value: i for i, value in enumerate(ordered)}
+    return {"values": ordered, "codes": [code[value] for value in values]}
+
+
+def _scaled(value: float | None, result: Result) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value * result.factor:.9g}")
+
+
+def _interval(record: Record, result: Result) -> tuple[float | None, float | None]:
+    """The 95% interval of a measured result; none for fewer iterations than tell of the spread."""
+    low, high, step = record.step_ms_ci95_low, record.step_ms_ci95_high, record.step_ms_median
+    if not record.measured or (record.iters or 0) < FEWEST_ITERATIONS or not low or not high or not step:
+        return None, None
+    value = getattr(record, result.name)
+    if value is None:
+        return None, None
+    pair = (low, high) if result.interval == "direct" else (value * step / high, value * step / low)
+    return _scaled(pair[0], result), _scaled(pair[1], result)

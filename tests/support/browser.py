@@ -1,0 +1,90 @@
+"""Headless Chromium, driven by real clicks and keys."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+PATIENCE_S = 30
+
+
+class Browser:
+    """A page in Chromium. Elements are named by CSS selectors."""
+
+    def __init__(self, profile: Path) -> None:
+        from selenium import webdriver
+
+        options = webdriver.ChromeOptions()
+        options.binary_location = shutil.which("chromium") or ""
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        service = webdriver.ChromeService(shutil.which("chromedriver"))
+        self.driver = webdriver.Chrome(options=options, service=service)
+        self.driver.set_script_timeout(PATIENCE_S)
+
+    def open(self, address: str, width: int = 1280, *, dark: bool = False, **state: Any) -> None:
+        """Open a page in a window of that width, with a state in its address, and wait for its chart."""
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        self.driver.get("about:blank")
+        self.driver.get(f"{address}#{quote(json.dumps(state))}" if state else address)
+        self.until("document.body.dataset.drawn > 0")
+
+    def js(self, expression: str) -> Any:
+        """The value of a JavaScript expression."""
+        return self.driver.execute_script(f"return {expression}")
+
+    def until(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        WebDriverWait(self.driver, PATIENCE_S, 0.05).until(lambda _: self.js(condition), f"waited for {condition}")
+
+    def click(self, selector: str) -> None:
+        """Click on an element as a user does, and wait until the page is drawn again if it is."""
+        self.driver.find_element("css selector", selector).click()
+
+    def keys(self, *keys: str) -> None:
+        """Press keys where the focus is."""
+        self.driver.switch_to.active_element.send_keys(*keys)
+
+    def choose(self, selector: str, text: str) -> None:
+        """Choose an option of a select by its text."""
+        from selenium.webdriver.support.select import Select
+
+        Select(self.driver.find_element("css selector", selector)).select_by_visible_text(text)
+
+    def text(self, selector: str) -> str:
+        """The visible text of an element."""
+        return self.driver.find_element("css selector", selector).text
+
+    def texts(self, selector: str) -> list[str]:
+        """The visible texts of all such elements."""
+        return [element.text for element in self.driver.find_elements("css selector", selector)]
+
+    def errors(self) -> list[str]:
+        """What the page complained of since it was asked last."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def started(profile: Path) -> Iterator[Browser]:
+    """A browser, closed at the end; the test is skipped where there is none."""
+    pytest.importorskip("selenium", reason="needs selenium")
+    if not shutil.which("chromium") or not shutil.which("chromedriver"):
+        pytest.skip("needs chromium and chromedriver (apt-get install chromium chromium-driver)")
+    browser = Browser(profile)
+    yield browser
+    browser.driver.quit()
