@@ -5,8 +5,8 @@ Source: Chen et al., "Mesh-Attention: A New Communication-Efficient Distributed 
     local to global chunk indices      table 1: a chunk's home group and index (Chunk). KV goes the other way round the
                                        same ring: KV#u is chunk (i - a*u) mod n here (methods/ring.py)
     Recv Q, Recv KV, Send O            section 3.4: receive_next and reduce_next along the group's ring
-    forward schedule                   section 3.5, algorithm 2: forward_schedule
-    backward schedule                  section 3.6, algorithm 3: backward_schedule
+    forward schedule                   section 3.5, algorithm 2: mesh_schedule.forward_schedule
+    backward schedule                  section 3.6, algorithm 3: mesh_schedule.backward_schedule
     causal mask                        section 3.7: the striped layout
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads (section 3.8):
@@ -21,8 +21,18 @@ with KV groups (a Q group is then the ranks equal mod b), Q and O cross nodes. T
 `slices`: the tile is computed once per slice of the heads, so that the first and last transfers of a slice hide behind
 another slice's blocks. The volume is the same.
 
-Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b != n, slices that don't
-divide kv_heads, and more than one slice with the paper's schedule.
+`ulysses` = u is ours too: heads are a third axis. All-to-alls give each of u consecutive ranks its heads of the tokens
+of all of them (methods/ulysses.py), and the tile, now a * b = n / u, is computed with these. Groups of the tile are
+then of stride u. u = 1 is Mesh-Attention; a = 1 sends what USP sends, and u = n what DeepSpeed-Ulysses does. With
+K = max(kv_heads, u) / heads, as a rank needs at least one key head, each GPU sends
+    forward   (2 + 2K) (u - 1) / u + 2 (a - 1) + 2K (b - 1)
+    backward  (2 + 2K) (u - 1) / u for dO, dQ and dKV, and 4 (a - 1) + 4K (b - 1) in the tile
+With K = 1 and a = b the forward is 4 sqrt(n / u) - 4 + 4 (u - 1) / u chunks: below Mesh by sqrt(u) where n is large,
+below USP by sqrt(n / u) / 2.
+
+Layouts: striped (causal), contiguous, zigzag. Masks: full, causal. Refuses tiles with a * b * u != n, a u that doesn't
+divide heads or neither divides kv_heads nor is a multiple of it, slices that don't divide kv_heads, and more than one
+slice with the paper's schedule or with u > 1.
 """
 
 from __future__ import annotations
@@ -30,10 +40,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import ClassVar
 
+from sp_bench.methods.mesh_schedule import Step, backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
+from sp_bench.methods.ulysses import by_heads, by_heads_backward, degrees, settled_degree
 from sp_bench.plan import (
     DOWN,
     Attend,
@@ -63,156 +76,6 @@ Move = tuple[Hop | None, tuple[Block, ...]]
 """One step: at most one transfer, and the blocks that overlap it."""
 
 
-@dataclass
-class Tile:
-    """State of one rank's tile: the blocks still to compute, and how many chunks were received."""
-
-    a: int
-    b: int
-    q_received: int = 0
-    kv_received: int = 0
-    rows: list[int] = field(init=False)
-    """For each row u, a bit set of the columns v whose block is not computed yet."""
-    columns: list[int] = field(init=False)
-    """For each column v, a bit set of the rows u whose block is not computed yet."""
-
-    def __post_init__(self) -> None:
-        self.rows = [(1 << self.b) - 1] * self.a
-        self.columns = [(1 << self.a) - 1] * self.b
-
-    @property
-    def received_all(self) -> bool:
-        return self.q_received == self.a - 1 and self.kv_received == self.b - 1
-
-    def unlocked_by_q(self) -> int:
-        """The paper's n_Q: blocks that the next Recv Q makes ready."""
-        return self.kv_received + 1 if self.q_received < self.a - 1 else 0
-
-    def unlocked_by_kv(self) -> int:
-        """The paper's n_KV: blocks that the next Recv KV makes ready."""
-        return self.q_received + 1 if self.kv_received < self.b - 1 else 0
-
-    def next_in_rows(self) -> tuple[int, int] | None:
-        """The first ready block in row-first order, (u, v); None if none is ready."""
-        ready = (1 << (self.kv_received + 1)) - 1
-        for u in _own_last(self.q_received + 1):
-            if self.rows[u] & ready:
-                return u, _first_bit(self.rows[u] & ready)
-        return None
-
-    def next_in_columns(self) -> tuple[int, int] | None:
-        """The first ready block in column-first order, (u, v); None if none is ready."""
-        ready = (1 << (self.q_received + 1)) - 1
-        for v in _own_last(self.kv_received + 1):
-            if self.columns[v] & ready:
-                return _first_bit(self.columns[v] & ready), v
-        return None
-
-    def compute(self, block: tuple[int, int]) -> tuple[int, int]:
-        u, v = block
-        self.rows[u] &= ~(1 << v)
-        self.columns[v] &= ~(1 << u)
-        return block
-
-
-def _own_last(count: int) -> list[int]:
-    """Rows or columns in order of priority. #0, the rank's own chunk, is last, as no transfer waits for it."""
-    return [*range(1, count), 0]
-
-
-def _first_bit(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step: at most one transfer, and the blocks that overlap it."""
-
-    transfer: str
-    """The tensor that moves one hop (q, kv, o, odoq, dq, dkv), or "" for none."""
-    blocks: tuple[tuple[int, int], ...]
-
-
-def forward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
-    """The steps of algorithm 2. `c` has c_Q, c_KV and c_O, by tensor: how many blocks hide one hop of it."""
-    tile, steps, sent_o = Tile(a, b), [], 0
-
-    def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
-        blocks = []
-        while len(blocks) < x and (block := tile.next_in_rows()):
-            blocks.append(tile.compute(block))
-        return tuple(blocks)
-
-    while not tile.received_all:
-        blocks = compute_blocks(c[chosen := _receive(tile, "q", c)])
-        steps.append(Step(chosen, blocks))
-        _received(tile, chosen)
-    while sent_o < a - 1:
-        while tile.rows[sent_o + 1]:
-            steps.append(Step("", compute_blocks(1)))
-        steps.append(Step("o", compute_blocks(c["o"])))
-        sent_o += 1
-    while any(tile.rows):
-        steps.append(Step("", compute_blocks(1)))
-    return steps
-
-
-def backward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
-    """The steps of algorithm 3. `c` has c_OdOQ, c_KV, c_dQ and c_dKV, by tensor: how many blocks hide one hop of it.
-
-    The paper's loop ends with the last send. Block (0, 0), which no send waits for, may be left then: it is added.
-    """
-    tile, steps, sent = Tile(a, b), [], {"dq": 0, "dkv": 0}
-
-    def choose_next_block() -> tuple[int, int] | None:
-        row, column = _first_unfinished(tile.rows), _first_unfinished(tile.columns)
-        # c_dQ / n_dQ < c_dKV / n_dKV. Row and column 0 have no profit, as finishing them allows no send.
-        dq_profit = c["dq"] * tile.columns[column].bit_count() if row else 0
-        dkv_profit = c["dkv"] * tile.rows[row].bit_count() if column else 0
-        return tile.next_in_columns() if dq_profit < dkv_profit else tile.next_in_rows()
-
-    def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
-        blocks = []
-        while len(blocks) < x and (block := choose_next_block()):
-            blocks.append(tile.compute(block))
-        return tuple(blocks)
-
-    def valid(tensor: str) -> bool:
-        lines = tile.rows if tensor == "dq" else tile.columns
-        return sent[tensor] + 1 < len(lines) and not lines[sent[tensor] + 1]
-
-    while not tile.received_all:
-        blocks = compute_blocks(c[chosen := _receive(tile, "odoq", c)])
-        steps.append(Step(chosen, blocks))
-        _received(tile, chosen)
-    while sent["dq"] < a - 1 or sent["dkv"] < b - 1:
-        while not (valid("dq") or valid("dkv")):
-            steps.append(Step("", compute_blocks(1)))
-        for tensor in ("dq", "dkv"):
-            if valid(tensor):
-                steps.append(Step(tensor, compute_blocks(c[tensor])))
-                sent[tensor] += 1
-    while any(tile.rows):
-        steps.append(Step("", compute_blocks(1)))
-    return steps
-
-
-def _receive(tile: Tile, q: str, c: Mapping[str, int]) -> str:
-    """The tensor to receive next: `q` if n_Q / c_Q > n_KV / c_KV, else kv."""
-    return q if tile.unlocked_by_q() * c["kv"] > tile.unlocked_by_kv() * c[q] else "kv"
-
-
-def _received(tile: Tile, tensor: str) -> None:
-    if tensor == "kv":
-        tile.kv_received += 1
-    else:
-        tile.q_received += 1
-
-
-def _first_unfinished(lines: Sequence[int]) -> int:
-    return next((i for i in _own_last(len(lines)) if lines[i]), 0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Method):
     """Mesh-Attention with an a x b tile."""
@@ -220,10 +83,15 @@ class Mesh(Method):
     name: ClassVar[str] = "mesh"
     citation: ClassVar[str] = "Chen et al. 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
-    formula: ClassVar[Mapping[str, str]] = {"forward": "2*(a-1) + 2*k*(b-1)", "backward": "4*(a-1) + 4*k*(b-1)"}
+    formula: ClassVar[Mapping[str, str]] = {
+        "forward": "(2 + 2*max(k, u/h))*(u-1)/u + 2*(a-1) + 2*max(k, u/h)*(b-1)",
+        "backward": "(2 + 2*max(k, u/h))*(u-1)/u + 4*(a-1) + 4*max(k, u/h)*(b-1)",
+    }
 
     tile: str | tuple[int, int] = "auto"
-    """(a, b): ranks of a Q group and of a KV group; auto stands for every factorisation of n."""
+    """(a, b): ranks of a Q group and of a KV group; auto stands for every factorisation of n / u."""
+    ulysses: str | int = 1
+    """u, how many consecutive ranks split the heads; auto stands for every possible degree."""
     placement: str = "q"
     """Which groups are consecutive ranks: q (the paper's) or kv; auto stands for both."""
     lanes: str = "one"
@@ -256,33 +124,65 @@ class Mesh(Method):
         if self.slices not in (1, "auto") and self.schedule == "paper":
             rule = "the paper's schedules go through the tile once, with all heads"
             raise RequestError(f"method.slices={self.slices}", rule, "with method.schedule=searched it would work")
+        if self.ulysses != "auto" and (type(self.ulysses) is not int or self.ulysses < 1):
+            raise RequestError(
+                f"method.ulysses={self.ulysses}",
+                "must be auto or an integer of at least 1",
+                "method.ulysses=2 would work on 4 ranks",
+            )
+        if 1 not in (self.ulysses, self.slices) and "auto" not in (self.ulysses, self.slices):
+            raise RequestError(
+                f"method.slices={self.slices}",
+                f"heads are split among ranks already, by method.ulysses={self.ulysses}",
+                "method.slices=1, or method.ulysses=1, would work",
+            )
         if self.lanes not in ("one", "each"):
             raise RequestError(f"method.lanes={self.lanes}", "must be one or each", "method.lanes=one would work")
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError where a * b != n, or `slices` doesn't divide kv_heads."""
+        """Raise RequestError where a * b * u != n, u ranks can't split the heads, or `slices` doesn't fit."""
         if isinstance(self.slices, int) and problem.kv_heads % self.slices:
             would_work = f"one of {', '.join(map(str, divisors(problem.kv_heads)))} would work"
             raise RequestError(f"method.slices={self.slices}", f"must divide kv_heads={problem.kv_heads}", would_work)
-        if not isinstance(self.tile, str) and self.tile[0] * self.tile[1] != problem.n:
-            shapes = ", ".join(f"[{a},{b}]" for a, b in tiles(problem.n))
+        possible = _degrees(problem)
+        if self.ulysses != "auto" and self.ulysses not in possible:
             raise RequestError(
-                f"method.tile=[{self.tile[0]},{self.tile[1]}]",
-                f"a * b must be gpus={problem.n}",
-                f"one of {shapes} would work",
+                f"method.ulysses={self.ulysses}",
+                f"must divide gpus={problem.n} and heads={problem.heads}, and divide kv_heads={problem.kv_heads} or be "
+                "a multiple of them",
+                f"one of {', '.join(map(str, possible))} would work",
             )
+        if isinstance(self.tile, str) or self._degrees(problem):
+            return
+        degrees = possible if self.ulysses == "auto" else [int(self.ulysses)]
+        shapes = ", ".join(f"[{a},{b}]" for u in degrees for a, b in tiles(problem.n // u))
+        rule = "a * b must be gpus" if self.ulysses == 1 else f"a * b times ulysses={self.ulysses} must be gpus"
+        raise RequestError(
+            f"method.tile=[{self.tile[0]},{self.tile[1]}]", f"{rule}={problem.n}", f"one of {shapes} would work"
+        )
 
     def candidates(self, problem: Problem) -> tuple[Mesh, ...]:
-        """One variant for each tile, placement, schedule and number of slices that the options allow."""
+        """One variant for each degree, tile, placement, schedule and number of slices that the options allow."""
         self.refuse(problem)
-        shapes = tiles(problem.n) if isinstance(self.tile, str) else [self.tile]
-        placed = ((shape, placement) for shape in shapes for placement in self._placements(*shape))
-        scheduled = self._schedules(problem)
         return tuple(
-            replace(self, tile=tile, placement=placement, schedule=schedule, slices=slices)
-            for tile, placement in placed
-            for schedule, slices in scheduled
+            replace(self, ulysses=u, tile=tile, placement=placement, schedule=schedule, slices=slices)
+            for u in self._degrees(problem)
+            for tile in (tiles(problem.n // u) if isinstance(self.tile, str) else [self.tile])
+            for placement in self._placements(*tile)
+            for schedule, slices in self._schedules(problem)
+            if 1 in (u, slices)
         )
+
+    def _degrees(self, problem: Problem) -> list[int]:
+        """The degrees u that the options stand for."""
+        found = _degrees(problem) if self.ulysses == "auto" else [int(self.ulysses)]
+        if isinstance(self.tile, str):
+            return found
+        return [u for u in found if self.tile[0] * self.tile[1] * u == problem.n]
+
+    def head_parallel(self, n: int) -> int:
+        """The degree u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""
+        return settled_degree(self.ulysses, n)
 
     def _schedules(self, problem: Problem) -> list[tuple[str, int]]:
         """The (schedule, slices) pairs that the options stand for."""
@@ -309,79 +209,117 @@ class Mesh(Method):
     def variant(self, n: int) -> str:
         """The tile in words, with the placement, schedule and slices that differ from the paper's."""
         other = (" kv inside" if self.placement == "kv" else "") + (" searched" if self.schedule == "searched" else "")
-        return super().variant(n) + other + (f" in {self.slices} slices" if self.slices != 1 else "")
+        heads = f"ulysses {self.ulysses} x " if self.ulysses != 1 else ""
+        return heads + super().variant(n) + other + (f" in {self.slices} slices" if self.slices != 1 else "")
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """The values of a and b."""
+        """The values of a, b and u."""
         a, b = self.tile_shape(problem.n)
-        return {"a": a, "b": b}
+        return {"a": a, "b": b, "u": self.head_parallel(problem.n)}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The plan of algorithm 2, or of the searched schedule."""
+        """The plan of algorithm 2, or of the searched schedule; between all-to-alls where heads are split."""
+        if problem.layout.head_parallel > 1:
+            q, kv, o = self._chunks(problem, "q_h", "kv_h", "o_h")
+            return by_heads(problem, q[0], kv[0], o[0], lambda steps: self._attend(steps, problem, costs, q, kv, o))
         q, kv, o = self._chunks(problem, "q", "kv", "o")
-        schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", q, kv, o))
-        moves = self._moves(schedule, problem, costs, "forward", q, kv, o)
-        steps = self._emit(moves, (q, kv), (o,), lambda i, u, v: Attend(q[i].at(u), kv[i].at(v), o[i].at(u)))
+        steps = Steps()
+        self._attend(steps, problem, costs, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        """The plan of algorithm 3, or of the searched schedule."""
+        """The plan of algorithm 3, or of the searched schedule; between all-to-alls where heads are split."""
+        if problem.layout.head_parallel > 1:
+            q, o = self._chunks(problem, "q_h", "o_h")
+            odoq, kv, dq, dkv = chunks = self._chunks(problem, "odoq_h", "kv_h", "dq_h", "dkv_h")
+            gathered, reduced = (odoq[0], kv[0]), (dq[0], dkv[0])
+            return by_heads_backward(
+                problem, q[0], o[0], *gathered, *reduced, lambda s: self._attend_backward(s, problem, costs, *chunks)
+            )
         odoq, kv, dq, dkv = self._chunks(problem, "odoq", "kv", "dq", "dkv")
-        c = _hiding(problem, costs, "backward", odoq, kv, dq, dkv)
-        schedule = backward_schedule(*self.tile_shape(problem.n), c)
-        moves = self._moves(schedule, problem, costs, "backward", odoq, kv, dq, dkv)
-        steps = self._emit(
+        steps = Steps()
+        self._attend_backward(steps, problem, costs, odoq, kv, dq, dkv)
+        return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
+
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+        """Section 3.8: per slice, a - 1 chunks of each tensor of the Q group and b - 1 of each of the KV group.
+
+        All-to-alls send (u - 1) / u chunks of each tensor; a chunk of kv_h has max(kv_heads, u) heads.
+        """
+        a, b = self.tile_shape(problem.n)
+        q, kv = (a - 1) * problem.head_slices, (b - 1) * problem.head_slices
+        u = problem.layout.head_parallel
+        if u > 1:
+            dealt = Fraction(u - 1, u)
+            if phase == "forward":
+                return {"q": dealt, "q_h": q, "kv_h": dealt + kv, "o_h": q, "out": dealt}
+            return {"do": dealt, "odoq_h": q, "kv_h": kv, "dq_h": q, "dq": dealt, "dkv_h": kv + dealt}
+        if phase == "forward":
+            return {"q": q, "kv": kv, "o": q}
+        return {"odoq": q, "kv": kv, "dq": q, "dkv": kv}
+
+    def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Slices, kv: Slices, o: Slices) -> None:
+        """Add the tile's forward."""
+        hiding = _hiding(problem, costs, "forward", q, kv, o)
+        schedule = forward_schedule(*self.tile_shape(problem.n), hiding)
+        moves = self._moves(schedule, problem, costs, "forward", q, kv, o)
+        self._emit(steps, moves, (q, kv), (o,), lambda i, u, v: Attend(q[i].at(u), kv[i].at(v), o[i].at(u)))
+
+    def _attend_backward(self, steps: Steps, problem: Problem, costs: CostProfile, *chunks: Slices) -> None:
+        """Add the tile's backward."""
+        odoq, kv, dq, dkv = chunks
+        schedule = backward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "backward", *chunks))
+        moves = self._moves(schedule, problem, costs, "backward", *chunks)
+        self._emit(
+            steps,
             moves,
             (odoq, kv),
             (dq, dkv),
             lambda i, u, v: AttendBackward(odoq[i].at(u), kv[i].at(v), dq[i].at(u), dkv[i].at(v)),
         )
-        return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
-
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
-        """Section 3.8: per slice, a - 1 chunks of each tensor of the Q group and b - 1 of each of the KV group."""
-        a, b = self.tile_shape(problem.n)
-        q, kv = (a - 1) * problem.head_slices, (b - 1) * problem.head_slices
-        if phase == "forward":
-            return {"q": q, "kv": kv, "o": q}
-        return {"odoq": q, "kv": kv, "dq": q, "dkv": kv}
 
     def _moves(
         self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, *chunks: Slices
     ) -> list[Move]:
         """The steps of the greedy schedule, or of the searched one if the option says so."""
+        names = {slices[0].tensor.removesuffix("_h"): slices[0].tensor for slices in chunks}
         if self.schedule == "paper":
             return [
-                (Hop(0, step.transfer) if step.transfer else None, tuple(Block(0, u, v) for u, v in step.blocks))
+                (
+                    Hop(0, names[step.transfer]) if step.transfer else None,
+                    tuple(Block(0, u, v) for u, v in step.blocks),
+                )
                 for step in greedy
             ]
         hop_s, block_s = _relative_times(problem, costs, phase, *chunks)
-        q, kv, o, *dkv = (slices[0].tensor for slices in chunks)
+        q, kv, o, *dkv = names.values()
         tensors = Tensors(q, kv, o, dkv[0] if dkv else None)
         times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s, problem.head_slices)
-        return list(steps_of(*search(times, [step.transfer for step in greedy if step.transfer])))
+        return list(steps_of(*search(times, [names[step.transfer] for step in greedy if step.transfer])))
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Slices, ...]:
         """The rank's own chunks, by slice. The home of KV and dKV is the KV group, of others the Q group (table 1)."""
-        q_group, kv_group = self._groups(problem.n)
-        chunks = (Chunk(t, 0, kv_group if t in ("kv", "dkv") else q_group) for t in tensors)
+        q_group, kv_group = self._groups(problem)
+        chunks = (Chunk(t, 0, kv_group if t.removesuffix("_h") in ("kv", "dkv") else q_group) for t in tensors)
         return tuple(chunk.slices(problem.head_slices) for chunk in chunks)
 
-    def _groups(self, n: int) -> tuple[Group, Group]:
-        """(Q group, KV group)."""
+    def _groups(self, problem: Problem) -> tuple[Group, Group]:
+        """(Q group, KV group); their ranks have the same heads."""
         assert self.placement != "auto", "a caller picks one of the candidates first"
-        a, b = self.tile_shape(n)
+        (a, b), u = self.tile_shape(problem.n), problem.layout.head_parallel
         if self.placement == "q":
-            return Group(stride=1, size=a), Group(stride=a, size=b, way=DOWN)
-        return Group(stride=b, size=a), Group(stride=1, size=b, way=DOWN)
+            return Group(stride=u, size=a), Group(stride=u * a, size=b, way=DOWN)
+        return Group(stride=u * b, size=a), Group(stride=u, size=b, way=DOWN)
 
-    def _emit(self, moves: list[Move], gathered: Sequence[Slices], reduced: Sequence[Slices], block) -> Steps:
-        """The operations of a schedule: each step's transfer, then the blocks that overlap it.
+    def _emit(
+        self, steps: Steps, moves: list[Move], gathered: Sequence[Slices], reduced: Sequence[Slices], block
+    ) -> None:
+        """Add the operations of a schedule: each step's transfer, then the blocks that overlap it.
 
         The arrival of a reduce hop is folded just before the next hop sends the sum on, so that blocks scheduled in
         between don't wait for it.
         """
-        steps, hops = Steps(), Counter[Hop]()
+        hops = Counter[Hop]()
         unfolded: dict[Hop, Fold] = {}
         received = {slices[0].tensor: slices for slices in gathered}
         sent = {slices[0].tensor: slices for slices in reduced}
@@ -399,12 +337,13 @@ class Mesh(Method):
             steps.do(*(block(*each) for each in blocks))
         steps.next()
         steps.do(*unfolded.values())
-        return steps
 
 
 def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Slices) -> dict[str, int]:
     """The paper's c_Q, c_KV, ... by tensor (CostProfile.hiding_blocks)."""
-    return {x.tensor: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x, *_ in chunks}
+    return {
+        x.tensor.removesuffix("_h"): costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x, *_ in chunks
+    }
 
 
 def _relative_times(
@@ -420,3 +359,8 @@ def _relative_times(
 def tiles(n: int) -> list[tuple[int, int]]:
     """Every tile (a, b) with a * b = n."""
     return [(a, n // a) for a in divisors(n)]
+
+
+def _degrees(problem: Problem) -> list[int]:
+    """Every u that divides n and splits heads and key heads evenly."""
+    return [u for u in degrees(problem) if problem.n % u == 0]

@@ -15,7 +15,7 @@ that doesn't divide heads, or that neither divides kv_heads nor is a multiple of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
@@ -34,6 +34,7 @@ from sp_bench.plan import (
     Problem,
     RequestError,
     Steps,
+    divisors,
 )
 
 LANE = "all-to-all"
@@ -70,28 +71,17 @@ class Ulysses(Method):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of Q and KV, attention, all-to-all of O."""
-        group = Group(1, self.head_parallel(problem.n))
-        q, kv, out, q_h, kv_h, o_h = self._chunks(problem, "q", "kv", "out", "q_h", "kv_h", "o_h")
-        steps = Steps()
-        steps.next()
-        steps.do(AllToAll(LANE, q, q_h, group), AllToAll(LANE, kv, kv_h, group))
-        self._attend(steps, q_h, kv_h, o_h)
-        steps.next()
-        steps.do(AllToAll(LANE, o_h, out, group))
-        return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(out,), kept=(q_h, kv_h, o_h))
+        q_h, kv_h, o_h = self._chunks(problem, "q_h", "kv_h", "o_h")
+        return by_heads(problem, q_h, kv_h, o_h, lambda steps: self._attend(steps, q_h, kv_h, o_h))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of dO, attention backward, all-to-all of dQ and dKV."""
-        group = Group(1, self.head_parallel(problem.n))
-        do, dq, dkv, q_h, kv_h, o_h = self._chunks(problem, "do", "dq", "dkv", "q_h", "kv_h", "o_h")
-        do_h, odoq_h, dq_h, dkv_h = self._chunks(problem, "do_h", "odoq_h", "dq_h", "dkv_h")
-        steps = Steps()
-        steps.next()
-        steps.do(AllToAll(LANE, do, do_h, group), Bundle((q_h, o_h, do_h), odoq_h))
-        self._attend_backward(steps, odoq_h, kv_h, dq_h, dkv_h)
-        steps.next()
-        steps.do(AllToAll(LANE, dq_h, dq, group), AllToAll(LANE, dkv_h, dkv, group))
-        return steps.plan("backward", problem.n, inputs=(do,), outputs=(dq, dkv), kept=(q_h, kv_h, o_h))
+        q_h, o_h, odoq_h, kv_h = self._chunks(problem, "q_h", "o_h", "odoq_h", "kv_h")
+        dq_h, dkv_h = self._chunks(problem, "dq_h", "dkv_h")
+        return by_heads_backward(
+            problem, q_h, o_h, odoq_h, kv_h, dq_h, dkv_h,
+            lambda steps: self._attend_backward(steps, odoq_h, kv_h, dq_h, dkv_h),
+        )  # fmt: skip
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, n) heads."""
@@ -109,15 +99,70 @@ class Ulysses(Method):
         steps.do(AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
-        """The rank's own chunks. The home of a chunk by heads is the ring of ranks that have the same heads."""
+        """The rank's own chunks by heads. Their home is the ring of ranks that have the same heads."""
         u = self.head_parallel(problem.n)
-        return tuple(
-            Chunk(tensor, 0, Group(u, problem.n // u, DOWN) if tensor.endswith("_h") else Group(1, problem.n))
-            for tensor in tensors
-        )
+        return tuple(Chunk(tensor, 0, Group(u, problem.n // u, DOWN)) for tensor in tensors)
+
+
+def by_heads(problem: Problem, q_h: Chunk, kv_h: Chunk, o_h: Chunk, attend: Callable[[Steps], None]) -> Plan:
+    """The forward plan whose attention, q_h, kv_h -> o_h, `attend` adds between the all-to-alls."""
+    group = Group(1, problem.layout.head_parallel)
+    q, kv, out = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("q", "kv", "out"))
+    steps = Steps()
+    steps.next()
+    steps.do(AllToAll(LANE, q, q_h, group), AllToAll(LANE, kv, kv_h, group))
+    attend(steps)
+    steps.next()
+    steps.do(AllToAll(LANE, o_h, out, group))
+    return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(out,), kept=(q_h, kv_h, o_h))
+
+
+def by_heads_backward(
+    problem: Problem,
+    q_h: Chunk,
+    o_h: Chunk,
+    odoq_h: Chunk,
+    kv_h: Chunk,
+    dq_h: Chunk,
+    dkv_h: Chunk,
+    attend: Callable[[Steps], None],
+) -> Plan:
+    """The backward plan whose attention, odoq_h, kv_h -> dq_h, dkv_h, `attend` adds between the all-to-alls."""
+    group = Group(1, problem.layout.head_parallel)
+    do, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("do", "dq", "dkv"))
+    do_h = q_h._replace(tensor="do_h")
+    steps = Steps()
+    steps.next()
+    steps.do(AllToAll(LANE, do, do_h, group), Bundle((q_h, o_h, do_h), odoq_h))
+    attend(steps)
+    steps.next()
+    steps.do(AllToAll(LANE, dq_h, dq, group), AllToAll(LANE, dkv_h, dkv, group))
+    return steps.plan("backward", problem.n, inputs=(do,), outputs=(dq, dkv), kept=(q_h, kv_h, o_h))
 
 
 def degrees(problem: Problem) -> list[int]:
     """Every number of ranks, ascending, that can split heads and key heads evenly."""
     heads, kv_heads = problem.heads, problem.kv_heads
     return [u for u in range(1, heads + 1) if heads % u == 0 and (kv_heads % u == 0 or u % kv_heads == 0)]
+
+
+def settled_degree(ulysses: str | int, n: int) -> int:
+    """The option `ulysses` as a number.
+
+    Raises RequestError where it doesn't divide n, or while it is auto and matters.
+    """
+    if n == 1:
+        return 1
+    if not isinstance(ulysses, int):
+        raise RequestError(
+            f"method.ulysses={ulysses}",
+            "decides which tokens a rank owns, and must be chosen before they are dealt out",
+            "a number, such as method.ulysses=2, would work",
+        )
+    if n % ulysses:
+        raise RequestError(
+            f"method.ulysses={ulysses}",
+            f"must divide gpus={n}",
+            f"one of {', '.join(map(str, divisors(n)))} would work",
+        )
+    return ulysses

@@ -21,8 +21,8 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.methods.ring import pass_round, pass_round_backward
-from sp_bench.methods.ulysses import Ulysses, degrees
-from sp_bench.plan import Chunk, Problem, RequestError, Sized, Steps, divisors
+from sp_bench.methods.ulysses import Ulysses, degrees, settled_degree
+from sp_bench.plan import Chunk, Problem, Sized, Steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +55,7 @@ class USP(Sized, Ulysses):
 
     def head_parallel(self, n: int) -> int:
         """The Ulysses degree u. Raises RequestError where it doesn't divide n, or while it is auto and matters."""
-        if n == 1:
-            return 1
-        if not isinstance(self.ulysses, int):
-            raise RequestError(
-                f"method.ulysses={self.ulysses}",
-                "decides which tokens a rank owns, and must be chosen before they are dealt out",
-                "a number, such as method.ulysses=2, would work",
-            )
-        if n % self.ulysses:
-            raise RequestError(
-                f"method.ulysses={self.ulysses}",
-                f"must divide gpus={n}",
-                f"one of {', '.join(map(str, divisors(n)))} would work",
-            )
-        return self.ulysses
+        return settled_degree(self.ulysses, n)
 
     def variant(self, n: int) -> str:
         """The Ulysses and the ring degree, in words."""

@@ -46,9 +46,8 @@ def choose(request: Request) -> Choice:
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    costs = request.cluster.profile(request.problem)
     planned = [
-        _plan(method, problem, request, costs)
+        _plan(method, problem, request)
         for problem in _dealings(request.method, request.problem)
         for method in request.method.candidates(problem)
     ]
@@ -105,21 +104,27 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
 
 
 def _dealings(method: Method, problem: Problem) -> list[Problem]:
-    """The problem in every way that its documents may be dealt, where that is to be chosen."""
-    if not isinstance(problem.mask, Packed) or method.layout != "auto":
+    """The problem in every way that its tokens may be dealt, where that is to be chosen."""
+    if method.layout != "search" and not (isinstance(problem.mask, Packed) and method.layout == "auto"):
         return [problem]
     found = []
     for name in method.dealings():
-        with suppress(RequestError):  # too few tokens for it
+        with suppress(RequestError):  # too few tokens for it, or no documents
             found.append(replace(problem, layout=problem.mask.layout(name)))
     return found
 
 
-def _plan(method: Method, problem: Problem, request: Request, costs: CostProfile) -> Choice:
+def _plan(method: Method, problem: Problem, request: Request) -> Choice:
     problem = method.dealt(problem)
-    return Choice(
-        method, problem, {phase: method.plan(problem, phase, costs) for phase in request.plan_phases}, {}, None
-    )
+    costs = costs_for(request, problem)
+    plans = {phase: method.plan(problem, phase, costs) for phase in request.plan_phases}
+    return Choice(method, problem, plans, {}, None)
+
+
+def costs_for(request: Request, problem: Problem) -> CostProfile:
+    """The machine's costs for blocks with as many heads as the dealt problem leaves a rank, and all of its slices."""
+    layout = replace(request.problem.layout, head_parallel=problem.layout.head_parallel)
+    return request.cluster.profile(replace(request.problem, layout=layout))
 
 
 def _bound_s(request: Request, choice: Choice) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from sp_bench import account
-from sp_bench.bench.choose import Choice, choose
+from sp_bench.bench.choose import Choice, choose, costs_for
 from sp_bench.bench.measured_record import outcome_of
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request, refuse_what_does_not_fit
@@ -75,9 +75,9 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
 
 def executed_plans(request: Request, choice: Choice) -> dict[str, Plan]:
     """The chosen plans, and those of untimed phases whose results the timed ones need."""
-    costs = request.cluster.profile(request.problem)
+    costs = costs_for(request, choice.problem)
     return {
-        phase: choice.plans.get(phase) or choice.method.plan(request.problem, phase, costs)
+        phase: choice.plans.get(phase) or choice.method.plan(choice.problem, phase, costs)
         for phase in request.workload.executed(request.phases)
     }
 

@@ -16,6 +16,8 @@ from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 
 PHASES = ("forward", "backward")
+OPEN_LAYOUTS = ("auto", "search")
+"""Values of the option `layout` that name none: auto is the one that balances the mask, search the fastest one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class Method(ABC):
     """The most GPUs that it can use, in words."""
 
     layout: str = "auto"
-    """The layout's name; auto is the layout that balances the mask."""
+    """The layout's name; auto is the layout that balances the mask, search stands for every one of `dealings`."""
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -54,9 +56,9 @@ class Method(ABC):
         return cls(**options)  # pyright: ignore[reportArgumentType]  # each subclass checks its values
 
     def __post_init__(self) -> None:
-        if self.layout not in (*self.dealings(), "auto"):
+        if self.layout not in (*self.dealings(), *OPEN_LAYOUTS):
             if self.layout not in (*LAYOUTS, *DEALERS):
-                raise unknown("method.layout", str(self.layout), [*LAYOUTS, *DEALERS, "auto"])
+                raise unknown("method.layout", str(self.layout), [*LAYOUTS, *DEALERS, *OPEN_LAYOUTS])
             raise RequestError(
                 f"method.layout={self.layout}",
                 f"{self.name} is not defined on that layout",
@@ -94,7 +96,7 @@ class Method(ABC):
 
     def layout_of(self, mask: Mask, n: int) -> Layout:
         """The layout that this method has on n ranks, before its heads are split."""
-        return mask.layout(self.layout, n, self.dealings())
+        return mask.layout("auto" if self.layout in OPEN_LAYOUTS else self.layout, n, self.dealings())
 
     def dealt_by(self, layout: Layout, n: int) -> Layout:
         """The layout with this variant's head-parallel degree."""

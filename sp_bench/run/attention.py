@@ -20,7 +20,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import Mask, mask_named
-from sp_bench.plan.method import PHASES
+from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.ops import Chunk, Plan
 from sp_bench.plan.problem import FIELDS, Kind, Problem
 from sp_bench.run import sharding
@@ -182,11 +182,19 @@ class _Attention(torch.autograd.Function):
         return (*ctx.engine.backward(grad_outputs[0], saved), None)
 
 
+def _fewest_bytes(method: Method, problem: Problem) -> Method:
+    """The variant that sends the fewest bytes, as the machine is unknown here."""
+    return min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES))
+
+
 class SequenceParallelAttention(torch.nn.Module):
     """Exact attention, softmax(q k^T / sqrt(D)) v masked by global position, over a sequence sharded across `group`.
 
     Example: SequenceParallelAttention("mesh", causal=True, tile=(2, 2)). Further keywords are the method's options;
     `tile="auto"` takes the tile that sends the fewest bytes.
+
+    An option that decides which tokens a rank owns (`ulysses="auto"`) is chosen in the same way if `heads`, and
+    `kv_heads` if they differ, are given: SequenceParallelAttention("usp", heads=32, kv_heads=8).
     """
 
     def __init__(
@@ -199,6 +207,8 @@ class SequenceParallelAttention(torch.nn.Module):
         kernel: str = "auto",
         wire_dtype: str = "",
         costs: CostProfile = COMPUTE_BOUND,
+        heads: int | None = None,
+        kv_heads: int | None = None,
         **method_options: object,
     ) -> None:
         """`mask` is "causal", "full", or a pack of documents (sp_bench.Documents); if empty, `causal` decides.
@@ -210,6 +220,9 @@ class SequenceParallelAttention(torch.nn.Module):
         self.mask = mask if isinstance(mask, Mask) else mask_named(mask or ("causal" if causal else "full"))
         self.group, self.kernel, self.wire_dtype, self.costs = group, kernel, wire_dtype, costs
         self._layout = self.method.layout_of(self.mask, self.n)
+        self._heads = (heads, kv_heads or heads)
+        if heads:
+            self.method = self._chosen(heads, kv_heads or heads)
         self._uneven: dict[int, int] = {}
         """Local length -> length of the last sequence of unequal shards that `shard` cut to it."""
         self._engines: dict[tuple, Engine] = {}
@@ -228,6 +241,20 @@ class SequenceParallelAttention(torch.nn.Module):
     def layout(self) -> Layout:
         """Assignment of tokens to ranks. Raises RequestError if it depends on an option left at "auto"."""
         return self.method.dealt_by(self._layout, self.n)
+
+    def _chosen(self, heads: int, kv_heads: int) -> Method:
+        """The variant that sends the fewest bytes. Only how their payload compares with statistics is assumed here."""
+        seqlen = self.mask.seqlen if isinstance(self.mask, Packed) else 4096 * self.n
+        assumed = Problem(
+            n=self.n,
+            seqlen=seqlen,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=128,
+            mask=self.mask,
+            layout=self._layout,
+        )
+        return _fewest_bytes(self.method, assumed)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Tensor:
         """Attention output of this rank's queries: q (B, S, H, D), k and v (B, S, kv_heads, D) -> (B, S, H, D).
@@ -273,6 +300,9 @@ class SequenceParallelAttention(torch.nn.Module):
                 "k and v must be alike, and like q but for the number of heads",
                 "(B, S, heads, D), (B, S, kv_heads, D), (B, S, kv_heads, D) would work",
             )
+        if self._heads[0] and (q.shape[2], k.shape[2]) != self._heads:
+            rule = f"the method was chosen for heads={self._heads[0]} and kv_heads={self._heads[1]}"
+            raise RequestError(f"q {tuple(q.shape)}, k {tuple(k.shape)}", rule, "as many of each would work")
         seqlen = seqlen or (self.mask.seqlen if isinstance(self.mask, Packed) else None)
         if seqlen is None and (uneven := self._uneven.get(q.shape[1])):
             rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say seqlen"
@@ -292,11 +322,7 @@ class SequenceParallelAttention(torch.nn.Module):
                 wire_dtype=self.wire_dtype,
                 layout=self.layout,
             )
-            # The machine is unknown here: take the variant that sends the fewest bytes.
-            method = min(
-                self.method.candidates(problem),
-                key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES),
-            )
+            method = _fewest_bytes(self.method, problem)
             problem = method.dealt(problem)
             if q.shape[1] != problem.tokens(self.rank):
                 raise RequestError(

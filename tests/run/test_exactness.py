@@ -50,7 +50,7 @@ def variants(n: int) -> list[Case]:
 
 
 def others(n: int) -> list[Case]:
-    """Every method but ring, mesh, all_gather and tasp, in every variant. u ranks split 2u heads."""
+    """Every method but ring, all_gather, tasp and mesh with whole heads, in every variant. u ranks split 2u heads."""
     cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q")]
     cases += [Case(n=n, method="double_ring", options=(("inner", inner),)) for inner in divisors(n)]
     cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
@@ -62,6 +62,11 @@ def others(n: int) -> list[Case]:
         ]
         inner = [w for w in divisors(n // u) if w < n // u or u == n]
         cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]
+    cases += [
+        Case(n=n, method="mesh", tile=tile, heads=2 * u, options=(("ulysses", u),))
+        for u in divisors(n)[1:]
+        for tile in tiles(n // u)
+    ]
     return cases + [Case(n=n, method="reference")] * (n == 1)
 
 
@@ -268,6 +273,20 @@ def test_auto_tile_and_layout(ranks: Ranks) -> None:
     assert_exact(ranks, (Case(n=4, method=method, kv_heads=2) for method in ("startrail", "all_gather")))
 
 
+def test_degrees_are_chosen_where_heads_are_given(ranks: Ranks) -> None:
+    """With as many key heads as heads, half as many, and fewer than ranks that split them."""
+    options = (("ulysses", "auto"),)
+    cases = [Case(n=n, method=m, heads=8, options=options, says_heads=True) for m in ("usp", "mesh") for n in (1, 4, 8)]
+    assert_exact(ranks, [replace(case, kv_heads=kv_heads) for case in cases for kv_heads in (8, 4, 1)])
+
+
+def test_other_heads_than_said_are_refused() -> None:
+    attention = SequenceParallelAttention("mesh", ulysses="auto", heads=8, kv_heads=2)
+    q, k = torch.ones(1, 8, 8, 4), torch.ones(1, 8, 4, 4)
+    with pytest.raises(RequestError, match="chosen for heads=8 and kv_heads=2; as many of each would work"):
+        attention(q, k, k)
+
+
 def some_grouped(n: int, dtype: str) -> list[Case]:
     """Everything with half as many key heads as heads, on the last layout that the method has."""
     found = [case for case in everything(n) if case.kv_heads == key_heads(case.heads)[1]]
@@ -294,7 +313,8 @@ def test_wider_wire_is_no_less_exact(ranks: Ranks, n: int) -> None:
     assert n == 9 or len(helped) == len(REGISTRY) - 3
 
 
-ROUNDED_WITH = {"o": ("out", "dq", "dk"), "dq": ("dq",), "dkv": ("dk", "dv"), "dkv_h": ("dk", "dv")}
+ROUNDED_WITH = {"o": ("out", "dq", "dk"), "dq": ("dq",), "dkv": ("dk", "dv")}
+ROUNDED_WITH |= {f"{tensor}_h": results for tensor, results in ROUNDED_WITH.items()}
 """By the tensor that travels in the wire dtype: the results that take its rounding. dv depends on the lse, not on O."""
 
 

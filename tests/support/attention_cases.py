@@ -52,6 +52,8 @@ class Case:
     """Tokens beyond these, which not all ranks get."""
     batch: int = BATCH
     costs: CostProfile = COMPUTE_BOUND
+    says_heads: bool = False
+    """Whether the module is told the heads before it sees tensors."""
     pack: Packed | None = None
     """Documents, in place of `causal`, `tokens` and `more`."""
 
@@ -120,6 +122,8 @@ class Case:
             kernel=self.kernel,
             wire_dtype=self.wire_dtype,
             costs=self.costs,
+            heads=self.heads if self.says_heads else None,
+            kv_heads=self.kv_heads if self.says_heads else None,
             layout=self.layout,
             **self.method_options,
         )
@@ -127,7 +131,8 @@ class Case:
 
 def of_one_batch_entry(cases: Iterable[Case]) -> list[Case]:
     """Those with AllToAlls, which then receive, and send where dtypes allow it, in place."""
-    return [replace(case, batch=1) for case in cases if case.method in ("ulysses", "usp")]
+    dealt = ("ulysses", "usp")
+    return [replace(c, batch=1) for c in cases if c.method in dealt or "ulysses" in dict(c.options)]
 
 
 class Inputs(NamedTuple):

@@ -59,13 +59,19 @@ def _options(name: str, problem: Problem) -> list[dict[str, object]]:
     match name:
         case "mesh":
             sliced = [{"schedule": "searched", "slices": 2}] if problem.n <= FEW and problem.kv_heads % 2 == 0 else []
-            return [{"placement": "auto"}, {"schedule": "searched"}, *sliced] if problem.n <= MANY else [{}]
+            heads = [{"ulysses": u} for u in _degrees(problem)[1:]]
+            return [{"placement": "auto"}, {"schedule": "searched"}, *sliced, *heads] if problem.n <= MANY else [{}]
         case "tokenring":
             trims = (True, False) if problem.n <= MANY else (True,)
             return [{"nodes": d, "trim": trim} for d in divisors(problem.n) for trim in trims]
         case "all_gather":
             return [{"stride": d} for d in divisors(problem.kv_heads)[-2:]]
     return [{}]
+
+
+def _degrees(problem: Problem) -> list[int]:
+    """How many ranks can split the heads."""
+    return [u for u in divisors(problem.n) if problem.heads % u == 0 and problem.kv_heads % u == 0]
 
 
 class Planned(NamedTuple):

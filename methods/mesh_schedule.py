@@ -1,0 +1,156 @@
+"""The schedules of the Mesh-Attention paper: algorithm 2 forward, algorithm 3 backward (methods/mesh.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Tile:
+    """State of one rank's tile: the blocks still to compute, and how many chunks were received."""
+
+    a: int
+    b: int
+    q_received: int = 0
+    kv_received: int = 0
+    rows: list[int] = field(init=False)
+    """For each row u, a bit set of the columns v whose block is not computed yet."""
+    columns: list[int] = field(init=False)
+    """For each column v, a bit set of the rows u whose block is not computed yet."""
+
+    def __post_init__(self) -> None:
+        self.rows = [(1 << self.b) - 1] * self.a
+        self.columns = [(1 << self.a) - 1] * self.b
+
+    @property
+    def received_all(self) -> bool:
+        return self.q_received == self.a - 1 and self.kv_received == self.b - 1
+
+    def unlocked_by_q(self) -> int:
+        """The paper's n_Q: blocks that the next Recv Q makes ready."""
+        return self.kv_received + 1 if self.q_received < self.a - 1 else 0
+
+    def unlocked_by_kv(self) -> int:
+        """The paper's n_KV: blocks that the next Recv KV makes ready."""
+        return self.q_received + 1 if self.kv_received < self.b - 1 else 0
+
+    def next_in_rows(self) -> tuple[int, int] | None:
+        """The first ready block in row-first order, (u, v); None if none is ready."""
+        ready = (1 << (self.kv_received + 1)) - 1
+        for u in _own_last(self.q_received + 1):
+            if self.rows[u] & ready:
+                return u, _first_bit(self.rows[u] & ready)
+        return None
+
+    def next_in_columns(self) -> tuple[int, int] | None:
+        """The first ready block in column-first order, (u, v); None if none is ready."""
+        ready = (1 << (self.q_received + 1)) - 1
+        for v in _own_last(self.kv_received + 1):
+            if self.columns[v] & ready:
+                return _first_bit(self.columns[v] & ready), v
+        return None
+
+    def compute(self, block: tuple[int, int]) -> tuple[int, int]:
+        u, v = block
+        self.rows[u] &= ~(1 << v)
+        self.columns[v] &= ~(1 << u)
+        return block
+
+
+def _own_last(count: int) -> list[int]:
+    """Rows or columns in order of priority. #0, the rank's own chunk, is last, as no transfer waits for it."""
+    return [*range(1, count), 0]
+
+
+def _first_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: at most one transfer, and the blocks that overlap it."""
+
+    transfer: str
+    """The tensor that moves one hop (q, kv, o, odoq, dq, dkv), or "" for none."""
+    blocks: tuple[tuple[int, int], ...]
+
+
+def forward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
+    """The steps of algorithm 2. `c` has c_Q, c_KV and c_O, by tensor: how many blocks hide one hop of it."""
+    tile, steps, sent_o = Tile(a, b), [], 0
+
+    def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
+        blocks = []
+        while len(blocks) < x and (block := tile.next_in_rows()):
+            blocks.append(tile.compute(block))
+        return tuple(blocks)
+
+    while not tile.received_all:
+        blocks = compute_blocks(c[chosen := _receive(tile, "q", c)])
+        steps.append(Step(chosen, blocks))
+        _received(tile, chosen)
+    while sent_o < a - 1:
+        while tile.rows[sent_o + 1]:
+            steps.append(Step("", compute_blocks(1)))
+        steps.append(Step("o", compute_blocks(c["o"])))
+        sent_o += 1
+    while any(tile.rows):
+        steps.append(Step("", compute_blocks(1)))
+    return steps
+
+
+def backward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
+    """The steps of algorithm 3. `c` has c_OdOQ, c_KV, c_dQ and c_dKV, by tensor: how many blocks hide one hop of it.
+
+    The paper's loop ends with the last send. Block (0, 0), which no send waits for, may be left then: it is added.
+    """
+    tile, steps, sent = Tile(a, b), [], {"dq": 0, "dkv": 0}
+
+    def choose_next_block() -> tuple[int, int] | None:
+        row, column = _first_unfinished(tile.rows), _first_unfinished(tile.columns)
+        # c_dQ / n_dQ < c_dKV / n_dKV. Row and column 0 have no profit, as finishing them allows no send.
+        dq_profit = c["dq"] * tile.columns[column].bit_count() if row else 0
+        dkv_profit = c["dkv"] * tile.rows[row].bit_count() if column else 0
+        return tile.next_in_columns() if dq_profit < dkv_profit else tile.next_in_rows()
+
+    def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
+        blocks = []
+        while len(blocks) < x and (block := choose_next_block()):
+            blocks.append(tile.compute(block))
+        return tuple(blocks)
+
+    def valid(tensor: str) -> bool:
+        lines = tile.rows if tensor == "dq" else tile.columns
+        return sent[tensor] + 1 < len(lines) and not lines[sent[tensor] + 1]
+
+    while not tile.received_all:
+        blocks = compute_blocks(c[chosen := _receive(tile, "odoq", c)])
+        steps.append(Step(chosen, blocks))
+        _received(tile, chosen)
+    while sent["dq"] < a - 1 or sent["dkv"] < b - 1:
+        while not (valid("dq") or valid("dkv")):
+            steps.append(Step("", compute_blocks(1)))
+        for tensor in ("dq", "dkv"):
+            if valid(tensor):
+                steps.append(Step(tensor, compute_blocks(c[tensor])))
+                sent[tensor] += 1
+    while any(tile.rows):
+        steps.append(Step("", compute_blocks(1)))
+    return steps
+
+
+def _receive(tile: Tile, q: str, c: Mapping[str, int]) -> str:
+    """The tensor to receive next: `q` if n_Q / c_Q > n_KV / c_KV, else kv."""
+    return q if tile.unlocked_by_q() * c["kv"] > tile.unlocked_by_kv() * c[q] else "kv"
+
+
+def _received(tile: Tile, tensor: str) -> None:
+    if tensor == "kv":
+        tile.kv_received += 1
+    else:
+        tile.q_received += 1
+
+
+def _first_unfinished(lines: Sequence[int]) -> int:
+    return next((i for i in _own_last(len(lines)) if lines[i]), 0)
