@@ -28,10 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code. Under srun or torchrun, rank 0 runs it, the others are its ranks."""
     from sp_bench.measure.ranks import drive
 
-    return drive(lambda: _answer(sys.argv[1:] if argv is None else argv))
+    return drive(lambda: answer(sys.argv[1:] if argv is None else argv))
 
 
-def _answer(arguments: list[str]) -> int:
+def answer(arguments: list[str]) -> int:
+    """Run the command line in a process that drives already; return the exit code."""
     flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg", "--json")}
     if flags & {"-h", "--help"}:
         print((__doc__ or "") + _keys())

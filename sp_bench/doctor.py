@@ -68,24 +68,30 @@ def doctor(arguments: Sequence[str]) -> int:
 
 def examined(options: dict[str, Any]) -> Examination:
     """The examination that the options ask for. Raises RequestError for an invalid value."""
-    launch, device = launched(), _device(options["device"])
-    head_dim = read(Count, _number(options["head_dim"]), "head_dim")
+    device = device_of(options["device"])
+    head_dim = read(Count, number_of(options["head_dim"]), "head_dim")
     dtypes = DTYPES[device] if options["dtype"] == "auto" else (options["dtype"],)
     for dtype in dtypes:
         if dtype not in TOLERANCE:
             raise unknown("dtype", dtype, TOLERANCE)
+    return examine(ranks_of(options["ranks"], device, MOST_CPU_RANKS), launched(), device, dtypes, head_dim)
+
+
+def ranks_of(given: Any, device: str, most_cpu_ranks: int) -> int:
+    """The number of ranks: as given or, for auto, the launch's, one a GPU, or as many as cores from 2 to a limit.
+
+    Raises RequestError for an invalid number, or one that the launch or the GPUs can't serve.
+    """
+    launch, gpus = launched(), gpus_here()
+    if given == "auto":
+        return launch.n if launch else gpus if device == "cuda" else min(max(cores_here(), 2), most_cpu_ranks)
+    ranks = read(Count, number_of(given), "ranks")
     if launch:
-        ranks = launch.n
-        if options["ranks"] != "auto":
-            launch.refuse(read(Count, _number(options["ranks"]), "ranks"))
-    elif options["ranks"] != "auto":
-        ranks = read(Count, _number(options["ranks"]), "ranks")
-    else:
-        ranks = gpus_here() if device == "cuda" else min(max(cores_here(), 2), MOST_CPU_RANKS)
-    if device == "cuda" and not launch and ranks > gpus_here():
-        rule = f"this machine has {gpus_here()} GPUs, and ranks have one each"
-        raise RequestError(f"ranks={ranks}", rule, f"ranks={gpus_here()} would work")
-    return examine(ranks, launch, device, dtypes, head_dim)
+        launch.refuse(ranks)
+    elif device == "cuda" and ranks > gpus:
+        rule = f"this machine has {gpus} GPUs, and ranks have one each"
+        raise RequestError(f"ranks={ranks}", rule, f"ranks={gpus} would work")
+    return ranks
 
 
 def report(found: Examination, arguments: Sequence[str]) -> dict[str, Any]:
@@ -100,7 +106,8 @@ def report(found: Examination, arguments: Sequence[str]) -> dict[str, Any]:
     return {"made": made, **as_json(found.findings, **found.facts)}
 
 
-def _device(given: Any) -> str:
+def device_of(given: Any) -> str:
+    """cpu or cuda; for auto, cuda where it can be used. Raises RequestError for cuda without a GPU."""
     device = read(AskedDevice, given, "device")
     if device == "auto":
         return "cuda" if gpus_here() and torch_has_cuda() else "cpu"
@@ -109,7 +116,7 @@ def _device(given: Any) -> str:
     return device
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
     """A number that a user wrote; another text as it is, for the error."""
     return int(value) if str(value).isdigit() else value
 
