@@ -200,15 +200,13 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
     manifest = json.loads((folder / "manifest.json").read_text())
     assert {name: step["exit_code"] for name, step in manifest["steps"].items()} == dict.fromkeys(NAMES, 0)
-    for name, mode, number in (
-        ("exactness", "measure", 22),
-        ("headline", "measure", 11),
-        ("simulated", "simulate", 11),
-    ):
+    methods = len(REGISTRY) - 1
+    sweeps = (("exactness", "measure", 2), ("headline", "measure", 1), ("simulated", "simulate", 1))
+    for name, mode, settings in sweeps:
         found = records.read_all(folder / name)
-        assert {(record.status, record.mode) for record in found} == {("ok", mode)} and len(found) == number
+        assert {(record.status, record.mode) for record in found} == {("ok", mode)} and len(found) == settings * methods
     for name, entry in manifest["files"].items():
         content = (folder / name).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"])
     text = (folder / "report.md").read_text()
-    assert "## Errors against fp64" in text and "## Measured" in text and text.count("| ok |") == 22
+    assert "## Errors against fp64" in text and "## Measured" in text and text.count("| ok |") == 2 * methods
