@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sp_bench.analysis.explorer.fields import KIND_WORDS
+from sp_bench.analysis.explorer.page import page as whole_page
 from sp_bench.analysis.number import Source
 from sp_bench.analysis.section import Section
 from sp_bench.records import write_whole
@@ -26,11 +29,14 @@ def page(title: str, studies: Mapping[str, Sequence[Section]], about: str) -> st
     Raises ValueError if two sources have the same id, or two tables or two figures the same name.
     """
     contents, body = [], []
+    ids = (f"section-{k}" for k in itertools.count(1))
     sources: dict[str, Source] = {}
     for name, sections in studies.items():
         anchor = "-".join(re.findall(r"\w+", name.lower()))
-        contents.append(f'<li><a href="#{anchor}">{html.escape(name)}</a></li>')
-        body.append(f'<h1 id="{anchor}">{html.escape(name)}</h1>{"".join(s.to_html() for s in sections)}')
+        links = [(id, section) for id, section in zip(ids, sections, strict=False)]
+        below = "".join(f"<li>{_link(id, section.title)}</li>" for id, section in links)
+        contents.append(f"<li>{_link(anchor, name)}<ol>{below}</ol></li>")
+        body.append(f'<h1 id="{anchor}">{html.escape(name)}</h1>{"".join(s.to_html(id) for id, s in links)}')
         for source in (source for section in sections for source in section.sources):
             if sources.setdefault(source.id, source) != source:
                 raise ValueError(f"two sources are called {source.id}: {source.text}; {sources[source.id].text}")
@@ -42,14 +48,19 @@ def page(title: str, studies: Mapping[str, Sequence[Section]], about: str) -> st
     )
     if twice := [f"{kind} {name}" for (kind, name), count in names.items() if count > 1]:
         raise ValueError(f"names that are used twice: {', '.join(twice)}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><header><h1>{html.escape(title)}</h1><p>{html.escape(about)}</p>"
-        f'<p class="kinds"><span class="paper">as printed in the paper</span> <span class="computed">computed: counted'
-        f' from plans, or by formula</span> <span class="simulated">simulated</span> <span class="measured">measured'
-        f"</span></p><nav><ol>{''.join(contents)}<li><a href='#sources'>Sources</a></li></ol></nav></header>"
-        f"<main>{''.join(body)}</main>{_sources(list(sources.values()))}</body></html>\n"
+    kinds = "".join(f'<li class="{name.split()[0]}">{html.escape(words)}</li>' for name, words in KIND_WORDS.items())
+    frame = (
+        '<a class="skip" href="#main">Skip to the report</a>'
+        f"<header><h1>{html.escape(title)}</h1><p>{html.escape(about)}</p><ul class='kinds'>{kinds}</ul></header>"
+        f'<div class="report"><nav aria-label="Contents"><ol>{"".join(contents)}'
+        "<li><a href='#sources'>Sources</a></li></ol></nav>"
+        f'<main id="main" tabindex="-1">{"".join(body)}{_sources(list(sources.values()))}</main></div>'
     )
+    return whole_page(title, frame, style=STYLE)
+
+
+def _link(id: str, words: str) -> str:
+    return f'<a href="#{id}">{html.escape(words)}</a>'
 
 
 def write(path: Path, title: str, studies: Mapping[str, Sequence[Section]], about: str) -> None:

@@ -83,9 +83,11 @@ class Section:
         parts = (p.to_markdown() if isinstance(p, Table) else str(p) for p in self.parts if not isinstance(p, Figure))
         return "\n\n".join([f"## {self.title}", *map(str.strip, parts)])
 
-    def to_html(self) -> str:
-        """A section of the report's page."""
-        return f"<section><h2>{html.escape(self.title)}</h2>{''.join(part.to_html() for part in self.parts)}</section>"
+    def to_html(self, id: str = "") -> str:
+        """A section of the report's page, with the id that links to it."""
+        parts = "".join(part.to_html() for part in self.parts)
+        named = f' id="{id}"' if id else ""
+        return f"<section{named}><h2>{html.escape(self.title)}</h2>{parts}</section>"
 
     _repr_html_ = to_html
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sp_bench import markdown
+from sp_bench.analysis.explorer.fields import head
 from sp_bench.analysis.number import KINDS, Number, about_number
 
 Cell = Number | str | int
@@ -26,7 +27,7 @@ class Column:
     @property
     def head(self) -> str:
         """The name with the unit."""
-        return f"{self.name}, {self.unit}" if self.unit else self.name
+        return head(self.name, self.unit)
 
 
 def columns(heads: str) -> list[Column]:
@@ -87,7 +88,7 @@ class Table:
 
     def to_html(self) -> str:
         """A table whose numbers are links to their sources; a report lists the sources under these ids."""
-        head = "".join(f"<th>{html.escape(column.head)}</th>" for column in self.columns)
+        head = "".join(f'<th scope="col">{html.escape(column.head)}</th>' for column in self.columns)
         rows = [
             f"<tr>{''.join(_html(cell, c) for cell, c in zip(row, self.columns, strict=True))}</tr>"
             for row in self.rows
@@ -98,7 +99,8 @@ class Table:
         if rest := rows[shown:]:
             body += f"<details><summary>{len(rest)} more rows</summary><table>{_grid(head, rest)}</details>"
         notes = " ".join(part for part in (_sentence(self.legend), self.note) if part)
-        return f'<div class="table">{body}<p class="note">{html.escape(notes)}</p></div>'
+        region = f'class="scroll" tabindex="0" role="region" aria-label="{html.escape(self.title)}"'
+        return f'<div {region}>{body}</div><p class="note">{html.escape(notes)}</p>'
 
     _repr_html_ = to_html
 

@@ -34,7 +34,12 @@ class Result:
     @property
     def head(self) -> str:
         """The label with the unit, for the head of a column or an axis."""
-        return f"{self.label} ({self.unit})" if self.unit else self.label
+        return head(self.label, self.unit)
+
+
+def head(label: str, unit: str) -> str:
+    """The head of a column or an axis: what its numbers are, and their unit."""
+    return f"{label} ({unit})" if unit else label
 
 
 SETTINGS = (

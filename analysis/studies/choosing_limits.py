@@ -238,5 +238,5 @@ def _table(by_nic: Times, by_tokens: Times) -> Table:
         for (method, x), record in found.items():
             lines.append([axis, int(x), method, of_record(record, "step_ms_median")])
             lines[-1].append(str(record.bound_by or f"{record.status}: {record.error}"))
-    heads = columns("axis; at; method; step | ms; bound by")
+    heads = columns("what varies; its value; method; step | ms; bound by")
     return Table("choosing-ladders", "Steps by NIC rate and by tokens of a GPU", heads, lines, shown_rows=10)

@@ -124,8 +124,8 @@ def _table(bests: Bests, name: str) -> Table:
         lines[-1] += [of_record(one.record, "mfu").times(100), of_record(one.record, "peak_mem_bytes_max").times(1e-9)]
         lines[-1] += [one.second.method if one.second else "none", one.margin.times(100)]
     heads = columns(
-        "cluster; KV heads; seqlen; GPUs; best; variant; step | ms; MFU | % | .1f; memory | GB | .3g; second;"
-        " second longer by | % | .1f"
+        "cluster; KV heads; seqlen; GPUs; fastest; variant; step | ms; MFU | % | .1f; peak memory | GB | .3g; second;"
+        " step of the second is longer by | % | .1f"
     )
     return Table(f"choosing-{name}", "The best method, its variant and the second", heads, lines, shown_rows=12)
 

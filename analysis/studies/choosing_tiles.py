@@ -50,8 +50,8 @@ def tiles(runs: Runs) -> Section:
         lines.append([cluster, kv_heads, gpus, seqlen, record.variant or "-", str(smallest["variant"])])
         lines[-1] += [of_record(record, "step_ms_median"), time, word, cost]
     heads = columns(
-        "cluster; KV heads; GPUs; seqlen; fastest tile; tile that sends least; step of the fastest | ms;"
-        " step of the one that sends least | ms; the latter is; ratio || .2f"
+        "cluster; KV heads; GPUs; seqlen; fastest tile; tile that sends least; step with the fastest tile | ms;"
+        " step with the tile that sends least | ms; how that step is known; ratio of the steps || .2f"
     )
     return Section(
         "Which tile of Mesh",
@@ -194,7 +194,7 @@ def memory(runs: Runs) -> Section:
             )
         )
     panels.legend_below(3, fontsize=8)
-    heads = columns("point; method; variant; memory | GB | .3g; step | ms")
+    heads = columns("point; method; variant; peak memory | GB | .3g; step | ms")
     return Section(
         "Memory against speed",
         text(

@@ -48,8 +48,8 @@ def bounds(runs: Runs) -> Section:
         sent, bound = (of_record(record, f"comm_bytes_{name}").times(MB) for name in ("per_gpu", "lower_bound"))
         lines.append([data, dealing, work, least_work, sent, bound, payload_over_bound(record)])
     heads = columns(
-        "lengths; dealing; work of the busiest GPU | x mean | .3f; least with this dealing | x mean | .3f;"
-        " sent by Ring | MB a GPU | .1f; lower bound | MB a GPU | .1f; payload over bound || .2f"
+        "lengths; dealing; work of the busiest GPU over mean || .3f; least possible with this dealing || .3f;"
+        " sent by Ring | MB per GPU | .1f; lower bound | MB per GPU | .1f; payload / lower bound || .2f"
     )
     return Section(
         f"Work and volume by dealing, {DEALT_GPUS} GPUs",
@@ -131,7 +131,7 @@ def shares(runs: Runs) -> Section:
         lines.append([method, packed[method, DEALINGS[0]].variant or "", whole.times(MB)])
         lines[-1] += [share[method, dealing].times(100) for dealing in DEALINGS]
     heads = columns(
-        "method; variant; full attention | MB a GPU | .1f; " + "; ".join(f"{d} | % | .1f" for d in DEALINGS)
+        "method; variant; full attention | MB per GPU | .1f; " + "; ".join(f"{d} | % | .1f" for d in DEALINGS)
     )
     return Section(
         "What nobody needs is not sent",

@@ -48,7 +48,8 @@ def points(runs: Runs) -> Section:
             documents, longest = of_record(record, "documents"), of_record(record, "longest_document")
             lines.append([data, gpus, tokens, documents, longest, longest.over(tokens).times(100)])
     heads = columns(
-        "lengths; GPUs; tokens || ,.0f; documents || ,.0f; longest document | tokens | ,.0f; of the pack | % | .1f"
+        "lengths; GPUs; tokens || ,.0f; documents || ,.0f; longest document | tokens | ,.0f;"
+        " longest document | % of the pack | .1f"
     )
     return Section(
         "The packs",
@@ -149,7 +150,7 @@ def _steps_table(found: Dealt, steps: Steps, ratios: Steps) -> Table:
         [*key, record.variant or "", record.status, steps[key], ratios[key], of_record(record, "mfu").times(100)]
         for key, record in found.items()
     ]
-    heads = columns("lengths; method; dealing; variant; status; step | ms; over the fastest || .3f; MFU | % | .1f")
+    heads = columns("lengths; method; dealing; variant; status; step | ms; step / fastest step || .3f; MFU | % | .1f")
     return Table("documents-steps", "Steps by method and dealing", heads, lines, shown_rows=12)
 
 
@@ -208,7 +209,8 @@ def _winners_table(found: dict[tuple[str, int], Winner], name: str, title: str) 
         lines[-1] += [of_record(one.record, "mfu").times(100), second, one.margin.times(100)]
         lines[-1].append(", ".join(f"{record.method} ({record.layout})" for record in one.close) or "none")
     heads = columns(
-        "lengths; GPUs; fastest; variant; dealing; step | ms; MFU | % | .1f; second; second longer by | % | .1f;"
+        "lengths; GPUs; fastest; variant; dealing; step | ms; MFU | % | .1f; second;"
+        " step of the second is longer by | % | .1f;"
         f" too close to call (< {CLOSE:.0%})"
     )
     return Table(name, title, heads, lines)

@@ -74,5 +74,9 @@ def claims(runs: Runs) -> Section:
         explained=tally(sum(any_way.values()) - sum(first.values()), numbers),
         missed="; ".join(claim for claim, good in any_way.items() if not good) or "nothing",
     )
-    heads = columns("claim; where; unit; paper; ours; ours / paper's || .2f; with; bound; verdict")
-    return Section("What the paper states", about, Table("mesh-claims", "Stated, and ours", heads, made))
+    heads = columns(
+        "claim; place in the paper; unit; paper; ours; ours / paper's || .2f; setting of ours; tolerance; verdict"
+    )
+    return Section(
+        "What the paper states", about, Table("mesh-claims", "Claims of the paper, and our numbers", heads, made)
+    )

@@ -50,8 +50,9 @@ def figure10(runs: Runs) -> Section:
         times = [cells.seconds(ring), cells.seconds(mesh)]
         made.append([g, HEADS // g, mesh.variant or "", *times, gain(records, g, GPUS), *waits])
     heads = columns(
-        "g; KV heads; Mesh's tile; Ring | s | .2f; Mesh | s | .2f; Ring / Mesh || .2f; Ring waits | s | .2f;"
-        " Mesh waits | s | .2f"
+        "g; KV heads; Mesh's tile; Ring, step | s | .2f; Mesh, step | s | .2f; Ring / Mesh || .2f;"
+        " Ring, waiting | s | .2f;"
+        " Mesh, waiting | s | .2f"
     )
     ring_waits = [share(wait, busy) for busy, wait in parts[PAPERS_MOST, GPUS, "ring"].values()]
     return Section(
@@ -92,5 +93,5 @@ def _about(records: dict[Key, Record], ring_waits: Number) -> Text:
 def _gains(records: dict[Key, Record]) -> Table:
     degrees = [g for g in DEGREES if g <= PAPERS_MOST]
     made = [[gpus, *(gain(records, g, gpus) for g in degrees)] for gpus in cells.GPUS]
-    heads = columns("; ".join(["GPUs", *(f"g = {g} | Ring / Mesh | .2f" for g in degrees)]))
+    heads = columns("; ".join(["GPUs", *(f"Ring / Mesh at g = {g} || .2f" for g in degrees)]))
     return Table("mesh-gqa-gains", "How much faster Mesh is, 1M causal", heads, made)

@@ -204,7 +204,7 @@ def _buffers(paper: Printed) -> Table:
         for held in HELD:
             what = ", ".join(row["what"] for row in BUFFERS if (row["phase"], row["held"]) == (phase, held))
             made.append([phase, held, what, computed(_bytes(problem, phase, held) / unit, KEPT)])
-    heads = columns("phase; held by; buffers; together | chunks of Q in bf16 | .2f")
+    heads = columns("phase; held by; buffers; their sum | chunks of Q in bf16 | .2f")
     note = f"A chunk is seqlen / GPUs tokens x hidden size, {DTYPE_BYTES['bfloat16']} bytes each."
     return Table("mesh-memory-buffers", "Buffers that are counted as held", heads, made, note)
 

@@ -44,8 +44,8 @@ def table2() -> Section:
             gaps.append(derived(lambda ours, theirs: ours - theirs, busiest, paper))
             made.append([row["method"], expression, n, found.variant, paper, mean, busiest, gaps[-1]])
     heads = columns(
-        "method; formula; GPUs; variant; by formula | N d | .6f; counted, mean | N d | .6f;"
-        " counted, busiest | N d | .6f; busiest - formula"
+        "method; formula; GPUs; variant; by formula | N d | .6f; counted, mean of ranks | N d | .6f;"
+        " counted, busiest rank | N d | .6f; busiest rank - formula"
     )
     exact = count(gaps, lambda gap: abs(gap) < EXACT)
     about = text(
@@ -100,7 +100,7 @@ def _nine_gpus() -> Table:
     for claim, ours in nine_gpus().items():
         paper = next(cells.stated(start) for start in stated if start.endswith(claim))
         made.append([claim, paper, ours, ours.over(paper)])
-    heads = columns("9 GPUs; paper | chunks; ours | chunks; ours / paper's || .2f")
+    heads = columns("what 9 GPUs send; paper | chunks; ours | chunks; ours / paper's || .2f")
     return Table("mesh-nine-gpus", "The example of section 1: what all 9 GPUs send, forward", heads, made)
 
 

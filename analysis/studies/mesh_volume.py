@@ -226,8 +226,9 @@ def _all_ways() -> Table:
         offs = [derived(lambda a, b: a - b, number, cells.stated(claim)) for claim, number in found.items()]
         made.append([outputs, gradients, "yes" if home else "no", *found.values(), _farthest(offs)])
     heads = columns(
-        "partial outputs; gradients; Ring's dkv sent home; maximum | % | .2f; average | % | .2f;"
-        " 256 below 32 GPUs | % | .2f; largest difference | points | .2f"
+        "dtype of partial outputs; dtype of gradients; Ring's last dKV hop counted; largest reduction | % | .2f;"
+        " mean reduction | % | .2f;"
+        " 256 GPUs below 32 GPUs | % | .2f; largest difference from the paper | points | .2f"
     )
     title = "Section 4.5's reductions by dtype on the wire, with table 5's tiles"
     return Table("mesh-reduction-by-dtype", title, heads, made)

@@ -140,8 +140,8 @@ def explainer(runs: Runs) -> Section:
     rings = [item.ring for item in found.values()]
     exposed = _exposed(runs)
     heads = columns(
-        "claim; unit; explainer; its arithmetic, again; arithmetic: verdict; Ring Attention;"
-        " Ring Attention: verdict; where"
+        "claim; unit; explainer; its arithmetic computed again; verdict on the arithmetic; Ring Attention, counted;"
+        " verdict on Ring Attention; place in the text"
     )
     return Section(
         "An explainer's example of 1M tokens on 8 GPUs",

@@ -94,8 +94,10 @@ def condition(runs: Runs) -> Section:
     peaks = [row[5].over(row[4]) for row in table if row[4].value is not None]
     masked = [row[8].over(row[5]) for row in table]
     heads = columns(
-        "cluster; nodes; GPUs; slowest hop | GB/s; least block, F / B | tokens | .0f; by kernel rates | tokens | .0f;"
-        " simulated | tokens | .0f; simulated / kernel rates || .2f; kernel rates, causal, striped | tokens | .0f"
+        "cluster; nodes; GPUs; slowest hop | GB/s; smallest block by F / B | tokens | .0f;"
+        " smallest block by kernel rates | tokens | .0f;"
+        " smallest block, simulated | tokens | .0f; simulated / by kernel rates || .2f;"
+        " smallest block by kernel rates, causal and striped | tokens | .0f"
     )
     return Section(
         "The least block that hides communication",
@@ -163,8 +165,9 @@ def hidden(runs: Runs) -> Section:
         table.append([cluster, n, SWEEP_SEQLEN // n, smallest, step, transfers, exposed, share.times(100)])
         table[-1].append(exposed.over(step).times(100))
     heads = columns(
-        "cluster; GPUs; block | tokens; least block, causal, by kernel rates | tokens | .0f; step | ms;"
-        " transfers alone | ms; exposed | ms; hidden | % of transfers | .1f; exposed | % of the step | .1f"
+        "cluster; GPUs; block | tokens; smallest block by kernel rates, causal | tokens | .0f; step | ms;"
+        " transfers alone | ms; exposed communication | ms; hidden communication | % of transfers | .1f;"
+        " exposed communication | % of the step | .1f"
     )
     return Section(
         "A sequence of 1M tokens on more and more GPUs",

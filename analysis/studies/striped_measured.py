@@ -73,8 +73,9 @@ def measured(runs: Runs) -> Section:
     ratios = [row[-1] for row in table if row[-1].value is not None]
     heads = columns(
         "ranks; cores; seqlen | tokens; block | tokens; Ring | ms | .0f; Striped | ms | .0f; speedup || .2f;"
-        " 95%, low || .2f; 95%, high || .2f; limit, a core each || .3g; limit, these cores || .3g;"
-        " limit with the kernel's steps || .2f; speedup / limit with steps || .2f"
+        " 95% interval, low end || .2f; 95% interval, high end || .2f; limit with a core for each rank || .3g;"
+        " limit on these cores || .3g;"
+        " limit with the kernel's steps || .2f; speedup / limit with the kernel's steps || .2f"
     )
     title = "Attention alone, measured with CPU ranks"
     values = Table("striped-measured", "Striped against Ring on this machine's cores", heads, table)

@@ -50,7 +50,7 @@ def attention(runs: Runs) -> Section:
     shares, steps = reached.values(), [(n, a, b) for n in DEVICES for a, b in pairwise(BLOCKS)]
     heads = columns(
         "GPUs; seqlen | tokens; block | tokens; Ring | ms; Striped | ms; speedup || .3f; limit || .3f;"
-        " share reached | % of the limit | .1f; speedup of the busiest ranks' kernels || .3f"
+        " speedup | % of the limit | .1f; speedup of the kernels alone, busiest ranks || .3f"
     )
     return Section(
         "Attention alone, simulated on 8 A100",

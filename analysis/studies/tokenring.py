@@ -94,7 +94,7 @@ def nodes(runs: Runs) -> Section:
     for rival in ("tokenring", "double_ring"):
         gains[rival] = [times[c, n, rival].over(times[c, n, hybrid]) for c in NODE_CLUSTERS for n in NODE_GPUS]
     low, high = least(gains["tokenring"]), most(gains["tokenring"])
-    heads = columns("cluster; GPUs; method; forward | ms; times as fast as ring || .2f; bound by")
+    heads = columns("cluster; GPUs; method; forward | ms; Ring / method || .2f; bound by")
     return Section(
         "Case study III: TokenRing across nodes",
         text(

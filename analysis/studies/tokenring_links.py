@@ -53,7 +53,11 @@ def directions(runs: Runs) -> Section:
         lines[-1] += [share for cluster in NAMES for method in METHODS for share in shares[cluster, n, method]]
     ways = [("cable", ("busiest", "its reverse")), ("port", ("out", "in"))]
     links = [f"{method}, {link} {way} || .2f" for link, pair in ways for method in METHODS for way in pair]
-    heads = columns("; ".join(["GPUs", "steps that send both || .2f", "time with both || .2f", *links]))
+    heads = columns(
+        "; ".join(
+            ["GPUs", "share of steps that send both ways || .2f", "share of time that sends both ways || .2f", *links]
+        )
+    )
     return Section(
         "Both directions of links, by number of GPUs",
         text(
@@ -162,8 +166,8 @@ def topologies(runs: Runs) -> Section:
         lines.append([NAMES[place[0]], *place[1:], times[0], str(ring.bound_by), times[1], str(token.bound_by)])
         lines[-1].append(gains[place])
     heads = columns(
-        "nodes; mask; tokens of a GPU; GPUs; ring | ms; ring bound by; tokenring | ms; tokenring bound by;"
-        " ring / tokenring || .2f"
+        "nodes; mask; tokens of a GPU; GPUs; Ring | ms; Ring is bound by; TokenRing | ms; TokenRing is bound by;"
+        " Ring / TokenRing || .2f"
     )
     return Section(
         "Full mesh against NVSwitch",

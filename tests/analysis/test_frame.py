@@ -131,7 +131,7 @@ def test_a_records_command_makes_the_same_config(overrides: list[str]) -> None:
 
 def test_markdown_holds_its_columns() -> None:
     lines = [line for line in table().to_markdown().splitlines() if line.startswith("|")]
-    assert lines[0] == "| method | ours, GB | paper, GB |"
+    assert lines[0] == "| method | ours (GB) | paper (GB) |"
     assert lines[2] == "| mesh | 8.00 | 4 |"
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [4] * len(lines)
     assert "ours: simulated or computed; paper: as printed." in table().to_markdown()
@@ -155,7 +155,7 @@ def test_html_escapes_and_links() -> None:
 
 def test_csv_has_values_and_sources() -> None:
     head, first, second = csv.reader(io.StringIO(table().to_csv()))
-    assert head == ["method", "ours, GB", "ours: source", "paper, GB", "paper: source"]
+    assert head == ["method", "ours (GB)", "ours: source", "paper (GB)", "paper: source"]
     assert first == ["mesh", "8.0", "volume", "4.0", PRINTED.sources[0].id]
     assert second[0] == AWKWARD
     assert second[1] == ""
@@ -248,7 +248,7 @@ def targets(page: str) -> tuple[list[str], list[str]]:
 def test_every_link_of_a_report_has_its_target() -> None:
     page = report.page("Title", {'Study & "one"': study()}, "about")
     links, ids = targets(page)
-    assert len(links) == 11
+    assert len(links) == 13
     assert set(links) <= set(ids)
     assert len(ids) == len(set(ids))
 
