@@ -14,6 +14,9 @@ Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k 
     backward  3 (a - 1) OdOQ + 2k (b - 1) KV + (a - 1) dQ + 2k (b - 1) dKV
     the lse travels with each O and each OdOQ and is counted apart
 
+`row_sums` sends rowsum(dO * O) with Q, dO and the lse, in place of O, as the backward needs no more of it (RowSums):
+2 (a - 1) for 3 (a - 1), and one number a row more.
+
 `placement` says which groups are consecutive ranks, which fill a node: with the paper's Q groups, KV crosses nodes;
 with KV groups (a Q group is then the ranks equal mod b), Q and O cross nodes. Tile, algorithms and volume are the same.
 
@@ -56,9 +59,11 @@ from sp_bench.plan import (
     Fold,
     Group,
     Method,
+    Op,
     Plan,
     Problem,
     RequestError,
+    RowSums,
     Steps,
     divisors,
     line_of,
@@ -85,7 +90,7 @@ class Mesh(Method):
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "(2 + 2*max(k, u/h))*(u-1)/u + 2*(a-1) + 2*max(k, u/h)*(b-1)",
-        "backward": "(2 + 2*max(k, u/h))*(u-1)/u + 4*(a-1) + 4*max(k, u/h)*(b-1)",
+        "backward": "(2 + 2*max(k, u/h))*(u-1)/u + (3 + o)*(a-1) + 4*max(k, u/h)*(b-1)",
     }
 
     tile: str | tuple[int, int] = "auto"
@@ -101,6 +106,9 @@ class Mesh(Method):
     slices: str | int = 1
     """How many equal slices of the heads; the tile is computed once per slice. More than 1 needs a searched schedule.
     auto stands for those of 1, 2, 4 and 8 that divide kv_heads."""
+
+    row_sums: bool = False
+    """Whether the backward sends rowsum(dO * O) in place of O."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,6 +143,10 @@ class Mesh(Method):
                 f"method.slices={self.slices}",
                 f"heads are split among ranks already, by method.ulysses={self.ulysses}",
                 "method.slices=1, or method.ulysses=1, would work",
+            )
+        if type(self.row_sums) is not bool:
+            raise RequestError(
+                f"method.row_sums={self.row_sums}", "must be true or false", "method.row_sums=true would work"
             )
         if self.lanes not in ("one", "each"):
             raise RequestError(f"method.lanes={self.lanes}", "must be one or each", "method.lanes=one would work")
@@ -207,15 +219,16 @@ class Mesh(Method):
         return self.tile
 
     def variant(self, n: int) -> str:
-        """The tile in words, with the placement, schedule and slices that differ from the paper's."""
+        """The tile in words, with the options that differ from the paper's."""
         other = (" kv inside" if self.placement == "kv" else "") + (" searched" if self.schedule == "searched" else "")
         heads = f"ulysses {self.ulysses} x " if self.ulysses != 1 else ""
-        return heads + super().variant(n) + other + (f" in {self.slices} slices" if self.slices != 1 else "")
+        other += f" in {self.slices} slices" if self.slices != 1 else ""
+        return heads + super().variant(n) + other + (" row sums" if self.row_sums else "")
 
     def symbols(self, problem: Problem) -> Mapping[str, float]:
-        """The values of a, b and u."""
+        """The values of a, b and u; o is 1 if O travels in the backward, else 0."""
         a, b = self.tile_shape(problem.n)
-        return {"a": a, "b": b, "u": self.head_parallel(problem.n)}
+        return {"a": a, "b": b, "u": self.head_parallel(problem.n), "o": 1 - self.row_sums}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The plan of algorithm 2, or of the searched schedule; between all-to-alls where heads are split."""
@@ -253,36 +266,50 @@ class Mesh(Method):
             dealt = Fraction(u - 1, u)
             if phase == "forward":
                 return {"q": dealt, "q_h": q, "kv_h": dealt + kv, "o_h": q, "out": dealt}
-            return {"do": dealt, "odoq_h": q, "kv_h": kv, "dq_h": q, "dq": dealt, "dkv_h": kv + dealt}
+            return {"do": dealt, f"{self._sent}_h": q, "kv_h": kv, "dq_h": q, "dq": dealt, "dkv_h": kv + dealt}
         if phase == "forward":
             return {"q": q, "kv": kv, "o": q}
-        return {"odoq": q, "kv": kv, "dq": q, "dkv": kv}
+        return {self._sent: q, "kv": kv, "dq": q, "dkv": kv}
+
+    @property
+    def _sent(self) -> str:
+        """The tensor that the backward sends along Q groups."""
+        return "doq" if self.row_sums else "odoq"
 
     def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Slices, kv: Slices, o: Slices) -> None:
         """Add the tile's forward."""
-        hiding = _hiding(problem, costs, "forward", q, kv, o)
-        schedule = forward_schedule(*self.tile_shape(problem.n), hiding)
-        moves = self._moves(schedule, problem, costs, "forward", q, kv, o)
-        self._emit(steps, moves, (q, kv), (o,), lambda i, u, v: Attend(q[i].at(u), kv[i].at(v), o[i].at(u)))
+        moving = {"q": q, "kv": kv, "o": o}
+        schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", moving))
+        moves = self._moves(schedule, problem, costs, "forward", moving)
+        self._emit(steps, moves, (q, kv), (o,), lambda i, u, v: [Attend(q[i].at(u), kv[i].at(v), o[i].at(u))])
 
     def _attend_backward(self, steps: Steps, problem: Problem, costs: CostProfile, *chunks: Slices) -> None:
         """Add the tile's backward."""
         odoq, kv, dq, dkv = chunks
-        schedule = backward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "backward", *chunks))
-        moves = self._moves(schedule, problem, costs, "backward", *chunks)
-        self._emit(
-            steps,
-            moves,
-            (odoq, kv),
-            (dq, dkv),
-            lambda i, u, v: AttendBackward(odoq[i].at(u), kv[i].at(v), dq[i].at(u), dkv[i].at(v)),
-        )
+        sent = [x._replace(tensor=x.tensor.replace("odoq", self._sent)) for x in odoq]
+        moving = {"odoq": sent, "kv": kv, "dq": dq, "dkv": dkv}
+        schedule = backward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "backward", moving))
+        moves = self._moves(schedule, problem, costs, "backward", moving)
+        summed = self.row_sums and self.tile_shape(problem.n)[0] > 1
+        whole = {(i, 0) for i in range(len(odoq))}
+        """The (slice, row) of every odoq that is there."""
+
+        def block(i: int, u: int, v: int) -> list[Op]:
+            first = summed and (i, u) not in whole
+            whole.add((i, u))
+            put_back = [RowSums((sent[i].at(u),), odoq[i].at(u))] if first else []
+            return [*put_back, AttendBackward(odoq[i].at(u), kv[i].at(v), dq[i].at(u), dkv[i].at(v))]
+
+        if summed:
+            steps.next()
+            steps.do(*(RowSums((mine,), less) for mine, less in zip(odoq, sent, strict=True)))
+        self._emit(steps, moves, (sent, kv), (dq, dkv), block)
 
     def _moves(
-        self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, *chunks: Slices
+        self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, moving: Mapping[str, Slices]
     ) -> list[Move]:
         """The steps of the greedy schedule, or of the searched one if the option says so."""
-        names = {slices[0].tensor.removesuffix("_h"): slices[0].tensor for slices in chunks}
+        names = {name: slices[0].tensor for name, slices in moving.items()}
         if self.schedule == "paper":
             return [
                 (
@@ -291,7 +318,7 @@ class Mesh(Method):
                 )
                 for step in greedy
             ]
-        hop_s, block_s = _relative_times(problem, costs, phase, *chunks)
+        hop_s, block_s = _relative_times(problem, costs, phase, *moving.values())
         q, kv, o, *dkv = names.values()
         tensors = Tensors(q, kv, o, dkv[0] if dkv else None)
         times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s, problem.head_slices)
@@ -334,16 +361,15 @@ class Mesh(Method):
                     passed, unfolded[hop] = reduce_next(sent[hop.tensor][hop.slice], hops[hop], lane)
                     steps.do(passed)
                 hops[hop] += 1
-            steps.do(*(block(*each) for each in blocks))
+            for each in blocks:
+                steps.do(*block(*each))
         steps.next()
         steps.do(*unfolded.values())
 
 
-def _hiding(problem: Problem, costs: CostProfile, phase: str, *chunks: Slices) -> dict[str, int]:
-    """The paper's c_Q, c_KV, ... by tensor (CostProfile.hiding_blocks)."""
-    return {
-        x.tensor.removesuffix("_h"): costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for x, *_ in chunks
-    }
+def _hiding(problem: Problem, costs: CostProfile, phase: str, moving: Mapping[str, Slices]) -> dict[str, int]:
+    """The paper's c_Q, c_KV, ... by its name of the tensor (CostProfile.hiding_blocks)."""
+    return {name: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for name, (x, *_) in moving.items()}
 
 
 def _relative_times(

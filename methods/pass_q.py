@@ -6,6 +6,7 @@ assignment matrix. The backward is ours, as the paper is about inference: OdOQ g
 stays.
 
 Volume sent by each GPU, in chunks, lse apart: forward (n - 1) Q + (n - 1) O; backward 3 (n - 1) OdOQ + (n - 1) dQ.
+With `row_sums`, rowsum(dO * O) goes round in place of O, which the backward doesn't need: 2 (n - 1) for 3 (n - 1).
 It doesn't depend on kv_heads: the fewer there are, the further Pass-Q falls behind Ring.
 
 Layouts: zigzag, striped, contiguous. Refuses nothing.
@@ -13,7 +14,7 @@ Layouts: zigzag, striped, contiguous. Refuses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,8 +26,11 @@ from sp_bench.plan import (
     Group,
     Join,
     Method,
+    Op,
     Plan,
     Problem,
+    RequestError,
+    RowSums,
     Steps,
     receive_next,
     return_home,
@@ -40,7 +44,25 @@ class PassQ(Method):
     name: ClassVar[str] = "pass_q"
     citation: ClassVar[str] = "Yang et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
-    formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "4*(n-1)"}
+    formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "(3 + o)*(n-1)"}
+
+    row_sums: bool = False
+    """Whether the backward sends rowsum(dO * O) in place of O."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.row_sums) is not bool:
+            raise RequestError(
+                f"method.row_sums={self.row_sums}", "must be true or false", "method.row_sums=true would work"
+            )
+
+    def variant(self, n: int) -> str:
+        """Whether row sums travel, in words."""
+        return super().variant(n) + (" row sums" if self.row_sums else "")
+
+    def symbols(self, problem: Problem) -> Mapping[str, float]:
+        """o is 1 if O travels in the backward, else 0."""
+        return {"o": 1 - self.row_sums}
 
     def tile_shape(self, n: int) -> tuple[int, int]:
         """(n, 1): a rank computes a column of the assignment matrix."""
@@ -50,7 +72,8 @@ class PassQ(Method):
         """Step s computes with Q#s while Q#(s+1) arrives. At the end every O#s goes to its owner."""
         ring = Group(1, problem.n)
         q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
-        steps = self._ring(q, [Attend(q.at(s), kv, o.at(s)) for s in range(problem.n)])
+        steps = Steps()
+        self._ring(steps, q, [[Attend(q.at(s), kv, o.at(s))] for s in range(problem.n)])
         self._all_home(steps, o)
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
@@ -58,23 +81,28 @@ class PassQ(Method):
         """Step s computes with OdOQ#s while OdOQ#(s+1) arrives. At the end every dQ#s goes to its owner."""
         ring = Group(1, problem.n)
         odoq, kv, dq, dkv = (Chunk(tensor, 0, ring) for tensor in ("odoq", "kv", "dq", "dkv"))
-        steps = self._ring(odoq, [AttendBackward(odoq.at(s), kv, dq.at(s), dkv) for s in range(problem.n)])
+        steps, moving = Steps(), odoq
+        blocks: list[list[Op]] = [[AttendBackward(odoq.at(s), kv, dq.at(s), dkv)] for s in range(problem.n)]
+        if self.row_sums and problem.n > 1:
+            moving = odoq._replace(tensor="doq")
+            steps.next()
+            steps.do(RowSums((odoq,), moving))
+            blocks[1:] = [[RowSums((moving.at(s),), odoq.at(s)), *blocks[s]] for s in range(1, problem.n)]
+        self._ring(steps, moving, blocks)
         self._all_home(steps, dq)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
         """n - 1 chunks of Q (OdOQ), and as many of O (dQ)."""
         hops = problem.n - 1
-        return {"q": hops, "o": hops} if phase == "forward" else {"odoq": hops, "dq": hops}
+        return {"q": hops, "o": hops} if phase == "forward" else {"doq" if self.row_sums else "odoq": hops, "dq": hops}
 
-    def _ring(self, q: Chunk, blocks: list[Attend] | list[AttendBackward]) -> Steps:
-        steps = Steps()
+    def _ring(self, steps: Steps, q: Chunk, blocks: Sequence[Sequence[Op]]) -> None:
         for s, block in enumerate(blocks):
             steps.next()
             if s + 1 < len(blocks):
                 steps.do(receive_next(q, s, lane="q"))
-            steps.do(block)
-        return steps
+            steps.do(*block)
 
     def _all_home(self, steps: Steps, partial: Chunk) -> None:
         """The all-to-all at the end: one pairwise exchange after another, none before the last block has ended."""

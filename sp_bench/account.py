@@ -17,7 +17,7 @@ from sp_bench.lower import Lowering, TensorSpec, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.documents import PackBlocks
-from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Plan, Transfer
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Plan, RowSums, Transfer
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_partial
 from sp_bench.plan.transfers import messages, peers
 
@@ -205,6 +205,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     unsummed = lowering.unsummed
     elsewhere = {plan.ops[index].writes[0] for index in lowering.receive_buffers} | set(plan.starts_with)
     elsewhere |= {op.into for op in plan.ops if isinstance(op, Bundle)}
+    made = {op.into: op.made for op in plan.ops if isinstance(op, RowSums)}
     inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in plan.starts_with)
     if problem.head_slices > 1:
         inputs *= 2  # a slice of the heads is a copy
@@ -214,8 +215,14 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
         if value.chunk not in elsewhere:
             last, summed = flow.last_use[value], value.chunk not in unsummed
             size = problem.chunk_bytes(value.chunk.tensor, wire=False, summed=summed)
-            change[flow.first_use[value]] += size
-            change[released.get(last, last) + 1] -= size
+        elif value.chunk in made:
+            last = flow.last_use[value]
+            last = len(plan.ops) if isinstance(plan.ops[last], Transfer) else last
+            size = sum(problem.field_bytes(field, wire=False) for field in made[value.chunk])
+        else:
+            continue
+        change[flow.first_use[value]] += size
+        change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
     result = np.array([_block_result_bytes(op, index, flow, problem, unsummed) for index, op in plan])
     results = [chunk for chunk in plan.ends_with if is_partial(chunk.tensor)]

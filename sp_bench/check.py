@@ -38,6 +38,7 @@ from sp_bench.plan.ops import (
     Pass,
     Plan,
     PlanError,
+    RowSums,
     Transfer,
 )
 from sp_bench.plan.problem import Problem, is_partial
@@ -310,6 +311,20 @@ def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
         raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
 
 
+def _row_sums(facts: _Facts, op: RowSums, where: str) -> None:
+    names = [chunk.tensor.removesuffix("_h") for chunk in (*op.parts, op.into)]
+    by_heads = {chunk.tensor.endswith("_h") for chunk in (*op.parts, op.into)}
+    if sorted(names) != ["doq", "odoq"] or len(by_heads) > 1:
+        raise PlanError(f"{where}: only odoq makes a doq, and only doq an odoq")
+    _one_slice(facts, where, (*op.parts, op.into))
+    source = facts.content[op.parts[0]]
+    there = source != NOTHING
+    if (rank := _first(there & (op.into.owner(facts.ranks) != source))) is not None:
+        raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
+    facts.content[op.into] = source
+    facts.rows[op.into] = facts.rows_of(op.parts[0])
+
+
 def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.ndarray, where: str) -> None:
     """Record that the block of each rank with chunk `counterpart` is folded into the partial `into`."""
     blocks = facts.partial(into)
@@ -395,6 +410,7 @@ _RULES: dict[type[Op], Callable] = {
     AllToAll: _all_to_all,
     Fold: _fold,
     Bundle: _bundle,
+    RowSums: _row_sums,
     Join: _join,
 }
 

@@ -37,9 +37,9 @@ Made by `python -m sp_bench.describe --methods`; a test holds it against the cod
 
 Volume is the payload that each GPU sends on average, in chunks of N/n tokens x heads * head_dim elements, lse apart.
 h = heads, k = kv_heads / heads, nodes is method.nodes, u method.ulysses (1 in Mesh-Attention unless asked for), C
-method.team, a x b the tile; s = 3/4 with a causal mask on the zigzag layout, else 1. Memory is what a rank holds at
-most, inputs and results included, in the same unit, in bf16 at n = {TABLE_N} and k = 1, for the variant that sends
-least.
+method.team, a x b the tile; o = 0 with method.row_sums=true, else 1; s = 3/4 with a causal mask on the zigzag layout,
+else 1. Memory is what a rank holds at most, inputs and results included, in the same unit, in bf16 at n = {TABLE_N} and
+k = 1, for the variant that sends least.
 """
 ABOUT_TABLE_2 = """
 Forward volume that a GPU sends in units of N * d, full attention, k = 1, for the variant that sends least: by the

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from sp_bench.plan.ops import BLOCKS, Bundle, Chunk, Fold, Plan, PlanError, Transfer
+from sp_bench.plan.ops import BLOCKS, Bundle, Chunk, Fold, Plan, PlanError, RowSums, Transfer
 from sp_bench.plan.problem import is_partial
 
 
@@ -98,3 +98,17 @@ def _lifetimes(plan: Plan, reads: Values, writes: Values) -> tuple[dict[Value, i
     for chunk in plan.ends_with:
         last[newest[chunk]] = end
     return first, last
+
+
+def row_sums_released(plan: Plan) -> dict[int, list[Chunk]]:
+    """By operation, the chunks made by RowSums that are held no longer after it.
+
+    One that is sent is held to the end of the plan, as no block says when it has gone.
+    """
+    flow, found = dataflow(plan), dict[int, list[Chunk]]()
+    for index, op in plan:
+        if isinstance(op, RowSums):
+            last = flow.last_use[flow.writes[index][0]]
+            if not isinstance(plan.ops[last], Transfer):
+                found.setdefault(last, []).append(op.into)
+    return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sp_bench.plan.groups import Exchange, Grid, Group
-from sp_bench.plan.problem import is_partial
+from sp_bench.plan.problem import FIELDS, Field, is_partial
 
 BLOCKS = "blocks"
 """The name of the stream that blocks and folds run on, beside the lanes."""
@@ -274,6 +274,24 @@ class Bundle:
 
     def __str__(self) -> str:
         return f"Bundle {', '.join(map(str, self.parts))} as {self.into}"
+
+
+@dataclass(frozen=True)
+class RowSums(Bundle):
+    """Put rowsum(dO * O) in the place of O (odoq -> doq), or in its place an O that has these row sums (doq -> odoq).
+
+    The backward depends on O by its row sums alone. The O that is put there is the projection of O on dO, row by row:
+    delta / |dO|^2 * dO. Other fields are not copied.
+    """
+
+    @property
+    def made(self) -> tuple[Field, ...]:
+        """The fields that are computed."""
+        given = {field.name for part in self.parts for field in FIELDS[part.tensor]}
+        return tuple(field for field in FIELDS[self.into.tensor] if field.name not in given)
+
+    def __str__(self) -> str:
+        return f"RowSums {', '.join(map(str, self.parts))} as {self.into}"
 
 
 @dataclass(frozen=True)

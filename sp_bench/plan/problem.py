@@ -43,7 +43,7 @@ class Field:
 
 
 _Q, _OUT, _DOUT = (Field(name, Kind.COMPUTE) for name in ("q", "out", "dout"))
-_LSE = Field("lse", Kind.STATISTIC)
+_LSE, _DELTA = (Field(name, Kind.STATISTIC) for name in ("lse", "delta"))
 
 FIELDS = {
     "q": (_Q,),
@@ -52,11 +52,14 @@ FIELDS = {
     "out": (_OUT,),
     "do": (_DOUT,),
     "odoq": (_Q, _OUT, _DOUT, _LSE),
+    "doq": (_Q, _DOUT, _LSE, _DELTA),
     "dq": (Field("dq", Kind.PARTIAL),),
     "dkv": (Field("dk", Kind.PARTIAL, kv=True), Field("dv", Kind.PARTIAL, kv=True)),
 }
-"""The fields of each tensor. `odoq` is the Mesh paper's OdOQ (section 3.6), `out` a complete o. Names in _h are tensors
-by heads: all tokens of the ranks that share a layout chunk, with one rank's heads (DeepSpeed-Ulysses, section 3.1)."""
+"""The fields of each tensor. `odoq` is the Mesh paper's OdOQ (section 3.6), `doq` has rowsum(dO * O), delta, in the
+place of O (FlashAttention-2, Dao 2023, algorithm 2: all that its backward needs of O). `out` is a complete o. Names in
+_h are tensors by heads: all tokens of the ranks that share a layout chunk, with one rank's heads (DeepSpeed-Ulysses,
+section 3.1)."""
 FIELDS |= {f"{name}_h": tuple(replace(field, by_heads=True) for field in fields) for name, fields in FIELDS.items()}
 
 

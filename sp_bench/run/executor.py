@@ -17,8 +17,10 @@ import torch
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.pieces import Pieces, calls
+from sp_bench.kernels.row_sums import projection, row_sums
 from sp_bench.lower import lower
-from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Op, Place, Plan, Transfer
+from sp_bench.plan.dataflow import row_sums_released
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Op, Place, Plan, RowSums, Transfer
 from sp_bench.plan.problem import FIELDS, Problem
 from sp_bench.plan.regions import RegionKind
 from sp_bench.run.buffers import Buffers
@@ -95,6 +97,7 @@ class Executor:
         self._mark = self._streams.clock.mark
         self._buffers, self._windows = buffers, cache(self._find_windows)
         self._unsummed = lowering.unsummed
+        self._released = row_sums_released(plan)
         self._live: LiveBytes | None = None
         self._marks = _Marks(self._streams.clock)
 
@@ -147,6 +150,7 @@ class Executor:
             ready = self._mark()
             if compute or isinstance(op, Bundle):
                 self._do(op)
+            self._release(index)
             self._marks.add("waits_s", self._last_mark, ready)
             self._last_mark = self._mark()
             self._marks.add("blocks_s", ready, self._last_mark)
@@ -168,6 +172,7 @@ class Executor:
                     self._lanes.pretend(index, op, self._holdings)
                 else:
                     self._do(op)
+                    self._release(index)
         self._marks.add("blocks_s", self._last_mark, self._mark())
 
     # Blocks and folds
@@ -184,6 +189,10 @@ class Executor:
                 if not held.holds(op.part):  # no block was folded into it
                     return
                 held.partials.add(op.into, held.rows(op.part), held.received(op.part))
+                self._marks.add("folds_s", started, self._mark())
+            case RowSums():
+                started = self._mark()
+                self._row_sums(op)
                 self._marks.add("folds_s", started, self._mark())
             case Bundle():
                 self._bundle(op)
@@ -231,6 +240,23 @@ class Executor:
         parts = [(FIELDS[part.tensor], held.received(part)) for part in op.parts]
         by_name = {field.name: x for fields, tensors in parts for field, x in zip(fields, tensors, strict=True)}
         held.put(op.into, tuple(by_name[field.name] for field in FIELDS[op.into.tensor]))
+
+    def _row_sums(self, op: RowSums) -> None:
+        held, (part,) = self._holdings, op.parts
+        if not held.holds(part):  # no block here needs it
+            return
+        fields = zip(FIELDS[part.tensor], held.received(part), strict=True)
+        by_name = {field.name: x for field, x in fields}
+        if "out" in by_name:
+            by_name["delta"] = row_sums(by_name["out"], by_name["dout"])
+        else:
+            by_name["out"] = projection(by_name["dout"], by_name["delta"])
+        held.put(op.into, tuple(by_name[field.name] for field in FIELDS[op.into.tensor]))
+
+    def _release(self, index: int) -> None:
+        """Forget the chunks that operation `index`, a block, reads last."""
+        for chunk in self._released.get(index, ()):
+            self._holdings.drop(chunk)
 
     def _see(self, *results: torch.Tensor) -> None:
         """Record the memory held now, if live bytes are being tracked."""

@@ -21,7 +21,7 @@ from sp_bench.lower import Lowering, Waits, lower
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import BLOCKS, AllToAll, Attend, AttendBackward, Fold, Op, Pass, Place, Plan, Transfer
+from sp_bench.plan.ops import BLOCKS, AllToAll, Attend, AttendBackward, Fold, Op, Pass, Place, Plan, RowSums, Transfer
 from sp_bench.plan.problem import FIELDS, Problem, is_partial
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate.flows import TaskGraph, Timing
@@ -235,6 +235,8 @@ class _Builder:
         """What a block or a fold costs."""
         if isinstance(op, Fold):
             return self.device.fold_s(self.problem, op.into.tensor, arriving=True) * self._wants(index)
+        if isinstance(op, RowSums):
+            return self._row_sums_s(op)
         if not isinstance(op, Attend | AttendBackward):
             return 0.0
         block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
@@ -242,6 +244,12 @@ class _Builder:
             self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk not in self.unsummed) for chunk in op.writes
         )
         return block_s + (block_s > 0) * folds_s
+
+    def _row_sums_s(self, op: RowSums) -> float:
+        """O or its row sums are computed in one pass over O and dO, as fast as memory."""
+        (part,) = op.parts
+        fields = {field.name: field for chunk in (part, op.into) for field in FIELDS[chunk.tensor]}
+        return self.device.copy_s(self.problem.field_bytes(fields["out"], wire=False))
 
     def _wants(self, index: int) -> np.ndarray | float:
         """Whether each simulated rank has something to receive or to fold in an operation: (q,), or 1 for all."""

@@ -59,8 +59,11 @@ def _options(name: str, problem: Problem) -> list[dict[str, object]]:
     match name:
         case "mesh":
             sliced = [{"schedule": "searched", "slices": 2}] if problem.n <= FEW and problem.kv_heads % 2 == 0 else []
-            heads = [{"ulysses": u} for u in _degrees(problem)[1:]]
+            heads = [{"row_sums": True, "ulysses": u} for u in _degrees(problem)[:2]] if problem.n <= FEW else []
+            heads += [{"ulysses": u} for u in _degrees(problem)[1:]]
             return [{"placement": "auto"}, {"schedule": "searched"}, *sliced, *heads] if problem.n <= MANY else [{}]
+        case "pass_q":
+            return [{}, {"row_sums": True}]
         case "tokenring":
             trims = (True, False) if problem.n <= MANY else (True,)
             return [{"nodes": d, "trim": trim} for d in divisors(problem.n) for trim in trims]
