@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sp_bench import records
 from sp_bench.bench.choose import DeviceMemoryError
 from sp_bench.bench.measured import measure_points
 from sp_bench.bench.outcome import Outcome
-from sp_bench.bench.request import Request, resolve
+from sp_bench.bench.request import Request
+from sp_bench.bench.request import resolve as resolve_plain
 from sp_bench.bench.simulated import simulate_point, time_by_rank, trace_of
+from sp_bench.bench.training import longest, simulate_training
 from sp_bench.errors import RequestError
+from sp_bench.measure.launch import Launch
 from sp_bench.measure.termination import raise_if_terminated
 from sp_bench.records import Record
+from sp_bench.workload import Train
 
 __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
+
+
+def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
+    """The request of a composed config (request.resolve), with seqlen=max worked out.
+
+    Raises RequestError for the first invalid value.
+    """
+    if config["seqlen"] != "max":
+        return resolve_plain(config, launch)
+    first = resolve_plain({**config, "seqlen": 2**20, "mode": "simulate"}, launch)
+    if not isinstance(first.workload, Train) or config["mode"] not in ("auto", "simulate"):
+        rule = "is the longest sequence whose simulated training step fits the device's memory"
+        raise RequestError("seqlen=max", rule, "workload=train model=llama3_8b mode=simulate would work")
+    return resolve_plain({**config, "seqlen": longest(first)}, launch)
 
 
 def work_of(requests: Sequence[Request | Record]) -> int:
@@ -122,6 +141,8 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
 
 def _simulate(request: Request) -> Outcome:
     try:
+        if isinstance(request.workload, Train):
+            return Outcome(simulate_training(request))
         record, choice = simulate_point(request)
         return Outcome(record, choice, trace=trace_of(choice, request.trace), ranks=time_by_rank(choice))
     except Exception as error:

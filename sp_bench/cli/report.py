@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -24,6 +25,8 @@ FEWEST_ITERATIONS = 5
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
 """Busy core time of all iterations, and a step's time, below which the number of busy cores is not shown: the kernel's
 ticks are too coarse, or barriers weigh too much."""
+KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "gathered", "loss")
+"""The kinds of memory of a training step."""
 WIDTH = 10_000
 """Characters of a line if the output is not a terminal: more than any line has."""
 
@@ -148,6 +151,11 @@ def _cores(record: Record) -> str:
     return f"{cores_ms / step_ms:.2f}{alone}"
 
 
+def _held(record: Record, kind: str) -> str:
+    """The memory of a training step that is of one kind."""
+    return amount(getattr(record, f"{kind}_bytes") or None)
+
+
 def _imbalance(record: Record) -> str:
     """The busiest rank's work over the mean, and the least that it can be."""
     if record.work_imbalance is None:
@@ -180,7 +188,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("  waiting for transfers", lambda r: _share(r.attention_exposed_ms, r)),
     ("matrix products and the rest", lambda r: _share(r.dense_ms, r)),
     ("head and loss", lambda r: _share(r.loss_ms, r)),
-    ("gradients summed", lambda r: _share(r.gradient_sync_ms, r)),
+    ("gradients and parameters moved", lambda r: _share(r.gradient_sync_ms, r)),
     ("optimizer", lambda r: _share(r.optimizer_ms, r)),
     ("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
     ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
@@ -190,8 +198,10 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
     ("  closed form", _expected),
     ("  lower bound (payload)", _over_bound),
-    ("peak memory of the attention", lambda r: amount(r.peak_mem_bytes_max)),
-    ("  from the plans", lambda r: amount(r.peak_mem_bytes_expected)),
+    ("peak memory of the attention", lambda r: "-" if r.model else amount(r.peak_mem_bytes_max)),
+    ("  from the plans", lambda r: "-" if r.model else amount(r.peak_mem_bytes_expected)),
+    ("peak memory of the step", lambda r: amount(r.peak_mem_bytes_max) if r.model else "-"),
+    *((f"  {kind}", partial(_held, kind=kind)) for kind in KINDS),
     ("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
     ("error against fp64 (out, dq, dk, dv)", _errors),
 )

@@ -37,6 +37,8 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     sms: Count | None = None
     """The number of multiprocessors."""
     peak_tflops: dict[str, Positive]
+    matmul_tflops: dict[str, Positive] | None = None
+    """TFLOP/s of large matrix products; None: no training step is simulated."""
     memory_bytes: Positive | None = None
     memory_bytes_per_s: Positive
     fold_bytes_per_s: Positive | None = None
@@ -65,6 +67,8 @@ class DeviceCosts:
     """The first table with a problem's dtype and head_dim is used: those of the device's own kernel come first."""
     peak_tflops: Mapping[str, float]
     """Dense peak TFLOP/s by dtype, for MFU; a missing dtype has no MFU."""
+    matmul_tflops: Mapping[str, float]
+    """TFLOP/s of large matrix products by dtype, for training steps."""
     memory_bytes: float | None
     """Memory of a rank; None for no limit."""
     memory_bytes_per_s: float
@@ -89,6 +93,7 @@ class DeviceCosts:
             name=section.name,
             tables=tuple(sorted(tables, key=lambda table: table.kernel != section.kernel)),
             peak_tflops=section.peak_tflops,
+            matmul_tflops=section.matmul_tflops or {},
             memory_bytes=section.memory_bytes,
             memory_bytes_per_s=section.memory_bytes_per_s,
             fold_bytes_per_s=section.fold_bytes_per_s or section.memory_bytes_per_s,
@@ -122,6 +127,17 @@ class DeviceCosts:
                 f"the kernel figures of {self.name} are for head_dim {head_dims}, and rates differ by it",
                 f"head_dim={head_dims} would work, or a cluster file with figures for {problem.head_dim}",
             )
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """FLOP/s of large matrix products. Raises RequestError for a dtype without figures."""
+        if dtype not in self.matmul_tflops:
+            known = ", ".join(f"dtype={name}" for name in self.matmul_tflops)
+            raise RequestError(
+                f"dtype={dtype}",
+                f"there are no figures of matrix products for it on {self.name}, so that no training step is simulated",
+                f"{known or f'cluster.device.matmul_tflops={{{dtype}: 100}}'} would work",
+            )
+        return 1e12 * self.matmul_tflops[dtype]
 
     def figures(self, problem: Problem) -> str:
         """The kernel figures that a problem is simulated with, such as `published (flash_attn_3)`."""

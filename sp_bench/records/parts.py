@@ -220,14 +220,18 @@ class TrainingStep:
     loss_ms: float | None = None
     """The head and the loss, with their gradients (losses.cross_entropy)."""
     gradient_sync_ms: float | None = None
-    """The summation of gradients over the ranks that nothing hides."""
+    """The summation of gradients over the ranks and, simulated, gathers of parameters, as far as nothing hides them."""
     optimizer_ms: float | None = None
     parameters_bytes: int | None = None
     gradients_bytes: int | None = None
     optimizer_bytes: int | None = None
     activations_bytes: int | None = None
-    """What the backward keeps from the forward, the attention's inputs and outputs among it."""
+    """What the backward keeps from the forward: the attention's inputs and outputs, the head's gradient among it."""
     attention_bytes: int | None = None
     """The peak of one attention: its inputs, buffers, accumulators and results."""
+    gathered_bytes: int | None = None
+    """Simulated: gathered parameters in the compute dtype: those of two layers, and outside the layers."""
+    loss_bytes: int | None = None
+    """Simulated: the logits of a chunk of tokens."""
     losses: list[float] | None = None
     """Measured: the loss of each complete iteration, untimed ones included."""

@@ -113,9 +113,9 @@ class Train(Workload):
         if self.peer:
             rule = f"workload={self.name} trains with the suite's own methods"
             raise RequestError(f"method=peer impl={self.peer.impl}", rule, "method=ring would work")
-        if mode == "simulate":
-            rule = f"workload={self.name} is measured only"
-            raise RequestError("mode=simulate", rule, "cluster=local, or workload=attention, would work")
+        if mode != "simulate" and self.training.parameters == "sharded":
+            rule = "is simulated only: measured ranks have all parameters"
+            raise RequestError("train.parameters=sharded", rule, "train.parameters=auto would work")
         if mode == "alone":
             rule = f"executes attention, not workload={self.name}"
             raise RequestError("mode=alone", rule, "mode=measure would work")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sp_bench.errors import RequestError
+from sp_bench.workload.costs import costs_of
 from tests.support.ranks import Ranks
 from tests.workload import jobs
 from tests.workload.requests import METHODS, point, training
@@ -93,7 +94,7 @@ def test_another_seed_is_another_curve(ranks: Ranks) -> None:
         ("model.layers=0", "model.layers=0: must be a whole number of at least 1"),
         ("gpus=3 method=ulysses", "heads=4"),
         ("head_dim=15", "head_dim=15: RoPE turns pairs of elements"),
-        ("mode=simulate head_dim=64 dtype=float32", "mode=simulate: workload=train is measured only"),
+        ("train.parameters=sharded", "train.parameters=sharded: is simulated only"),
         ("mode=alone device=cpu", "mode=alone: executes attention, not workload=train"),
     ],
 )
@@ -120,6 +121,10 @@ def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     held = ("parameters", "gradients", "optimizer", "activations", "attention")
     assert record.peak_mem_bytes_max == sum(getattr(record, f"{name}_bytes") for name in held)
     assert record.parameters_bytes == 4 * record.parameters
+    wanted = costs_of(request.workload, request.cluster.device).held_bytes()
+    assert record.activations_bytes == pytest.approx(wanted["activations"], rel=0.05)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert getattr(record, f"{kind}_bytes") == pytest.approx(wanted[kind], rel=0.01)
     assert len(record.losses) == 3 + 1, "the first step, which measures memory, and three iterations"
     assert record.err_loss < 1e-6
     assert record.err_gradient < 1e-6

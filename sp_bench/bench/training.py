@@ -1,0 +1,234 @@
+"""Simulate a training step: layer by layer, its attention beside the collectives of the parameters of the next one.
+
+A layer begins on all ranks together. While it computes, the parameters of the next one are gathered over the same links
+as its attention's transfers, and in the backward the gradients of the last one are reduced; a layer ends when both
+have. The first layer's parameters, and those outside the layers, are waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sp_bench import account
+from sp_bench.bench.choose import Choice, DeviceMemoryError, choose
+from sp_bench.bench.counted import counted, executions, rates
+from sp_bench.bench.request import Request
+from sp_bench.check import check_all
+from sp_bench.errors import RequestError
+from sp_bench.records import Record
+from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic
+from sp_bench.simulate.beside import alone_s, beside, ring
+from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes
+from sp_bench.simulate.graph import build_graph
+from sp_bench.workload import Train
+from sp_bench.workload.costs import TrainingCosts, costs_of, too_large
+
+ALONG = "each layer's parameters are gathered, and gradients reduced, beside the layer before it (FSDP)"
+FUSED = "matrix products at their best rate or memory speed, elementwise operations once through memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer in one phase, in seconds."""
+
+    whole_s: float
+    attention_s: float
+    """From its beginning to its last block."""
+    busy_s: float
+    """Blocks and folds of the busiest rank."""
+    dense_s: float
+
+    @property
+    def waits_s(self) -> float:
+        """The part of it that neither computes nor waits for its attention: a collective that ends later."""
+        return self.whole_s - self.attention_s - self.dense_s
+
+
+def simulate_training(request: Request) -> Record:
+    """The record of a simulated training step. Raises RequestError if it doesn't fit the device's memory."""
+    assert isinstance(request.workload, Train)
+    costs = costs_of(request.workload, request.cluster.device)
+    held = costs.held_bytes()
+    choice = _choose(request, costs, held)
+    check_all(choice.plans, choice.problem)
+    held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem)}
+    layers, full = costs.workload.model.layers, costs.workload.training.recompute == "full"
+    before_s, after_s = costs.before_s(), costs.after_s()
+    forward = _layer(request, choice, "forward", costs.gathered_bytes, 1, before_s, after_s)
+    again_s = 0.0 if costs.workload.training.recompute == "none" else before_s + after_s
+    backward = _layer(
+        request,
+        choice,
+        "backward",
+        costs.gathered_bytes + costs.reduced_bytes,
+        2,
+        again_s + forward.attention_s * full + costs.after_backward_s(),
+        costs.before_backward_s(),
+    )
+    network, n = request.cluster.network(choice.problem.n), choice.problem.n
+    first_s = alone_s(network, n, costs.gathered_bytes, n - 1)
+    outside_s = alone_s(network, n, costs.outside_bytes, 3 * (n - 1))
+    sync_s = alone_s(network, n, costs.summed_bytes, 2 * (n - 1))
+    phases_s = {
+        "forward": first_s + layers * forward.whole_s + costs.loss_s(),
+        "backward": outside_s + layers * backward.whole_s,
+        "update": sync_s + costs.optimizer_s(),
+    }
+    step_ms = 1e3 * sum(phases_s.values())
+    attention_s = layers * ((1 + full) * forward.attention_s + backward.attention_s)
+    busy_s = layers * ((1 + full) * forward.busy_s + backward.busy_s)
+    dense_s = layers * (forward.dense_s + backward.dense_s - full * forward.attention_s)
+    gathers_s = first_s + outside_s + layers * (forward.waits_s + backward.waits_s)
+    computed_s = busy_s + dense_s + costs.loss_s() + costs.optimizer_s()
+    by_link, bound_s, bound_by = _bound(request, choice, costs, computed_s)
+    plans = counted(request, choice)
+    step = replace(
+        costs.workload.described(),
+        sharded=costs.sharded,
+        attention_ms=1e3 * attention_s,
+        attention_exposed_ms=1e3 * (attention_s - busy_s),
+        dense_ms=1e3 * dense_s,
+        loss_ms=1e3 * costs.loss_s(),
+        gradient_sync_ms=1e3 * (sync_s + gathers_s),
+        optimizer_ms=1e3 * costs.optimizer_s(),
+        **{f"{kind}_bytes": size for kind, size in held.items()},
+    )
+    parts = (
+        request.asked(),
+        replace(plans.setup, kernel=request.cluster.device.figures(choice.problem)),
+        Timing(step_ms_median=step_ms, **{f"{name}_ms_median": 1e3 * s for name, s in phases_s.items()}),
+        rates(request, step_ms, plans.setup.device_name),
+        _traffic(plans.traffic, costs, by_link),
+        Breakdown(
+            bound_ms=1e3 * bound_s,
+            bound_by=bound_by,
+            compute_ms=1e3 * computed_s,
+            exposed_comm_ms=step_ms - 1e3 * computed_s,
+        ),
+        Memory(
+            peak_mem_bytes_max=sum(held.values()),
+            peak_mem_source="parameters, gradients, optimizer, activations, and the attention's from its plans",
+            peak_mem_bytes_expected=sum(held.values()),
+        ),
+        step,
+    )
+    notes = [*request.notes, *request.cluster.device.notes(choice.problem), FUSED, *[ALONG] * costs.sharded]
+    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
+
+
+def _choose(request: Request, costs: TrainingCosts, held: dict[str, int]) -> Choice:
+    """The variant with the fastest attention, of those that fit beside what else is held."""
+    device = request.cluster.device
+    if device.memory_bytes is None:
+        return choose(request)
+    rest = device.memory_bytes - sum(held.values())
+    if rest <= 0:
+        raise too_large(request.problem, device, held)
+    cluster = replace(request.cluster, device=replace(device, memory_bytes=rest))
+    try:
+        return choose(replace(request, cluster=cluster))
+    except DeviceMemoryError:
+        raise too_large(request.problem, device, held | {"attention": least_attention_bytes(request)}) from None
+
+
+def least_attention_bytes(request: Request) -> int:
+    """The peak of the attention's variant that holds least."""
+    problem, method = request.problem, request.method
+    profile = request.cluster.profile(problem)
+    return min(
+        account.peak_bytes([m.plan(problem, phase, profile) for phase in request.plan_phases], m.dealt(problem))
+        for m in method.candidates(problem)  # pyright: ignore[reportAttributeAccessIssue]  # no peer trains
+    )
+
+
+def _layer(
+    request: Request, choice: Choice, phase: str, sent_bytes: float, collectives: int, before_s: float, after_s: float
+) -> Layer:
+    """One layer of a phase beside the collectives of others; `before_s` and `after_s` stand around its attention."""
+    problem, cluster = choice.problem, request.cluster
+    graph = build_graph(choice.plans[phase], problem, cluster, use_symmetry=False)
+    steps = collectives * (problem.n - 1)
+    found = beside(graph, cluster.network(problem.n), sent_bytes, steps, before_s)
+    return Layer(
+        whole_s=max(found.attention_s + after_s, found.collective_s),
+        attention_s=found.attention_s - before_s,
+        busy_s=float(found.busy_s.max()),
+        dense_s=before_s + after_s,
+    )
+
+
+def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) -> Traffic:
+    """The attention's bytes, and those of the collectives in place of a summation of all gradients."""
+    otherwise = _collective_bytes(costs) - sum(costs.workload.sent_otherwise("update").values())
+    assert traffic.comm_bytes_per_gpu is not None
+    expected = traffic.comm_bytes_expected
+    return replace(
+        traffic,
+        comm_bytes_per_gpu=round(traffic.comm_bytes_per_gpu + otherwise),
+        comm_bytes_busiest_gpu=None,
+        comm_bytes_expected=None if expected is None else round(expected + otherwise),
+        comm_bytes_by_lane=None,
+        comm_bytes_across_nodes_max=None,
+        comm_bytes_by_link=by_link,
+    )
+
+
+def _collective_bytes(costs: TrainingCosts) -> float:
+    """What each rank sends in a step beside the attention."""
+    layers = costs.workload.model.layers
+    return layers * (2 * costs.gathered_bytes + costs.reduced_bytes) + costs.outside_bytes + costs.summed_bytes
+
+
+def _bound(
+    request: Request, choice: Choice, costs: TrainingCosts, computed_s: float
+) -> tuple[dict[str, float], float, str]:
+    """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
+    n = choice.problem.n
+    network, times = request.cluster.network(n), executions(request.workload)
+    crossed = np.zeros(network.link_bytes_per_s.size)
+    for phase, plan in choice.plans.items():
+        crossed += times[phase] * link_bytes(network, account.traffic(plan, choice.problem))
+    if n > 1:
+        crossed += link_bytes(network, ring(network, n).traffic(_collective_bytes(costs)))
+    bounds_s = {"compute": computed_s} | {
+        name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
+        for name, links in link_classes(network).items()
+    }
+    bound_by = max(bounds_s, key=lambda name: bounds_s[name])
+    by_link = {name: size / n for name, size in by_link_class(network, crossed).items()}
+    return by_link, bounds_s[bound_by], bound_by
+
+
+LEAST_STEP = 128
+"""seqlen=max is found to so many tokens of a rank."""
+
+
+def longest(request: Request) -> int:
+    """The longest sequence whose training step fits the device: a multiple of LEAST_STEP tokens for each rank.
+
+    Raises RequestError if not even the shortest fits, or the device's memory is not limited.
+    """
+    device, step = request.cluster.device, LEAST_STEP * request.problem.n
+    memory_bytes = device.memory_bytes
+    if memory_bytes is None:
+        rule = f"the memory of {device.name} is not known"
+        raise RequestError("seqlen=max", rule, "cluster.device.memory_bytes=8e10 would work")
+
+    def missing(count: int) -> RequestError | None:
+        problem = request.problem.scaled(count * step)
+        asked = replace(request, problem=problem, workload=replace(request.workload, problem=problem))
+        assert isinstance(asked.workload, Train)
+        held = costs_of(asked.workload, device).held_bytes() | {"attention": least_attention_bytes(asked)}
+        return too_large(problem, device, held) if sum(held.values()) > memory_bytes else None
+
+    if error := missing(1):
+        raise error
+    low, high = 1, 2
+    while not missing(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if missing(middle) else (middle, high)
+    return low * step

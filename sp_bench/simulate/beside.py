@@ -1,0 +1,130 @@
+"""A plan and a collective at the same time, over the same links: what gathers of parameters do to an attention.
+
+A ring collective is one stream of bytes from each rank to the next. Nodes of g GPUs have g rings, each of which leaves
+its node from another GPU (as NCCL's channels do), so that a rank sends 1/g of the bytes to the next node and the rest
+to its neighbour. Latencies of the ring's steps add up before the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sp_bench.cluster.topology import Network
+from sp_bench.simulate.flows import TaskGraph, Timing, solve
+from sp_bench.simulate.graph import PlanGraph
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Where each rank sends to in a ring collective, and which share of the bytes: [((n,) target, share), ...]."""
+
+    n: int
+    legs: tuple[tuple[np.ndarray, float], ...]
+
+    def traffic(self, sent_bytes: float) -> list[tuple[np.ndarray, np.ndarray]]:
+        """[(target, bytes), ...] by sender, where each rank sends `sent_bytes` in all (account.traffic)."""
+        return [(target, np.full(self.n, share * sent_bytes)) for target, share in self.legs]
+
+
+def ring(network: Network, n: int) -> Ring:
+    """The ring of all ranks, in their order."""
+    ranks, node = np.arange(n), network.node_of(np.arange(n))
+    size = int(np.bincount(node).max())
+    if size == n or size == 1:
+        return Ring(n, (((ranks + 1) % n, 1.0),))
+    within = ranks // size * size + (ranks + 1) % size
+    return Ring(n, ((within, 1 - 1 / size), ((ranks + size) % n, 1 / size)))
+
+
+@dataclass(frozen=True)
+class Together:
+    """When an attention and a collective that run beside each other have ended."""
+
+    attention_s: float
+    """From the beginning of both, the time before the attention included."""
+    collective_s: float
+    busy_s: np.ndarray
+    """Seconds that each rank computes in the attention: (n,)."""
+
+
+def beside(graph: PlanGraph, network: Network, sent_bytes: float, steps: int, before_s: float) -> Together:
+    """Run a plan's graph of all its ranks, `before_s` after a collective of so many steps has begun.
+
+    Each rank sends `sent_bytes` in the collective; 0 for none.
+    """
+    n, tasks = graph.quotient.ranks.size, graph.tasks.delay_s.size
+    assert n == graph.quotient.orbit.size, "the collective sees every rank"
+    legs = ring(network, n).traffic(sent_bytes) if sent_bytes else []
+    timing = solve(_added(graph.tasks, n, network, legs, steps, before_s))
+    own = Timing(start_s=timing.start_s[:tasks], finish_s=timing.finish_s[:tasks])
+    flows = timing.finish_s[tasks + n :]
+    return Together(own.makespan_s, float(flows.max(initial=0.0)), graph.busy_s(own))
+
+
+def alone_s(network: Network, n: int, sent_bytes: float, steps: int) -> float:
+    """Seconds of a collective by itself."""
+    if not sent_bytes:
+        return 0.0
+    legs = ring(network, n).traffic(sent_bytes)
+    nothing = TaskGraph(
+        delay_s=np.empty(0),
+        flow_bytes=np.empty(0),
+        path_start=np.zeros(1, np.int64),
+        path_links=np.empty(0, np.int32),
+        path_loads=np.empty(0),
+        dep_start=np.zeros(1, np.int64),
+        dep_tasks=np.empty(0, np.int32),
+        rate_cap=np.empty(0),
+        weight=np.empty(0),
+        link_bytes_per_s=network.link_bytes_per_s,
+    )
+    return solve(_added(nothing, n, network, legs, steps, 0.0)).makespan_s
+
+
+def _added(
+    tasks: TaskGraph,
+    n: int,
+    network: Network,
+    legs: list[tuple[np.ndarray, np.ndarray]],
+    steps: int,
+    before_s: float,
+) -> TaskGraph:
+    """The tasks, each rank's beginning `before_s` later, and after them the flows of a collective."""
+    count, ranks = tasks.delay_s.size, np.arange(n)
+    waiting = np.diff(tasks.dep_start)
+    roots = np.flatnonzero(waiting == 0)
+    later = count + roots % n  # rows have a task for each rank
+    routes = [network.routes(ranks, target) for target, _ in legs]
+    latency_s = _latency_s(routes, legs, steps)
+    links = [route.links for route in routes]
+    crossed = [each >= 0 for each in links]
+    hops = [np.diff(tasks.path_start), np.zeros(n, np.int64), *(there.sum(axis=1) for there in crossed)]
+    flows = [each[there] for each, there in zip(links, crossed, strict=True)]
+    own = tasks.path_links, tasks.path_loads
+    return TaskGraph(
+        delay_s=np.concatenate([tasks.delay_s, np.full(n, before_s), *([latency_s] * len(legs))]),
+        flow_bytes=np.concatenate([tasks.flow_bytes, np.zeros(n), *(sent for _, sent in legs)]),
+        path_start=np.concatenate(([0], np.cumsum(np.concatenate(hops)))),
+        path_links=np.concatenate([own[0], *flows]).astype(np.int32),
+        path_loads=np.concatenate([own[1], *(np.ones(each.size) for each in flows)]),
+        dep_start=np.concatenate(
+            ([0], np.cumsum(np.concatenate([np.where(waiting == 0, 1, waiting), np.zeros(n * (1 + len(legs)), int)])))
+        ),
+        dep_tasks=np.insert(tasks.dep_tasks, tasks.dep_start[roots], later.astype(np.int32)),
+        rate_cap=np.concatenate([tasks.rate_cap, np.full(n, np.inf), *(route.rate_cap for route in routes)]),
+        weight=np.concatenate([tasks.weight, np.ones(n * (1 + len(legs)))]),
+        link_bytes_per_s=tasks.link_bytes_per_s,
+    )
+
+
+def _latency_s(routes: list, legs: list[tuple[np.ndarray, np.ndarray]], steps: int) -> np.ndarray:
+    """What the steps of a ring add up before its bytes have come, by rank: each step crosses the mean of its hops."""
+    if not routes:
+        return np.zeros(0)
+    shares = np.array([sent[0] for _, sent in legs])
+    mean_s = sum(
+        share * float(np.mean(route.latency_s)) for share, route in zip(shares / shares.sum(), routes, strict=True)
+    )
+    return np.full(routes[0].latency_s.size, steps * mean_s)

@@ -1,0 +1,204 @@
+"""What a training step computes and holds beside its attention, from its shapes. Imports no torch.
+
+Time: matrix products at the device's rate for them or at memory speed, whichever is longer (a roofline); everything
+else at memory speed, each operation once through memory; a launch for each. Memory: what trainer.py and transformer.py
+hold, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sp_bench.cluster.device import DeviceCosts
+from sp_bench.errors import RequestError
+from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.workload.train import MOMENTS, Train
+
+ELEMENTWISE_BACKWARD = 2.0
+"""Memory moved by the backward of elementwise operations over that of their forward."""
+OPTIMIZER_MOVES = 9
+"""Numbers that clipping and AdamW read and write for each parameter: the gradient twice and once, p, m and v both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCosts:
+    """A training step on one rank, which owns the most tokens."""
+
+    workload: Train
+    device: DeviceCosts
+    sharded: bool
+    """Whether parameters, gradients and moments are split over all ranks."""
+
+    @property
+    def problem(self) -> Problem:
+        """The problem of the attention."""
+        return self.workload.problem
+
+    @property
+    def _tokens(self) -> int:
+        return self.problem.batch * self.problem.local_seqlen
+
+    @property
+    def _element(self) -> int:
+        """Bytes of an activation."""
+        return DTYPE_BYTES[self.problem.dtype]
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of a parameter, a gradient or a moment."""
+        return DTYPE_BYTES[self.problem.accumulate_dtype]
+
+    # Time
+
+    def dense_s(self, names: tuple[str, ...], *, times: float = 1.0) -> float:
+        """Seconds of a layer's matrix products of these names, `times` over (2 for their backward)."""
+        found = 0.0
+        for name, (inputs, outputs) in self.workload.model.layer_matrices(self.problem).items():
+            if name in names:
+                found += times * self._product_s(inputs, outputs)
+        return found
+
+    def _product_s(self, inputs: int, outputs: int) -> float:
+        rate = self.device.matmul_flops_per_s(self.problem.dtype)
+        moved = self._element * (self._tokens * (inputs + outputs) + inputs * outputs)
+        computed_s = 2.0 * self._tokens * inputs * outputs / rate
+        return self.device.launch_s + max(computed_s, moved / self.device.memory_bytes_per_s)
+
+    def before_s(self) -> float:
+        """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
+        problem, model = self.problem, self.workload.model
+        rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
+        return self.dense_s(("q", "k", "v")) + self._through_memory_s(2 * model.width + rotated, kernels=3)
+
+    def after_s(self) -> float:
+        """Seconds of a layer's forward after its attention: o, residuals, norm, feed-forward."""
+        model = self.workload.model
+        elements = 8 * model.width + (3 if model.kind == "decoder" else 2) * model.ffn
+        return self.dense_s(("o", "gate", "up", "down")) + self._through_memory_s(elements, kernels=4)
+
+    def before_backward_s(self) -> float:
+        """Seconds of the backward of what is before the attention, in place of the forward's."""
+        problem, model = self.problem, self.workload.model
+        rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
+        elements = ELEMENTWISE_BACKWARD * (2 * model.width + rotated)
+        return self.dense_s(("q", "k", "v"), times=2) + self._through_memory_s(elements, kernels=6)
+
+    def after_backward_s(self) -> float:
+        """The same of what is after the attention."""
+        model = self.workload.model
+        elements = ELEMENTWISE_BACKWARD * (8 * model.width + (3 if model.kind == "decoder" else 2) * model.ffn)
+        return self.dense_s(("o", "gate", "up", "down"), times=2) + self._through_memory_s(elements, kernels=8)
+
+    def loss_s(self) -> float:
+        """Seconds of the head and the loss with their gradients: three products, and logits through memory four times.
+
+        The embedding is read and its gradient written.
+        """
+        model = self.workload.model
+        logits_s = self.device.copy_s(2 * self._wide * self._tokens * model.outputs)
+        return 3 * self._product_s(model.width, model.outputs) + logits_s + self._through_memory_s(4 * model.width)
+
+    def optimizer_s(self) -> float:
+        """Seconds of clipping and the optimizer on this rank's parameters."""
+        moved = OPTIMIZER_MOVES * self._wide * self._own_parameters
+        return self.device.launch_s + moved / self.device.memory_bytes_per_s
+
+    def _through_memory_s(self, elements: float, kernels: int = 1) -> float:
+        """Seconds of elementwise operations that read and write so many elements of each token."""
+        moved = elements * self._element * self._tokens
+        return kernels * self.device.launch_s + moved / self.device.memory_bytes_per_s
+
+    # Collectives: bytes that each rank sends in a ring
+
+    @property
+    def _others(self) -> float:
+        return (self.problem.n - 1) / self.problem.n
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Sent to gather the parameters of a layer in the compute dtype; 0 if they are not split."""
+        return self.sharded * self._others * self._element * self.workload.model.layer_parameters(self.problem)
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Sent to reduce the gradients of a layer to the ranks that own them; 0 if they are not split."""
+        return self.sharded * self._others * self._wide * self.workload.model.layer_parameters(self.problem)
+
+    @property
+    def _outside(self) -> int:
+        """Parameters outside the layers."""
+        model = self.workload.model
+        return model.parameters(self.problem) - model.layers * model.layer_parameters(self.problem)
+
+    @property
+    def outside_bytes(self) -> float:
+        """Sent to gather and reduce the parameters outside the layers, forward and backward."""
+        return self.sharded * self._others * (2 * self._element + self._wide) * self._outside
+
+    @property
+    def summed_bytes(self) -> float:
+        """Sent to sum all gradients over the ranks where each has all of them."""
+        return (not self.sharded) * sum(self.workload.sent_otherwise("update").values())
+
+    # Memory
+
+    @property
+    def _own_parameters(self) -> float:
+        whole = self.workload.model.parameters(self.problem)
+        return whole / self.problem.n if self.sharded else whole
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on a rank by kind, without the transient ones of the attention."""
+        own, model = self._own_parameters, self.workload.model
+        chunk = min(self.workload.training.loss_chunk, self._tokens)
+        loss = (2 * self._wide + self._element) * chunk * model.outputs
+        gathered = 2 * model.layer_parameters(self.problem) + self._outside
+        return {
+            "parameters": round(self._wide * own),
+            "gradients": round(self._wide * own),
+            "optimizer": round(MOMENTS * self._wide * own),
+            "activations": self._activation_bytes(),
+            "gathered": round(self.sharded * self._element * gathered),
+            "loss": round(loss if model.kind == "decoder" else 0),
+        }
+
+    def _activation_bytes(self) -> int:
+        """What the backward keeps from the forward (transformer.Recompute)."""
+        problem, model = self.problem, self.workload.model
+        q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
+        lse = DTYPE_BYTES[problem.accumulate_dtype] * problem.heads / self._element
+        attention = 2 * q + 2 * kv + lse
+        mlp = (4 if model.kind == "decoder" else 2) * model.ffn
+        layer = {
+            "full": model.width,
+            "attention": model.width + attention,
+            "none": 4 * model.width + attention + mlp,
+        }[self.workload.training.recompute]
+        last = 3 * model.width  # before and after the last norm, and the gradient that the loss has made
+        head = self._wide * model.outputs * model.width * (model.kind == "decoder")  # its gradient, made with the loss
+        return round(self._element * self._tokens * (model.layers * layer + last) + head)
+
+
+def costs_of(workload: Train, device: DeviceCosts) -> TrainingCosts:
+    """The costs of a workload, with its parameters split if it says so, or doesn't say and they wouldn't fit."""
+    asked = workload.training.parameters
+    whole = TrainingCosts(workload=workload, device=device, sharded=False)
+    states = sum(whole.held_bytes()[kind] for kind in ("parameters", "gradients", "optimizer"))
+    sharded = asked == "sharded" or (asked == "auto" and (device.memory_bytes or states) < states)
+    return TrainingCosts(workload=workload, device=device, sharded=sharded and workload.problem.n > 1)
+
+
+def too_large(problem: Problem, device: DeviceCosts, held: Mapping[str, int]) -> RequestError:
+    """The error for a step that doesn't fit the device: how much is missing, and of what kinds it is."""
+    need, have = sum(held.values()), device.memory_bytes or 0
+    kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size)
+    rule = f"a rank needs {need / 1e9:.4g} GB and {device.name} has {have / 1e9:.4g}: {(need - have) / 1e9:.3g} GB are "
+    rule += f"missing. In GB: {kinds}"
+    would_work = {
+        "activations": "a shorter seqlen, more GPUs, or train.recompute=full",
+        "attention": "a shorter seqlen, or more GPUs",
+        "gathered": "a smaller model",
+        "loss": "a smaller train.loss_chunk",
+    }.get(max(held, key=lambda kind: held[kind]), "train.parameters=sharded on more GPUs")
+    return RequestError(f"seqlen={problem.seqlen} on gpus={problem.n}", rule, f"{would_work} would work")

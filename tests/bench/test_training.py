@@ -1,0 +1,142 @@
+"""Simulated training steps: what runs beside what, what fits, and what is sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sp_bench.bench.training import longest, simulate_training
+from sp_bench.cluster import Cluster
+from sp_bench.errors import RequestError
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.records import Record
+from sp_bench.simulate import simulate
+from sp_bench.simulate.beside import alone_s, beside, ring
+from sp_bench.simulate.graph import build_graph
+from sp_bench.workload.costs import costs_of
+from tests.workload.requests import point
+
+LLAMA = ("model=llama3_8b", "cluster=h100_ndr400", "dtype=bfloat16")
+
+
+def step(*overrides: str) -> Record:
+    return simulate_training(point(*LLAMA, *overrides))
+
+
+@pytest.mark.parametrize("method", ["ring", "mesh", "ulysses"])
+def test_a_step_is_its_parts(method: str) -> None:
+    record = step(f"method={method}", "gpus=16", "seqlen=256k")
+    assert (record.status, record.sharded, record.workload) == ("ok", True, "train")
+    times = (record.forward_ms_median, record.backward_ms_median, record.update_ms_median)
+    assert record.step_ms_median == pytest.approx(sum(times))
+    parts = (record.attention_ms, record.dense_ms, record.loss_ms, record.gradient_sync_ms, record.optimizer_ms)
+    assert record.step_ms_median == pytest.approx(sum(parts))
+    assert record.exposed_comm_ms == pytest.approx(record.attention_exposed_ms + record.gradient_sync_ms)
+    assert record.bound_ms <= record.step_ms_median
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+    kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "loss", "attention")
+    assert record.peak_mem_bytes_max == sum(getattr(record, f"{kind}_bytes") for kind in kinds)
+    assert record.parameters_bytes == pytest.approx(4 * record.parameters / 16, rel=1e-6)
+    flops = 6 * 7.5e9 * 2**18 + 3.5 * 32 * 2 * 2.0**36 * 4096
+    assert record.mfu == pytest.approx(flops / (record.step_ms_median / 1e3) / 16 / 989.4e12, rel=0.01)
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    none, attention, full = (step("method=ring", "gpus=16", "seqlen=128k", f"train.recompute={r}") for r in RECOMPUTE)
+    assert none.step_ms_median < attention.step_ms_median < full.step_ms_median
+    assert none.activations_bytes > attention.activations_bytes > full.activations_bytes
+    assert full.comm_bytes_per_gpu > attention.comm_bytes_per_gpu == none.comm_bytes_per_gpu
+
+
+RECOMPUTE = ("none", "attention", "full")
+
+
+def cluster_and_graph(nodes: int) -> tuple:
+    """Ring on nodes of 4 GPUs."""
+    request = point("model=none", "workload=attention", "method=ring", f"gpus={4 * nodes}", "cluster=h100_ndr400",
+                    "cluster.gpus_per_node=4", "seqlen=64k", "dtype=bfloat16", "head_dim=128")  # fmt: skip
+    problem = request.method.dealt(request.problem)
+    plan = request.method.plan(problem, "forward", COMPUTE_BOUND)
+    return request.cluster, problem, plan, build_graph(plan, problem, request.cluster, use_symmetry=False)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_beside_nothing_an_attention_takes_as_long_as_alone(nodes: int) -> None:
+    cluster, problem, plan, graph = cluster_and_graph(nodes)
+    alone = simulate(plan, problem, cluster)
+    found = beside(graph, cluster.network(problem.n), 0.0, 1, 0.25)
+    assert found.attention_s == pytest.approx(0.25 + alone.makespan_s)
+    assert found.collective_s == 0
+    np.testing.assert_allclose(found.busy_s, alone.busy_s)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_shares_links_slows_both_and_no_more_than_one_after_the_other(nodes: int) -> None:
+    cluster, problem, plan, graph = cluster_and_graph(nodes)
+    network = cluster.network(problem.n)
+    alone, sent = simulate(plan, problem, cluster).makespan_s, 2e9
+    gather = alone_s(network, problem.n, sent, problem.n - 1)
+    found = beside(graph, network, sent, problem.n - 1, 0.0)
+    assert alone <= found.attention_s <= alone + gather
+    assert gather <= found.collective_s <= alone + gather
+    assert found.attention_s > alone * 1.01 or found.collective_s > gather * 1.01
+
+
+def test_a_ring_leaves_a_node_from_every_gpu() -> None:
+    """So that it takes its bytes over the sum of the node's NICs, and its latencies."""
+    cluster: Cluster = cluster_and_graph(2)[0]
+    network = cluster.network(8)
+    sent = [(target.tolist(), size.tolist()) for target, size in ring(network, 8).traffic(8.0)]
+    assert sent == [([1, 2, 3, 0, 5, 6, 7, 4], [6.0] * 8), ([4, 5, 6, 7, 0, 1, 2, 3], [2.0] * 8)]
+    latency_s = 7 * (0.75 * 5e-6 + 0.25 * 20e-6)
+    assert alone_s(network, 8, 8e9, 7) == pytest.approx(latency_s + max(6e9 / 3.7e11, 2e9 / 4.7e10))
+
+
+def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(
+        RequestError, match=r"a rank needs .* GB and NVIDIA H100 SXM has 80: .* GB are missing. In GB: act"
+    ):
+        step("method=ring", "gpus=8", "seqlen=8M")
+    with pytest.raises(RequestError, match="optimizer 64.2.*train.parameters=sharded on more GPUs would work"):
+        step("method=ring", "gpus=8", "seqlen=8k", "train.parameters=replicated")
+
+
+def test_max_is_the_longest_that_fits() -> None:
+    request = point(*LLAMA, "method=ring", "gpus=8", "seqlen=max")
+    seqlen = request.problem.seqlen
+    assert seqlen % (8 * 128) == 0
+    assert simulate_training(request).peak_mem_bytes_max <= 80e9
+    assert longest(request) == seqlen
+    with pytest.raises(RequestError, match="GB are missing"):
+        step("method=ring", "gpus=8", f"seqlen={seqlen + 8 * 128}")
+
+
+def test_max_is_for_simulated_training() -> None:
+    for overrides in (("model=none", "workload=attention", "cluster=h100_ndr400", "dtype=bfloat16"), ("mode=measure",)):
+        with pytest.raises(RequestError, match="seqlen=max: is the longest sequence whose simulated training step"):
+            point(*overrides, "gpus=8", "method=ring", "seqlen=max", "head_dim=128" if overrides[1:] else "head_dim=64")
+
+
+def test_parameters_are_split_where_they_do_not_fit() -> None:
+    for model, gpus, sharded in (("llama_1b", 8, False), ("llama3_8b", 8, True), ("llama_1b", 1, False)):
+        method = "method=ring" if gpus > 1 else "method=reference"
+        request = point(f"model={model}", *LLAMA[1:], method, f"gpus={gpus}", "seqlen=8k")
+        assert costs_of(request.workload, request.cluster.device).sharded is sharded
+
+
+def test_a_device_without_figures_of_matrix_products_is_refused() -> None:
+    with pytest.raises(RequestError, match="dtype=float32: there are no figures of matrix products for it on CPU"):
+        simulate_training(point("mode=simulate", "gpus=2", "method=ring", "dtype=float32", "head_dim=64"))
+
+
+def test_it_imports_no_torch() -> None:
+    code = (
+        "import sys; from sp_bench.bench import resolve, run_points; from sp_bench.bench.training import *;"
+        "from sp_bench.cli.compose import Composer;"
+        "request = resolve(Composer().compose(['model=llama3_8b', 'gpus=8', 'seqlen=64k', 'method=ring']));"
+        "assert simulate_training(request).status == 'ok'; assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
