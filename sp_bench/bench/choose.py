@@ -18,6 +18,10 @@ from sp_bench.plan.problem import Problem
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
+BALANCED = {"causal": ("striped", "zigzag")}
+"""The layouts that give all ranks equal work under a mask of one sequence, if there are several. Of equally fast ones
+the first is taken."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -104,14 +108,22 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
 
 
 def _dealings(method: Method, problem: Problem) -> list[Problem]:
-    """The problem in every way that its tokens may be dealt, where that is to be chosen."""
-    if method.layout != "search" and not (isinstance(problem.mask, Packed) and method.layout == "auto"):
-        return [problem]
+    """The problem in every layout that may be the fastest, where that is to be chosen.
+
+    `search` is all that the method takes, and so is `auto` of a pack; of one causal sequence `auto` is those that give
+    all ranks equal work.
+    """
+    if method.layout == "search" or (method.layout == "auto" and isinstance(problem.mask, Packed)):
+        names = method.dealings()
+    else:
+        names = BALANCED.get(problem.mask.name, ()) if method.layout == "auto" and problem.n > 1 else ()
     found = []
-    for name in method.dealings():
+    for name in names:
         with suppress(RequestError):  # too few tokens for it, or no documents
-            found.append(replace(problem, layout=problem.mask.layout(name)))
-    return found
+            layout = problem.mask.layout(name, problem.n, method.dealings())
+            layout.refuse(problem.n, problem.seqlen)
+            found.append(replace(problem, layout=layout))
+    return [dealt for dealt in found if dealt.layout.name in method.dealings()] or [problem]
 
 
 def _plan(method: Method, problem: Problem, request: Request) -> Choice:

@@ -13,6 +13,7 @@ from sp_bench import methods, records
 from sp_bench.bench.masks import described, identified, mask_of
 from sp_bench.bench.mode import Mode, resolve_mode
 from sp_bench.cluster import Cluster
+from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
@@ -167,6 +168,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     kernel = read(KernelSection, config["kernel"], "kernel").name
     workload = kind.build(config, problem, phases=phases, peer=peer, kernel=kernel, seed=values.seed)
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
+    implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
     cluster.refuse(problem.n)
     mode = resolve_mode(config, problem.n, cluster, launch, of_a_peer=peer is not None)
     workload.refuse_run(mode.name)
@@ -174,9 +176,10 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     if peer:
         peers.refuse_run(peer, mode=mode.name, kernel=kernel)
     if mode.name == "simulate":
-        cluster = replace(cluster, device=cluster.device.with_kernel(kernel))
+        cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)
     else:
+        refuse_others(implementation)
         notes += _refuse_measuring(config, problem, cluster, mode, launch)
     return Request(
         method=method,
@@ -211,6 +214,13 @@ def _problem(config: Mapping[str, Any], values: Values, method: Method | Peer, m
     problem = Problem(n=values.gpus, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
     method.refuse(problem)
     return method.dealt(problem) if isinstance(method, Peer) else problem
+
+
+def refuse_others(implementation: Implementation) -> None:
+    """Raise RequestError for an implementation that can't be measured, as it is somebody else's."""
+    if implementation.name != OURS.name:
+        rule = "is simulated only; measured points run this suite's code or, with method=peer, another package's"
+        raise RequestError(f"implementation={implementation.name}", rule, "mode=simulate would work")
 
 
 def _refuse_measuring(

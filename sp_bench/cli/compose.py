@@ -18,12 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sp_bench.cluster.cluster import ClusterSection
+from sp_bench.cluster.implementation import Implementation
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.loggers.wandb_client import WandbSettings
 from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
 
-SECTIONS = {"cluster": ClusterSection, "logger": WandbSettings}
+SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
 """Groups whose keys can be set even if the chosen file lacks them."""
 
 

@@ -298,12 +298,13 @@ def print_candidates(console: Console, record: Record) -> None:
     for row in candidates:
         time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
         time = row.get("refused") or time
-        mark = "*" if row["variant"] == record.variant and row.get("layout", record.layout) == record.layout else ""
+        here = (row["variant"] or None, row.get("layout", record.layout)) == (record.variant, record.layout)
+        mark = "*" if here else ""
         names = [row["variant"], row["layout"] if dealings > 1 else ""]
         cells.append(f"{' '.join(filter(None, names))}{mark} {time}")
     console.print(
-        f"\n{variant(record)}: the shortest simulated step of {len(candidates)} variants, in ms (>=: a bound on its "
-        f"time is above the best already):\n  {',  '.join(cells)}",
+        f"\n{record.variant or record.layout}: the shortest simulated step of {len(candidates)} variants, in ms (>=: a "
+        f"bound on its time is above the best already):\n  {',  '.join(cells)}",
     )
 
 

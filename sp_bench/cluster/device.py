@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from msgspec import Meta
 
+from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
@@ -79,6 +80,8 @@ class DeviceCosts:
     """Launch overhead of each kernel."""
     transfer_slowdown: float
     """How much longer kernels take while their rank's transfers are in flight: 0.19 is 19%."""
+    implementation: Implementation = OURS
+    """Whose code uses the device."""
 
     @classmethod
     def build(cls, config: Any) -> Self:
@@ -109,6 +112,12 @@ class DeviceCosts:
             rule = f"there are no figures of this kernel on {self.name}, so that it can't be simulated there"
             raise RequestError(f"kernel={kernel}", rule, f"one of {names}, or auto, would work")
         return replace(self, tables=tables)
+
+    def used_by(self, implementation: Implementation) -> Self:
+        """The device as somebody's code uses it."""
+        slowdown = implementation.transfer_slowdown
+        slowdown = self.transfer_slowdown if slowdown is None else slowdown
+        return replace(self, implementation=implementation, transfer_slowdown=slowdown)
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a dtype or head_dim without kernel rates."""
@@ -205,14 +214,26 @@ class DeviceCosts:
         return found
 
     def fold_s(
-        self, problem: Problem, tensor: str, *, first: bool = False, arriving: bool = False, summed: bool = True
+        self,
+        problem: Problem,
+        tensor: str,
+        *,
+        first: bool = False,
+        arriving: bool = False,
+        summed: bool = True,
+        share: float = 1.0,
+        sliced: bool = False,
     ) -> float:
         """Seconds of folding one chunk's partial into its accumulator, bound by memory.
 
         A fold reads the partial in its own dtype, and reads and writes the accumulator. The first fold only writes it;
-        if the dtypes are equal, as they are without `summed`, the partial becomes the accumulator at no cost.
+        if the dtypes are equal, as they are without `summed`, the partial becomes the accumulator at no cost. An
+        implementation that merges by several kernels (Implementation.fold_bytes_per_element) moves more, but only the
+        `share` of the rows that the block has; whether these are `sliced` out of the chunk adds to it.
         """
-        moved = 0
+        moved, unfused = 0, self.implementation.fold_bytes_per_element
+        if unfused is not None:
+            unfused = share * (unfused + sliced * self.implementation.slice_bytes_per_element)
         for field in FIELDS[tensor]:
             held = problem.field_dtype(field, wire=False, summed=summed)
             part = problem.field_dtype(field, wire=True) if arriving else problem.dtype
@@ -220,7 +241,8 @@ class DeviceCosts:
             if first and part == held:
                 continue
             elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
-            moved += elements * (DTYPE_BYTES[part] + (1 if first else 2) * DTYPE_BYTES[held])
+            fused = DTYPE_BYTES[part] + (1 if first else 2) * DTYPE_BYTES[held]
+            moved += elements * (fused if first or unfused is None else unfused)
         merges = not first and any(field.kind is Kind.STATISTIC for field in FIELDS[tensor])
         return self._memory_s(moved, self.fold_bytes_per_s if merges else self.memory_bytes_per_s)
 

@@ -12,6 +12,7 @@ A device has any number of tables, each for one kernel, head_dim and set of dtyp
         heads: 16                 # heads of the blocks that the rates were measured at
         total_tokens: 16384       # tokens of a batch of these blocks; null: a batch of one
         tile_tokens: 128          # tokens of one thread block: queries forward, keys backward
+        causal_order: ascending   # of causal thread blocks forward, by length; default: longest_first
         forward_full: {512: 467, 1024: 565}           # TFLOP/s by tokens of a square block,
         backward_full: {512x512: 404, 512x1024: 440}  #   or by queries x keys, every pair of some sizes
         forward_causal: ...                           # square blocks only
@@ -24,8 +25,12 @@ blocks loop over keys, backward thread blocks over queries. Waves account for th
 Waves. A device with `sms` multiprocessors runs `sms` thread blocks at once: a block of b (batch x heads) by q queries
 takes W = ceil(b * ceil(q / tile_tokens) / sms) waves and fills b * q / tile_tokens / (sms * W) of them. Rates are
 proportional to this fill. A table's rates are first divided by the fill of its own configuration, so that its points
-are reproduced there. Causal blocks have thread blocks of different lengths, and kernels schedule the longest first: for
-them the effect is overestimated if waves are few.
+are reproduced there.
+
+Thread blocks of a causal block have all lengths up to the longest, and its time is at least that of the longest: with
+few heads most multiprocessors then wait for it. Kernels start the longest first, which fills the rest. One that has
+`causal_order: ascending`, as FlashAttention-2's forward (its grid begins with the first queries), ends with its longest
+ones, which are half done on average when the first multiprocessor runs out of work.
 """
 
 from __future__ import annotations
@@ -67,6 +72,7 @@ class Rates(Section, frozen=True, kw_only=True):
     heads: Count | None = None
     total_tokens: Count | None = None
     tile_tokens: Count | None = None
+    causal_order: Literal["longest_first", "ascending"] = "longest_first"
     forward_full: Points
     forward_causal: Points
     backward_full: Points
@@ -102,11 +108,21 @@ class Waves:
 
     sms: int
     tile_tokens: int
+    ascending: bool = False
+    """Whether the thread blocks of causal blocks start in ascending order of length, forward."""
 
-    def fill(self, tokens: int, batch_heads: int) -> float:
-        """The share of the waves' slots that are used, for `tokens` queries (keys backward) of batch x heads."""
-        waves = math.ceil(batch_heads * math.ceil(tokens / self.tile_tokens) / self.sms)
-        return batch_heads * tokens / self.tile_tokens / (self.sms * waves)
+    def fill(self, rate: str, tokens: int, batch_heads: int) -> float:
+        """The share of the multiprocessors' time that is used by a block of `tokens` queries (keys backward) of
+        batch x heads; `rate` is one of RATES."""
+        tiles = math.ceil(tokens / self.tile_tokens)
+        if rate.endswith("full"):
+            waves = math.ceil(batch_heads * tiles / self.sms)
+            return batch_heads * tokens / self.tile_tokens / (self.sms * waves)
+        pairs = batch_heads * tokens * (tokens + 1) / 2 / self.tile_tokens**2 / self.sms
+        longest = tokens / self.tile_tokens
+        mean = batch_heads * tiles * (longest + 1) / 2 / self.sms
+        late = longest / 2 if self.ascending and rate.startswith("forward") else 0.0
+        return pairs / max(longest, mean + late)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +175,8 @@ class KernelTable:
     @classmethod
     def build(cls, name: str, rates: Rates, sms: int | None) -> Self:
         """The table `name` on a device with `sms` multiprocessors."""
-        waves = Waves(sms=sms, tile_tokens=rates.tile_tokens) if sms and rates.tile_tokens else None
+        ascending, tile = rates.causal_order == "ascending", rates.tile_tokens
+        waves = Waves(sms=sms, tile_tokens=tile, ascending=ascending) if sms and tile else None
         points = {rate: rates.points(rate) for rate in RATES}
         if waves:
             points = {
@@ -184,9 +201,10 @@ class KernelTable:
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str
     ) -> float:
         """FLOP/s of a block of q_tokens queries and kv_tokens keys; a dtype that the table lacks has factor 1."""
-        rate = self.rates[f"{phase}_{mask}"].rate(phase, q_tokens, kv_tokens)
+        name = f"{phase}_{mask}"
+        rate = self.rates[name].rate(phase, q_tokens, kv_tokens)
         if self.waves:
-            rate *= self.waves.fill(_outer(phase, q_tokens, kv_tokens), batch_heads)
+            rate *= self.waves.fill(name, _outer(phase, q_tokens, kv_tokens), batch_heads)
         return 1e12 * rate * self.dtypes.get(dtype, 1.0)
 
 
@@ -203,7 +221,7 @@ def _in_full_waves(
     for (q_tokens, kv_tokens), rate in points.items():
         batch = max(total_tokens // q_tokens, 1) if total_tokens else 1
         tokens = _outer(name.partition("_")[0], q_tokens, kv_tokens)
-        found[q_tokens, kv_tokens] = rate / waves.fill(tokens, batch * heads)
+        found[q_tokens, kv_tokens] = rate / waves.fill(name, tokens, batch * heads)
     return found
 
 

@@ -102,6 +102,9 @@ class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
     """None: all switches are on one host bridge."""
     socket_bytes_per_s: Positive | None = None
     """Bandwidth of each socket to the others, in each direction."""
+    crowding: NotNegative = 0.0
+    """How much links lose to concurrent flows: each of p transfers that a GPU has under way at once inside its node
+    loads their links p**crowding times. CPUs are poor PCIe switches: all-to-alls get a fraction of a ring's rate."""
 
     def levels(self) -> list[Level]:
         """The shared links of a node, from its GPUs up."""
@@ -322,6 +325,13 @@ class Network:
             pairs = self.first_link["pair"] + to[:, None] * g + to.reshape(-1, g)[np.arange(to.size) // g] % g
             moved[self.first_link["pair"] :][: pairs.size] = pairs.ravel()
         return moved if np.array_equal(self.link_bytes_per_s[moved], self.link_bytes_per_s) else None
+
+    def crowding(self, inter: np.ndarray, at_once: int) -> np.ndarray:
+        """How many times each of `at_once` concurrent transfers of a GPU loads its links, (F,), given which cross
+        nodes (PcieTree.crowding)."""
+        intra = self.topology.intra
+        exponent = intra.crowding if isinstance(intra, PcieTree) else 0.0
+        return np.where(inter, 1.0, float(max(at_once, 1)) ** exponent)
 
     def alone_bytes_per_s(self, routes: Routes) -> np.ndarray:
         """Bytes/s of each transfer without any other, (F,); inf from a rank to itself."""

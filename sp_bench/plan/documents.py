@@ -22,7 +22,7 @@ from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import Deal
 from sp_bench.plan.intervals import pair_counts, regions_between
 from sp_bench.plan.layout import DEALERS, LAYOUTS, Dealt, Layout, Positions
-from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask
+from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
 
 EVEN_ENOUGH = 1.1
@@ -221,6 +221,10 @@ class PackBlocks(Blocks):
     @cached_property
     def pairs(self) -> np.ndarray:
         return pair_counts(self.owner, self.chunks, *self.mask.sees(np.arange(self.seqlen))).ravel()
+
+    def parts(self, *, keys: bool) -> Sequence[Part]:
+        """Whole chunks: a kernel for variable lengths returns all rows."""
+        return [Part(1.0, False)] * self.classes
 
     @property
     def narrows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.layout import DEALERS, LAYOUTS, Layout, Positions
@@ -197,6 +197,14 @@ def mask_named(name: str) -> Mask:
     return MASKS[name]
 
 
+class Part(NamedTuple):
+    """The part of a chunk's rows that a block has."""
+
+    share: float
+    sliced: bool
+    """Whether it is not the whole chunk. The first row of a strict block, and its last key, are no part of it."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The classes of blocks between the chunks of a layout, and which class each pair of ranks has.
@@ -246,6 +254,18 @@ class Blocks:
                 q, _ = self._examples.get(kind, (0, 0))
                 found.append(range(_count(self._positions(q))))
         return tuple(found)
+
+    def parts(self, *, keys: bool) -> Sequence[Part]:
+        """For each class, the part of a query chunk's rows, or of a chunk's `keys`, that the block has."""
+        found = []
+        for kind, regions in enumerate(self._regions):
+            example = self._examples.get(kind)
+            whole = _count(self._positions(example[keys])) if example else 1
+            runs = [region.kv if keys else region.q for region in regions]
+            seen = max((run.stop for run in runs), default=whole) - min((run.start for run in runs), default=0)
+            strict = any(region.kind is RegionKind.STRICT for region in regions)
+            found.append(Part(seen / whole, strict or seen < whole))
+        return found
 
     @cached_property
     def pairs(self) -> Sequence[int]:

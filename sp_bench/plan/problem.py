@@ -68,6 +68,11 @@ def is_partial(tensor: str) -> bool:
     return any(field.kind is Kind.PARTIAL for field in FIELDS[tensor])
 
 
+def is_of_keys(tensor: str) -> bool:
+    """Whether a tensor has a row for each key rather than for each query."""
+    return tensor.startswith(("kv", "dkv"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One exact attention on `n` ranks. Raises RequestError where the numbers don't fit together."""

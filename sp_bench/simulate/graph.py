@@ -7,9 +7,9 @@ nobody waits for, may follow it. Tasks come in rows of n, by rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,21 @@ from sp_bench.lower import Lowering, Waits, lower
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import BLOCKS, AllToAll, Attend, AttendBackward, Fold, Op, Pass, Place, Plan, RowSums, Transfer
-from sp_bench.plan.problem import FIELDS, Problem, is_partial
+from sp_bench.plan.ops import (
+    BLOCKS,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Chunk,
+    Fold,
+    Op,
+    Pass,
+    Place,
+    Plan,
+    RowSums,
+    Transfer,
+)
+from sp_bench.plan.problem import FIELDS, Problem, is_of_keys, is_partial
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
@@ -207,9 +220,7 @@ class _Builder:
         return [self.wanted[index]] if index in self.wanted else []
 
     def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
-        seconds = np.zeros(self.ranks.size)
-        for index in segment.ops:
-            seconds += self._op_s(index, self.plan.ops[index])
+        seconds = self._work_s(segment)
         if last:
             results = [
                 (chunk.tensor, chunk not in self.unsummed) for chunk in self.plan.ends_with if is_partial(chunk.tensor)
@@ -223,6 +234,20 @@ class _Builder:
             ]
         return [self.rows.add(seconds, deps)]
 
+    def _work_s(self, segment: Segment) -> np.ndarray:
+        """What the blocks and folds of a segment take on each simulated rank: (q,)."""
+        implementation, seconds = self.device.implementation, np.zeros(self.ranks.size)
+        merged: set[Chunk] = set()
+        calls = np.zeros(self.ranks.size)
+        for index in segment.ops:
+            op = self.plan.ops[index]
+            taken_s = self._op_s(index, op, merged)
+            seconds += taken_s
+            if isinstance(op, Attend | AttendBackward):
+                calls += (np.asarray(taken_s) > 0) * (op.writes[0] not in merged)
+                merged |= {*op.writes} if implementation.joins_blocks else set()
+        return np.maximum(seconds, calls * implementation.host_s_per_block)
+
     @cached_property
     def _on_cores(self) -> Path:
         """Cores that ranks share are one link, on which work flows at most at a second per second, and fairly."""
@@ -231,8 +256,8 @@ class _Builder:
         cores = np.full((q, 1), self.quotient.link_bytes_per_s.size)
         return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps)
 
-    def _op_s(self, index: int, op: Op) -> np.ndarray | float:
-        """What a block or a fold costs."""
+    def _op_s(self, index: int, op: Op, merged: Container[Chunk]) -> np.ndarray | float:
+        """What a fold costs, or a block with its folds, but for those into chunks that are `merged` already."""
         if isinstance(op, Fold):
             return self.device.fold_s(self.problem, op.into.tensor, arriving=True) * self._wants(index)
         if isinstance(op, RowSums):
@@ -240,8 +265,11 @@ class _Builder:
         if not isinstance(op, Attend | AttendBackward):
             return 0.0
         block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
+        classes = self._classes(op.q.place, op.kv.place)
         folds_s = sum(
-            self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk not in self.unsummed) for chunk in op.writes
+            self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk not in self.unsummed)[classes]
+            for chunk in op.writes
+            if chunk not in merged
         )
         return block_s + (block_s > 0) * folds_s
 
@@ -260,8 +288,16 @@ class _Builder:
         everyone = np.arange(self.problem.n)
         return self.case_s[self.problem.blocks.of(q.owner(everyone), kv.owner(everyone))]
 
-    def _fold_s(self, tensor: str, first: bool, summed: bool) -> float:
-        return self.device.fold_s(self.problem, tensor, first=first, summed=summed)
+    def _classes(self, q: Place, kv: Place) -> np.ndarray:
+        """The class of the block of two chunks on each simulated rank: (q,)."""
+        return self.problem.blocks.of(q.owner(self.ranks), kv.owner(self.ranks))
+
+    def _fold_s(self, tensor: str, first: bool, summed: bool) -> np.ndarray:
+        """What the fold of a block's result into a chunk costs, by class of block: (classes,)."""
+        parts = self.problem.blocks.parts(keys=is_of_keys(tensor))
+        fold_s = partial(self.device.fold_s, self.problem, tensor, first=first, summed=summed)
+        costs = {part: fold_s(share=part.share, sliced=part.sliced) for part in set(parts)}
+        return np.array([costs[part] for part in parts])
 
     def _cast_s(self, tensor: str, summed: bool) -> float:
         return self.device.cast_s(self.problem, tensor, wire=True, summed=summed)
@@ -312,7 +348,7 @@ class _Builder:
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
             posted_there = (np.where(sends, ended[path.target], ended) for ended in expecting)
             deps = [*before, *posted_there, *begun]
-            over = self._over_cores(path, carried)
+            over = self._over_cores(path._replace(loads=path.loads * self._crowding(path, len(paths))), carried)
             sent = message.bytes - carried.later_bytes
             tasks.append(self.rows.add(latency_s + staged_s, deps, sent, over, carried.weight))
             if np.any(carried.later_bytes):
@@ -350,6 +386,10 @@ class _Builder:
             path = Path(*ends, routes.latency_s, routes.rate_cap, links, loads, routes.inter, alone)
             self.paths[group, shift] = path
         return self.paths[group, shift]
+
+    def _crowding(self, path: Path, at_once: int) -> np.ndarray:
+        """How many times each of `at_once` concurrent messages of a rank loads the links of its path: (q, 1)."""
+        return self.network.crowding(path.inter, at_once)[:, None]
 
     def _over_cores(self, path: Path, carried: Carried) -> Path:
         """The path of a message with what it takes of the cores that ranks share."""

@@ -153,7 +153,7 @@ def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "Simulated, not measured: this machine has" in text
     for words in ("MFU", "throughput", "closed form", "lower bound", "peak memory", "exposed", "forward", "backward"):
         assert words in text
-    assert "the shortest simulated step of 9 variants" in text
+    assert "the shortest simulated step of 18 variants" in text
     by_method = {r.method: r for r in records.read_all(tmp_path)}
     mesh, ring = by_method["mesh"], by_method["ring"]
     assert mesh.mode == ring.mode == "simulate"
@@ -163,7 +163,10 @@ def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert mesh.step_ms_median == pytest.approx(mesh.forward_ms_median + mesh.backward_ms_median)
     assert mesh.step_ms_median == pytest.approx(min(c["step_ms"] for c in mesh.candidates if c["step_ms"]))
     assert all(c["step_ms"] or c["bound_ms"] > mesh.step_ms_median for c in mesh.candidates)
-    assert [c["variant"] for c in mesh.candidates] == [f"{2**i}x{2 ** (8 - i)}" for i in range(9)]
+    tiles = [f"{2**i}x{2 ** (8 - i)}" for i in range(9)]
+    assert [(c["layout"], c["variant"]) for c in mesh.candidates] == [
+        (layout, tile) for layout in ("striped", "zigzag") for tile in tiles
+    ]
     assert mesh.variant == f"{mesh.tile_a}x{mesh.tile_b}"
     assert mesh.comm_bytes_busiest_gpu == mesh.comm_bytes_per_gpu, "all ranks send the same"
     flops = 3.5 * 4 * 2**40 * 4096 / 2

@@ -13,7 +13,7 @@ from sp_bench import records
 from sp_bench.__main__ import main as bench
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
-from sp_bench.cluster.kernel_table import KernelTable, Rates, Surface, Waves
+from sp_bench.cluster.kernel_table import RATES, KernelTable, Rates, Surface, Waves
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.plan import Problem
@@ -168,7 +168,22 @@ def test_one_thread_block_more_than_a_wave_costs_a_whole_one() -> None:
 
 @given(st.integers(1, 500), st.integers(1, 300))
 def test_waves_are_never_more_than_full(tokens: int, batch_heads: int) -> None:
-    assert 0 < Waves(sms=7, tile_tokens=16).fill(tokens, batch_heads) <= 1
+    for rate in RATES:
+        for ascending in (False, True):
+            assert 0 < Waves(sms=7, tile_tokens=16, ascending=ascending).fill(rate, tokens, batch_heads) <= 1
+
+
+def test_few_causal_heads_wait_for_the_longest_thread_block() -> None:
+    """Of one head, 64 tiles on 132 multiprocessors take as long as the longest, twice the mean."""
+    waves, late = Waves(sms=132, tile_tokens=128), Waves(sms=132, tile_tokens=128, ascending=True)
+    assert waves.fill("forward_causal", 8192, 1) == pytest.approx(64 / 2 / 132, rel=1e-3)
+    assert waves.fill("forward_causal", 8192, 132) == pytest.approx(64 / 65, rel=1e-3), (
+        "half of a tile on the diagonal is masked"
+    )
+    # The longest tile of 64 is 64 long, and half of it is left where the mean of all is 32.5 x heads.
+    assert late.fill("forward_causal", 8192, 132) == pytest.approx(64 * 32 / (64 * 32.5 + 32), rel=1e-3)
+    assert late.fill("backward_causal", 8192, 132) == waves.fill("backward_causal", 8192, 132)
+    assert full_s(device(), 4096, heads=1, causal=True) > 1.9 * full_s(device(), 4096, heads=132, causal=True) / 132
 
 
 def test_a_block_that_is_not_square_goes_by_its_inner_loop() -> None:

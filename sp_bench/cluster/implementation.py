@@ -1,0 +1,40 @@
+"""Whose code runs a plan on a simulated device, and what this code costs beside block kernels and transfers.
+
+A plan executed by this suite and the same method in another package have the same blocks and transfers. They differ in
+what is around them: how results are merged, how often a kernel is called, and what the host does meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sp_bench.reading import NotNegative, Positive, Section, read
+
+
+class Implementation(Section, frozen=True, kw_only=True):
+    """The content of a conf/implementation file."""
+
+    name: str
+    fold_bytes_per_element: Positive | None = None
+    """Bytes of device memory that merging one element of a partial moves, by however many kernels; None: by one fused
+    kernel (DeviceCosts.fold_s)."""
+    slice_bytes_per_element: NotNegative = 0.0
+    """What comes on top where a block has a part of the rows alone: their sum is written back into the whole."""
+    joins_blocks: bool = False
+    """Whether blocks of one query chunk with nothing to wait for between them are one kernel call, merged once."""
+    host_s_per_block: NotNegative = 0.0
+    """Seconds that the host takes to queue a block with its fold and its transfers. A device that is faster waits."""
+    transfer_slowdown: NotNegative | None = None
+    """How much longer kernels take while their rank's transfers are in flight; None: the device's figure."""
+    sources: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def build(cls, config: Any) -> Implementation:
+        """The implementation of a conf/implementation file. Raises RequestError for an invalid key or value."""
+        return read(cls, config, "implementation")
+
+
+OURS = Implementation(name="ours")
+"""This suite's executor: partials are merged by one fused kernel each."""

@@ -1,0 +1,112 @@
+"""Whose code runs a plan: what merging costs, which blocks are one call, and hosts that are slower than devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sp_bench import methods
+from sp_bench.__main__ import main
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.implementation import OURS, Implementation
+from sp_bench.plan import Plan, Problem
+from sp_bench.resources import conf_content, conf_files
+from sp_bench.simulate import Run, simulate
+from tests.support.problems import mask_of
+
+UNFUSED = Implementation(name="test", fold_bytes_per_element=40)
+
+
+def cluster(name: str, implementation: Implementation = OURS) -> Cluster:
+    files = conf_files("cluster")
+    found = Cluster.build(conf_content(files[name], files))
+    return replace(found, device=found.device.used_by(implementation))
+
+
+def problem(layout: str, *, causal: bool = True, n: int = 8, tokens: int = 2048) -> Problem:
+    mask = mask_of(causal)
+    shape = {"heads": 8, "kv_heads": 8, "head_dim": 128}
+    return Problem(n=n, seqlen=n * tokens, mask=mask, layout=mask.layout(layout), **shape)
+
+
+def planned(p: Problem, method: str, options: dict[str, object]) -> tuple[Plan, Problem]:
+    chosen = methods.build(method, options)
+    p = chosen.dealt(p)
+    return chosen.plan(p, "forward", cluster("h100_ndr400").profile(p)), p
+
+
+def run(p: Problem, implementation: Implementation, method: str = "ring", **options: object) -> Run:
+    plan, p = planned(p, method, options)
+    return simulate(plan, p, cluster("h100_ndr400", implementation))
+
+
+@pytest.mark.parametrize(("layout", "rows"), [("contiguous", 7), ("zigzag", 3.5)])
+def test_merging_moves_what_is_counted(layout: str, rows: float) -> None:
+    """Each of 7 hops merges a rank's rows, or zigzag's last rank's half of them, at 40 bytes for an element."""
+    p = problem(layout, causal=layout == "zigzag")
+    device = cluster("h100_ndr400").device
+    elements, bytes_per_s = 2048 * 8 * (128 + 1), device.memory_bytes_per_s  # an lse for each row and head
+    free = run(p, replace_bytes(1e-9)).work_s
+    rank = {"contiguous": 0, "zigzag": 0}[layout]
+    taken = run(p, UNFUSED).work_s[rank] - free[rank]
+    assert taken == pytest.approx(rows * 40 * elements / bytes_per_s, rel=1e-3)
+    slices = UNFUSED.replace(slice_bytes_per_element=8)
+    more = run(p, slices).work_s[rank] - run(p, UNFUSED).work_s[rank]
+    assert more == pytest.approx((layout == "zigzag") * rows * 8 * elements / bytes_per_s, abs=1e-9)
+
+
+def replace_bytes(size: float) -> Implementation:
+    return UNFUSED.replace(fold_bytes_per_element=size)
+
+
+def test_blocks_that_wait_for_nothing_are_one_call() -> None:
+    """All-gather has its own block and then one of all other keys: it merges once, not seven times."""
+    p = problem("contiguous", causal=False)
+    one, many = (
+        run(p, UNFUSED.replace(joins_blocks=joins), "all_gather", stride=8).work_s.max()
+        - run(p, replace_bytes(1e-9).replace(joins_blocks=joins), "all_gather", stride=8).work_s.max()
+        for joins in (True, False)
+    )
+    assert many == pytest.approx(7 * one, rel=1e-3)
+    ring = [run(p, UNFUSED.replace(joins_blocks=joins)).work_s for joins in (True, False)]
+    np.testing.assert_array_equal(*ring)
+
+
+def test_a_slow_host_is_what_small_blocks_wait_for() -> None:
+    large, small = problem("contiguous", causal=False, tokens=16384), problem("contiguous", causal=False, tokens=256)
+    host = OURS.replace(host_s_per_block=3e-4)
+    assert run(small, host).makespan_s == pytest.approx(8 * 3e-4, rel=0.1)
+    assert run(small, OURS).makespan_s < 0.5 * run(small, host).makespan_s
+    assert run(large, host).makespan_s == run(large, OURS).makespan_s
+
+
+def test_ours_is_what_it_was() -> None:
+    """One fused pass over whole chunks, whatever the mask leaves of them."""
+    device, p = cluster("h100_ndr400").device, problem("zigzag")
+    moved = 2048 * 8 * (128 * 10 + 12)
+    assert device.fold_s(p, "o", share=0.5, sliced=True) == device.fold_s(p, "o")
+    assert device.fold_s(p, "o") == pytest.approx(device.launch_s + moved / device.fold_bytes_per_s)
+
+
+def test_crowded_pcie_links_lose_capacity() -> None:
+    """An all-to-all of 8 gets a fraction of what a ring gets; without the switch both get the links' rate."""
+    found = cluster("l20_pcie")
+    intra = found.topology.intra
+    free = replace(found, topology=found.topology.replace(intra=intra.replace(crowding=0.0)))
+    p = problem("contiguous", causal=False, tokens=4096)
+    times = {}
+    for method in ("ring", "ulysses"):
+        plan, dealt = planned(p, method, {})
+        times[method] = [simulate(plan, dealt, each).makespan_s for each in (found, free)]
+    assert times["ring"][0] == times["ring"][1]
+    assert times["ulysses"][0] > 2 * times["ulysses"][1]
+    assert found.network(8).crowding(np.array([False, True]), 7).tolist() == [pytest.approx(7**0.78), 1.0]
+
+
+def test_somebody_elses_code_is_not_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    point = ["method=ring", "gpus=2", "seqlen=1k", "heads=2", "head_dim=64", "dtype=float32", "logger=none"]
+    assert main([*point, "cluster=local", "implementation=published", f"results_dir={tmp_path}"]) == 2
+    assert "implementation=published: is simulated only" in capsys.readouterr().err
