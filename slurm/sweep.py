@@ -1,39 +1,36 @@
-"""python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--dry-run] [--wait]
-python -m slurm.sweep status | resume | cancel DIR [--wait]
+"""python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--dry-run] [--wait | --watch]
+python -m slurm.sweep status | resume | cancel DIR [--wait | --watch]
 
 Submits the points of conf/sweep/NAME.yaml as job arrays, one for each number of GPUs. key=value or key=value,value
 changes what that file fixes or sweeps. Every point is resolved first; a point that can't be served gets its record at
 once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes one of its keys.
 
   --dry-run   print the scripts; write and submit nothing
-  --wait      follow the jobs until none is left
+  --wait      follow the jobs until none is left: a line whenever a point changes its state
+  --watch     the same as a view in the terminal: finished, running, pending and failed points, and the time left
   status DIR  print how many points are done, running, pending, failed
   resume DIR  submit the missing points
   cancel DIR  cancel the jobs; finished points are kept
 
-Exit codes: 0 ok, with --wait all points done; 2 a request that can't be served; 1 anything else.
+Exit codes: 0 ok, with --wait or --watch all points done; 2 a request that can't be served; 1 anything else.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 from sp_bench import records
 from sp_bench.cli.arguments import run_command
 from sp_bench.errors import RequestError, unknown
-from sp_bench.slurm import queue, scripts
-from sp_bench.slurm.folder import FINISHED, Sweep
+from sp_bench.slurm import queue, scripts, watching
+from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.points import Refused, by_gpus, planned
+from sp_bench.slurm.progress import progress
 from sp_bench.slurm.settings import load
 
-FLAGS = ("--dry-run", "--wait")
-STATES = ("done", "running", "pending", "failed", "unsupported")
-POLL_S = 2.0
-PATIENCE_S = 300.0
-"""Seconds that the controller may be silent while jobs are followed."""
+FLAGS = ("--dry-run", "--wait", "--watch")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,13 +44,13 @@ def _sweep(arguments: list[str]) -> int:
     if not words:
         raise RequestError(" ".join(arguments), "needs a sweep", "sweep=cpu_methods would work")
     try:
-        return _answer(words, dry="--dry-run" in arguments, wait="--wait" in arguments)
+        return _answer(words, dry="--dry-run" in arguments, wait="--wait" in arguments, live="--watch" in arguments)
     except KeyboardInterrupt:
         print("slurm.sweep: interrupted; the jobs go on", file=sys.stderr)
         return 1
 
 
-def _answer(words: list[str], *, dry: bool, wait: bool) -> int:
+def _answer(words: list[str], *, dry: bool, wait: bool, live: bool) -> int:
     if "=" in words[0]:
         sweep, refused = asked_for(words)
         errors = Counter(each.record.error for each in refused)
@@ -79,10 +76,12 @@ def _answer(words: list[str], *, dry: bool, wait: bool) -> int:
             submit_missing(sweep)
         elif command == "cancel":
             queue.cancel(sweep.settings, list(sweep.jobs))
+    if live:
+        return watching.watch(sweep)
     if wait:
-        return follow(sweep)
-    print(status_line(states(sweep)))
-    print_failures(sweep)
+        return watching.follow(sweep)
+    print(progress(sweep).line)
+    watching.print_failures(sweep)
     return 0
 
 
@@ -126,55 +125,6 @@ def submit_missing(sweep: Sweep) -> None:
     for gpus, tasks in by_gpus(todo).items():
         array = scripts.array(sweep.settings, tasks)
         sweep.add_job(queue.submit(sweep.settings, scripts.path_of(sweep, gpus), array), tasks)
-
-
-def states(sweep: Sweep) -> Counter[str]:
-    """The number of points in each state. A point that SLURM ended is failed, like one whose record says so."""
-    waiting, running = queue.waiting_and_running(sweep.settings, list(sweep.jobs))
-    counts: Counter[str] = Counter(unsupported=len(sweep.refused))
-    for task in sweep.tasks:
-        in_slurm = "running" if task.number in running else "pending" if task.number in waiting else "failed"
-        for point in task.points:
-            record = sweep.record(point)
-            counts[FINISHED.get(record.status, in_slurm) if record else in_slurm] += 1
-    return counts
-
-
-def status_line(counts: Counter[str]) -> str:
-    """One line with the number of points in each state."""
-    return f"{counts.total()} points: {', '.join(f'{counts[state]} {state}' for state in STATES)}"
-
-
-def print_failures(sweep: Sweep) -> None:
-    """Print the error of each point that failed. A point that SLURM ended has a log and no record."""
-    for task in sweep.tasks:
-        for point in sweep.missing(task):
-            if record := sweep.record(point):
-                shape = f"method={record.method} gpus={record.gpus} seqlen={record.seqlen}"
-                print(f"{shape}: {record.status}: {record.error}")
-
-
-def follow(sweep: Sweep) -> int:
-    """Print the states of points whenever they change, until no job is left; return the exit code, 0 if all are done.
-
-    Raises RequestError if the controller has been silent for PATIENCE_S.
-    """
-    printed, answered = "", time.monotonic()
-    while True:
-        try:
-            counts = states(sweep)
-        except queue.SlurmError:
-            if time.monotonic() - answered > PATIENCE_S:
-                raise
-        else:
-            answered = time.monotonic()
-            if (line := status_line(counts)) != printed:
-                print(printed := line, flush=True)
-            if not counts["running"] and not counts["pending"]:
-                print_failures(sweep)
-                print(f"records: {sweep.records}")
-                return 1 if counts["failed"] else 0
-        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

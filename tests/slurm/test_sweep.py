@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from sp_bench import records
 from sp_bench.resources import ROOT
@@ -20,6 +22,7 @@ from sp_bench.slurm import queue, testcluster
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.sweep import main
 from sp_bench.slurm.testcluster import SlurmBox
+from sp_bench.slurm.watching import watch
 
 POINT = ["cluster=local", "dtype=float32", "heads=4", "head_dim=16", "warmup=1", "logger=none"]
 SRUN = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", f"--chdir={ROOT}"]
@@ -185,6 +188,20 @@ def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest
     assert queue.waiting_and_running(run.sweep.settings, list(run.sweep.jobs)) == (set(), set())
     wait_for(lambda: not processes_of(run.folder), "its processes to end")
     assert not [path for path in (run.folder / "logs").iterdir() if "Traceback" in path.read_text()]
+
+
+@pytest.mark.exhaustive
+def test_a_sweep_that_is_watched(box: SlurmBox, tmp_path: Path) -> None:
+    """In a terminal the view goes from what waits to what is done; the time left is there once two tasks are."""
+    run = Run(box, tmp_path / "sweep", gpus="2,4")
+    out = io.StringIO()
+    assert watch(run.sweep, Console(file=out, force_terminal=True, width=120)) == 0
+    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "running: ring, mesh on" in seen
+    assert re.search(r"[24] of 8 points finished", seen)
+    assert "left at the present rate" in seen
+    assert "8 of 8 points finished, no job is left" in seen
+    assert len(run.done()) == 8
 
 
 @pytest.mark.exhaustive

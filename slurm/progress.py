@@ -1,0 +1,95 @@
+"""How far a sweep is: its points by state, what runs, what failed, and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sp_bench.records import Record
+from sp_bench.slurm import queue
+from sp_bench.slurm.folder import FINISHED, Sweep
+from sp_bench.slurm.points import Task
+
+STATES = ("done", "running", "pending", "failed", "unsupported")
+RECENT = 10
+"""The finished tasks whose rate tells the time that is left."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a sweep at one time."""
+
+    by_gpus: dict[int, Counter[str]]
+    """The number of points in each state, by the number of GPUs; a point that SLURM ended is failed."""
+    running: Sequence[Task]
+    left_s: float | None
+    """The seconds that are left at the rate of the last tasks; None before two tasks have finished."""
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The number of points in each state."""
+        return sum(self.by_gpus.values(), Counter())
+
+    @property
+    def over(self) -> bool:
+        """Whether no job is left."""
+        return not self.counts["running"] and not self.counts["pending"]
+
+    @property
+    def line(self) -> str:
+        """One line with the number of points in each state."""
+        counts = self.counts
+        return f"{counts.total()} points: {', '.join(f'{counts[state]} {state}' for state in STATES)}"
+
+
+def progress(sweep: Sweep, now_s: float | None = None) -> Progress:
+    """The progress of a sweep, at `now_s` seconds since the epoch. Raises SlurmError if SLURM does not answer."""
+    waiting, running = queue.waiting_and_running(sweep.settings, list(sweep.jobs))
+    by_gpus: dict[int, Counter[str]] = {}
+    for point in sweep.refused:
+        record = sweep.record(point)
+        by_gpus.setdefault(record.gpus if record else 0, Counter())["unsupported"] += 1
+    for task in sweep.tasks:
+        in_slurm = "running" if task.number in running else "pending" if task.number in waiting else "failed"
+        counts = by_gpus.setdefault(task.gpus, Counter())
+        for point in task.points:
+            record = sweep.record(point)
+            counts[FINISHED.get(record.status, in_slurm) if record else in_slurm] += 1
+    found = Progress(dict(sorted(by_gpus.items())), [t for t in sweep.tasks if t.number in running], None)
+    to_do = found.counts["running"] + found.counts["pending"]
+    left_s = _left_s(_finishes(sweep), to_do, time.time() if now_s is None else now_s)
+    return Progress(found.by_gpus, found.running, left_s)
+
+
+def failures(sweep: Sweep) -> Iterator[Record]:
+    """The records of points that failed. A point that SLURM ended has a log and no record."""
+    for task in sweep.tasks:
+        for point in sweep.missing(task):
+            if record := sweep.record(point):
+                yield record
+
+
+def _finishes(sweep: Sweep) -> list[tuple[float, int]]:
+    """When each task's points were finished, since the last submission, and how many. Seconds since the epoch."""
+    submitted = sweep.folder / "jobs.json"
+    since = submitted.stat().st_mtime if submitted.exists() else 0.0
+    found = []
+    for task in sweep.tasks:
+        files = [sweep.folder / "points" / f"{point.id}.json" for point in task.points]
+        times = [file.stat().st_mtime for file in files if file.exists()]
+        if times and max(times) >= since:
+            found.append((max(times), len(times)))
+    return sorted(found)
+
+
+def _left_s(finishes: Sequence[tuple[float, int]], to_do: int, now_s: float) -> float | None:
+    """The seconds for `to_do` points at the rate of points since the first of the recent finishes.
+
+    The rate falls while nothing finishes. None for fewer than two finishes.
+    """
+    recent = finishes[-RECENT:]
+    if len(recent) < 2 or now_s <= recent[0][0]:
+        return None
+    return to_do * (now_s - recent[0][0]) / sum(count for _, count in recent[1:])

@@ -1,0 +1,137 @@
+"""Follow a sweep: a line whenever something changes or, in a terminal, a view that stays up to date."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sp_bench.slurm import queue
+from sp_bench.slurm.folder import Sweep
+from sp_bench.slurm.points import Task
+from sp_bench.slurm.progress import STATES, Progress, failures, progress
+
+POLL_S = 2.0
+PATIENCE_S = 300.0
+"""Seconds that the controller may be silent while jobs are followed."""
+MOST_LINES = 5
+"""The running tasks, and the failed points, that a view shows."""
+COLOURS = {"done": "green", "running": "cyan", "pending": "dim", "failed": "red", "unsupported": "dim"}
+
+
+def print_failures(sweep: Sweep) -> None:
+    """Print the error of each point that failed. A point that SLURM ended has a log and no record."""
+    for line in _failed(sweep):
+        print(line)
+
+
+def follow(sweep: Sweep) -> int:
+    """Print the states of points whenever they change, until no job is left; return the exit code, 0 if all are done.
+
+    Raises RequestError if the controller has been silent for PATIENCE_S.
+    """
+    printed = ""
+
+    def show(found: Progress, silent_s: float) -> None:
+        nonlocal printed
+        if found.line != printed:
+            print(printed := found.line, flush=True)
+
+    return _end(sweep, _until_over(sweep, show))
+
+
+def watch(sweep: Sweep, console: Console | None = None) -> int:
+    """Keep a view of the sweep up to date, until no job is left; return the exit code, as `follow`, which it is if the
+    output is not a terminal.
+
+    Raises RequestError if the controller has been silent for PATIENCE_S.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        return follow(sweep)
+    with Live(console=console, auto_refresh=False) as live:
+        last = _until_over(sweep, lambda found, silent_s: live.update(view(sweep, found, silent_s), refresh=True))
+    return _end(sweep, last)
+
+
+def _until_over(sweep: Sweep, show: Callable[[Progress, float], None]) -> Progress:
+    """Show the progress, and how long the controller has been silent, until no job is left; return the last one."""
+    found, answered = None, time.monotonic()
+    while True:
+        try:
+            found, answered = progress(sweep), time.monotonic()
+        except queue.SlurmError:
+            if time.monotonic() - answered > PATIENCE_S:
+                raise
+        if found:
+            show(found, time.monotonic() - answered)
+            if found.over:
+                return found
+        time.sleep(POLL_S)
+
+
+def _end(sweep: Sweep, last: Progress) -> int:
+    print_failures(sweep)
+    print(f"records: {sweep.records}")
+    return 1 if last.counts["failed"] else 0
+
+
+def view(sweep: Sweep, found: Progress, silent_s: float = 0.0) -> RenderableType:
+    """The sweep in a terminal: finished of all points and the time left, states by GPUs, what runs and what failed."""
+    counts = found.counts
+    finished = counts["done"] + counts["unsupported"]
+    head = Text.assemble((sweep.name, "bold"), f"  {finished} of {counts.total()} points finished, {_left(found)}")
+    parts: list[RenderableType] = [head, ProgressBar(counts.total(), finished, width=60), _states(found)]
+    parts += [Text(f"running: {_described(task)}", style="cyan") for task in found.running[:MOST_LINES]]
+    if more := found.running[MOST_LINES:]:
+        parts.append(Text(f"and {len(more)} more tasks"))
+    failed = _failed(sweep)
+    parts += [Text(line, style="red", overflow="ellipsis", no_wrap=True) for line in failed[-MOST_LINES:]]
+    if silent_s > 2 * POLL_S:
+        parts.append(Text(f"SLURM has not answered for {silent_s:.0f} s; this is what it said last", style="yellow"))
+    return Group(*parts)
+
+
+def _states(found: Progress) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("GPUs", *STATES):
+        table.add_column(name, justify="right", style=COLOURS.get(name))
+    for gpus, of_gpus in found.by_gpus.items():
+        table.add_row(str(gpus), *(str(of_gpus[state] or "·") for state in STATES))
+    return table
+
+
+def _left(found: Progress) -> str:
+    if found.over:
+        return "no job is left"
+    if not found.running:
+        return "waiting in the queue"
+    if found.left_s is None:
+        return "time left is known after two tasks"
+    return f"about {duration(found.left_s)} left at the present rate"
+
+
+def duration(seconds: float) -> str:
+    """A time in words: 40 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _described(task: Task) -> str:
+    config = task.points[0].config
+    methods = ", ".join(dict.fromkeys(point.config["method"]["name"] for point in task.points))
+    return f"{methods} on {task.gpus} GPUs, seqlen {config['seqlen']}, {str(config['phase']).replace('_', ' + ')}"
+
+
+def _failed(sweep: Sweep) -> list[str]:
+    return [f"method={r.method} gpus={r.gpus} seqlen={r.seqlen}: {r.status}: {r.error}" for r in failures(sweep)]
