@@ -62,7 +62,8 @@ def lanes_together(record: Record, lanes: tuple[str, str], phase: str = "forward
 def busy_links(record: Record, phase: str = "forward") -> dict[str, np.ndarray]:
     """The busy share of each link by class of links, (links,): its bytes over those of its full rate in the phase."""
     found = choice_of(record)
-    network = resolve(record.config or {}).cluster.network(record.gpus)
-    crossing = link_bytes(network, account.traffic(found.plans[phase], found.problem))
+    cluster = resolve(record.config or {}).cluster
+    network = cluster.network(record.gpus)
+    crossing = link_bytes(network, account.traffic(found.plans[phase], found.problem, cluster))
     shares = crossing / network.link_bytes_per_s / found.runs[phase].makespan_s
     return {name: shares[network.link_class == i] for i, name in enumerate(network.first_link)}

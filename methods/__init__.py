@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sp_bench.methods.all_gather import AllGather
+from sp_bench.methods.all_gather import AllGatherKV
 from sp_bench.methods.double_ring import DoubleRing
 from sp_bench.methods.loongtrain import LoongTrain
 from sp_bench.methods.mesh import Mesh
@@ -24,7 +24,7 @@ from sp_bench.plan import Method, unknown
 REGISTRY: dict[str, type[Method]] = {
     method.name: method
     for method in (
-        Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, AllGather, TokenRing, Ulysses, USP, LoongTrain,
+        Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, AllGatherKV, TokenRing, Ulysses, USP, LoongTrain,
         UlyssesAllGather, TASP, StarTrail, Mesh,
     )
 }  # fmt: skip

@@ -71,8 +71,10 @@ class LoongTrain(USP):
         found = super()._chunks(problem, *tensors)
         return tuple(c._replace(home=home) if c.tensor in ("kv_h", "dkv_h") else c for c in found)
 
-    def _attend(self, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         pass_rounds(steps, [q_h], [kv_h], [o_h])
 
-    def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
+    def _attend_backward(
+        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
+    ) -> None:
         pass_rounds_backward(steps, [odoq_h], [kv_h], [dq_h], [dkv_h])

@@ -8,6 +8,7 @@ consecutive teams.
     3. Sub-rings: these C chunks go round the n / C^2 ranks with the same position in every block. Each rank of a team
        sees one C-th of KV, the team all of it.
     4. Reduce-scatter: the team's partial outputs are summed at their owners.
+Stages 1 and 4 are the library's collectives; with `collectives=messages` they are hops of a ring.
 Backward: OdOQ and KV take the same stages. dKV follows KV along the sub-rings, returns to its team and is summed there.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, k = kv_heads / heads, lse apart:
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
@@ -31,6 +33,7 @@ from sp_bench.plan import (
     Attend,
     AttendBackward,
     Chunk,
+    CollectiveMethod,
     CostProfile,
     Exchange,
     Fold,
@@ -51,7 +54,7 @@ from sp_bench.plan import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class StarTrail(Sized):
+class StarTrail(Sized, CollectiveMethod):
     """StarTrail with teams of C ranks."""
 
     name: ClassVar[str] = "startrail"
@@ -88,13 +91,13 @@ class StarTrail(Sized):
         q, kv, o = (self._in_team(tensor) for tensor in ("q", "kv", "o"))
         orbit = self._in_orbit("kv", problem)
         steps = Steps()
-        self._gather(steps, q, kv, orbit)
+        self._gather(steps, problem, q, kv, orbit)
         for s in range(problem.n // self.size**2):
             self._receive(steps, orbit, s)
             for chunk in self._chunks(orbit, s):
                 steps.do(*(Attend(q.at(u), chunk, o.at(u)) for u in range(self.size)))
         steps.next()
-        steps.do(*reduce_scatter(o, lane="team"))
+        steps.do(*reduce_scatter(o, lane="team", library=self.by_library(problem)))
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
@@ -103,7 +106,7 @@ class StarTrail(Sized):
         orbit, orbit_dkv = self._in_orbit("kv", problem), self._in_orbit("dkv", problem)
         lines, size = self._lines(orbit_dkv), problem.n // self.size**2
         steps = Steps()
-        self._gather(steps, odoq, kv, orbit)
+        self._gather(steps, problem, odoq, kv, orbit)
         for s in range(size):
             self._receive(steps, orbit, s)
             behind = [reduce_next(line, s - 2, lane="dkv") for line in lines if s >= 2]
@@ -115,19 +118,19 @@ class StarTrail(Sized):
         for line in lines if size > 1 else ():
             steps.do(*reduce_next(line, size - 2, lane="dkv"))
         steps.next()
-        steps.do(*reduce_scatter(dq, lane="team"))
+        steps.do(*reduce_scatter(dq, lane="team", library=self.by_library(problem)))
         for e, line in enumerate(lines):
             arriving = dkv.at(e).arriving()
             steps.do(self._swap(line.at(0), arriving, "dkv"), Fold(arriving, dkv.at(e)))
-        steps.do(*reduce_scatter(dkv, lane="dkv"))
+        steps.do(*reduce_scatter(dkv, lane="dkv", library=self.by_library(problem)))
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
         """The header's formulas, by tensor."""
-        team, rings = self.size - 1, problem.n // self.size - self.size
-        if phase == "forward":
-            return {"q": team, "kv": 2 * team + rings, "o": team}
-        return {"odoq": team, "kv": 2 * team + rings, "dq": team, "dkv": 2 * team + rings}
+        team, rings = self.size - 1, self.size - 1 + problem.n // self.size - self.size
+        sent = ("q", "kv", "o") if phase == "forward" else ("odoq", "kv", "dq", "dkv")
+        gathered = {tensor: team * self.padding(problem, tensor) for tensor in sent}
+        return {t: count + rings * (t in ("kv", "dkv")) for t, count in gathered.items()}
 
     @property
     def _partners(self) -> Exchange:
@@ -154,9 +157,10 @@ class StarTrail(Sized):
     def _swap(self, send: Chunk, recv: Chunk, lane: str) -> Pass:
         return Pass(lane, send=send, recv=recv, group=self._partners, shift=1)
 
-    def _gather(self, steps: Steps, q: Chunk, kv: Chunk, orbit: Chunk) -> None:
+    def _gather(self, steps: Steps, problem: Problem, q: Chunk, kv: Chunk, orbit: Chunk) -> None:
         steps.next()
-        steps.do(*all_gather(q, lane="team"), *all_gather(kv, lane="kv"))
+        library = self.by_library(problem)
+        steps.do(*all_gather(q, lane="team", library=library), *all_gather(kv, lane="kv", library=library))
         steps.next()
         steps.do(*(self._swap(kv.at(e), chunk, "kv") for e, chunk in enumerate(self._chunks(orbit, 0))))
 

@@ -2,7 +2,8 @@
 
 Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
 Transformer Models", 2023, section 3.1. Between the all-to-alls, attention is one block on each rank. The forward keeps
-Q, KV and O by heads, so that of the backward's inputs only dO travels.
+Q, KV and O by heads, so that of the backward's inputs only dO travels. The all-to-alls are the library's; with
+`collectives=messages` they are a message to each rank.
 
 Volume sent by each GPU, in chunks of N/n tokens x heads * head_dim elements, h heads, k = kv_heads / heads. A rank
 needs at least one key head: if kv_heads < n, each goes to n / kv_heads ranks. K = max(k, n / h).
@@ -27,9 +28,9 @@ from sp_bench.plan import (
     AttendBackward,
     Bundle,
     Chunk,
+    CollectiveMethod,
     CostProfile,
     Group,
-    Method,
     Plan,
     Problem,
     RequestError,
@@ -41,7 +42,7 @@ LANE = "all-to-all"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ulysses(Method):
+class Ulysses(CollectiveMethod):
     """DeepSpeed-Ulysses: all ranks split the heads."""
 
     name: ClassVar[str] = "ulysses"
@@ -72,7 +73,9 @@ class Ulysses(Method):
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of Q and KV, attention, all-to-all of O."""
         q_h, kv_h, o_h = self._chunks(problem, "q_h", "kv_h", "o_h")
-        return by_heads(problem, q_h, kv_h, o_h, lambda steps: self._attend(steps, q_h, kv_h, o_h))
+        return by_heads(
+            problem, q_h, kv_h, o_h, lambda steps: self._attend(problem, steps, q_h, kv_h, o_h), self._by_messages
+        )
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of dO, attention backward, all-to-all of dQ and dKV."""
@@ -80,7 +83,7 @@ class Ulysses(Method):
         dq_h, dkv_h = self._chunks(problem, "dq_h", "dkv_h")
         return by_heads_backward(
             problem, q_h, o_h, odoq_h, kv_h, dq_h, dkv_h,
-            lambda steps: self._attend_backward(steps, odoq_h, kv_h, dq_h, dkv_h),
+            lambda steps: self._attend_backward(problem, steps, odoq_h, kv_h, dq_h, dkv_h), self._by_messages,
         )  # fmt: skip
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
@@ -90,11 +93,17 @@ class Ulysses(Method):
             return {"q": dealt, "kv_h": dealt, "out": dealt}
         return {"do": dealt, "dq": dealt, "dkv_h": dealt}
 
-    def _attend(self, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+    @property
+    def _by_messages(self) -> bool:
+        return self.collectives == "messages"
+
+    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         steps.next()
         steps.do(Attend(q_h, kv_h, o_h))
 
-    def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
+    def _attend_backward(
+        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
+    ) -> None:
         steps.next()
         steps.do(AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
 
@@ -104,16 +113,23 @@ class Ulysses(Method):
         return tuple(Chunk(tensor, 0, Group(u, problem.n // u, DOWN)) for tensor in tensors)
 
 
-def by_heads(problem: Problem, q_h: Chunk, kv_h: Chunk, o_h: Chunk, attend: Callable[[Steps], None]) -> Plan:
+def by_heads(
+    problem: Problem,
+    q_h: Chunk,
+    kv_h: Chunk,
+    o_h: Chunk,
+    attend: Callable[[Steps], None],
+    by_messages: bool = False,
+) -> Plan:
     """The forward plan whose attention, q_h, kv_h -> o_h, `attend` adds between the all-to-alls."""
-    group = Group(1, problem.layout.head_parallel)
+    group, how = Group(1, problem.layout.head_parallel), by_messages
     q, kv, out = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("q", "kv", "out"))
     steps = Steps()
     steps.next()
-    steps.do(AllToAll(LANE, q, q_h, group), AllToAll(LANE, kv, kv_h, group))
+    steps.do(AllToAll(LANE, q, q_h, group, how), AllToAll(LANE, kv, kv_h, group, how))
     attend(steps)
     steps.next()
-    steps.do(AllToAll(LANE, o_h, out, group))
+    steps.do(AllToAll(LANE, o_h, out, group, how))
     return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(out,), kept=(q_h, kv_h, o_h))
 
 
@@ -126,17 +142,18 @@ def by_heads_backward(
     dq_h: Chunk,
     dkv_h: Chunk,
     attend: Callable[[Steps], None],
+    by_messages: bool = False,
 ) -> Plan:
     """The backward plan whose attention, odoq_h, kv_h -> dq_h, dkv_h, `attend` adds between the all-to-alls."""
-    group = Group(1, problem.layout.head_parallel)
+    group, how = Group(1, problem.layout.head_parallel), by_messages
     do, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("do", "dq", "dkv"))
     do_h = q_h._replace(tensor="do_h")
     steps = Steps()
     steps.next()
-    steps.do(AllToAll(LANE, do, do_h, group), Bundle((q_h, o_h, do_h), odoq_h))
+    steps.do(AllToAll(LANE, do, do_h, group, how), Bundle((q_h, o_h, do_h), odoq_h))
     attend(steps)
     steps.next()
-    steps.do(AllToAll(LANE, dq_h, dq, group), AllToAll(LANE, dkv_h, dkv, group))
+    steps.do(AllToAll(LANE, dq_h, dq, group, how), AllToAll(LANE, dkv_h, dkv, group, how))
     return steps.plan("backward", problem.n, inputs=(do,), outputs=(dq, dkv), kept=(q_h, kv_h, o_h))
 
 

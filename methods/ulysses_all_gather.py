@@ -6,16 +6,19 @@ groups of u = `ulysses`. After the all-to-alls, ranks with the same heads gather
 whole gather, as a library's collective gives its result at once; only the block with the rank's own KV needs no wait.
 Backward: KV is gathered again, and dKV is reduce-scattered after the last block.
 
-Volume, layouts, masks and refusals are USP's (methods/usp.py). Unlike USP, a rank holds all of KV of its heads.
+Gather and reduce-scatter are the library's; with `collectives=messages` they are hops of a ring. Volume, layouts, masks
+and refusals are USP's (methods/usp.py). Unlike USP, a rank holds all of KV of its heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.methods.usp import USP
-from sp_bench.plan import Attend, AttendBackward, Chunk, Steps, all_gather, reduce_scatter
+from sp_bench.plan import Attend, AttendBackward, Chunk, Problem, Steps, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +33,30 @@ class UlyssesAllGather(USP):
         u = self.head_parallel(n)
         return f"ulysses {u} x all-gather {n // u}"
 
-    def _attend(self, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+        """USP's, with KV and dKV padded where the library gathers them."""
+        others = problem.n // self.head_parallel(problem.n) - 1
+        gathered = ("kv_h",) if phase == "forward" else ("kv_h", "dkv_h")
+        more = {tensor: others * (self.padding(problem, tensor) - 1) for tensor in gathered}
+        return {tensor: count + more.get(tensor, 0) for tensor, count in super().chunks_sent(problem, phase).items()}
+
+    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         steps.next()
-        steps.do(*all_gather(kv_h, lane="kv"), Attend(q_h, kv_h, o_h))
+        steps.do(*all_gather(kv_h, lane="kv", library=self.by_library(problem)), Attend(q_h, kv_h, o_h))
         steps.next()
         steps.do(*(Attend(q_h, kv_h.at(s), o_h) for s in _last_first(kv_h)))
 
-    def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
+    def _attend_backward(
+        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
+    ) -> None:
         steps.next()
-        steps.do(*all_gather(kv_h, lane="kv"), AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
+        steps.do(
+            *all_gather(kv_h, lane="kv", library=self.by_library(problem)), AttendBackward(odoq_h, kv_h, dq_h, dkv_h)
+        )
         steps.next()
         steps.do(*(AttendBackward(odoq_h, kv_h.at(s), dq_h, dkv_h.at(s)) for s in _last_first(kv_h)))
         steps.next()
-        steps.do(*reduce_scatter(dkv_h, lane="dkv"))
+        steps.do(*reduce_scatter(dkv_h, lane="dkv", library=self.by_library(problem)))
 
 
 def _last_first(kv_h: Chunk) -> list[int]:

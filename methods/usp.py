@@ -74,8 +74,10 @@ class USP(Sized, Ulysses):
             return {"q": dealt, "kv_h": dealt + hops, "out": dealt}
         return {"do": dealt, "kv_h": hops, "dq": dealt, "dkv_h": dealt + hops}
 
-    def _attend(self, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
+    def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         pass_round(steps, q_h, kv_h, o_h)
 
-    def _attend_backward(self, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk) -> None:
+    def _attend_backward(
+        self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
+    ) -> None:
         pass_round_backward(steps, odoq_h, kv_h, dq_h, dkv_h)

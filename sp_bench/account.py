@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sp_bench.lower import Lowering, TensorSpec, lower
+from sp_bench.cluster import Cluster
+from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.documents import PackBlocks
-from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Plan, RowSums, Transfer
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Collective, Plan, RowSums, Transfer
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_partial
 from sp_bench.plan.transfers import messages, peers
 
@@ -82,21 +83,46 @@ def volume(plan: Plan, problem: Problem) -> Volume:
     return Volume(sent)
 
 
-def traffic(plan: Plan, problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
-    """[(target rank, bytes sent), ...], each (n,) by sender: one entry per (group, shift) of the plan."""
-    ranks, wanted, sent = np.arange(problem.n), demand(plan, problem), {}
+Traffic = list[tuple[np.ndarray, np.ndarray]]
+"""[(target rank, bytes sent), ...], each (n,) by sender."""
+
+
+def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Traffic:
+    """What ranks send to whom: one entry per (group, shift) of the plan, and per flow of a collective's algorithm.
+
+    The algorithms are those of the cluster's library; without a cluster, a message to each other member.
+    """
+    ranks, wanted, sent, carried = np.arange(problem.n), demand(plan, problem), {}, Counter[Collective]()
     for index, op in plan:
-        if isinstance(op, Transfer):
+        if isinstance(op, Collective) and cluster:
+            carried[replace(op, lane="")] += 1
+        elif isinstance(op, Transfer):
             for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
                 total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
                 total += sum(sizes.values())
-    return [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
+    found = [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
+    for op, times in carried.items():
+        assert cluster
+        found += [(target, times * size) for target, size in _carried(op, problem, cluster)]
+    return found
 
 
-def sent_across_nodes(plan: Plan, problem: Problem, node_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _carried(op: Collective, problem: Problem, cluster: Cluster) -> Traffic:
+    ranks = np.arange(problem.n)
+    each = [sum(sizes.values()) + np.zeros(problem.n, np.int64) for sizes in messages(op, problem, ranks)]
+    total = sum(each, np.zeros(problem.n, np.int64))
+    way = cluster.carriage(op, problem.n, int(total.max()))
+    if way is None:
+        return [(group.member(ranks, shift), size) for (group, shift), size in zip(peers(op), each, strict=True)]
+    return [(flow.target, flow.share * total) for flow in way.flows]
+
+
+def sent_across_nodes(
+    plan: Plan, problem: Problem, node_of: Callable[[np.ndarray], np.ndarray], cluster: Cluster | None = None
+) -> np.ndarray:
     """Bytes that each rank sends to ranks of other nodes: (n,). `node_of` gives the node of each rank."""
     ranks = np.arange(problem.n)
-    across = ((node_of(ranks) != node_of(target)) * sent for target, sent in traffic(plan, problem))
+    across = ((node_of(ranks) != node_of(target)) * sent for target, sent in traffic(plan, problem, cluster))
     return sum(across, np.zeros(problem.n))
 
 
@@ -173,7 +199,7 @@ def least_imbalance(problem: Problem) -> float:
     return max(1.0, float(work.max() / work.sum()) * blocks.chunks)
 
 
-def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
+def peak_bytes(plans: Iterable[Plan], problem: Problem, transport: TransportKind = NCCL) -> int:
     """The most bytes that a rank holds at once while it executes the plans one after another.
 
     This counts the inputs, the receive and staging buffers (shared by the plans and never freed), each partial from its
@@ -181,20 +207,20 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem) -> int:
     dtype. It does not count the workspace inside a kernel or a fold.
     """
     plans = list(plans)
-    return buffer_bytes(plans, problem) + max(_moving_bytes(plan, problem) for plan in plans)
+    return buffer_bytes(plans, problem, transport) + max(_moving_bytes(plan, problem) for plan in plans)
 
 
-def buffer_bytes(plans: Iterable[Plan], problem: Problem) -> int:
+def buffer_bytes(plans: Iterable[Plan], problem: Problem, transport: TransportKind = NCCL) -> int:
     """Bytes of the receive and staging buffers that plans share: of each kind, the most that a plan needs."""
     kept: Counter[TensorSpec] = Counter()
     for plan in plans:
-        kept |= _buffers(plan, problem)
+        kept |= _buffers(plan, problem, transport)
     return sum(math.prod(shape) * DTYPE_BYTES[dtype] * number for (shape, dtype), number in kept.items())
 
 
-def _buffers(plan: Plan, problem: Problem) -> Counter[TensorSpec]:
+def _buffers(plan: Plan, problem: Problem, transport: TransportKind) -> Counter[TensorSpec]:
     """How many receive and staging buffers of each shape and dtype a plan needs."""
-    lowering = lower(plan, problem)
+    lowering = lower(plan, problem, transport)
     received = (lowering.received_specs(buffer) for buffer in set(lowering.receive_buffers.values()))
     return Counter(spec for specs in (*received, *lowering.staging_buffers.values()) for spec in specs)
 
@@ -203,7 +229,8 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     """The most bytes that inputs, partials, block results and outputs take at one time."""
     flow, lowering = dataflow(plan), lower(plan, problem)
     unsummed = lowering.unsummed
-    elsewhere = {plan.ops[index].writes[0] for index in lowering.receive_buffers} | set(plan.starts_with)
+    received = {chunk for index in lowering.receive_buffers for chunk in plan.ops[index].writes}
+    elsewhere = received | set(plan.starts_with)
     elsewhere |= {op.into for op in plan.ops if isinstance(op, Bundle)}
     made = {op.into: op.made for op in plan.ops if isinstance(op, RowSums)}
     inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in plan.starts_with)

@@ -27,6 +27,7 @@ from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.ops import (
+    AllGather,
     AllToAll,
     Attend,
     AttendBackward,
@@ -38,6 +39,7 @@ from sp_bench.plan.ops import (
     Pass,
     Plan,
     PlanError,
+    ReduceScatter,
     RowSums,
     Transfer,
 )
@@ -298,6 +300,46 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
             del facts.blocks[op.send]
 
 
+def _home_of_all(op: AllGather | ReduceScatter, where: str) -> None:
+    if not isinstance(op.own.home, Group) or op.own.home.size < 2 or op.own.index or op.own.is_arriving:
+        raise PlanError(f"{where}: {op.own} is not a rank's own chunk among those of its group")
+
+
+def _all_gather(facts: _Facts, op: AllGather, where: str) -> None:
+    _home_of_all(op, where)
+    if is_partial(op.carries):
+        raise PlanError(f"{where}: gathers partials")
+    _one_slice(facts, where, (op.own,))
+    _placed(facts, op.own, where)
+    for u, chunk in enumerate(op.writes, 1):
+        facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, u)]
+        facts.rows.pop(chunk, None)
+        _placed(facts, chunk, where)
+
+
+def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: str) -> None:
+    _home_of_all(op, where)
+    arriving = op.own.arriving()
+    if not is_partial(op.carries):
+        raise PlanError(f"{where}: {op.carries} is no partial")
+    if kept := [chunk for chunk in op.reads if chunk in facts.kept]:
+        raise PlanError(f"{where}: sends {kept[0]} on, which is kept")
+    if arriving in facts.blocks and facts.blocks[arriving].any():
+        raise PlanError(f"{where}: {arriving} is received over one that was not folded yet")
+    _one_slice(facts, where, (op.own,))
+    facts.blocks.pop(arriving, None)
+    total = facts.partial(arriving)
+    for u, chunk in enumerate(op.reads, 1):
+        # What the owner gets from the rank `u` behind it, which has it as its own #u.
+        part = facts.blocks.pop(chunk)[op.group.member(facts.ranks, -u)]
+        facts.rows.pop(chunk, None)
+        if (rank := _first((total & part).any(axis=1))) is not None:
+            raise PlanError(f"{where}: on rank {rank}, a block of {op.own} comes from two ranks")
+        total |= part
+    facts.rows.pop(arriving, None)
+    facts.last[arriving] = where
+
+
 def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
     if op.into.tensor != "odoq_h" or sorted(part.tensor for part in op.parts) != ["do_h", "o_h", "q_h"]:
         raise PlanError(f"{where}: only q_h, o_h and do_h make an odoq_h")
@@ -408,6 +450,8 @@ _RULES: dict[type[Op], Callable] = {
     Attend: _attend,
     AttendBackward: _attend_backward,
     AllToAll: _all_to_all,
+    AllGather: _all_gather,
+    ReduceScatter: _reduce_scatter,
     Fold: _fold,
     Bundle: _bundle,
     RowSums: _row_sums,

@@ -63,7 +63,7 @@ def choose(request: Request) -> Choice:
     for bound_s, i in bounded:
         here = planned[i]
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
-        peak = account.peak_bytes(here.plans.values(), here.problem)
+        peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
         rows[i] = {"variant": here.method.variant(request.problem.n), "tile_a": a, "tile_b": b}
         rows[i] |= {"layout": here.problem.layout.name}
         rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
@@ -151,5 +151,5 @@ def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
     least_s = cluster.least_compute_s(blocks_s * cluster.stragglers.slow_ranks(problem.n))
     # Noise may make blocks faster than their figures.
     compute_s = 0.0 if cluster.stragglers.jitter else least_s
-    crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem))
+    crossing = link_bytes(cluster.network(problem.n), account.traffic(plan, problem, cluster))
     return lower_bounds(plan, problem, cluster, crossing, compute_s)

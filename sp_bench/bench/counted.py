@@ -51,7 +51,7 @@ def counted(request: Request, choice: Choice | None) -> Counted:
     )
     traffic = _traffic(request, choice)
     # Of a training step: of its attention.
-    peak_bytes = account.peak_bytes(choice.plans.values(), problem)
+    peak_bytes = account.peak_bytes(choice.plans.values(), problem, request.cluster.transport)
     memory = Memory(
         peak_mem_bytes_max=peak_bytes, peak_mem_source="computed from the plans", peak_mem_bytes_expected=peak_bytes
     )
@@ -65,9 +65,11 @@ def _traffic(request: Request, choice: Choice) -> Traffic:
     problem, times = choice.problem, executions(request.workload)
     volumes = {phase: account.volume(plan, problem) for phase, plan in choice.plans.items()}
     others = sum(sum(request.workload.sent_otherwise(phase).values()) for phase in request.phases)
-    network = request.cluster.network(problem.n)
+    cluster = request.cluster
+    node_of = cluster.network(problem.n).node_of
     across = [
-        times[phase] * account.sent_across_nodes(plan, problem, network.node_of) for phase, plan in choice.plans.items()
+        times[phase] * account.sent_across_nodes(plan, problem, node_of, cluster)
+        for phase, plan in choice.plans.items()
     ]
     return Traffic(
         comm_bytes_per_gpu=plain(others + sum(times[phase] * v.total_bytes for phase, v in volumes.items())),

@@ -94,7 +94,7 @@ def _specs(request: Request, choice: Choice | None) -> list[Spec]:
 def _least_bytes(request: Request, choice: Choice | None) -> int:
     """Memory a rank needs at least: the plans' peak or, for a peer, its inputs and outputs."""
     if choice:
-        return account.peak_bytes(executed_plans(request, choice).values(), choice.problem)
+        return account.peak_bytes(executed_plans(request, choice).values(), choice.problem, request.cluster.transport)
     return sum(request.problem.chunk_bytes(tensor, wire=False) for tensor in ("odoq", "kv", "dq", "dkv"))
 
 

@@ -63,7 +63,7 @@ def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, 
     crossed = np.zeros(network.link_bytes_per_s.size)
     for phase, run in choice.runs.items():
         plan = choice.plans[phase]
-        crossing = link_bytes(network, account.traffic(plan, choice.problem))
+        crossing = link_bytes(network, account.traffic(plan, choice.problem, request.cluster))
         bounds_s = lower_bounds(
             plan, choice.problem, request.cluster, crossing, request.cluster.least_compute_s(run.work_s)
         )

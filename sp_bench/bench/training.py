@@ -189,7 +189,7 @@ def _bound(
     network, times = request.cluster.network(n), executions(request.workload)
     crossed = np.zeros(network.link_bytes_per_s.size)
     for phase, plan in choice.plans.items():
-        crossed += times[phase] * link_bytes(network, account.traffic(plan, choice.problem))
+        crossed += times[phase] * link_bytes(network, account.traffic(plan, choice.problem, request.cluster))
     if n > 1:
         crossed += link_bytes(network, ring(network, n).traffic(_collective_bytes(costs)))
     bounds_s = {"compute": computed_s} | {

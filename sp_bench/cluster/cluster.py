@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import msgspec
 import numpy as np
 
+from sp_bench.cluster.collectives import Carriage, carriage
 from sp_bench.cluster.device import DeviceCosts, DeviceSection
 from sp_bench.cluster.emulation import DEFAULT_LAB, Effects, EmulatedHosts, hosts_of
 from sp_bench.cluster.stragglers import Stragglers
@@ -18,6 +19,7 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, NCCL, TransportKind
 from sp_bench.machine import cores_here
 from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.ops import Collective
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Section, read
 
@@ -125,6 +127,10 @@ class Cluster:
     def transport(self) -> TransportKind:
         """The transport between ranks: NCCL on devices, gloo on shared cores."""
         return NCCL if self.cores is None else GLOO
+
+    def carriage(self, op: Collective, ranks: int, sent_bytes: int) -> Carriage | None:
+        """How the library carries a collective in which each of the ranks sends so many bytes (cluster.collectives)."""
+        return carriage(op, self.network(ranks), self.transport, sent_bytes)
 
     @property
     def even(self) -> Cluster:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -72,6 +72,9 @@ class Tier(Section, frozen=True, kw_only=True):
 class Switch(Tier, frozen=True, kw_only=True, tag_field="kind", tag="switch"):
     """Every GPU has a port on a full switch (NVSwitch)."""
 
+    nvls_bytes_per_s: Positive | None = None
+    """What a GPU gets in an all-gather by the switch's multicast (NVLink SHARP); None: it has none."""
+
     def levels(self) -> list[Level]:
         """The shared links of a node, from its GPUs up."""
         return [Level("port", 1, self.bytes_per_s)]
@@ -82,6 +85,8 @@ class FullMesh(Tier, frozen=True, kw_only=True, tag_field="kind", tag="full_mesh
 
     Each cable has an even share of a GPU's bytes_per_s; traffic to one peer can't use the cables to the others.
     """
+
+    nvls_bytes_per_s: ClassVar[None] = None
 
     def levels(self) -> list[Level]:
         """An empty list: no link is shared."""
@@ -333,10 +338,13 @@ class Network:
         exponent = intra.crowding if isinstance(intra, PcieTree) else 0.0
         return np.where(inter, 1.0, float(max(at_once, 1)) ** exponent)
 
-    def alone_bytes_per_s(self, routes: Routes) -> np.ndarray:
-        """Bytes/s of each transfer without any other, (F,); inf from a rank to itself."""
-        rates = np.append(self.link_bytes_per_s, math.inf)  # which -1 stands for
-        return np.minimum(rates[routes.links].min(axis=1), routes.rate_cap)
+    def alone_bytes_per_s(self, routes: Routes, *, capped: bool = True) -> np.ndarray:
+        """Bytes/s of each transfer without any other, (F,); inf from a rank to itself.
+
+        A collective has more channels than a message, and is not `capped` as one.
+        """
+        rates = np.append(self.link_bytes_per_s, math.inf)[routes.links].min(axis=1)  # -1 stands for inf
+        return np.minimum(rates, routes.rate_cap) if capped else rates
 
     def _across(self, a: np.ndarray, b: np.ndarray) -> list[Crossing]:
         """The links that flows from GPU a to GPU b of another node cross, in order."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sp_bench.lower.schedule import Schedule, Waits
 from sp_bench.lower.staging import StagingBuffers, StagingUse
 from sp_bench.plan.groups import Group
-from sp_bench.plan.ops import AllToAll, Bundle, Chunk, Op, Pass, Plan, Transfer
+from sp_bench.plan.ops import AllToAll, Bundle, Chunk, Collective, Op, Pass, Plan, Transfer
 from sp_bench.plan.problem import is_partial
 from sp_bench.plan.transfers import peers
 
@@ -55,7 +55,7 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
 
     A receive is posted beside the transfer before it on its lane if both receive from the same ranks (two senders would
     each get half of the link), and if that transfer neither receives into nor sends from its buffer. A Pass that
-    receives a result of the plan has no buffer before its turn.
+    receives a result of the plan has no buffer before its turn. The library's collectives post nothing ahead.
 
     A lane checks whether the buffer is free when it reaches the transfer before, and again before it starts that one.
     If the answer depends on the speed of blocks, the receive counts as posted after the transfer before.
@@ -67,7 +67,9 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
     for index, op in plan:
         if isinstance(op, Bundle):
             held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
-        elif isinstance(op, Transfer) and op.send and op.recv:
+        elif isinstance(op, Collective) and not by_messages(op):
+            held |= dict.fromkeys(op.writes, {buffers[index]} if index in buffers else set())
+        elif isinstance(op, Pass | AllToAll) and op.send and op.recv:
             into: set[object] = {buffers[index]} if index in buffers else set()
             staged = StagingUse(op.lane, op.send.tensor, "recv")
             received_in = into | ({staged} if staged in staging else set())
@@ -84,6 +86,11 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
                 found[index] = PrepostedReceive(beside, after, free if known is None else known)
             held[op.recv] = into
     return found
+
+
+def by_messages(op: Transfer) -> bool:
+    """Whether a transfer is point-to-point messages, not a collective of the library."""
+    return isinstance(op, Pass) or (isinstance(op, AllToAll) and op.by_messages)
 
 
 def _sends_as_is(op: Op) -> bool:

@@ -13,6 +13,7 @@ from sp_bench.lower.staging import (
     TensorSpec,
     chunk_specs,
     packed_bytes,
+    side_by_side,
     staging_buffers,
     unsummed_partials,
 )
@@ -26,6 +27,7 @@ class Lowering:
     """All that executing a plan on a transport needs beyond the plan, the same on every rank. Keys are op indices."""
 
     problem: Problem
+    transport: TransportKind
     waits: tuple[Waits, ...]
     """For each operation, the operations of other streams that must have ended before it (schedule.Schedule)."""
     buffer_free: tuple[Waits, ...]
@@ -42,8 +44,9 @@ class Lowering:
     """{transfer: the transfer before it on its lane}, where the first begins, tensor by tensor, during the second."""
 
     def received_specs(self, buffer: ReceiveBuffer) -> tuple[TensorSpec, ...]:
-        """Shape and dtype of the tensors of a receive buffer, one per field."""
-        return chunk_specs(self.problem, buffer.tensor, wire=buffer.arriving)
+        """Shape and dtype of the tensors of a receive buffer, one per field; several chunks are side by side."""
+        specs = chunk_specs(self.problem, buffer.tensor, wire=buffer.arriving)
+        return specs if buffer.chunks == 1 else side_by_side(specs, buffer.chunks)
 
     def casts(self, chunk: Chunk) -> bool:
         """Whether a chunk is cast before it is sent."""
@@ -60,14 +63,15 @@ _CACHE: WeakKeyDictionary[Plan, dict[tuple[Problem, TransportKind], Lowering]] =
 def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowering:
     """The lowering of a plan for a dealt problem, cached. Raises PlanError as `dataflow` does.
 
-    Transports differ only in `preposted` and `pipelined`.
+    Transports differ in `preposted`, `pipelined` and the buffers of a ReduceScatter.
     """
     found = _CACHE.setdefault(plan, {})
     if (problem, transport) not in found:
         order, unsummed = schedule(plan), unsummed_partials(plan, problem)
-        staging = staging_buffers(plan, problem, unsummed)
+        staging = staging_buffers(plan, problem, unsummed, transport)
         found[problem, transport] = Lowering(
             problem=problem,
+            transport=transport,
             waits=order.waits,
             buffer_free=order.buffer_free,
             receive_buffers=order.receive_buffers,

@@ -9,19 +9,22 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
-from sp_bench.plan.ops import Chunk, Join, Op, Plan, Transfer
+from sp_bench.plan.ops import AllGather, Chunk, Join, Op, Plan, Transfer
 
+Values = tuple[Value, ...]
 Waits = tuple[tuple[str, int], ...]
 """(stream, index): the last operation of a stream that must have ended."""
 
 
 class ReceiveBuffer(NamedTuple):
-    """A buffer for one chunk; values that are never alive at the same time share it."""
+    """A buffer for what one transfer receives; values that are never alive at the same time share it."""
 
     number: int
     tensor: str
     arriving: bool
     """Whether it is for peers' partials, which it holds in the wire dtype."""
+    chunks: int = 1
+    """How many chunks it holds, side by side: those of all members of an all-gather."""
 
 
 @dataclass(frozen=True)
@@ -58,30 +61,31 @@ def schedule(plan: Plan) -> Schedule:
     return _CACHE[plan]
 
 
-def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffer], dict[int, Value]]:
-    """(buffer, value that was in it before) of each transfer that receives, as two mappings."""
+def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffer], dict[int, Values]]:
+    """(buffer, values that were in it before) of each transfer that receives, as two mappings."""
     buffers: dict[int, ReceiveBuffer] = {}
-    before: dict[int, Value] = {}
+    before: dict[int, Values] = {}
     ends_with = set(plan.ends_with)
-    occupied: dict[tuple[str, bool], list[tuple[int, ReceiveBuffer, Value]]] = {}
-    """For each kind of buffer, (tensor, arriving), a heap by the last use of the value in it."""
+    occupied: dict[tuple[str, bool, int], list[tuple[int, ReceiveBuffer, Values]]] = {}
+    """For each kind of buffer, (tensor, arriving, chunks), a heap by the last use of the values in it."""
     made = 0
     for index, op in plan:
-        if not isinstance(op, Transfer) or op.recv is None or op.recv in ends_with:
+        if not isinstance(op, Transfer) or not op.writes or op.writes[0] in ends_with:
             continue
-        kind, value = (op.recv.tensor, op.recv.is_arriving), flow.writes[index][0]
+        first, values = op.writes[0], flow.writes[index]
+        kind = (first.tensor, first.is_arriving, op.group.size if isinstance(op, AllGather) else 1)
         heap = occupied.setdefault(kind, [])
         if heap and heap[0][0] < index:
             _, buffers[index], before[index] = heapq.heappop(heap)
         else:
             buffers[index] = ReceiveBuffer(made, *kind)
             made += 1
-        heapq.heappush(heap, (flow.last_use[value], buffers[index], value))
+        heapq.heappush(heap, (max(flow.last_use[value] for value in values), buffers[index], values))
     return buffers, before
 
 
-def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Value]) -> tuple[tuple[Waits, ...], tuple[Waits, ...]]:
-    """(waits, buffer_free) of each operation; `before` is the value that a transfer's buffer held before it."""
+def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Values]) -> tuple[tuple[Waits, ...], tuple[Waits, ...]]:
+    """(waits, buffer_free) of each operation; `before` has the values that a transfer's buffer held before it."""
     streams = [op.stream for op in plan.ops]
     writer: dict[Chunk, int] = {}
     readers: dict[Chunk, list[int]] = {}
@@ -98,7 +102,7 @@ def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Value]) -> tuple[tup
         for chunk in op.reads:
             readers.setdefault(chunk, []).append(index)
         if index in before:
-            hazards += users[before[index]]
+            hazards += [user for value in before[index] for user in users[value]]
         for value in (*flow.reads[index], *flow.writes[index]):
             users.setdefault(value, []).append(index)
         if isinstance(op, Join):

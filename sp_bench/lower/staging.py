@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Literal, NamedTuple
 
+from sp_bench.lower.transports import TransportKind
 from sp_bench.plan.dataflow import Value, dataflow
-from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Chunk, Op, Pass, Plan, Transfer
-from sp_bench.plan.problem import FIELDS, Problem, is_partial
+from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
+from sp_bench.plan.problem import FIELDS, Kind, Problem, is_partial
 from sp_bench.plan.transfers import adds_up, by_heads, piece_bytes
 
 
@@ -25,7 +26,7 @@ class StagingUse(NamedTuple):
     tensor: str
     """The tensor that the transfer sends."""
     use: Literal["send", "recv", "pass"]
-    """send: pieces that an AllToAll packs and sends; recv: pieces that it receives and unpacks; pass: rows that a Pass
+    """send: pieces that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows that a Pass
     casts or cuts out and sends."""
 
 
@@ -46,12 +47,15 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
                 writers.setdefault(value, []).append(op)
     summed = {value.chunk for value, ops in writers.items() if len(ops) > 1 or not _makes_all(ops[0], problem)}
     if problem.wire_dtype == problem.accumulate_dtype:
-        summed |= {op.send for op in plan.ops if isinstance(op, Transfer) and op.send and is_partial(op.carries)}
+        transfers = (op for op in plan.ops if isinstance(op, Transfer) and op.reads)
+        summed |= {chunk for op in transfers if is_partial(op.carries) for chunk in op.reads}
     return frozenset(value.chunk for value in writers) - summed
 
 
-def staging_buffers(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> StagingBuffers:
-    """The staging buffers that a plan needs, given its `unsummed` partials."""
+def staging_buffers(
+    plan: Plan, problem: Problem, unsummed: Container[Chunk], transport: TransportKind
+) -> StagingBuffers:
+    """The staging buffers that a plan needs on a transport, given its `unsummed` partials."""
     found = dict[StagingUse, tuple[TensorSpec, ...]]()
     for op in plan.ops:
         if isinstance(op, AllToAll):
@@ -66,6 +70,11 @@ def staging_buffers(plan: Plan, problem: Problem, unsummed: Container[Chunk]) ->
             found[StagingUse(op.lane, op.send.tensor, by_tokens)] = pieces
             if not goes_in_place(op, problem, unsummed):
                 found[StagingUse(op.lane, op.send.tensor, other)] = pieces
+        elif isinstance(op, ReduceScatter):
+            of_all = side_by_side(chunk_specs(problem, op.carries, wire=True), op.group.size)
+            found[StagingUse(op.lane, op.carries, "send")] = of_all
+            if not adds_up_on_the_way(op, transport):
+                found[StagingUse(op.lane, op.carries, "recv")] = of_all
         elif isinstance(op, Pass) and (sent := op.send):
             casts = problem.needs_cast(sent.tensor, summed=sent not in unsummed)
             if op.against or casts:
@@ -76,6 +85,16 @@ def staging_buffers(plan: Plan, problem: Problem, unsummed: Container[Chunk]) ->
 def chunk_specs(problem: Problem, tensor: str, *, wire: bool) -> tuple[TensorSpec, ...]:
     """Shape and dtype of each field of the largest chunk, on the wire or held."""
     return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in FIELDS[tensor])
+
+
+def side_by_side(specs: tuple[TensorSpec, ...], count: int) -> tuple[TensorSpec, ...]:
+    """Buffers for `count` chunks, one after the other: a leading dimension of that size."""
+    return tuple(TensorSpec((count, *shape), dtype) for shape, dtype in specs)
+
+
+def adds_up_on_the_way(op: ReduceScatter, transport: TransportKind) -> bool:
+    """Whether the library adds the partials. If not, they are exchanged by an all-to-all and merged by their owner."""
+    return transport.adds and all(field.kind is Kind.PARTIAL for field in FIELDS[op.carries])
 
 
 def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> bool:

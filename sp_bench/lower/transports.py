@@ -12,13 +12,16 @@ class TransportKind:
     name: str
     preposts: bool = False
     """Whether a receive is posted as soon as its buffer is free, before the rank has anything to send."""
+    adds: bool = False
+    """Whether the library's reduce-scatter adds on the way, sending each partial once. torch's for gloo is an
+    all-reduce, which sends twice as much: an all-to-all takes its place."""
     pipelines: bool = False
     """Whether a transfer can begin, tensor by tensor, while the one before it on its lane is in flight."""
 
 
 GLOO = TransportKind(name="gloo", preposts=True, pipelines=True)
 """Gloo between CPUs; each lane has a thread."""
-NCCL = TransportKind(name="nccl")
+NCCL = TransportKind(name="nccl", adds=True)
 """NCCL between GPUs; each lane has a communicator."""
 STAGED = TransportKind(name="staged")
 """Gloo between GPUs, through host memory."""

@@ -18,6 +18,7 @@ from sp_bench.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
+    from sp_bench.plan.ops import Plan
     from sp_bench.run.transport import Transport
 
 PREFIX = "NCCL_"
@@ -78,8 +79,8 @@ def device_here() -> torch.device:
     return torch.device("cuda", _Process.index) if _Process.devices.kind == "cuda" else torch.device("cpu")
 
 
-def transport_here(plans: Mapping) -> Transport:
-    """The transport by which plans, given by phase, exchange tensors between all ranks. All ranks must call it."""
+def transport_here(plans: Mapping[str, Plan]) -> Transport:
+    """The transport by which plans exchange tensors between all ranks, ready for them. All ranks must call it."""
     import torch.distributed as dist
 
     from sp_bench.run.nccl import nccl_transport
@@ -88,10 +89,13 @@ def transport_here(plans: Mapping) -> Transport:
     world = dist.group.WORLD
     assert world is not None
     if _Process.devices.kind == "cpu":
-        return GlooTransport(world)
-    if _Process.devices.shared:
-        return HostTransport(world)
-    return nccl_transport(world, device_here(), plans, _Process.group_timeout)
+        transport = GlooTransport(world)
+    elif _Process.devices.shared:
+        transport = HostTransport(world)
+    else:
+        transport = nccl_transport(world, device_here(), _Process.group_timeout)
+    transport.prepare(plans.values())
+    return transport
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:

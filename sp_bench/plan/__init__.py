@@ -3,7 +3,7 @@
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
-from sp_bench.plan.method import Method, Sized
+from sp_bench.plan.method import CollectiveMethod, Method, Sized
 from sp_bench.plan.ops import (
     AllToAll,
     Attend,
@@ -40,6 +40,7 @@ __all__ = [
     "AttendBackward",
     "Bundle",
     "Chunk",
+    "CollectiveMethod",
     "CostProfile",
     "Exchange",
     "Fold",

@@ -2,7 +2,7 @@
 
 A plan is the same on all ranks, but under a pack of documents many blocks of it are empty. A received chunk is wanted
 where a later block of the receiver sees it, or the receiver sends it on to a rank that wants it. A partial is wanted
-where a block has been folded into it. What is not wanted is neither sent nor folded.
+where a block has been folded into it. What is not wanted is neither sent nor folded, except by collectives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Bundle, Chunk, Fold, Pass, Plan
+from sp_bench.plan.ops import (
+    AllGather,
+    AllToAll,
+    Attend,
+    AttendBackward,
+    Bundle,
+    Chunk,
+    Fold,
+    Pass,
+    Plan,
+    ReduceScatter,
+)
 from sp_bench.plan.problem import Problem, is_partial
 
 Demand = Mapping[int, np.ndarray]
@@ -55,8 +66,8 @@ def _of_operands(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
         elif isinstance(op, Bundle):
             for part in op.parts:
                 want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
-        elif isinstance(op, AllToAll):
-            want(op.send, np.ones(plan.n, bool))
+        elif isinstance(op, AllToAll | AllGather):  # the library's collectives bring everything
+            want(op.reads[0], np.ones(plan.n, bool))
         elif isinstance(op, Pass) and op.send and op.recv and not is_partial(op.carries):
             found[index] = wanted.pop(op.recv, np.zeros(plan.n, bool))
             want(op.send, found[index][op.target(ranks)])
@@ -74,6 +85,8 @@ def _of_partials(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
                 filled[chunk] = filled.get(chunk, none) | _visible(op, problem, ranks)
         elif isinstance(op, Pass) and op.send and op.recv and is_partial(op.carries):
             filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
+        elif isinstance(op, ReduceScatter):
+            filled |= {op.own.arriving(): np.ones(plan.n, bool)}
         elif isinstance(op, Fold):
             found[index] = filled.pop(op.part, none)
             filled[op.into] = filled.get(op.into, none) | found[index]

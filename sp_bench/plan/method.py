@@ -18,6 +18,8 @@ from sp_bench.plan.problem import Problem
 PHASES = ("forward", "backward")
 OPEN_LAYOUTS = ("auto", "search")
 """Values of the option `layout` that name none: auto is the one that balances the mask, search the fastest one."""
+COLLECTIVES = ("auto", "library", "messages")
+"""The values of the option `collectives`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,30 @@ class Method(ABC):
         problem = self.dealt(problem)
         sent = self.chunks_sent(problem, phase)
         return float(sum(count * problem.mean_wire_bytes(tensor) for tensor, count in sent.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveMethod(Method):
+    """A method with collectives, which can be the library's or made of messages."""
+
+    collectives: str = "auto"
+    """library: NCCL's or gloo's own; messages: point-to-point; auto: the library's, but for gathers and reductions
+    under a pack of documents, where messages leave out what nobody needs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.collectives not in COLLECTIVES:
+            raise unknown("method.collectives", str(self.collectives), COLLECTIVES)
+
+    def by_library(self, problem: Problem) -> bool:
+        """Whether gathers and reductions are the library's."""
+        return self.collectives == "library" or (self.collectives == "auto" and problem.mask.sends_unseen)
+
+    def padding(self, problem: Problem, tensor: str) -> Fraction:
+        """The longest chunk of a tensor over the mean one, as the pieces of the library's collectives are equal."""
+        if not self.by_library(problem):
+            return Fraction(1)
+        return problem.chunk_bytes(tensor, wire=True) / problem.mean_wire_bytes(tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sp_bench.plan.chunks import Chunk, Place
 from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.problem import FIELDS, Field, is_partial
+
+__all__ = [
+    "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Bundle", "Chunk", "Collective", "Fold", "Join",
+    "Line", "Op", "Pass", "Place", "Plan", "PlanError", "ReduceScatter", "Steps", "Transfer", "inner", "outer",
+]  # fmt: skip
 
 BLOCKS = "blocks"
 """The name of the stream that blocks and folds run on, beside the lanes."""
@@ -23,69 +29,6 @@ BLOCKS = "blocks"
 
 class PlanError(Exception):
     """Raised for a plan that is not a correct program; the message names the operation."""
-
-
-class Place(NamedTuple):
-    """The owner of a chunk's tokens: the rank `index` ahead in the group `home`."""
-
-    home: Group | Grid
-    index: int
-
-    def owner(self, rank):
-        """The global index of the chunk, which is the rank that owns its tokens."""
-        return self.home.member(rank, self.index)
-
-
-class Chunk(NamedTuple):
-    """A chunk of a tensor on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
-
-    This is table 1 of the Mesh paper: Q#u on rank i is chunk a*floor(i/a) + (i+u) mod a, KV#u is (i + a*u) mod n, and
-    (i - a*u) mod n in a group that counts DOWN.
-    """
-
-    tensor: str
-    index: int
-    home: Group | Grid
-    arrival: int = 0
-    """0: the chunk that the rank holds. 1, 2, ...: a peer's partial in the wire dtype, to be folded into the held one;
-    partials that are there at the same time have different numbers."""
-    heads: int = 0
-    """Which slice of the heads, out of Problem.head_slices."""
-
-    @property
-    def place(self) -> Place:
-        """The owner of the chunk's tokens, as a Place."""
-        return Place(self.home, self.index)
-
-    def owner(self, rank):
-        """The global index of the chunk, which is the rank that owns its tokens."""
-        return self.place.owner(rank)
-
-    def at(self, index: int) -> Chunk:
-        """The chunk with another local index."""
-        return Chunk(self.tensor, index % self.home.size, self.home, heads=self.heads)
-
-    def slice(self, heads: int) -> Chunk:
-        """The same tokens with another slice of the heads."""
-        return self._replace(heads=heads)
-
-    def slices(self, count: int) -> list[Chunk]:
-        """The same tokens in each of `count` head slices."""
-        return [self.slice(heads) for heads in range(count)]
-
-    def arriving(self, number: int = 1) -> Chunk:
-        """The buffer for a peer's partial of this chunk."""
-        return self._replace(arrival=number)
-
-    @property
-    def is_arriving(self) -> bool:
-        """Whether it is a peer's partial."""
-        return self.arrival > 0
-
-    def __str__(self) -> str:
-        arrival = {0: "", 1: " arriving"}.get(self.arrival, f" arriving {self.arrival}")
-        heads = f" heads/{self.heads}" if self.heads else ""
-        return f"{self.tensor}#{self.index}{heads}{arrival}"
 
 
 @dataclass(frozen=True)
@@ -158,6 +101,8 @@ class AllToAll:
     send: Chunk
     recv: Chunk
     group: Group
+    by_messages: bool = False
+    """Whether it is a message to each member instead of the library's all-to-all."""
 
     @property
     def stream(self) -> str:
@@ -183,6 +128,81 @@ class AllToAll:
 
     def __str__(self) -> str:
         return f"AllToAll[{self.lane}] {self.send} -> {self.recv} of {self.group.size}"
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """The library's all-gather among the ranks of `own`'s home: each receives the chunks of all others, #1, #2, ..."""
+
+    lane: str
+    own: Chunk
+    """#0 of its home, a Group."""
+
+    @property
+    def stream(self) -> str:
+        return self.lane
+
+    @property
+    def group(self) -> Group:
+        """The ranks that take part."""
+        assert isinstance(self.own.home, Group)
+        return self.own.home
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.own,)
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return tuple(self.own.at(u) for u in range(1, self.group.size))
+
+    @property
+    def carries(self) -> str:
+        """The name of the tensor that travels."""
+        return self.own.tensor
+
+    def __str__(self) -> str:
+        return f"AllGather[{self.lane}] {self.own} of {self.group.size}"
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """The library's reduce-scatter among the ranks of `own`'s home: every rank's partials #1, #2, ... go to their
+    owners. Merged into one, those of #0 arrive at this rank, to be folded into its own.
+
+    A library can only add. Gradients are added on the way where the transport can do that; outputs, which are weighted
+    by their lse, are exchanged by an all-to-all and merged by their owner.
+    """
+
+    lane: str
+    own: Chunk
+    """#0 of its home, a Group."""
+
+    @property
+    def stream(self) -> str:
+        return self.lane
+
+    @property
+    def group(self) -> Group:
+        """The ranks that take part."""
+        assert isinstance(self.own.home, Group)
+        return self.own.home
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return tuple(self.own.at(u) for u in range(1, self.group.size))
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.own.arriving(),)
+
+    @property
+    def carries(self) -> str:
+        """The name of the tensor that travels."""
+        return self.own.tensor
+
+    def __str__(self) -> str:
+        return f"ReduceScatter[{self.lane}] {self.own} of {self.group.size}"
 
 
 @dataclass(frozen=True)
@@ -306,7 +326,8 @@ class Join:
         return "Join"
 
 
-Transfer = Pass | AllToAll
+Collective = AllToAll | AllGather | ReduceScatter
+Transfer = Pass | Collective
 Op = Transfer | Attend | AttendBackward | Fold | Bundle | Join
 
 

@@ -7,7 +7,7 @@ the group; in a group that counts DOWN, that is the next higher rank.
 from __future__ import annotations
 
 from sp_bench.plan.groups import Group
-from sp_bench.plan.ops import Chunk, Fold, Line, Op, Pass
+from sp_bench.plan.ops import AllGather, Chunk, Fold, Line, Op, Pass, ReduceScatter
 
 BACK = -1
 
@@ -40,15 +40,21 @@ def reduce_next(partials: Chunk | Line, sent: int, lane: str, arrival: int = 1) 
     return hop, Fold(arriving, into)
 
 
-def all_gather(chunks: Chunk | Line, lane: str) -> list[Pass]:
-    """The hops of a ring all-gather."""
-    return [receive_next(chunks, have, lane) for have in range(line_of(chunks).group.size - 1)]
+def all_gather(chunk: Chunk, lane: str, *, library: bool) -> list[AllGather] | list[Pass]:
+    """Gather chunk #0 of all ranks of its home: the library's all-gather, or the hops of a ring."""
+    size = chunk.home.size
+    if library and size > 1:
+        return [AllGather(lane, chunk.at(0))]
+    return [receive_next(chunk, have, lane) for have in range(size - 1)]
 
 
-def reduce_scatter(partials: Chunk | Line, lane: str) -> list[Op]:
-    """The hops and folds of a ring reduce-scatter. At the end every rank has the sum of its own chunk #0."""
-    hops = (reduce_next(partials, sent, lane) for sent in range(line_of(partials).group.size - 1))
-    return [op for hop in hops for op in hop]
+def reduce_scatter(partial: Chunk, lane: str, *, library: bool) -> list[Op]:
+    """At the end every rank has the sum of its own chunk #0: the library's reduce-scatter, or hops and folds."""
+    size = partial.home.size
+    if library and size > 1:
+        own = partial.at(0)
+        return [ReduceScatter(lane, own), Fold(own.arriving(), own)]
+    return [op for sent in range(size - 1) for op in reduce_next(partial, sent, lane)]
 
 
 def return_home(partial: Chunk, lane: str, against: Chunk | None = None) -> tuple[Pass, Fold]:

@@ -7,13 +7,17 @@ from functools import lru_cache
 from typing import Any
 
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import AllToAll, Pass, Transfer
+from sp_bench.plan.ops import AllToAll, Collective, Pass, Transfer
 from sp_bench.plan.problem import FIELDS, Field, Problem
 
 
 def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
-    """(group, shift) of each message of a transfer, in order: every rank sends it `shift` ahead in `group`."""
-    if isinstance(op, AllToAll):
+    """(group, shift) of each message of a transfer, in order: every rank sends it `shift` ahead in `group`.
+
+    A collective counts as a message to each other member. Which way its bytes take on a network is that network's
+    algorithm (cluster.collectives); it sends as many.
+    """
+    if isinstance(op, Collective):
         return [(op.group, shift) for shift in range(1, op.group.size)]
     return [(op.group, op.shift)] if op.send else []
 
@@ -21,8 +25,8 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
 def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[str, Any]]:
     """Bytes by field of each message that `rank` (one or an array) sends in one transfer, in the order of `peers`.
 
-    The messages of a transfer are concurrent. A rank that is its own peer sends 0 bytes, and nothing is sent to a rank
-    that doesn't want it: `wanted` is the transfer's `demand`, None if all ranks do.
+    The messages of a transfer are concurrent, or one collective. A rank that is its own peer sends 0 bytes, and nothing
+    is sent to a rank that doesn't want it: `wanted` is the transfer's `demand`, None if all ranks do.
     """
     if isinstance(op, AllToAll):
         found = []
@@ -30,6 +34,9 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
             tokens = problem.tokens(rank if op.to_heads else group.member(rank, shift))
             found.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
         return found
+    if isinstance(op, Collective):
+        # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
+        return [{f.name: problem.field_bytes(f, wire=True) for f in FIELDS[op.carries]}] * (op.group.size - 1)
     if op.send is None:
         return []
     tokens = _rows_sent(op, problem, rank)

@@ -1,4 +1,8 @@
-"""Transfers between GPUs by NCCL, with one communicator per lane so that lanes don't wait for each other.
+"""Transfers between GPUs by NCCL, with communicators of its own for each lane, so that lanes don't wait for each other.
+
+A lane has one communicator for each group of ranks among which it moves data. NCCL gives a communicator's peers the
+same number of channels, which is that of its worst connection: a ring inside a node would have the few channels of a
+NIC if its communicator reached beyond the node.
 
 NCCL requires all ranks to launch the operations of several communicators in one order. One thread queues them in plan
 order (DeviceStreams), which is the same on all ranks. A rank that takes no part in an operation, such as an exchange
@@ -9,46 +13,81 @@ and a communicator takes a few channels of one SM each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sp_bench.lower import NCCL
-from sp_bench.plan.ops import Plan
-from sp_bench.run.transport import GlooTransport, HostTransport, Key, Message, Transport, Turn
-
-_groups: dict[int, tuple[Any, list[Any]]] = {}
-"""Device index -> (default group, its lane communicators made so far, in lane order)."""
+from sp_bench.plan.groups import Group
+from sp_bench.plan.ops import Plan, Transfer
+from sp_bench.run.groups import own_group
+from sp_bench.run.transport import (
+    Call,
+    GlooTransport,
+    HostTransport,
+    Key,
+    Members,
+    Message,
+    Transport,
+    Turn,
+    begin,
+    members_of,
+)
 
 
 @dataclass
 class NcclTransport(Transport):
-    """NCCL transport: each transfer is one batch_isend_irecv on its lane's communicator.
+    """NCCL transport: each transfer is one batch_isend_irecv, or one collective, on a communicator of its lane.
 
-    torch runs the batch on the communicator's own stream, after the current stream. work.wait() makes the current
-    stream wait for it, without blocking the caller.
+    torch runs it on the communicator's own stream, after the current stream. work.wait() makes the current stream wait
+    for it, without blocking the caller.
     """
 
     kind = NCCL
-    lanes: Sequence[Any] = ()
-    """One NCCL process group per lane, with the ranks of `group` in their order."""
+    communicator: Callable[[int, Members], Any] = field(kw_only=True)
+    """Makes the NCCL process group of a lane among some ranks of `group`."""
+    _made: dict[tuple[int, Members], Any] = field(init=False, repr=False, default_factory=dict)
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        """Connect the lanes' communicators, in the order in which plans use them, which is the same on all ranks."""
+        for plan in plans:
+            for op in plan.ops:
+                if isinstance(op, Transfer) and (not isinstance(op.group, Group) or op.group.size > 1):
+                    self._communicator(plan.lanes.index(op.lane), self._members(op.group))
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        group, batch = self.lanes[turn.lane], []
+        members = self._members(turn.group)
+        group, place, batch = self._communicator(turn.lane, members), members.index, []
         for source, tensors in receives:
-            batch += [dist.P2POp(dist.irecv, _flat(x), group=group, group_peer=source) for x in tensors]
+            batch += [dist.P2POp(dist.irecv, _flat(x), group=group, group_peer=place(source)) for x in tensors]
         for target, tensors in sends:
             self.count(tensors, counted_as)
-            batch += [dist.P2POp(dist.isend, _flat(x), group=group, group_peer=target) for x in tensors]
+            batch += [dist.P2POp(dist.isend, _flat(x), group=group, group_peer=place(target)) for x in tensors]
         # torch rejects an empty batch, which is what a group of one has.
         for work in dist.batch_isend_irecv(batch) if batch else ():
             work.wait()
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        for work in begin(call, self._communicator(turn.lane, self._members(call.group)), coalesce=True):
+            work.wait()
+
+    def _members(self, group: object) -> Members:
+        """The ranks of this rank's group; all for pairs of ranks that exchange."""
+        if isinstance(group, Group):
+            return members_of(group, dist.get_rank(self.group))
+        return tuple(range(dist.get_world_size(self.group)))
+
+    def _communicator(self, lane: int, members: Members) -> Any:
+        if (lane, members) not in self._made:
+            self._made[lane, members] = self.communicator(lane, members)
+        return self._made[lane, members]
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -58,56 +97,35 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def lane_groups(group: dist.ProcessGroup, device: torch.device, count: int, timeout: timedelta | None) -> list[Any]:
-    """Return one connected, high-priority NCCL communicator per lane. Communicators are reused across calls.
+def lane_communicator(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, lane: int, members: Members
+) -> dist.ProcessGroup:
+    """A connected, high-priority NCCL communicator of a lane among some ranks of `group`; made once, then shared.
 
-    All ranks of `group` must call this, in the same order of calls. The connection to a peer opens at the first
-    message to it. If `group` is not the whole default group in rank order, all lanes share its own communicator:
-    correct, but with less overlap. torch can't make the lane groups there: it names groups of equal ranks alike, and
-    sorts ranks.
+    Its members must call this, in the same order of calls. The connection to a peer opens at the first message to it.
     """
-    ranks = dist.get_process_group_ranks(group)
-    if ranks != list(range(dist.get_world_size())):
-        # The barrier connects the communicator; otherwise all ranks would have to join the first batch.
-        dist.barrier(group, device_ids=[device.index])
-        return [group] * count
-    default, made = _groups.get(device.index, (None, []))
-    if default is not _default_group():  # first call, or a new default group
-        made = []
-        _groups[device.index] = _default_group(), made
-    while len(made) < count:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if timeout is not None:
-            options._timeout = timeout  # torch uses the argument below, and warns if this one differs
-        made.append(
-            dist.new_group(
-                ranks,
-                timeout=timeout,
-                backend="nccl",
-                pg_options=options,
-                group_desc=f"sp_bench lane {len(made)}",
-                device_id=device,  # makes torch connect eagerly
-            )
-        )
-    return made[:count]
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # torch uses the argument below, and warns if this one differs
+    purpose = f"lane {lane} on GPU {device.index}"
+    return own_group(group, members, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
 
-def _default_group() -> Any:
-    return dist.group.WORLD
-
-
-def nccl_transport(
-    group: dist.ProcessGroup, device: torch.device, plans: Mapping[str, Plan], timeout: timedelta | None = None
-) -> NcclTransport:
-    """Return an NcclTransport with enough communicators for the plan with most lanes. All ranks must call this."""
-    count = max(len(plan.lanes) for plan in plans.values())
-    return NcclTransport(group, lanes=lane_groups(group, device, count, timeout))
+def nccl_transport(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> NcclTransport:
+    """Return an NcclTransport among the ranks of a group."""
+    return NcclTransport(group, communicator=partial(lane_communicator, group, device, timeout))
 
 
 def transport_for(group: dist.ProcessGroup | None, device: torch.device, plans: Mapping[str, Plan]) -> Transport:
-    """Return the transport for `group` on `device`: NCCL if the group has that backend, else gloo."""
+    """Return the transport for `group` on `device`, ready for the plans. All ranks of the group must call this.
+
+    NCCL if the group has that backend, else gloo.
+    """
     if group is None or device.type == "cpu":
-        return GlooTransport(group)
-    if "nccl" in dist.get_backend_config(group):
-        return nccl_transport(group, device, plans)
-    return HostTransport(group)
+        transport = GlooTransport(group)
+    elif "nccl" in dist.get_backend_config(group):
+        transport = nccl_transport(group, device)
+    else:
+        transport = HostTransport(group)
+    transport.prepare(plans.values())
+    return transport

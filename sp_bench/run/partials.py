@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 
 import torch
@@ -116,3 +117,8 @@ def tokens_of(x: Tensor, rows: Rows) -> Tensor:
 
 def _is_output(chunk: Chunk) -> bool:
     return chunk.tensor in ("o", "o_h")
+
+
+def as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """View the first elements of a contiguous buffer as a tensor of `shape`, which must fit."""
+    return x if x.shape == shape else x.view(-1)[: math.prod(shape)].view(shape)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from sp_bench.lower import ALONE, GLOO, STAGED, TransportKind
+from sp_bench.lower.early import by_messages
+from sp_bench.plan.groups import UP, Exchange, Group
+from sp_bench.plan.ops import Collective, Plan
+from sp_bench.run.groups import own_group, timeout_of
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # their names before torch 2.13
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 FIRST_TAG = 7_000
 """First message tag, chosen to avoid the tags of the caller's own messages on the same group."""
@@ -28,10 +39,14 @@ class Turn(NamedTuple):
     """Number of the lane."""
     number: int
     """Number of the transfer, unique in an execution."""
+    group: Group | Exchange | None = None
+    """The ranks among which the plan moves data in it."""
 
 
 Message = tuple[int, Sequence[Tensor]]
 """(the peer's rank in the group, the contiguous tensors of one chunk)."""
+Members = tuple[int, ...]
+"""Ranks in the transport's group, ascending."""
 Key = tuple[str, str, str]
 """(lane, tensor, field): the key under which sent bytes are counted."""
 NextTransfer = Callable[[], tuple[Turn, Message, Message] | None]
@@ -40,9 +55,23 @@ NextTransfer = Callable[[], tuple[Turn, Message, Message] | None]
 _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
+class Call(NamedTuple):
+    """One collective of the library: an operation on each pair of tensors, one pair for each field of a chunk."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_to_all"]
+    group: Group
+    """The ranks that take part; members are numbered by rank (Group.digit)."""
+    received: Sequence[Tensor]
+    """Contiguous. all_gather: (members, ...); reduce_scatter: one member's; all_to_all: the members' pieces."""
+    sent: Sequence[Tensor]
+    """Contiguous. all_gather: one member's; reduce_scatter, all_to_all: the members' pieces."""
+    splits: Sequence[tuple[list[int], list[int]]] = ()
+    """all_to_all: for each pair, elements (received from, sent to) each member; empty where all are equal."""
+
+
 @dataclass
 class Transport(ABC):
-    """Point-to-point messages, matched by lane, number of the tensor and order."""
+    """Point-to-point messages, matched by lane, number of the tensor and order; and the library's collectives."""
 
     kind: ClassVar[TransportKind]
     """The transport kind that plans must be lowered for."""
@@ -77,6 +106,13 @@ class Transport(ABC):
         """
         raise NotImplementedError(self.kind.name)
 
+    def prepare(self, plans: Iterable[Plan]) -> None:  # noqa: B027  # most transports need nothing
+        """Make the groups for the collectives of plans. All ranks call it before the first execution."""
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        """Perform one collective; returns as `exchange` does. The caller counts its bytes."""
+        raise NotImplementedError(self.kind.name)
+
     def count(self, tensors: Sequence[Tensor], counted_as: Sequence[Key]) -> None:
         """Add each tensor's actual size in bytes to `sent_bytes`."""
         for tensor, key in zip(tensors, counted_as, strict=True):
@@ -102,6 +138,22 @@ class GlooTransport(Transport):
     _ahead: dict[tuple[bool, Turn, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
     """Operations posted before their exchange, by (is a send, turn, peer, tensor's number in the chunk). Those of a
     failed execution are kept: a late message may still arrive."""
+    _groups: dict[tuple[int, Members], dist.ProcessGroup] = field(init=False, repr=False, default_factory=dict)
+    """By lane and members, as lanes run their collectives in any order."""
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        for lane, group in collective_groups(plans) if self.group is not None else ():
+            assert self.group is not None
+            members, timeout = members_of(group, dist.get_rank(self.group)), timeout_of(self.group)
+            self._groups[lane, members] = own_group(
+                self.group, members, f"lane {lane}", backend="gloo", timeout=timeout
+            )
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        assert self.group is not None
+        group = self._groups[turn.lane, members_of(call.group, dist.get_rank(self.group))]
+        for work in begin(call, group):
+            work.wait()
 
     def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         for source, tensors in receives:
@@ -178,6 +230,16 @@ class HostTransport(Transport):
             for tensor, into in zip(theirs, ours, strict=True):
                 into.copy_(tensor)
 
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        self._between_hosts.prepare(plans)
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        received = [torch.empty_like(x, device="cpu") for x in call.received]
+        sent = [x.cpu() for x in call.sent]
+        self._between_hosts.collective(turn, call._replace(received=received, sent=sent))
+        for x, into in zip(received, call.received, strict=True):
+            into.copy_(x)
+
 
 @dataclass
 class AloneTransport(Transport):
@@ -199,6 +261,56 @@ class AloneTransport(Transport):
                 both = min(into.numel(), tensor.numel())
                 into[:both].copy_(tensor[:both])
                 into[both:].zero_()
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        for into, x in zip(call.received, call.sent, strict=True):
+            flat, repeated = into.view(-1), x.reshape(-1)
+            if call.kind == "all_gather":
+                flat.copy_(repeated.repeat(flat.numel() // max(repeated.numel(), 1)))
+            else:  # what comes from others is like what goes to them
+                flat.copy_(repeated.repeat(-(-flat.numel() // max(repeated.numel(), 1)))[: flat.numel()])
+
+
+def collective_groups(plans: Iterable[Plan]) -> list[tuple[int, Group]]:
+    """(number of the lane, group) of the library's collectives, in the order of first use, upward groups only."""
+    found: dict[tuple[int, Group], None] = {}
+    for plan in plans:
+        for op in plan.ops:
+            if isinstance(op, Collective) and not by_messages(op) and op.group.size > 1:
+                found[plan.lanes.index(op.lane), op.group._replace(way=UP)] = None
+    return list(found)
+
+
+def members_of(group: Group, rank: int) -> Members:
+    """The ranks of this rank's group, ascending."""
+    first = rank - group.stride * int(group.digit(rank))
+    return tuple(range(first, first + group.span, group.stride))
+
+
+def begin(call: Call, group: dist.ProcessGroup, *, coalesce: bool = False) -> list[Any]:
+    """Start a collective on a process group of its members; what is to be waited for.
+
+    `coalesce`: one kernel for all fields of a dtype.
+    """
+    pairs = list(zip(call.received, call.sent, strict=True))
+    if call.kind == "all_to_all":
+        splits = call.splits or [(None, None)] * len(pairs)
+        return [
+            _posted(dist.all_to_all_single(into, x, received, sent, group=group, async_op=True))
+            for (into, x), (received, sent) in zip(pairs, splits, strict=True)
+        ]
+    start = all_gather_single if call.kind == "all_gather" else reduce_scatter_single
+    flat = [(into.view(-1), x.view(-1)) for into, x in pairs]
+    if not coalesce:
+        return [_posted(start(*pair, group=group, async_op=True)) for pair in flat]
+    works = []
+    for dtype in dict.fromkeys(x.dtype for _, x in flat):
+        with c10d._coalescing_manager(group, async_ops=True) as together:
+            for pair in flat:
+                if pair[1].dtype == dtype:
+                    start(*pair, group=group)
+        works.append(together)
+    return works
 
 
 def _tag(lane: int, number: int) -> int:

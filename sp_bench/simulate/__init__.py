@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
-from sp_bench.plan.ops import BLOCKS, Plan, Transfer
+from sp_bench.plan.ops import BLOCKS, AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import Solver, TaskGraph, Timing, solve
@@ -104,7 +104,10 @@ class Run:
                 continue
             op = self.plan.ops[item.what]
             assert isinstance(op, Transfer)
-            sources = [orbit[group.member(rank, -shift)] for group, shift in peers(op)]
+            if isinstance(op, AllGather | ReduceScatter):
+                sources = [orbit[rank]] * len(rows)
+            else:
+                sources = [orbit[group.member(rank, -shift)] for group, shift in peers(op)]
             rows = rows[: len(sources)]  # then an AllToAll unpacks
             if rows:
                 found.append(Span(stream, label, float(starts[rows, sources].min()), float(ends[rows, sources].max())))
@@ -120,7 +123,7 @@ class Run:
             else:
                 op = self.plan.ops[item.what]
                 assert isinstance(op, Transfer)
-                found.append((op.lane, str(op.send)))
+                found.append((op.lane, str(op.reads[0]) if op.reads else str(None)))
         return found
 
 

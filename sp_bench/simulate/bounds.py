@@ -9,9 +9,9 @@ import numpy as np
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.topology import Network
 from sp_bench.lower import lower
-from sp_bench.plan.ops import Plan, Transfer
+from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.transfers import peers
+from sp_bench.plan.transfers import messages, peers
 
 Traffic = Iterable[tuple[np.ndarray, np.ndarray]]
 """(target, bytes) of what ranks send, each (n,) by rank (account.traffic)."""
@@ -37,7 +37,7 @@ def lower_bounds(
             carried = hosts.least_carried_bytes(carried, lanes)
         by_class[name] = float((carried / network.link_bytes_per_s[links]).max(initial=0.0))
     pipelined = lower(plan, problem, cluster.transport).pipelined
-    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, network, pipelined)
+    latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, problem, cluster, pipelined)
     return {"compute": compute_s, "latency": latency_s, **by_class}
 
 
@@ -64,10 +64,15 @@ def link_classes(network: Network) -> dict[str, np.ndarray]:
     return {name: names == name for name in dict.fromkeys(names.tolist())}
 
 
-def _latency_s(plan: Plan, network: Network, pipelined: Container[int]) -> float:
+def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Container[int]) -> float:
     """The most latency that a rank's lane adds up, but for that which passes while other messages come."""
-    ranks, known, lanes = np.arange(plan.n), {}, {}
+    ranks, known, lanes, network = np.arange(plan.n), {}, {}, cluster.network(plan.n)
     for index, op in plan:
+        if isinstance(op, AllGather | ReduceScatter):
+            size = sum(sum(sizes.values()) for sizes in messages(op, problem, 0))
+            if way := cluster.carriage(op, plan.n, size):
+                lanes[op.lane] = lanes.get(op.lane, 0.0) + way.latency_s
+                continue
         if isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):
             for group, shift in pairs:
                 if (group, shift) not in known:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
+from sp_bench.cluster.collectives import Carriage
 from sp_bench.cluster.emulation import Carried, Message
 from sp_bench.errors import RequestError
 from sp_bench.lower import Lowering, Waits, lower
@@ -23,20 +24,24 @@ from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import (
     BLOCKS,
+    AllGather,
     AllToAll,
     Attend,
     AttendBackward,
     Chunk,
+    Collective,
     Fold,
     Op,
     Pass,
     Place,
     Plan,
+    ReduceScatter,
     RowSums,
     Transfer,
 )
 from sp_bench.plan.problem import FIELDS, Problem, is_of_keys, is_partial
 from sp_bench.plan.transfers import messages, peers
+from sp_bench.simulate import collectives
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows
@@ -142,17 +147,19 @@ class PipelinedStart(NamedTuple):
 
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
-        self.plan, self.problem, self.device = plan, problem, cluster.device
+        self.plan, self.problem, self.cluster, self.device = plan, problem, cluster, cluster.device
         self.flow, self.lowering = dataflow(plan), lower(plan, problem, cluster.transport)
         self.unsummed = self.lowering.unsummed
         self.case_s = cluster.device.block_s(problem, plan.phase)
         # A plan has thousands of operations, of few kinds.
         self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
+        self._carriage = cache(self._find_carriage)
         self.wanted = demand(plan, problem)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
         noisy = cluster.stragglers.jitter > 0 or not cluster.is_even(problem.n)
         moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
+        moves = [move for move in moves if self._keeps_carriages(move)]
         for index, op in plan if moves else ():
             moves = that_leave(moves, self._costs(index, op))
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
@@ -197,7 +204,7 @@ class _Builder:
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
         n, ops = self.ranks.size, self.plan.ops
-        rows = sum(op.group.size if isinstance(i, int) and isinstance(op := ops[i], AllToAll) else 1 for i in items)
+        rows = sum(self._rows_of(ops[i]) if isinstance(i, int) else 1 for i in items)
         rows += len(self.lowering.pipelined)
         rows *= 2 if self.effects.defers else 1  # what links carry after a message is a row too
         if n * rows > MAX_TASKS:
@@ -206,6 +213,13 @@ class _Builder:
                 f"this plan has {n * rows:,} transfers and runs of blocks; at most {MAX_TASKS:,} are simulated",
                 "fewer GPUs, or a method with fewer steps, would work",
             )
+
+    def _rows_of(self, op: Op) -> int:
+        """At most how many rows of tasks a transfer takes."""
+        if not isinstance(op, Collective):
+            return 1
+        way = self._carriage(op)
+        return collectives.rows_of(way, op.group) if way else op.group.size
 
     def _costs(self, index: int, op: Op) -> list[np.ndarray]:
         """What an operation costs that may differ by rank: [(n,), ...]."""
@@ -218,6 +232,19 @@ class _Builder:
             costs = (*sizes, self._staged_s(op, everyone), wanted)
             return [cost for cost in costs if isinstance(cost, np.ndarray)]
         return [self.wanted[index]] if index in self.wanted else []
+
+    def _keeps_carriages(self, move: np.ndarray) -> bool:
+        """Whether the flows of collectives are the same after the ranks have moved."""
+        ways = [
+            way for op in dict.fromkeys(self.plan.ops) if isinstance(op, Collective) and (way := self._carriage(op))
+        ]
+        return all(
+            np.array_equal(move[flow.target], flow.target[move])
+            and np.array_equal(flow.share[move], flow.share)
+            and np.array_equal(way.latency_s[move], way.latency_s)
+            for way in ways
+            for flow in way.flows
+        )
 
     def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
         seconds = self._work_s(segment)
@@ -324,6 +351,25 @@ class _Builder:
     def _tasks(self, waits: Waits) -> list[np.ndarray]:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
+    def _find_carriage(self, op: Collective) -> Carriage | None:
+        return self.cluster.carriage(op, self.problem.n, self._sent(op).total)
+
+    def _sent(self, op: Collective) -> collectives.Bytes:
+        by_field = messages(op, self.problem, 0)[0] if op.group.size > 1 else {}
+        return collectives.Bytes(by_field, op.group.size)
+
+    def _collective(self, op: Collective, way: Carriage, previous: list[np.ndarray], index: int) -> list[np.ndarray]:
+        """A collective by the library's algorithm; partials are packed before it."""
+        before, sent = [*previous, *self._elsewhere(index)], self._sent(op)
+        ours, where = (self.rows, self.quotient, self.network), (way, op.group, sent, before)
+        staged_s = self._staged_s(op, self.ranks)
+        noise = partial(self.noise, self.ranks.size)
+        if way.hops:
+            ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self._over_cores)
+            self.later += later
+            return ended
+        return collectives.at_once(*ours, *where, staged_s, noise())
+
     def _transfer(
         self, index: int, op: Transfer, previous: list[np.ndarray], early: PipelinedStart | None
     ) -> list[np.ndarray]:
@@ -331,6 +377,8 @@ class _Builder:
 
         A pipelined send begins `early`, and the receives of some transfers are pre-posted.
         """
+        if isinstance(op, Collective) and (way := self._carriage(op)):
+            return self._collective(op, way, previous, index)
         hidden_s, begun = early or (0.0, [])
         before = [*previous, *([] if early else self._elsewhere(index))]
         expecting = before
@@ -357,6 +405,9 @@ class _Builder:
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(self.lowering.packed_bytes(op)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
+        if isinstance(op, ReduceScatter):  # what arrived is merged
+            folds_s = len(tasks) * self.device.fold_s(self.problem, op.carries, arriving=True)
+            return [self.rows.add(folds_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
     def _moves(self, index: int, op: Transfer) -> tuple[np.ndarray | bool, np.ndarray | bool]:
@@ -370,6 +421,10 @@ class _Builder:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
             return self.device.copy_s(self.lowering.packed_bytes(op)[0])
+        if isinstance(op, AllGather):
+            return 0.0
+        if isinstance(op, ReduceScatter):
+            return (op.group.size - 1) * self.device.copy_s(sum(self._sent(op).by_field.values()))
         cast_s = self.cast_s(op.carries, op.send not in self.unsummed)
         if not isinstance(op.group, Exchange):
             return cast_s
@@ -379,12 +434,8 @@ class _Builder:
     def _path(self, group: Group | Exchange, shift: int) -> Path:
         """What every simulated rank's message to the rank `shift` ahead in the group crosses."""
         if (group, shift) not in self.paths:
-            target, source = group.member(self.ranks, shift), group.member(self.ranks, -shift)
-            routes, kinds = self.network.routes(self.ranks, target), self.quotient.orbit
-            links, loads = self.quotient.paths(routes.links)
-            ends, alone = (kinds[target], kinds[source]), self.network.alone_bytes_per_s(routes)
-            path = Path(*ends, routes.latency_s, routes.rate_cap, links, loads, routes.inter, alone)
-            self.paths[group, shift] = path
+            target = group.member(np.arange(self.problem.n), shift)
+            self.paths[group, shift] = collectives.path_to(target, self.network, self.quotient, capped=True)
         return self.paths[group, shift]
 
     def _crowding(self, path: Path, at_once: int) -> np.ndarray:

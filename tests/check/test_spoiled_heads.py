@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sp_bench.plan import AllToAll, Bundle, Exchange, Grid, Op, Pass, Plan
+from sp_bench.plan import AllToAll, Bundle, Exchange, Fold, Grid, Op, Pass, Plan
+from sp_bench.plan.ops import AllGather, ReduceScatter
 from sp_bench.plan.problem import FIELDS
 from tests.support.plan_edits import (
     Broken,
@@ -51,9 +52,19 @@ def is_of_a_slice(op: Op) -> bool:
     return any(chunk.heads for chunk in op.reads)
 
 
+def is_gather(op: Op) -> bool:
+    return isinstance(op, AllGather)
+
+
+def is_scatter(op: Op) -> bool:
+    return isinstance(op, ReduceScatter)
+
+
+GATHER, SCATTER = (Having(op, ("all_gather", "startrail")) for op in (is_gather, is_scatter))
 EXCHANGE = Having(is_exchange, ("startrail",))
 DEAL, DEAL_BACK, BUNDLE = (Having(op, ("ulysses", "usp")) for op in (is_all_to_all, is_deal_back, is_bundle))
 SLICE = Having(is_of_a_slice, ("all_gather",))
+SLICE_PASSED = Having(lambda op: is_pass(op) and is_of_a_slice(op), ("all_gather",))
 
 
 @MUTATIONS.add(EXCHANGE)
@@ -84,6 +95,45 @@ def exchange_of_another_s_chunk(draw: st.DrawFn, plan: Plan) -> Broken:
     assume(isinstance(chunk.home, Grid))
     without = chunk._replace(home=chunk.home._replace(exchange=None))
     return if_in_order(with_changed(plan, index, **{name: without}))
+
+
+@MUTATIONS.add(GATHER)
+def gather_another_chunk(draw: st.DrawFn, plan: Plan) -> Broken:
+    """Another rank's, or one of a group that numbers its ranks otherwise."""
+    index = pick(draw, plan, is_gather)
+    op = plan.ops[index]
+    assert isinstance(op, AllGather)
+    homes = [op.own._replace(home=group) for group in groups_of(plan.n) if group != op.own.home]
+    return if_in_order(with_changed(plan, index, own=draw(st.sampled_from([op.own.at(1), *homes]))))
+
+
+@MUTATIONS.add(GATHER)
+def gather_what_is_gathered_elsewhere(draw: st.DrawFn, plan: Plan) -> Broken:
+    return Broken(without(plan, pick(draw, plan, is_gather)))
+
+
+@MUTATIONS.add(SCATTER)
+def reduce_nothing(draw: st.DrawFn, plan: Plan) -> Broken:
+    """With the Fold of what it brings."""
+    index = pick(draw, plan, is_scatter)
+    folds = [i for i, op in plan if isinstance(op, Fold) and op.part == plan.ops[index].writes[0]]
+    return Broken(without(plan, index, *folds))
+
+
+@MUTATIONS.add(SCATTER)
+def reduce_without_a_fold(draw: st.DrawFn, plan: Plan) -> Broken:
+    index = pick(draw, plan, is_scatter)
+    fold = next(i for i, op in plan if i > index and isinstance(op, Fold) and op.part == plan.ops[index].writes[0])
+    return Broken(without(plan, fold))
+
+
+@MUTATIONS.add(SCATTER)
+def reduce_too_early(draw: st.DrawFn, plan: Plan) -> Broken:
+    """Before the last block that adds to what is sent."""
+    index = pick(draw, plan, is_scatter)
+    sent = {*plan.ops[index].reads}
+    last = max(i for i, op in plan if i < index and {*op.writes} & sent)
+    return Broken(moved(plan, index, last))
 
 
 @MUTATIONS.add(DEAL)
@@ -169,7 +219,7 @@ def block_of_another_slice(draw: st.DrawFn, plan: Plan) -> Broken:
     return if_in_order(broken) if len(changed) == 1 else replace(broken, culprit=None)
 
 
-@MUTATIONS.add(SLICE)
+@MUTATIONS.add(SLICE_PASSED)
 def pass_another_slice(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_pass)
     name = draw(st.sampled_from(["send", "recv"]))

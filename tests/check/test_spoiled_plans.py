@@ -46,7 +46,7 @@ def double_block(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_block)
     again = draw(st.integers(index + 1, len(plan.ops)))
     # If the first one's result left in between, the second may look innocent until it is folded.
-    left = any(isinstance(op, Transfer) and op.send in plan.ops[index].writes for op in plan.ops[index:again])
+    left = any(isinstance(op, Transfer) and {*op.reads} & {*plan.ops[index].writes} for op in plan.ops[index:again])
     return Broken(with_op(plan, again, plan.ops[index]), culprit=None if left else again)
 
 

@@ -11,17 +11,19 @@ from sp_bench.plan import AllToAll, Attend, AttendBackward, Bundle, Chunk, Group
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Transfer
+from sp_bench.plan.ops import AllGather, Transfer
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
 from tests.support.tiny_plans import chunks, tiny, uses
 
 
 def stay(plan: Plan, index: int) -> list[int]:
     """The operations that use what a transfer receives: until the same chunk is received again."""
-    (chunk,) = plan.ops[index].writes
-    again = (i for i, op in plan if i > index and isinstance(op, Transfer) and op.recv == chunk)
-    end = next(again, len(plan.ops))
-    return [user for user in uses(plan, chunk) if index <= user < end]
+    found = list[int]()
+    for chunk in plan.ops[index].writes:
+        again = (i for i, op in plan if i > index and isinstance(op, Transfer) and chunk in op.writes)
+        end = next(again, len(plan.ops))
+        found += [user for user in uses(plan, chunk) if index <= user < end]
+    return found
 
 
 def implied_order(plan: Plan, order: Schedule) -> list[int]:
@@ -93,12 +95,13 @@ def test_a_free_buffer_is_all_that_a_receive_has_to_wait_for(planned: Planned) -
 def test_receive_buffers_are_never_shared_by_chunks_alive_at_once(planned: Planned) -> None:
     plan = planned.plan
     order = schedule(plan)
-    received = {i for i, op in plan if isinstance(op, Transfer) and op.recv not in plan.ends_with}
+    received = {i for i, op in plan if isinstance(op, Transfer) and op.writes[0] not in plan.ends_with}
     assert set(order.receive_buffers) == received
     lives: dict[int, list[tuple[int, int]]] = {}
     for index, buffer in order.receive_buffers.items():
-        (chunk,) = plan.ops[index].writes
+        chunk, op = plan.ops[index].writes[0], plan.ops[index]
         assert (buffer.tensor, buffer.arriving) == (chunk.tensor, chunk.is_arriving)
+        assert buffer.chunks == (op.group.size if isinstance(op, AllGather) else 1)
         lives.setdefault(buffer.number, []).append((index, max(stay(plan, index))))
     for spans in lives.values():
         for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
@@ -110,9 +113,11 @@ def test_no_more_receive_buffers_than_chunks_alive_at_once(planned: Planned) -> 
     """The buffers of a tensor are as few as its received chunks that are alive at one time."""
     plan = planned.plan
     order = schedule(plan)
-    kinds = {(buffer.tensor, buffer.arriving) for buffer in order.receive_buffers.values()}
+    kinds = {(buffer.tensor, buffer.arriving, buffer.chunks) for buffer in order.receive_buffers.values()}
     for kind in kinds:
-        received = [i for i, buffer in order.receive_buffers.items() if (buffer.tensor, buffer.arriving) == kind]
+        received = [
+            i for i, buffer in order.receive_buffers.items() if (buffer.tensor, buffer.arriving, buffer.chunks) == kind
+        ]
         spans = [(i, max(stay(plan, i))) for i in received]
         most = max(sum(start <= now <= end for start, end in spans) for now in range(len(plan.ops)))
         assert len({order.receive_buffers[i] for i in received}) == most

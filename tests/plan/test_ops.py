@@ -32,7 +32,7 @@ from sp_bench.plan import (
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Transfer
+from sp_bench.plan.ops import Collective, Transfer
 from sp_bench.plan.problem import FIELDS
 from sp_bench.plan.transfers import messages, peers, rows_sent
 from tests.support.problems import all_methods, small_problem, splittable_problem
@@ -190,6 +190,9 @@ def received(op: Transfer, problem: Problem) -> np.ndarray:
             tensor = op.recv.tensor if op.to_heads else f"{op.recv.tensor}_h"
             heads = sum(problem.field_bytes(field, wire=True) for field in FIELDS[tensor]) // op.group.size
             sent[[op.group.member(rank, shift) for shift in range(1, op.group.size)], rank] = heads
+        elif isinstance(op, Collective):
+            others = [op.group.member(rank, shift) for shift in range(1, op.group.size)]
+            sent[others, rank] = problem.chunk_bytes(op.carries, wire=True)
         elif (source := op.source(rank)) != rank:
             size = problem.chunk_bytes(op.writes[0].tensor, wire=True)
             sent[source, rank] = size * dense_rows(op, problem, source) // problem.local_seqlen if op.against else size

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from sp_bench.measure.devices import device_here, transport_here
 from sp_bench.measure.pool import report
 from sp_bench.plan.method import PHASES
 from sp_bench.run.attention import Engine
+from sp_bench.run.groups import own_group
 from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sharding import shard
-from sp_bench.run.transport import GlooTransport, HostTransport, Transport
+from sp_bench.run.transport import GlooTransport, HostTransport, Members, Transport
 from tests.support.attention_cases import Case, Difference, difference
 from tests.support.ranks import group_of
-
-_lanes: dict[int, list[Any]] = {}
 
 
 @dataclass
@@ -59,12 +59,9 @@ class Inline:
         pass
 
 
-def groups_of(n: int, lanes: int) -> list[Any]:
-    """A group of gloo for each lane, which takes the same batches as NCCL's. All ranks of the pool must call it."""
-    made = _lanes.setdefault(n, [])
-    while len(made) < lanes:
-        made.append(dist.new_group(list(range(n))))
-    return made[:lanes]
+def of_gloo(group: Any, lane: int, members: Members) -> Any:
+    """A group of gloo for each communicator of NCCL, which takes the same batches and collectives."""
+    return own_group(group, members, f"as NCCL's lane {lane}", backend="gloo")
 
 
 def in_plan_order(cases: Sequence[Case], kind: str) -> dict[Case, tuple[tuple[Difference, ...], dict]]:
@@ -72,10 +69,11 @@ def in_plan_order(cases: Sequence[Case], kind: str) -> dict[Case, tuple[tuple[Di
     found = {}
     for case in cases:
         plans = {phase: case.built.plan(case.problem, phase, case.costs) for phase in PHASES}
-        group, lanes = group_of(case.n, case), groups_of(case.n, max(len(plan.lanes) for plan in plans.values()))
+        group = group_of(case.n, case)
         if group is not None:
             made: dict[str, Transport] = {"gloo": GlooTransport(group), "through the host": HostTransport(group)}
-            transport = made.get(kind) or NcclTransport(group, lanes=lanes)
+            transport = made.get(kind) or NcclTransport(group, communicator=partial(of_gloo, group))
+            transport.prepare(plans.values())
             errors = run(case, plans, transport, dist.get_rank(group), torch.device("cpu"), Inline())
             found[case] = (errors, dict(transport.sent_bytes))
     return found

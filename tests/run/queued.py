@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sp_bench.lower import NCCL
-from sp_bench.run.transport import Message, Transport, Turn
+from sp_bench.run.transport import Call, Message, Transport, Turn
 
 STREAMS_PER_RANK = 8
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero"}
@@ -360,6 +360,41 @@ class Wires(Transport):
             {self._next(turn.lane, peer, me): [access(x) for x in tensors] for peer, tensors in receives},
         )
         self._rank.current().queue.append(batch)
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        """As messages between all members, and as NCCL adds: in the order of members."""
+        me, access, size = self._rank.rank, self._rank.machine.access, call.group.size
+        peers = [int(call.group.member(me, shift)) for shift in range(1, size)]
+        own, slots = int(call.group.digit(me)), {peer: int(call.group.digit(peer)) for peer in peers}
+
+        def pieces(x: Tensor, counts: list[int]) -> list[Tensor]:
+            ends = [sum(counts[:i]) for i in range(size + 1)]
+            return [x.view(-1)[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+        sends, receives = {peer: [] for peer in peers}, {peer: [] for peer in peers}
+        totals = []
+        for i, (into, x) in enumerate(zip(call.received, call.sent, strict=True)):
+            received, sent = call.splits[i] if call.splits else ([x.numel() // size] * size,) * 2
+            mine = [x.view(-1)] * size if call.kind == "all_gather" else pieces(x, sent)
+            if call.kind == "all_gather":
+                received = [x.numel()] * size
+            places = pieces(torch.empty_like(x) if call.kind == "reduce_scatter" else into, received)
+            for peer in peers:
+                sends[peer].append(access(mine[slots[peer]]))
+                receives[peer].append(access(places[slots[peer]]))
+            if places[own].data_ptr() != mine[own].data_ptr():
+                places[own].copy_(mine[own])
+            totals.append((into, places))
+        batch = Batch(
+            {self._next(turn.lane, me, peer): sends[peer] for peer in peers},
+            {self._next(turn.lane, peer, me): receives[peer] for peer in peers},
+        )
+        self._rank.current().queue.append(batch)
+        if call.kind == "reduce_scatter":
+            for into, places in totals:
+                into.view(-1).copy_(places[0])
+                for place in places[1:]:
+                    into.view(-1).add_(place)
 
     def _next(self, lane: int, source: int, target: int) -> tuple[int, int, int, int]:
         """The next message from one rank to another on a lane: they are matched by their order."""

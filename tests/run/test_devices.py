@@ -14,6 +14,9 @@ import torch.distributed as dist
 from sp_bench import account
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.pool import RankPool
+from sp_bench.methods import build
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
 from sp_bench.run import nccl
 from sp_bench.run.nccl import NcclTransport, transport_for
@@ -76,54 +79,61 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         dist, "P2POp", lambda op, x, group, group_peer: (op.__name__, group, group_peer, tuple(x.shape))
     )
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: batches.append(batch) or [Work()])
-    transport = NcclTransport(None, lanes=["lane 0", "lane 1"])
+    monkeypatch.setattr(dist, "get_rank", lambda group: 6)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 8)
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def communicator(lane: int, members: tuple[int, ...]) -> str:
+        asked.append((lane, members))
+        return f"lane {lane}"
+
+    transport = NcclTransport(None, communicator=communicator)
     x = torch.zeros(2, 3)
     keys = [("kv", "kv", "k"), ("kv", "kv", "v")]
     transport.exchange(Turn(1, 0), [(5, (x, x))], [(7, (x, x))], keys)
     assert batches == [[("irecv", "lane 1", 5, (2, 3))] * 2 + [("isend", "lane 1", 7, (2, 3))] * 2]
     assert waited == [1]
     assert dict(transport.sent_bytes) == dict.fromkeys(keys, 24)
+    batches.clear()
+    transport.exchange(Turn(1, 1, Group(2, 2)), [(4, (x,))], [(4, (x,))], keys[:1])
+    assert [peer for _, _, peer, _ in batches[0]] == [0, 0], "by their number among those that the group has"
+    assert asked == [(1, tuple(range(8))), (1, (4, 6))]
     with pytest.raises(ValueError, match=r"\(3, 2\) would be sent in the order of its strides \(1, 3\)"):
         transport.exchange(Turn(0, 1), [], [(7, (x.T,))], keys[:1])
 
 
 def test_communicators_are_made_in_one_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
+    """One for each lane and group of ranks among which a plan moves data in it; none for a rank alone."""
+    made: list[tuple[int, tuple[int, ...]]] = []
+    monkeypatch.setattr(dist, "get_rank", lambda group: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 8)
+    problem = splittable_problem(8)
+    transport = NcclTransport(None, communicator=lambda lane, members: made.append((lane, members)) or len(made))
+    rings = build("mesh", {"tile": (4, 2)})
+    plans = [rings.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES]
+    transport.prepare(plans)
+    transport.prepare(plans)
+    assert sorted(made) == [(0, (1, 5)), (0, (4, 5, 6, 7))], "a ring inside a node has the channels of its links"
+    made.clear()
+    method = build("startrail", {"team": 2})
+    plan = method.plan(problem, "forward", COMPUTE_BOUND)
+    NcclTransport(None, communicator=lambda lane, members: made.append((lane, members))).prepare([plan])
+    assert made == [(0, (4, 5)), (1, (4, 5)), (1, tuple(range(8))), (1, (1, 5))], "all for pairs that exchange"
 
+
+def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         def __init__(self, is_high_priority_stream: bool) -> None:
             self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
 
-    def new_group(ranks: list[int], **options: Any) -> str:
-        made.append({"ranks": ranks, **options})
-        return options["group_desc"]
-
-    world = "all"
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(nccl, "_groups", {})
-    monkeypatch.setattr(nccl, "_default_group", lambda: world)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
-    monkeypatch.setattr(dist, "new_group", new_group)
+    asked: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False)
+    monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: asked.append({"of": ranks, **how}))
     device = torch.device("cuda", 1)
-    assert nccl.lane_groups(world, device, 2, None) == ["sp_bench lane 0", "sp_bench lane 1"]  # pyright: ignore
-    assert nccl.lane_groups(world, device, 3, None)[2] == "sp_bench lane 2"  # pyright: ignore
-    assert nccl.lane_groups(world, device, 1, None) == ["sp_bench lane 0"]  # pyright: ignore
-    assert [m["group_desc"] for m in made] == ["sp_bench lane 0", "sp_bench lane 1", "sp_bench lane 2"]
-    monkeypatch.setattr(nccl, "_default_group", lambda: "another default group")
-    assert nccl.lane_groups(world, device, 1, timedelta(seconds=9)) == ["sp_bench lane 0"]  # pyright: ignore
-    assert len(made) == 4, "communicators of a default group that is gone are gone too"
-    assert made[3]["pg_options"]._timeout == made[3]["timeout"] == timedelta(seconds=9)
-    for options in made:
-        assert (options["backend"], options["ranks"], options["device_id"]) == ("nccl", [0, 1, 2], device)
-        assert options["pg_options"].is_high_priority_stream
-    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
-    monkeypatch.setattr(dist, "barrier", lambda group, device_ids: made.append({"joined": group, "on": device_ids}))
-    assert nccl.lane_groups(world, device, 2, None) == [world, world], "a part of all ranks"  # pyright: ignore
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, 0, 1])
-    assert nccl.lane_groups(world, device, 1, None) == [world], "in another order"  # pyright: ignore
-    assert made[4:] == [{"joined": world, "on": [1]}] * 2
+    nccl.lane_communicator("world", device, timedelta(seconds=9), 2, (0, 1))  # pyright: ignore
+    assert (asked[0]["of"], asked[0]["backend"]) == (("world", (0, 1), "lane 2 on GPU 1"), "nccl")
+    assert asked[0]["device"] == device and asked[0]["options"].is_high_priority_stream
+    assert asked[0]["options"]._timeout == asked[0]["timeout"] == timedelta(seconds=9)
 
 
 def test_without_nccl_the_host_carries(monkeypatch: pytest.MonkeyPatch) -> None:

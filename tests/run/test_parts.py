@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sp_bench import account
+from sp_bench.lower import GLOO
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.run.executor import Action
@@ -62,9 +63,9 @@ def test_buffers_are_the_plans_and_memory_is_within_what_they_say(found: Found) 
     shares = []
     for case, ranks in found.items():
         plans = [case.built.plan(case.problem, phase, COMPUTE_BOUND) for phase in PHASES]
-        expected = account.peak_bytes(plans, case.problem)
+        expected = account.peak_bytes(plans, case.problem, GLOO)
         for parts in ranks:
-            assert parts.buffer_bytes == account.buffer_bytes(plans, case.problem), case
+            assert parts.buffer_bytes == account.buffer_bytes(plans, case.problem, GLOO), case
             assert parts.live_bytes <= expected, case
             shares.append(parts.live_bytes / expected)
     assert min(shares) > 0.6

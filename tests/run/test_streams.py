@@ -22,7 +22,7 @@ from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.run import home, streams
 from sp_bench.run.attention import Engine
-from sp_bench.run.transport import AloneTransport, GlooTransport, Key, Message, NextTransfer, Transport, Turn
+from sp_bench.run.transport import AloneTransport, Call, GlooTransport, Key, Message, NextTransfer, Transport, Turn
 from tests.run import jobs
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import WORLD, Ranks
@@ -143,6 +143,10 @@ class Overwriting(Expecting):
         super().exchange(turn, receives, sends, counted_as)
         if receives:
             assert self.undone[turn.lane].pop(0) == turn.number
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        super().collective(turn, call)
+        assert self.undone[turn.lane].pop(0) == turn.number
 
 
 def step(engine: Engine, inputs: list[Tensor], transport: Overwriting | None = None) -> list[Tensor]:
@@ -326,7 +330,7 @@ def same_memory(one: Message, other: Message) -> bool:
         # kv, q, kv, kv on one lane, to other ranks by turns; then o is computed first.
         ("mesh", 8, {"tile": (2, 4)}, {0, 1, 3, 4}),
         # Slices follow one another.
-        ("all_gather", 5, {"stride": 1}, {19}),
+        ("all_gather", 5, {"stride": 1, "collectives": "messages"}, {19}),
         # Partials travel last, which blocks add to.
         ("pass_q", 5, {}, {3, 4, 5, 6, 7}),
     ],
@@ -369,6 +373,10 @@ class Threads(AloneTransport):
     ) -> None:
         self.seen.add(threading.get_ident())
         super().exchange(turn, receives, sends, counted_as)
+
+    def collective(self, turn: Turn, call: Call) -> None:
+        self.seen.add(threading.get_ident())
+        super().collective(turn, call)
 
 
 @pytest.mark.parametrize(

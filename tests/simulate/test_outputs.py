@@ -29,7 +29,7 @@ def run_ring(p: Problem, where: Cluster, phase: str = "forward") -> Run:
 
 
 def crossing(plan: Plan, p: Problem, where: Cluster) -> np.ndarray:
-    return link_bytes(where.network(p.n), account.traffic(plan, p))
+    return link_bytes(where.network(p.n), account.traffic(plan, p, where))
 
 
 @settings(max_examples=40)

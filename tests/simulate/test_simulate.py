@@ -65,10 +65,10 @@ def test_what_a_lane_begins_early_waits_for_elsewhere_comes_before_its_latency()
 
 def test_what_is_sent_to_a_rank_that_has_posted_its_receive_goes_before_that_rank_is_ready() -> None:
     """StarTrail: some have no KV to swap, and send their O as soon as it is computed; on GPUs both ends wait."""
-    p = problem(8, tokens=512)
+    p, hops = problem(8, tokens=512), {"team": 2, "collectives": "messages"}
     for cores in (None, 8):
         where = replace(cluster(bytes_per_s=1e7), cores=cores)
-        run = simulate(build("startrail", {"team": 2}).plan(p, "forward", where.profile(p)), p, where)
+        run = simulate(build("startrail", hops).plan(p, "forward", where.profile(p)), p, where)
         spans = [run.spans(rank) for rank in (0, 1)]
         sent = [max(span.start_s for span in mine if span.label.startswith("o#1")) for mine in spans]
         computed = [[span.end_s for span in mine if span.stream == BLOCKS][-2] for mine in spans]
@@ -262,7 +262,10 @@ def test_spans_cover_what_a_rank_does() -> None:
         assert sum(span.stream == "rings" for span in spans) == 1 + 2 + 1
 
 
-@pytest.mark.parametrize(("method", "options"), [("ring", {}), ("mesh", {"tile": (2, 4)}), ("startrail", {"team": 2})])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("ring", {}), ("mesh", {"tile": (2, 4)}), ("startrail", {"team": 2, "collectives": "messages"})],
+)
 def test_waits_are_what_blocks_lack_and_what_others_send(method: str, options: dict[str, object]) -> None:
     """On a network of two speeds, where ranks at the edge of a node wait for others than those inside."""
     p, on = problem(8), cluster(gpus_per_node=4, bytes_per_s=2e9)

@@ -108,7 +108,7 @@ def brings_news(plan: Plan, index: int) -> bool:
 
 def departure(plan: Plan, chunk: Chunk) -> int:
     """The last transfer that sends a chunk; -1 for none. What is added to a partial after it is lost."""
-    return max((index for index, op in plan if isinstance(op, Transfer) and op.send == chunk), default=-1)
+    return max((index for index, op in plan if isinstance(op, Transfer) and chunk in op.reads), default=-1)
 
 
 def departs_later(plan: Plan, index: int) -> list[int]:

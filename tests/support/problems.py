@@ -51,7 +51,10 @@ def all_methods(problem: Problem) -> list[Method]:
                 found += build(name, options).candidates(problem)
             except RequestError:
                 assert name in ("reference", "ulysses") and problem.n > 1, f"{name} refuses {problem}"
-    return found
+    by_messages = {m.name: m for m in found[::-1] if m.name in ("all_gather", "ulysses", "ulysses_all_gather")}
+    if problem.n <= FEW:
+        by_messages |= {m.name: m for m in found if m.name == "startrail"}
+    return found + [replace(m, collectives="messages") for m in by_messages.values()]  # pyright: ignore
 
 
 def _options(name: str, problem: Problem) -> list[dict[str, object]]:

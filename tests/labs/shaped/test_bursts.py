@@ -49,7 +49,7 @@ def checked(plan: Plan, dealt: Problem, where: Cluster) -> Run:
     assert run.makespan_s < run.finish_s.max(), "links still owe something"
     assert run.ended_s == pytest.approx(simulate(plan, dealt, where, use_symmetry=False).ended_s, rel=1e-9)
     assert max(span.end_s for rank in range(plan.n) for span in run.spans(rank)) == pytest.approx(run.makespan_s)
-    crossing = link_bytes(where.network(plan.n), account.traffic(plan, dealt))
+    crossing = link_bytes(where.network(plan.n), account.traffic(plan, dealt, where))
     bounds = lower_bounds(plan, dealt, where, crossing, float(run.busy_s.max()))
     assert max(bounds.values()) <= run.makespan_s * (1 + 1e-9)
     return run

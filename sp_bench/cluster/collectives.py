@@ -1,0 +1,153 @@
+"""How a library carries a collective: which flows it makes of it, and what latency they have together.
+
+NCCL's algorithms for all-gather and reduce-scatter, and its choice between them by estimated time (src/graph/tuning.cc
+of NCCL 2.2x):
+
+ring    Its channels go round all members, node after node. A channel enters and leaves a node by another GPU than the
+        next, so that all NICs carry an equal share. n - 1 steps of latency, of which one between any two nodes.
+pat     Parallel trees, where each member is alone on its node: log2 n steps, at 3/4 of the rate.
+nvls    NVSwitch's multicast, inside a node of a cluster that has its rate (intra.nvls_bytes_per_s): one latency.
+
+An all-to-all is a message between each pair. So is a reduce-scatter where the library can't add on the way.
+Gloo's all-gather is a ring in the order of ranks. Each hop waits for the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from sp_bench.cluster.topology import FullMesh, Network
+from sp_bench.lower import TransportKind
+from sp_bench.lower.staging import adds_up_on_the_way
+from sp_bench.plan.groups import UP, Group
+from sp_bench.plan.ops import AllGather, AllToAll, Collective, ReduceScatter
+
+PAT_RATE = 0.75
+"""NCCL: "if (a == NCCL_ALGO_PAT) busBw *= .75"."""
+PAT_STEP, PAT_RANK_S = 1 / 3.5, 2.8e-6
+"""NCCL's latency of PAT: log2(nodes) * interLat / 3.5 + ranks * 2.8 us."""
+NVLS_S = 25e-6
+"""NCCL's latency of NVLS (hwLat, Simple)."""
+
+
+class Flow(NamedTuple):
+    """What every rank sends to one other: (n,) each."""
+
+    target: np.ndarray
+    share: np.ndarray
+    """Of the bytes that the rank sends in the collective."""
+
+
+class Carriage(NamedTuple):
+    """How a collective is carried. Its flows are under way at once, and it ends for all members together."""
+
+    name: str
+    flows: tuple[Flow, ...]
+    latency_s: np.ndarray
+    """(n,)"""
+    rate_share: float = 1.0
+    """Of a flow's rate alone, the most that it gets."""
+    rate_cap: float = math.inf
+    hops: int = 0
+    """If not 0: it has this many hops, one after the other, each with an equal part of the bytes."""
+
+
+def carriage(op: Collective, network: Network, transport: TransportKind, sent_bytes: int) -> Carriage | None:
+    """How the library of that transport carries `sent_bytes` of each rank; None: as a message between each pair."""
+    if isinstance(op, AllToAll) or (isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, transport)):
+        return None
+    if not transport.adds:
+        return _hops(op, network)
+    ways = [_ring(op.group, network), *_pat(op.group, network), *_nvls(op.group, network)]
+    return min(ways, key=lambda way: seconds(way, network, sent_bytes))
+
+
+def seconds(way: Carriage, network: Network, sent_bytes: int) -> float:
+    """An estimate of its time on an idle network: its latency, and what its busiest link takes."""
+    ranks, links = np.arange(network.gpu.size), network.link_bytes_per_s.size
+    load = np.zeros(links + 1)  # the last entry is what -1, no link, gets
+    for flow in way.flows:
+        for column in network.routes(ranks, flow.target).links.T:
+            load += np.bincount(column % (links + 1), weights=flow.share, minlength=links + 1)
+    busiest_s = float((load[:-1] / network.link_bytes_per_s).max()) * sent_bytes
+    return float(way.latency_s.max()) + max(busiest_s / way.rate_share, sent_bytes / way.rate_cap)
+
+
+def _hops(op: AllGather | ReduceScatter, network: Network) -> Carriage:
+    ranks = np.arange(network.gpu.size)
+    target = op.group._replace(way=UP).member(ranks, 1)
+    flow = Flow(target, np.ones(ranks.size))
+    return Carriage("hops", (flow,), network.routes(ranks, target).latency_s, hops=op.group.size - 1)
+
+
+class _Placed(NamedTuple):
+    """The members of every rank's group by place: (n,) each."""
+
+    on_node: np.ndarray
+    """How many members share the rank's node."""
+    nodes: np.ndarray
+    beside: tuple[np.ndarray, ...]
+    """The members 1, 2, ... places on around the node; itself where there are fewer."""
+    beyond: np.ndarray
+    """The member with the rank's place on the next node of the group."""
+
+
+@lru_cache(maxsize=32)
+def _placed(group: Group, network: Network) -> _Placed:
+    ranks = np.arange(network.gpu.size)
+    on_node, nodes, beyond = (np.zeros(ranks.size, int) for _ in range(3))
+    beside: list[np.ndarray] = []
+    first = ranks - group.stride * group.digit(ranks)
+    for members in np.lexsort((network.gpu, first)).reshape(-1, group.size):
+        _, starts = np.unique(network.node_of(members), return_index=True)
+        parts = np.split(members, starts[1:])
+        for here, there in zip(parts, [*parts[1:], parts[0]], strict=True):
+            on_node[here], nodes[here], beyond[here] = here.size, len(parts), there[np.arange(here.size) % there.size]
+            beside += [ranks.copy() for _ in range(here.size - 1 - len(beside))]
+            for places, other in enumerate(beside[: here.size - 1], 1):
+                other[here] = np.roll(here, -places)
+    return _Placed(on_node, nodes, tuple(beside), beyond)
+
+
+@lru_cache(maxsize=32)
+def _ring(group: Group, network: Network) -> Carriage:
+    """Where cables join pairs of GPUs, channels go round a node in all orders, so that all cables carry as much."""
+    ranks, placed = np.arange(network.gpu.size), _placed(group, network)
+    leaves = np.where(placed.nodes > 1, 1 / placed.on_node, 0.0)
+    beside = placed.beside if isinstance(network.topology.intra, FullMesh) else placed.beside[:1]
+    inside = (1 - leaves) / np.clip(placed.on_node - 1, 1, max(len(beside), 1))
+    flows = [Flow(target, inside * (target != ranks)) for target in beside]
+    inside_s = np.max([network.routes(ranks, target).latency_s for target in beside or [ranks]], axis=0)
+    if (placed.nodes > 1).any():
+        flows.append(Flow(placed.beyond, leaves))
+    across_s = network.routes(ranks, placed.beyond).latency_s
+    latency_s = (group.size - placed.nodes) * inside_s + (placed.nodes - 1) * across_s
+    return Carriage("ring", tuple(flows), latency_s)
+
+
+@lru_cache(maxsize=32)
+def _pat(group: Group, network: Network) -> list[Carriage]:
+    """Step k sends to the member 2^k ahead what has come so far, as far as that is lacking there."""
+    ranks, placed = np.arange(network.gpu.size), _placed(group, network)
+    if group.size < 3 or (placed.on_node > 1).any():
+        return []
+    up, flows = group._replace(way=UP), []
+    for step in range((group.size - 1).bit_length()):
+        sent = min(2**step, group.size - 2**step)
+        flows.append(Flow(up.member(ranks, 2**step), np.full(ranks.size, sent / (group.size - 1))))
+    across_s = np.max([network.routes(ranks, flow.target).latency_s for flow in flows], axis=0)
+    latency_s = math.log2(group.size) * across_s * PAT_STEP + group.size * PAT_RANK_S
+    return [Carriage("pat", tuple(flows), latency_s, PAT_RATE)]
+
+
+@lru_cache(maxsize=32)
+def _nvls(group: Group, network: Network) -> list[Carriage]:
+    rate, placed = network.topology.intra.nvls_bytes_per_s, _placed(group, network)
+    if rate is None or group.size < 3 or (placed.nodes > 1).any():
+        return []
+    flow = Flow(placed.beside[0], np.ones(placed.nodes.size))
+    return [Carriage("nvls", (flow,), np.full(placed.nodes.size, NVLS_S), rate_cap=rate)]

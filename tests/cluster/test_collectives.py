@@ -1,0 +1,124 @@
+"""How a library carries collectives: NCCL's rings over all NICs, its other algorithms, gloo's ring of hops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sp_bench import account
+from sp_bench.cluster import Cluster
+from sp_bench.cluster.collectives import PAT_RATE
+from sp_bench.methods import build
+from sp_bench.plan import Chunk, Group, Problem
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import AllGather, AllToAll, ReduceScatter
+from sp_bench.simulate import simulate
+from sp_bench.simulate.bounds import link_bytes
+from tests.support.clusters import NETWORKS, cluster, on_network, problem, split_problem
+from tests.support.problems import all_methods
+
+
+def gather(group: Group) -> AllGather:
+    return AllGather("kv", Chunk("kv", 0, group))
+
+
+@given(st.sampled_from(sorted(NETWORKS)), st.sampled_from([Group(1, 8), Group(1, 4), Group(2, 4), Group(4, 2)]))
+def test_each_rank_sends_all_and_gets_all(network: str, group: Group) -> None:
+    """Whatever the algorithm: the shares of a rank's flows are one, and so are those of what comes to it."""
+    where = on_network(network)
+    way = where.carriage(gather(group), 8, 10**6)
+    assert way is not None
+    arriving, ranks = np.zeros(8), np.arange(8)
+    for flow in way.flows:
+        arriving += np.bincount(flow.target, weights=flow.share, minlength=8)
+        inside = (flow.target // group.span == ranks // group.span) & (
+            flow.target % group.stride == ranks % group.stride
+        )
+        assert (inside | (flow.share == 0)).all(), "all go to members"
+    assert sum(flow.share for flow in way.flows) == pytest.approx(np.ones(8))
+    assert arriving == pytest.approx(np.ones(8))
+
+
+def test_rings_use_every_nic() -> None:
+    """4 nodes of 8: each node lets 31 chunks out, over one NIC by hops, and an eighth of it over each by NCCL."""
+    p, where = problem(32, tokens=512), cluster(gpus_per_node=8)
+    size = 31 * p.chunk_bytes("kv", wire=True)
+    for collectives, nics in (("messages", [0] * 7 + [1]), ("library", [1 / 8] * 8)):
+        method = build("all_gather", {"stride": p.kv_heads, "collectives": collectives})
+        plan, network = method.plan(p, "forward", COMPUTE_BOUND), where.network(32)
+        crossing = link_bytes(network, account.traffic(plan, p, where))
+        out = crossing[network.first_link["nic out"] :][:32] / size
+        assert out == pytest.approx(np.tile(nics, 4))
+        across = account.sent_across_nodes(plan, p, network.node_of, where)
+        assert across == pytest.approx(np.tile(nics, 4) * size)
+
+
+def test_a_ring_takes_the_time_of_its_busiest_link_and_a_latency_for_each_step() -> None:
+    p, where = problem(16, tokens=512), cluster(gpus_per_node=4)
+    method = build("all_gather", {"stride": p.kv_heads})
+    run = simulate(method.plan(p, "forward", COMPUTE_BOUND), p, where)
+    gathered = next(span for span in run.spans(0) if span.stream == "kv")
+    size = 15 * p.chunk_bytes("kv", wire=True)
+    assert gathered.end_s == pytest.approx(12 * 1e-5 + 3 * 3e-5 + size / 4 / 2.5e8)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_slow_link_holds_up_all_members(network: str) -> None:
+    where, p = on_network(network, ranks={3: 3.0}), split_problem(8)
+    for method in all_methods(p):
+        if method.name == "all_gather":
+            plan, dealt = method.plan(p, "backward", COMPUTE_BOUND), method.dealt(p)
+            one, slow = (simulate(plan, dealt, x).makespan_s for x in (on_network(network), where))
+            assert one <= slow * (1 + 1e-9)
+
+
+def test_members_alone_on_their_nodes_take_trees_where_latency_counts() -> None:
+    where, group = cluster(gpus_per_node=2), Group(2, 16)
+    few, many = (where.carriage(gather(group), 32, size) for size in (10, 10**9))
+    assert few is not None and many is not None
+    assert (few.name, few.rate_share, many.name) == ("pat", PAT_RATE, "ring")
+    assert few.latency_s.max() == pytest.approx(4 * 3e-5 / 3.5 + 16 * 2.8e-6)
+    inside = where.carriage(gather(Group(1, 2)), 32, 10)
+    assert inside is not None and inside.name == "ring"
+
+
+def test_multicast_is_used_where_the_cluster_has_it() -> None:
+    p = problem(8, tokens=512)
+    plain = cluster(gpus_per_node=8)
+    fast = replace(plain, topology=plain.topology.replace(intra=plain.topology.intra.replace(nvls_bytes_per_s=1e9)))
+    size = 7 * p.chunk_bytes("kv", wire=True)
+    ways = [where.carriage(gather(Group(1, 8)), 8, size) for where in (plain, fast)]
+    assert [way and way.name for way in ways] == ["ring", "nvls"]
+    method = build("all_gather", {"stride": p.kv_heads})
+    spans = simulate(method.plan(p, "forward", COMPUTE_BOUND), p, fast).spans(0)
+    assert next(span.end_s for span in spans if span.stream == "kv") == pytest.approx(25e-6 + size / 1e9)
+    assert fast.carriage(gather(Group(1, 16)), 16, size).name == "ring"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_what_the_library_cannot_add_goes_to_its_owner() -> None:
+    o, dkv = (ReduceScatter("o", Chunk(tensor, 0, Group(1, 8))) for tensor in ("o", "dkv"))
+    nccl, gloo = cluster(), on_network("shared cores")
+    assert nccl.carriage(o, 8, 1) is None and gloo.carriage(o, 8, 1) is None
+    assert nccl.carriage(dkv, 8, 1) is not None and gloo.carriage(dkv, 8, 1) is None
+    deal = AllToAll("q", Chunk("q", 0, Group(1, 8)), Chunk("q_h", 0, Group(8, 1)), Group(1, 8))
+    assert nccl.carriage(deal, 8, 1) is None
+    hops = gloo.carriage(gather(Group(1, 8)), 8, 1)
+    assert hops is not None and (hops.name, hops.hops) == ("hops", 7)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_library_sends_as_much_as_messages(network: str) -> None:
+    where: Cluster = on_network(network)
+    p: Problem = split_problem(8)
+    for phase in PHASES:
+        totals = []
+        for collectives in ("library", "messages"):
+            method = build("all_gather", {"stride": 4, "collectives": collectives})
+            plan, dealt = method.plan(p, phase, COMPUTE_BOUND), method.dealt(p)
+            totals.append(sum(sent for _, sent in account.traffic(plan, dealt, where)))
+        np.testing.assert_allclose(*totals)
