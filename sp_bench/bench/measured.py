@@ -11,6 +11,7 @@ from sp_bench.bench.choose import Choice, choose, costs_for
 from sp_bench.bench.measured_record import outcome_of
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request, refuse_what_does_not_fit
+from sp_bench.bench.sharing import USABLE, packs
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.measure.homes import homes_for
@@ -24,15 +25,38 @@ from sp_bench.plan.ops import Plan
 
 
 def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
-    """Measure points of equal gpus, iters and warmup in one pool of ranks, in turn iteration by iteration.
+    """Measure points of equal gpus, iters and warmup, in turn iteration by iteration in one pool of ranks.
 
+    On GPUs whose memory isn't enough for all of them together, they are measured in several pools (sharing.packs).
     `progress` is called with the number of steps done. If a rank fails, the point under way is to blame, and the others
-    are measured again without it.
+    are measured again without it. One that ran out of memory beside others is tried again alone.
     """
     choices = [None if isinstance(request.method, Peer) else choose(request) for request in requests]
     for request, choice in zip(requests, choices, strict=True):
         if choice:
             check_all(executed_plans(request, choice), choice.problem)
+    found: dict[int, Outcome] = {}
+    together = _packs(requests, choices)
+    for pack in together:
+        some = [_told(requests[i], len(pack), len(requests)) if len(together) > 1 else requests[i] for i in pack]
+        found |= zip(pack, _measure_together(some, [choices[i] for i in pack], progress), strict=True)
+    return [found[i] for i in range(len(requests))]
+
+
+def _packs(requests: Sequence[Request], choices: Sequence[Choice | None]) -> list[list[int]]:
+    first = requests[0]
+    memory = first.cluster.device.memory_bytes if first.devices.kind == "cuda" else None
+    return packs(list(map(_least_bytes, requests, choices)), memory * USABLE if memory else None)
+
+
+def _told(request: Request, here: int, of: int) -> Request:
+    note = f"timed in turn with {here} of {of} points, as their memory together is more than a GPU's"
+    return replace(request, notes=[*request.notes, note])
+
+
+def _measure_together(
+    requests: Sequence[Request], choices: Sequence[Choice | None], progress: Callable[[int], None]
+) -> list[Outcome]:
     first = requests[0]
     processes = 1 if first.alone else first.problem.n
     here = first.launch.ranks_here if first.launch else processes
@@ -61,7 +85,10 @@ def measure_points(requests: Sequence[Request], progress: Callable[[int], None])
             return [point for request in requests for point in measure_points([request], progress)]
         under_way = (under_way or 0) // each
         hang = as_json(failure.dumps) if isinstance(failure, RankHang) else None
-        failed = Outcome(requests[under_way].record(_status(failure), str(failure)), hang=hang)
+        if _status(failure) == "oom" and len(requests) > 1:  # others may have had the memory
+            (failed,) = measure_points([requests[under_way]], progress)
+        else:
+            failed = Outcome(requests[under_way].record(_status(failure), str(failure)), hang=hang)
         others = [request for i, request in enumerate(requests) if i != under_way]
         points = measure_points(others, progress) if others else []
         return [*points[:under_way], failed, *points[under_way:]]
