@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.kernels.aten_flash import AtenFlash
 from sp_bench.kernels.contract import BlockKernel
+from sp_bench.kernels.cuda import CudaKernel
 from sp_bench.kernels.cudnn import Cudnn
 from sp_bench.kernels.flash_attn import FlashAttn
 from sp_bench.kernels.flash_attn_3 import FlashAttn3
@@ -29,6 +32,7 @@ __all__ = ["KERNELS", "BlockKernel", "auto_order", "choose", "fold_"]
 def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
     """The kernel of that name, or for `auto` the fastest that supports the device, dtype and head_dim.
 
+    `auto` warns of a faster kernel that is there and doesn't.
     Raises RequestError for an unknown name, or a kernel that doesn't support them.
     """
     if name != "auto":
@@ -38,8 +42,10 @@ def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
             raise RequestError(f"kernel={name}", why, "kernel=auto would work")
         return KERNELS[name]()
     for kernel in auto_order(device):
-        if not kernel.refuses(device, dtype, head_dim):
+        if not (why := kernel.refuses(device, dtype, head_dim)):
             return kernel()
+        if issubclass(kernel, CudaKernel) and device == "cuda" and kernel.is_there():
+            warnings.warn(f"kernel=auto passes over {kernel.name}, which is there: {why}", stacklevel=2)
     raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -39,12 +40,27 @@ class CudaKernel(BlockKernel):
             return f"it is for GPUs of compute capability {known}, and this one has {capability[0]}.{capability[1]}"
         if head_dim > (most := cls.most_head_dim(capability)):
             return f"it takes a head_dim of at most {most} on this GPU, not {head_dim}"
+        if deterministic() and (why := cls.refuses_deterministic(capability, head_dim)):
+            return why
         return cls._refuses_software()
 
     @classmethod
     def most_head_dim(cls, capability: tuple[int, int]) -> int:
         """The largest head_dim that forward and backward support on a GPU of that compute capability."""
         return 256
+
+    @classmethod
+    def refuses_deterministic(cls, capability: tuple[int, int], head_dim: int) -> str:
+        """Why it has no deterministic backward there; empty if it has one."""
+        return ""
+
+    @classmethod
+    def is_there(cls) -> bool:
+        """Whether its package is there, of whatever release."""
+        try:
+            return bool(cls.package) and find_spec(cls.package) is not None
+        except (ImportError, ValueError):  # the package above it is not there
+            return False
 
     @classmethod
     def _refuses_software(cls) -> str:

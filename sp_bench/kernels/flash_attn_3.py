@@ -39,6 +39,10 @@ class FlashAttn3(CudaKernel):
             raise RequestError(f"import {cls.package}", rule, f"{cls.install} would install it")
         return ops
 
+    @classmethod
+    def refuses_deterministic(cls, capability: tuple[int, int], head_dim: int) -> str:
+        return f"its deterministic backward takes a head_dim of at most 192, not {head_dim}" if head_dim > 192 else ""
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.flash_attn_3.fwd(
             *(unit_stride(x) for x in (q, k, v)),

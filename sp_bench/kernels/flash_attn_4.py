@@ -5,12 +5,24 @@ The interface is that of flash-attn-4 4.0 (a beta), which torch 2.13 uses in its
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
+from sp_bench.errors import RequestError
 from sp_bench.kernels.cuda import CudaKernel, deterministic, unit_stride
 from sp_bench.kernels.pieces import Pieces
+
+CALLED_WITH: Mapping[str, tuple[str, ...]] = {
+    "_flash_attn_fwd": (
+        "softmax_scale", "causal", "return_lse", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+    ),
+    "_flash_attn_bwd": ("softmax_scale", "causal", "cu_seqlens_q", "cu_seqlens_k", "deterministic"),
+}  # fmt: skip
+"""The functions that are called, and the arguments that they are given by name."""
 
 
 class FlashAttn4(CudaKernel):
@@ -26,6 +38,25 @@ class FlashAttn4(CudaKernel):
     def most_head_dim(cls, capability: tuple[int, int]) -> int:
         # Blackwell supports 256 too, but nothing between 128 and 256.
         return 256 if capability[0] == 9 else 128
+
+    @classmethod
+    def module(cls) -> Any:
+        """The package. Raises RequestError if it can't be imported, or is another release than this calls.
+
+        flash-attn 2.8 brings an old flash_attn/cute, in the place of that of flash-attn-4.
+        """
+        module = super().module()
+        for name, wanted in CALLED_WITH.items():
+            function = getattr(module, name, None)
+            taken = inspect.signature(function).parameters if callable(function) else {}
+            if lacking := [argument for argument in wanted if argument not in taken]:
+                rule = f"is of another release: {name} takes no {', '.join(lacking)} (flash-attn 2.8 brings an old one)"
+                raise RequestError(f"import {cls.package}", rule, f"{cls.install}, after flash-attn, would replace it")
+        return module
+
+    @classmethod
+    def refuses_deterministic(cls, capability: tuple[int, int], head_dim: int) -> str:
+        return "its backward is not deterministic on GPUs of compute capability 12.x" if capability[0] == 12 else ""
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module()._flash_attn_fwd(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from functools import cache
 
 import torch
@@ -19,9 +20,9 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     be narrower. Weights are exp(lse - total), as in online softmax (Milakov, Gimelshein 2018). Rows that saw no key
     on either side stay out = 0, lse = -inf.
 
-    On CUDA, accumulators in fp32 are folded by one kernel, where triton is installed (fold_triton.py).
+    On CUDA, accumulators in fp32 are folded by one kernel, where triton can compile it (fold_triton.py).
     """
-    if out.is_cuda and out.dtype == torch.float32 and _has_triton():
+    if out.is_cuda and out.dtype == torch.float32 and _has_triton() and _triton_compiles(out.device):
         from sp_bench.kernels.fold_triton import fold_fused_
 
         fold_fused_(out, lse, part_out, part_lse)
@@ -53,6 +54,20 @@ def fold_bytes(out: Tensor, lse: Tensor, part_out: Tensor) -> int:
     For an fp32 accumulator and a part of 2 bytes per element this is 10 * head_dim + 12 bytes per row.
     """
     return 2 * out.nbytes + part_out.nbytes + 3 * lse.nbytes
+
+
+@cache
+def _triton_compiles(device: torch.device) -> bool:
+    """Whether triton compiles and runs the fold there, tried once: it needs a compiler, and a ptxas for the GPU."""
+    from sp_bench.kernels.fold_triton import fold_fused_
+
+    out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
+    try:
+        fold_fused_(out, lse, out.to(torch.bfloat16), lse.clone())
+        return bool(lse.isfinite().all())
+    except Exception as error:
+        warnings.warn(f"triton can't compile the fold, which takes torch's operations: {error}", stacklevel=2)
+        return False
 
 
 @cache

@@ -37,9 +37,10 @@ def packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def find(package: str) -> ModuleType:
         if package not in modules:
             raise ModuleNotFoundError(f"No module named '{package}'")
-        return ModuleType(package)
+        return fakes.CuteInterface(package) if package.endswith("cute.interface") else ModuleType(package)
 
     monkeypatch.setattr(cuda, "import_module", find)
+    monkeypatch.setattr(cuda, "find_spec", lambda package: package if package in modules else None)
 
 
 def refusal(name: str, dtype: str = "bfloat16", head_dim: int = 128) -> str:
@@ -140,6 +141,46 @@ def test_head_dims(name: str, capability: tuple[int, int], most: int, monkeypatc
     packages(monkeypatch, name)
     assert refusal(name, head_dim=most) == ""
     assert refusal(name, head_dim=most + 8) == f"it takes a head_dim of at most {most} on this GPU, not {most + 8}"
+
+
+class OldCute(ModuleType):
+    """flash_attn.cute.interface as flash-attn 2.8 brings it."""
+
+    def _flash_attn_fwd(self, q, k, v, softmax_scale=None, causal=False, window_size_left=None) -> None: ...
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0) -> None: ...
+
+
+def test_an_old_flash_attn_4_under_the_same_name_is_passed_over_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, H100)
+    packages(monkeypatch, "flash_attn", "flash_attn_4")
+    monkeypatch.setattr(cuda, "import_module", OldCute)
+    lacks = "_flash_attn_fwd takes no return_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+    assert lacks in refusal("flash_attn_4")
+    with pytest.warns(UserWarning, match=r"kernel=auto passes over flash_attn_4, which is there: .*return_lse"):
+        assert choose("auto", "cuda", "bfloat16", 128).name == "cudnn"
+    with pytest.raises(RequestError, match="of another release"):
+        choose("flash_attn_4", "cuda", "bfloat16", 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "head_dim", "said"),
+    [
+        ("flash_attn_3", H100, 192, ""),
+        ("flash_attn_3", H100, 200, "its deterministic backward takes a head_dim of at most 192, not 200"),
+        ("flash_attn_4", B200, 128, ""),
+        ("flash_attn_4", RTX5090, 128, "its backward is not deterministic on GPUs of compute capability 12.x"),
+    ],
+)
+def test_backwards_that_are_not_deterministic_are_refused_early(
+    name: str, capability: tuple[int, int], head_dim: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, capability)
+    packages(monkeypatch, name)
+    with fakes.installed("flash_attn_3"):
+        assert refusal(name, head_dim=head_dim) == ""
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert refusal(name, head_dim=head_dim) == said
 
 
 def test_cudnn_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import warnings
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sp_bench.kernels import fold_
+from sp_bench.kernels import fold, fold_
 from sp_bench.kernels.contract import empty_output
 
 Part = tuple[Tensor, Tensor]
@@ -138,3 +141,25 @@ def test_narrow_parts_into_an_fp32_accumulator(narrow: torch.dtype) -> None:
         fold_(out, lse, *part)
     assert out.dtype == lse.dtype == torch.float32
     assert_close((out, lse), by_definition(parts), 2e-5)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_triton_is_tried_by_compiling_once(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed and can't compile, torch's operations fold, and it says so once."""
+    tried = []
+
+    def fused(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+        tried.append(part_out.dtype)
+        if broken:
+            raise RuntimeError("ptxas fatal: value 'sm_121a' is not defined for option 'gpu-name'")
+
+    module = ModuleType("sp_bench.kernels.fold_triton")
+    module.fold_fused_ = fused  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "sp_bench.kernels.fold_triton", module)
+    fold._triton_compiles.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert [fold._triton_compiles(torch.device("cpu")) for _ in range(2)] == [not broken] * 2
+    fold._triton_compiles.cache_clear()
+    assert tried == [torch.bfloat16]
+    assert [str(warning.message)[:34] for warning in said] == ["triton can't compile the fold, whi"] * broken
