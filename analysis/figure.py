@@ -20,13 +20,14 @@ from matplotlib.ticker import NullLocator
 from sp_bench.analysis.number import Number, Source, sources_of
 
 METHOD_ORDER = (
-    *("ring", "striped", "zigzag", "double_ring", "pass_q", "all_gather", "tokenring"),
-    *("ulysses", "usp", "startrail", "mesh"),
+    *("ring", "striped", "zigzag", "double_ring", "pass_q", "all_gather", "tokenring", "tasp"),
+    *("ulysses", "ulysses_all_gather", "usp", "loongtrain", "startrail", "mesh"),
 )
-METHOD_COLOURS = (0, 9, 5, 4, 6, 8, 2, 1, 3, 7, 10)
-"""Indices into seaborn's colorblind palette, with black after it. Methods that are drawn least have the lightest."""
-BLACK = (0.1, 0.1, 0.1)
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*", "h")
+METHOD_COLOURS = (0, 9, 5, 4, 6, 8, 2, 11, 1, 12, 3, 13, 7, 10)
+"""Indices into seaborn's colorblind palette, with MORE after it. Methods that are drawn least have the lightest."""
+BLACK, OLIVE, VIOLET, WINE = (0.1, 0.1, 0.1), (0.5, 0.5, 0.0), (0.42, 0.3, 0.58), (0.53, 0.13, 0.33)
+MORE = (BLACK, OLIVE, VIOLET, WINE)
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "p", "<", "d", ">", "8", "*", "h")
 WIDTH, HEIGHT = 6.5, 3.6
 """Inches: the width of a page's text."""
 FORMATS = ("pdf", "svg", "png")
@@ -88,7 +89,7 @@ STYLE: Any = {
 def colours(names: Sequence[str]) -> dict[str, Any]:
     """A colour for each name. A method has the same colour in every figure, and no two methods share one."""
     palette = sns.color_palette("colorblind", 10)
-    of_methods = {name: (*palette, BLACK)[i] for name, i in zip(METHOD_ORDER, METHOD_COLOURS, strict=True)}
+    of_methods = {name: (*palette, *MORE)[i] for name, i in zip(METHOD_ORDER, METHOD_COLOURS, strict=True)}
     return _by_name(names, of_methods, palette)
 
 

@@ -51,7 +51,7 @@ def cancel(settings: Settings, jobs: Sequence[int]) -> None:
 def _output(settings: Settings, *command: str) -> str:
     """The output of one of SLURM's commands. Raises SlurmError if it fails."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
-    conf = settings.variables.get("SLURM_CONF") or os.environ.get("SLURM_CONF")
+    conf = str(settings.variables.get("SLURM_CONF") or os.environ.get("SLURM_CONF") or "")
     environment |= {"SLURM_CONF": conf} if conf else {}
     if conf and not Path(conf).exists():
         would_work = "slurm=NAME for another cluster, or slurm/testcluster up, would work"

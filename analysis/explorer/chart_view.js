@@ -20,6 +20,14 @@ export function usual() {
   return { type: "line", y: results[0]?.name ?? "", x, series, split: "", which: "lowest", log: true };
 }
 
+/** What of a choice in an address these records have. */
+export function known(asked) {
+  const axis = (name) => axes.some((field) => field.name === name);
+  const allowed = { type: (each) => each in KINDS, y: (each) => results.some((field) => field.name === each), x: axis, series: axis,
+    split: (each) => each === "" || axis(each), which: (each) => ["lowest", "middle", "highest"].includes(each), log: () => true };
+  return Object.fromEntries(Object.entries(asked).filter(([name, each]) => allowed[name]?.(each)));
+}
+
 /** A chart for each of the few values of a setting by which lines would otherwise be mixed; "" where none is. */
 export function usualSplit(rows, asked) {
   const count = (name) => content.settings[name].values.length;

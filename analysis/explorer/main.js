@@ -160,7 +160,7 @@ function read() {
   try {
     const { chosen = {}, words = "", asked = {}, tab = "chart", point = "" } = JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}");
     state.filter = { chosen: Object.fromEntries(Object.entries(chosen).filter(([name]) => name in content.settings)), words };
-    state.asked = { ...first(), ...asked };
+    state.asked = { ...first(), ...chart.known(asked) };
     state.tab = TABS.includes(tab) ? tab : "chart";
     state.point = point;
   } catch {

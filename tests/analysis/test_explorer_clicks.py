@@ -66,6 +66,14 @@ def test_filters_by_click_and_from_the_address(browser: Browser, address: str) -
     assert browser.errors() == []
 
 
+def test_an_address_of_another_page_shows_what_is_here(browser: Browser, address: str) -> None:
+    browser.open(address, asked={"x": "nothing", "type": "pie", "y": "mfu"}, chosen={"none": [1]}, point="gone")
+    assert browser.text("#count") == "11 of 11 points"
+    shown = [browser.js(f"document.querySelector('[name={name}]').value") for name in ("x", "type", "y")]
+    assert shown == ["gpus", "line", "mfu"]
+    assert browser.errors() == []
+
+
 @pytest.mark.parametrize("kind", ["lines", "bars", "heat map"])
 def test_no_series_has_measured_and_simulated_points(browser: Browser, address: str, kind: str) -> None:
     browser.open(address)

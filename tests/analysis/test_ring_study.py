@@ -58,7 +58,7 @@ def test_the_simulator_hides_from_where_the_rates_say(runs: Runs) -> None:
 
 
 def test_every_preset_is_looked_at() -> None:
-    assert len(settings()) == len(set(settings())) == 15
+    assert len(settings()) == len(set(settings())) == 16
 
 
 def test_the_explainers_numbers(runs: Runs) -> None:
