@@ -47,9 +47,17 @@ class Layer:
 
 
 def simulate_training(request: Request) -> Record:
-    """The record of a simulated training step. Raises RequestError if it doesn't fit the device's memory."""
+    """The record of a simulated training step. Raises RequestError if it doesn't fit the device's memory.
+
+    Slow ranks and shared cores are refused: only the attention's model knows them.
+    """
     assert isinstance(request.workload, Train)
     costs = costs_of(request.workload, request.cluster.device)
+    request.cluster.device.matmul_flops_per_s(request.problem.dtype)
+    if request.cluster.stragglers or request.cluster.cores:
+        what = "stragglers" if request.cluster.stragglers else f"cluster={request.cluster.name}"
+        rule = "slow ranks and shared cores are simulated for the attention only"
+        raise RequestError(what, rule, "workload=attention would work")
     held = costs.held_bytes()
     choice = _choose(request, costs, held)
     check_all(choice.plans, choice.problem)

@@ -132,6 +132,13 @@ def test_a_device_without_figures_of_matrix_products_is_refused() -> None:
         simulate_training(point("mode=simulate", "gpus=2", "method=ring", "dtype=float32", "head_dim=64"))
 
 
+def test_slow_ranks_are_refused() -> None:
+    with pytest.raises(
+        RequestError, match="stragglers: slow ranks and shared cores are simulated for the attention only"
+    ):
+        step("method=ring", "gpus=8", "seqlen=64k", "stragglers.ranks={3:1.5}")
+
+
 def test_it_imports_no_torch() -> None:
     code = (
         "import sys; from sp_bench.bench import resolve, run_points; from sp_bench.bench.training import *;"
