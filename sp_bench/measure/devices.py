@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from sp_bench.run.transport import Transport
 
 PREFIX = "NCCL_"
+SETTINGS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""What ranks on GPUs set unless the environment does: NCCL keeps the order in which lanes' operations are launched, and
+streams have hardware queues of their own, so that a hop doesn't wait behind a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ def set_up_device(devices: Devices, local_rank: int, group_timeout: timedelta) -
     if devices.kind == "cpu":
         return
     os.environ |= {PREFIX + name: value for name, value in devices.nccl.items()}
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     import torch
 
     count = torch.cuda.device_count()
@@ -93,7 +98,7 @@ def transport_here(plans: Mapping[str, Plan]) -> Transport:
     elif _Process.devices.shared:
         transport = HostTransport(world)
     else:
-        transport = nccl_transport(world, device_here(), _Process.group_timeout)
+        transport = nccl_transport(world, device_here(), plans, _Process.group_timeout)
     transport.prepare(plans.values())
     return transport
 
@@ -115,4 +120,5 @@ def device_versions() -> dict[str, str]:
     found = {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or ""}
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, nccl.version()))
+    found |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
     return found

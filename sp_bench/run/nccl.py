@@ -7,12 +7,13 @@ NIC if its communicator reached beyond the node.
 NCCL requires all ranks to launch the operations of several communicators in one order. One thread queues them in plan
 order (DeviceStreams), which is the same on all ranks. A rank that takes no part in an operation, such as an exchange
 with itself, skips it; the order of the others stays. Two communicators may execute in different orders on two ranks.
-That can't deadlock as long as the kernels of all communicators fit on the GPU together: plans have at most 4 lanes,
-and a communicator takes a few channels of one SM each.
+That can't deadlock as long as the kernels of all communicators fit on the GPU together: a lane takes at
+most `most_ctas` SMs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sp_bench.errors import RequestError
 from sp_bench.lower import NCCL
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import Plan, Transfer
@@ -97,23 +99,52 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+SEVERAL_FROM = (2, 26)
+"""The first NCCL that keeps several communicators in launch order (NCCL_LAUNCH_ORDER_IMPLICIT)."""
+FEW_LANES, FREE_SMS, MOST_CTAS = 4, 4, 32
+"""Up to so many lanes get equal shares of the SMs; SMs that no lane takes; what NCCL takes at most by itself."""
+
+
+def most_ctas(sms: int, lanes: int) -> int:
+    """How many CTAs, of an SM each, one lane's kernels may take, so that all lanes' kernels fit on the GPU together."""
+    return max(1, min(MOST_CTAS, (sms - FREE_SMS) // max(lanes, FEW_LANES)))
+
+
+def refuse_several(version: tuple[int, ...]) -> None:
+    """Raise RequestError for an NCCL that can't run several communicators at once."""
+    if version[:2] < SEVERAL_FROM:
+        given, least = (".".join(map(str, numbers)) for numbers in (version, SEVERAL_FROM))
+        rule = f"lanes need communicators that run at once, which NCCL orders from {least} on"
+        raise RequestError(
+            f"NCCL {given}", rule, f"a torch built with NCCL {least}, or a method of one lane, would work"
+        )
+
+
 def lane_communicator(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, lane: int, members: Members
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, lanes: int, lane: int, members: Members
 ) -> dist.ProcessGroup:
-    """A connected, high-priority NCCL communicator of a lane among some ranks of `group`; made once, then shared.
+    """A connected, high-priority NCCL communicator of one of several lanes among some ranks of `group`, made once.
 
     Its members must call this, in the same order of calls. The connection to a peer opens at the first message to it.
+    Raises RequestError for a second lane with an NCCL that can't run several at once.
     """
+    if lane:
+        refuse_several(torch.cuda.nccl.version())
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if "NCCL_MAX_CTAS" not in os.environ:
+        options.config.max_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
     if timeout is not None:
         options._timeout = timeout  # torch uses the argument below, and warns if this one differs
-    purpose = f"lane {lane} on GPU {device.index}"
+    purpose = f"lane {lane} of {max(lanes, FEW_LANES)} on GPU {device.index}"
     return own_group(group, members, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
 
-def nccl_transport(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> NcclTransport:
-    """Return an NcclTransport among the ranks of a group."""
-    return NcclTransport(group, communicator=partial(lane_communicator, group, device, timeout))
+def nccl_transport(
+    group: dist.ProcessGroup, device: torch.device, plans: Mapping[str, Plan], timeout: timedelta | None = None
+) -> NcclTransport:
+    """Return an NcclTransport among the ranks of a group, for plans whose lanes share the GPU."""
+    lanes = max((len(plan.lanes) for plan in plans.values()), default=1)
+    return NcclTransport(group, communicator=partial(lane_communicator, group, device, timeout, lanes))
 
 
 def transport_for(group: dist.ProcessGroup | None, device: torch.device, plans: Mapping[str, Plan]) -> Transport:
@@ -124,7 +155,7 @@ def transport_for(group: dist.ProcessGroup | None, device: torch.device, plans: 
     if group is None or device.type == "cpu":
         transport = GlooTransport(group)
     elif "nccl" in dist.get_backend_config(group):
-        transport = nccl_transport(group, device)
+        transport = nccl_transport(group, device, plans)
     else:
         transport = HostTransport(group)
     transport.prepare(plans.values())

@@ -164,7 +164,12 @@ def test_a_rank_takes_its_gpu(
     set_up_device(Devices(kind="cuda", nccl={"ALGO": "Ring"}), number, timedelta(seconds=9))
     assert cuda["taken"] == index
     assert device_here() == torch.device("cuda", index)
-    assert environment == {"NCCL_ALGO": "Ring"}
+    assert environment == {"NCCL_ALGO": "Ring", **devices.SETTINGS}
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    set_up_device(Devices(kind="cuda", nccl={"LAUNCH_ORDER_IMPLICIT": "0"}), number, timedelta(seconds=9))
+    assert environment == {
+        "NCCL_ALGO": "Ring", "NCCL_LAUNCH_ORDER_IMPLICIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }, "what the user has set"  # fmt: skip
 
 
 def test_ranks_share_gpus_only_where_told_to(monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any]) -> None:
