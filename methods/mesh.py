@@ -47,7 +47,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
-from sp_bench.methods.mesh_schedule import Step, backward_schedule, forward_schedule
+from sp_bench.methods.mesh_bounds import least_s, time_of
+from sp_bench.methods.mesh_schedule import backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.methods.ulysses import by_heads, by_heads_backward, degrees, settled_degree
 from sp_bench.plan import (
@@ -64,6 +65,7 @@ from sp_bench.plan import (
     Problem,
     RequestError,
     RowSums,
+    ScheduleTime,
     Steps,
     divisors,
     line_of,
@@ -276,11 +278,25 @@ class Mesh(Method):
         """The tensor that the backward sends along Q groups."""
         return "doq" if self.row_sums else "odoq"
 
+    def schedule_time(self, problem: Problem, phase: str, costs: CostProfile) -> ScheduleTime | None:
+        """The time of the tile's steps, and the least time of any order of them (mesh_bounds.py).
+
+        None with unknown costs, and with a lane for each tensor.
+        """
+        if self.lanes != "one" or math.isinf(costs.block_s(phase)):
+            return None
+        problem = self.dealt(problem)
+        suffix = "_h" if problem.layout.head_parallel > 1 else ""
+        names: tuple[str, ...] = ("q", "kv", "o") if phase == "forward" else ("odoq", "kv", "dq", "dkv")
+        sent = [self._sent if name == "odoq" else name for name in names]
+        moving = dict(zip(names, self._chunks(problem, *(name + suffix for name in sent)), strict=True))
+        times, moves = self._moves(problem, costs.of_a_slice(problem), phase, moving)
+        return ScheduleTime(time_of(times, moves), least_s(times))
+
     def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Slices, kv: Slices, o: Slices) -> None:
         """Add the tile's forward."""
         moving = {"q": q, "kv": kv, "o": o}
-        schedule = forward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "forward", moving))
-        moves = self._moves(schedule, problem, costs, "forward", moving)
+        _, moves = self._moves(problem, costs, "forward", moving)
         self._emit(steps, moves, (q, kv), (o,), lambda i, u, v: [Attend(q[i].at(u), kv[i].at(v), o[i].at(u))])
 
     def _attend_backward(self, steps: Steps, problem: Problem, costs: CostProfile, *chunks: Slices) -> None:
@@ -288,8 +304,7 @@ class Mesh(Method):
         odoq, kv, dq, dkv = chunks
         sent = [x._replace(tensor=x.tensor.replace("odoq", self._sent)) for x in odoq]
         moving = {"odoq": sent, "kv": kv, "dq": dq, "dkv": dkv}
-        schedule = backward_schedule(*self.tile_shape(problem.n), _hiding(problem, costs, "backward", moving))
-        moves = self._moves(schedule, problem, costs, "backward", moving)
+        _, moves = self._moves(problem, costs, "backward", moving)
         summed = self.row_sums and self.tile_shape(problem.n)[0] > 1
         whole = {(i, 0) for i in range(len(odoq))}
         """The (slice, row) of every odoq that is there."""
@@ -306,23 +321,25 @@ class Mesh(Method):
         self._emit(steps, moves, (sent, kv), (dq, dkv), block)
 
     def _moves(
-        self, greedy: list[Step], problem: Problem, costs: CostProfile, phase: str, moving: Mapping[str, Slices]
-    ) -> list[Move]:
-        """The steps of the greedy schedule, or of the searched one if the option says so."""
+        self, problem: Problem, costs: CostProfile, phase: str, moving: Mapping[str, Slices]
+    ) -> tuple[TileTimes, list[Move]]:
+        """The tile's costs, and the steps of the greedy schedule, or of the searched one if the option says so."""
         names = {name: slices[0].tensor for name, slices in moving.items()}
-        if self.schedule == "paper":
-            return [
-                (
-                    Hop(0, names[step.transfer]) if step.transfer else None,
-                    tuple(Block(0, u, v) for u, v in step.blocks),
-                )
-                for step in greedy
-            ]
         hop_s, block_s = _relative_times(problem, costs, phase, *moving.values())
         q, kv, o, *dkv = names.values()
         tensors = Tensors(q, kv, o, dkv[0] if dkv else None)
         times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s, problem.head_slices)
-        return list(steps_of(*search(times, [names[step.transfer] for step in greedy if step.transfer])))
+        schedule = forward_schedule if phase == "forward" else backward_schedule
+        greedy = schedule(times.a, times.b, _hiding(problem, costs, phase, moving))
+        if self.schedule == "searched":
+            return times, list(steps_of(*search(times, [names[step.transfer] for step in greedy if step.transfer])))
+        return times, [
+            (
+                Hop(0, names[step.transfer]) if step.transfer else None,
+                tuple(Block(0, u, v) for u, v in step.blocks),
+            )
+            for step in greedy
+        ]
 
     def _chunks(self, problem: Problem, *tensors: str) -> tuple[Slices, ...]:
         """The rank's own chunks, by slice. The home of KV and dKV is the KV group, of others the Q group (table 1)."""

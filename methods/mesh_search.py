@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
+from sp_bench.methods.mesh_bounds import busy_s, least_s
+
 EVALUATIONS = 200_000
 """Most blocks placed while hops are moved, summed over the orders tried: about half a second. Starts take as long."""
 
@@ -28,6 +30,12 @@ FEW_HOPS = 5
 """Up to this many hops of a slice, all orders are tried."""
 FEW_LAGS = 12
 """About how many distances between slices are tried."""
+CLOSE = 5e-4
+"""The search ends with an order whose time is at most this share above a bound on all orders."""
+LONG_SIDE = 128
+"""For tiles with a longer side, the bound takes longer than the search that it may end."""
+ROUNDING = 1e-9
+"""A smaller relative difference of two times is none."""
 
 
 class Hop(NamedTuple):
@@ -79,23 +87,32 @@ class TileTimes:
 
     def allowed(self, order: Sequence[Hop]) -> bool:
         """Whether each hop can be ready: a row is sent after all columns were received, a column after all rows."""
-        names, done = self.tensors, Counter[Hop]()
-        for hop in order:
-            of_q, of_kv = done[hop._replace(tensor=names.q)], done[hop._replace(tensor=names.kv)]
-            if hop.tensor == names.o:
-                there = of_kv == self.b - 1 and of_q > done[hop]
-            elif hop.tensor == names.dkv:
-                there = of_q == self.a - 1 and of_kv > done[hop]
+        names = self.tensors
+        q, kv, o, dkv = ([0] * self.slices for _ in range(4))
+        for i, name in order:
+            if name == names.q:
+                q[i] += 1
+            elif name == names.kv:
+                kv[i] += 1
+            elif name == names.o:
+                if kv[i] < self.b - 1 or q[i] <= o[i]:
+                    return False
+                o[i] += 1
             else:
-                there = True
-            if not there:
-                return False
-            done[hop] += 1
+                if q[i] < self.a - 1 or kv[i] <= dkv[i]:
+                    return False
+                dkv[i] += 1
         return True
 
     def place(self, order: Sequence[Hop]) -> Placed:
         """The timing if hops go in this order."""
-        return _Placing(self, order).result()
+        placed = self.place_within(order, math.inf)
+        assert placed
+        return placed
+
+    def place_within(self, order: Sequence[Hop], limit_s: float) -> Placed | None:
+        """The timing if hops go in this order; None, found out early, if it doesn't end before `limit_s`."""
+        return _Placing(self, order).result(limit_s)
 
 
 class _Placing:
@@ -117,11 +134,17 @@ class _Placing:
         for i in slices:
             self._comes(0.0, Block(i, 0, 0))
 
-    def result(self) -> Placed:
+    def result(self, limit_s: float) -> Placed | None:
         names, starts = self._times.tensors, []
         sent = Counter[Hop]()
+        hops_left_s = sum(self._times.hop_s[name] for _, name in self._order)
+        blocks = self._times.a * self._times.b * self._times.slices
         for hop in self._order:
+            blocks_left_s = (blocks - len(self._blocks)) * self._times.block_s
+            if max(self._lane_s + hops_left_s, self._now_s + blocks_left_s) >= limit_s:
+                return None
             i, name = hop
+            hops_left_s -= self._times.hop_s[name]
             if name in (names.o, names.dkv):
                 lines = self._left["row" if name == names.o else "column"][i]
                 while lines[sent[hop] + 1]:
@@ -146,7 +169,8 @@ class _Placing:
                     self._comes(max(self._lane_s, row_s), Block(i, u, len(columns) - 1))
         while self._coming or self._ready:
             self._compute()
-        return Placed(max(self._lane_s, self._now_s), starts, self._blocks)
+        end_s = max(self._lane_s, self._now_s)
+        return Placed(end_s, starts, self._blocks) if end_s < limit_s else None
 
     def _done_s(self, hop: Hop, line: int) -> float:
         """The end of the last block of a row or column."""
@@ -191,21 +215,28 @@ def _places(order: Sequence[Hop], sent: Hop, lines: int) -> list[int]:
 
 
 def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[Hop], Placed]:
-    """(order, its timing) of the best order found: never slower than the greedy order, one slice after another."""
+    """(order, its timing) of the best order found: never slower than the greedy order, one slice after another.
+
+    It ends early with an order that no other beats by more than CLOSE (mesh_bounds.least_s).
+    """
     tries = max(8, EVALUATIONS // (times.a * times.b * times.slices))
     order = _lagging(times, greedy, len(greedy))
-    best = times.place(order)
+    best, enough_s = times.place(order), busy_s(times) * (1 + CLOSE)
+    if best.end_s > enough_s and max(times.a, times.b) <= LONG_SIDE:
+        enough_s = least_s(times) * (1 + CLOSE)
     for start in _starts(times, greedy):
-        if (placed := times.place(start)).end_s < best.end_s:
+        if best.end_s <= enough_s:
+            return order, best
+        if placed := times.place_within(start, best.end_s * (1 - ROUNDING)):
             best, order = placed, start
     improved = True
-    while improved and tries > 0:
+    while improved and tries > 0 and best.end_s > enough_s:
         improved = False
         for other in _moved(order):
             if not times.allowed(other):
                 continue
             tries -= 1
-            if (placed := times.place(other)).end_s < best.end_s * (1 - 1e-9):
+            if placed := times.place_within(other, best.end_s * (1 - ROUNDING)):
                 best, order, improved = placed, other, True
                 break
             if tries <= 0:

@@ -3,7 +3,7 @@
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
-from sp_bench.plan.method import CollectiveMethod, Method, Sized
+from sp_bench.plan.method import CollectiveMethod, Method, ScheduleTime, Sized
 from sp_bench.plan.ops import (
     AllToAll,
     Attend,
@@ -55,6 +55,7 @@ __all__ = [
     "Problem",
     "RequestError",
     "RowSums",
+    "ScheduleTime",
     "Sized",
     "Steps",
     "all_gather",

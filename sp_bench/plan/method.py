@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
@@ -20,6 +20,13 @@ OPEN_LAYOUTS = ("auto", "search")
 """Values of the option `layout` that name none: auto is the one that balances the mask, search the fastest one."""
 COLLECTIVES = ("auto", "library", "messages")
 """The values of the option `collectives`."""
+
+
+class ScheduleTime(NamedTuple):
+    """The time of a variant's schedule, and a lower bound on the time of all schedules of the same work, in seconds."""
+
+    scheduled_s: float
+    least_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +115,10 @@ class Method(ABC):
         """The problem with this variant's head-parallel degree and head slices, which its plans are for."""
         layout = self.dealt_by(problem.layout, problem.n)
         return replace(problem, layout=layout, head_slices=self.head_slices(problem))
+
+    def schedule_time(self, problem: Problem, phase: str, costs: CostProfile) -> ScheduleTime | None:
+        """The time of a phase's schedule by these costs, beside a certified bound; None if it has no such bound."""
+        return None
 
     def plan(self, problem: Problem, phase: str, costs: CostProfile) -> Plan:
         """The plan of one phase, for the dealt problem. `costs` are for blocks with all heads, not one slice."""

@@ -14,7 +14,8 @@ from sp_bench import account
 from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
-from sp_bench.methods.mesh import Mesh, Step, backward_schedule, forward_schedule, tiles
+from sp_bench.methods.mesh import Mesh, backward_schedule, forward_schedule, tiles
+from sp_bench.methods.mesh_schedule import Step
 from sp_bench.plan import DOWN, Attend, AttendBackward, Group, Pass, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS

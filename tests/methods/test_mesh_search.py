@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
-from sp_bench.methods.mesh import Step, backward_schedule, forward_schedule
+from sp_bench.methods.mesh_schedule import Step, backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.plan.layout import LAYOUTS
