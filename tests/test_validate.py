@@ -11,14 +11,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sp_bench import bench, records, validate
+from sp_bench import bench, records
 from sp_bench.bench import Outcome, Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating import speed
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.plan.method import PHASES
-from sp_bench.validate import main, pairs_in_order
+from sp_bench.validate import machine as validate
+from sp_bench.validate.machine import main, pairs_in_order
 from tests.support.clusters import problem
 
 SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()

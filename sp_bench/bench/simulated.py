@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from sp_bench import account, draw
+from sp_bench.bench.backing import known, links_of, transfers_of
 from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.counted import counted, rates
 from sp_bench.bench.request import Request
 from sp_bench.check import check_all
 from sp_bench.records import Record
-from sp_bench.records.parts import Breakdown, Timing
+from sp_bench.records.parts import Breakdown, Setup, Timing
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 
 
@@ -44,7 +45,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     )
     parts = (
         request.asked(),
-        replace(plans.setup, kernel=device.figures(choice.problem)),
+        _setup(request, choice, plans.setup),
         times,
         rates(request, step_ms, plans.setup.device_name),
         replace(plans.traffic, comm_bytes_by_link=by_link),
@@ -54,6 +55,20 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     notes = [*request.notes, *device.notes(choice.problem)]
     status = "incorrect" if plans.wrong else "ok"
     return request.record(status, plans.wrong or None, *parts, notes=notes), choice
+
+
+def _setup(request: Request, choice: Choice, setup: Setup) -> Setup:
+    """The setup, with the figures behind the times and the measurements that back them."""
+    device, plans = request.cluster.device, list(choice.plans.values())
+    kinds = transfers_of(plans), links_of(request.cluster, choice.problem.n)
+    backing = known().get(kinds)
+    return replace(
+        setup,
+        kernel=device.figures(choice.problem),
+        implementation=device.implementation.name,
+        validation=str(backing) if backing else f"{' x '.join(kinds)}: none",
+        validation_error=backing.two_of_three if backing else None,
+    )
 
 
 def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, str]:

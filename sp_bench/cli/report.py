@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -96,9 +97,41 @@ def _median(record: Record) -> str:
     if record.step_ms_median is None:
         return "-"
     text = f"{number(record.step_ms_median, 5)} ms"
-    if record.step_ms_ci95_low is not None:
-        text += f"  [{number(record.step_ms_ci95_low, 4)}, {number(record.step_ms_ci95_high, 4)}]"
+    digits = 4 if record.measured else 3
+    if interval := _interval(record):
+        text += f"  [{', '.join(number(end, digits) for end in interval)}]"
     return text
+
+
+UNBACKED = 0.15
+"""The error of simulated steps that no measurement backs, for what is too close to call: that of 9 in 10 of the
+published points over NVLink (docs/results/published.md) and more."""
+
+
+def _interval(record: Record, unbacked: float | None = None) -> tuple[float, float] | None:
+    """A measured step's 95% interval; of a simulated one what two of three measured times would be in.
+
+    Where nothing backs a simulated step, its error is taken to be `unbacked`, if that is given.
+    """
+    low, high, error = record.step_ms_ci95_low, record.step_ms_ci95_high, record.validation_error
+    if low is not None and high is not None:
+        return low, high
+    error = unbacked if error is None else error
+    if record.measured or error is None or record.step_ms_median is None:
+        return None
+    return record.step_ms_median / (1 + error), record.step_ms_median * (1 + error)
+
+
+def ratio(over: Record, under: Record) -> str:
+    """The ratio of two records' steps, with no more digits than their intervals leave it."""
+    assert over.step_ms_median and under.step_ms_median
+    value, square = over.step_ms_median / under.step_ms_median, 0.0
+    for record in (over, under) if over is not under else ():
+        if interval := _interval(record, UNBACKED):
+            square += (math.log(interval[1] / interval[0]) / 2) ** 2
+    off = value * math.sqrt(square)
+    places = min(2, max(0, -math.floor(math.log10(off)))) if off else 2
+    return f"{value:.{places}f}x"
 
 
 def _errors(record: Record) -> str:
@@ -170,6 +203,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"),
     ("work of the busiest rank", lambda r: _imbalance(r) if r.documents or r.window else "-"),
     ("step, median [95% interval]", _median),
+    ("  validation", lambda r: r.validation or "-"),
     ("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
     ("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
     ("  update", lambda r: _milliseconds(r.update_ms_median, 5)),
@@ -237,23 +271,24 @@ def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
     last = outcomes[-1].record
     if not record.step_ms_median or not last.step_ms_median:
         return "-"
-    ratio = f"{last.step_ms_median / record.step_ms_median:.2f}x"
-    return f"{ratio}  (not told apart: the intervals overlap)" if _overlap(record, last) else ratio
+    close = "not told apart: the intervals overlap" if record.measured else "too close to call"
+    return f"{ratio(last, record)}  ({close})" if _overlap(record, last) else ratio(last, record)
 
 
 def _overlap(one: Record, other: Record) -> bool:
-    """Whether two measured records can't be ranked: their intervals overlap, or the iterations are too few for one."""
-    if one is other or one.step_ms_ci95_low is None or other.step_ms_ci95_low is None:
+    """Whether two records can't be ranked: their intervals overlap, or the iterations are too few for one."""
+    first, second = (_interval(record, UNBACKED) for record in (one, other))
+    if one is other or first is None or second is None:
         return False
-    if min(one.iters or 0, other.iters or 0) < FEWEST_ITERATIONS:
+    if one.measured and min(one.iters or 0, other.iters or 0) < FEWEST_ITERATIONS:
         return True
-    assert one.step_ms_ci95_high is not None
-    assert other.step_ms_ci95_high is not None
-    return one.step_ms_ci95_low <= other.step_ms_ci95_high and other.step_ms_ci95_low <= one.step_ms_ci95_high
+    return first[0] <= second[1] and second[0] <= first[1]
 
 
 def print_notes(console: Console, records: Sequence[Record]) -> None:
-    """Print each note of the records once."""
+    """Print each note of the records once, and what the intervals of simulated steps are."""
+    if any(record.validation_error for record in records):
+        console.print("[ ] of a simulated step: two of three measurements like it are within (row or field validation)")
     for note in dict.fromkeys(note for record in records for note in record.notes or ()):
         console.print(f"note: {note}")
 
@@ -330,7 +365,7 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
     for fitting in _that_fit(columns, console.width):
         console.print(_table(fitting), crop=False)
     if any(_overlap(o.record, best[_problem(o.record)]) for o in outcomes if o.record.step_ms_median):
-        console.print("~: not told apart from the best, the intervals overlap")
+        console.print("~: not told apart from the best, or too close to call: the intervals overlap")
     print_notes(console, [outcome.record for outcome in outcomes])
     for record in (outcome.record for outcome in outcomes):
         if record.status != "ok":
@@ -399,7 +434,7 @@ def _against(record: Record, fastest: Record | None) -> str:
     """The step divided by the fastest one of its problem."""
     if not (record.step_ms_median and fastest and fastest.step_ms_median):
         return "-"
-    return f"{record.step_ms_median / fastest.step_ms_median:.2f}x" + " ~" * _overlap(record, fastest)
+    return ratio(record, fastest) + " ~" * _overlap(record, fastest)
 
 
 def _problem(record: Record) -> tuple:

@@ -55,6 +55,12 @@ class Setup:
     """The method's variant, if it has several: its tile, ring or group sizes."""
     nodes: int | None = None
     kernel: str | None = None
+    implementation: str | None = None
+    """Simulated: whose code it stands for (conf/implementation)."""
+    validation: str | None = None
+    """Simulated: which measurements like it back its times, and how far from them simulations were (bench.backing)."""
+    validation_error: float | None = None
+    """Simulated: what two of three errors of that validation are within; None where nothing backs the times."""
     device_name: str | None = None
     alone_ranks: list[int] | None = None
     """With mode=alone: the ranks that were executed, each without its peers, receiving copies of what it sent."""

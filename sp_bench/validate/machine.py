@@ -1,6 +1,7 @@
-"""python -m sp_bench.validate [out=FOLDER] [--config-dir DIR] [key=value,value ...]
+"""python -m sp_bench.validate published, or [out=FOLDER] [--config-dir DIR] [key=value,value ...]
 
-Measures every point on this machine, simulates it with its cluster's figures, and reports how far apart the two are.
+`published` compares simulations with others' published measurements (sp_bench.validate.published). Otherwise:
+measures every point on this machine, simulates it with its cluster's figures, and reports how far apart the two are.
 The figures should be calibrated ones (python -m sp_bench.calibrate). The speed of the cores is measured in turn with
 the points: the blocks of the first point run on all ranks without transfers. Simulated cores get that speed. Writes
 FOLDER/validation.md, .csv and .svg: both times of each point, the error, and whether the simulator ranks the methods
@@ -328,7 +329,3 @@ def plot(done: pd.DataFrame, path: Path) -> None:
     grid.ax.axline((ends[0], ends[0]), slope=1, color="0.5", linewidth=1, zorder=0)
     grid.set(xscale="log", yscale="log", xlabel="measured step (ms)", ylabel="simulated step (ms)")
     grid.savefig(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,246 @@
+"""python -m sp_bench.validate published [out=FOLDER]
+
+Simulates the published measurements of analysis/published/measurements.csv with implementation=published, and reports
+by source how far apart the two are, and how often two methods of a setting are ordered alike. Beside each error is the
+one left out: that of a simulation without what was fitted to its source (analysis/published/fits.yaml). Writes
+FOLDER/published.md, .csv and .svg, and what backs a simulated record (sp_bench/bench/backing.json).
+
+  out=docs/results    the folder
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from sp_bench import markdown
+from sp_bench.bench import resolve
+from sp_bench.bench.backing import FILE, Backing, links_of, transfers_of
+from sp_bench.bench.choose import choose
+from sp_bench.cli.arguments import only_keys, run_command, writable_folder
+from sp_bench.cli.compose import Composer
+from sp_bench.extras import require
+from sp_bench.resources import PACKAGE
+from sp_bench.validate.machine import plot
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DATA = PACKAGE / "analysis" / "published"
+CLUSTERS = {"A100": "a100_hdr200", "A800": "a800", "H800": "h800", "L20": "l20_pcie", "H100": "h100_ndr400"}
+"""The cluster of each GPU that the measurements name."""
+SHAPE = ("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "phase", "dtype", "kernel")
+SETTING = ["source", "hardware", "gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "phase"]
+"""Columns that points must share to be compared."""
+TELLING = 0.03
+"""Two measured times that differ by less are not ordered: repetitions differ as much."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    return run_command("sp_bench.validate published", __doc__ or "", _published, argv)
+
+
+def _published(arguments: list[str]) -> int:
+    require("analysis", "validating")
+    out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
+    found = simulated(measurements())
+    found.to_csv(out / "published.csv", index=False)
+    plot(found, out / "published.svg")
+    FILE.write_text(json.dumps([row._asdict() for row in backing(found)], indent=1) + "\n")
+    (out / "published.md").write_text(report(found))
+    print((out / "published.md").read_text())
+    return 0
+
+
+def measurements() -> list[dict[str, str]]:
+    """The published measurements, as the columns of their file."""
+    with (DATA / "measurements.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def fits() -> list[dict[str, Any]]:
+    """What was fitted, as in fits.yaml."""
+    return yaml.safe_load((DATA / "fits.yaml").read_text())
+
+
+def cluster_of(hardware: str) -> str:
+    """The cluster file of a machine, by the GPU in its name."""
+    return next(cluster for gpu, cluster in CLUSTERS.items() if gpu in hardware)
+
+
+def overrides(row: Mapping[str, str]) -> list[str]:
+    """The point of a measurement, as arguments of `python -m sp_bench`."""
+    shape = [f"{key}={row[key]}" for key in SHAPE]
+    return [
+        f"method={row['method']}", *row["variant"].split(), *shape, f"causal={row['causal'].lower()}",
+        f"cluster={cluster_of(row['hardware'])}", "implementation=published", "mode=simulate", "logger=none",
+    ]  # fmt: skip
+
+
+def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
+    """A row for each measurement: what it is of, measured and simulated milliseconds, and their errors."""
+    import pandas as pd
+
+    found = []
+    with Composer() as composer:
+        for row in rows:
+            config = composer.compose(overrides(row))
+            request = resolve(config)
+            choice = choose(request)
+            about = {name: row[name] for name in ("source", "hardware", "method", "variant", *SHAPE, "causal")}
+            times_ms = {
+                "simulated": choice.total_s * 1e3,
+                "left_out": 1e3 * choose(resolve(without(config, row))).total_s,
+            }
+            measured_ms = float(row["measured_ms"])
+            about |= {
+                "cluster": request.cluster.name,
+                "transfers": transfers_of(choice.plans.values()),
+                "links": links_of(request.cluster, choice.problem.n),
+                "step_measured_ms": measured_ms,
+                **{f"step_{name}_ms": time for name, time in times_ms.items()},
+                "error": times_ms["simulated"] / measured_ms - 1,
+                "error_left_out": times_ms["left_out"] / measured_ms - 1,
+            }
+            found.append(about)
+    return pd.DataFrame(found)
+
+
+def without(config: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, Any]:
+    """The config of a point without what was fitted to its source."""
+    found = json.loads(json.dumps(config))  # which makes the tokens of rates text, as the paths of fits have them
+    for fit in fits():
+        if fit["source"] not in row["source"] or config["cluster"]["name"] not in fit["clusters"]:
+            continue
+        section = reduce(lambda at, key: at[key], fit["key"].split("."), found["cluster"])
+        for path, value in fit.get("points", {}).items():
+            *above, last = path.split(".")
+            place = reduce(lambda at, key: at[key], above, section)
+            assert last in place, f"{fit['key']}.{path} is in no file"
+            place[last] = value
+        for table, factor in fit.get("scale", {}).items():
+            section[table] = {tokens: rate * factor for tokens, rate in section[table].items()}
+    return found
+
+
+def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, int, list[str]]:
+    """(pairs ordered alike, pairs, the others in words): of one setting, with times that differ by TELLING or more."""
+    alike, count, wrong = 0, 0, []
+    for _, group in found.groupby(SETTING):
+        for one, other in itertools.combinations(group.to_dict("records"), 2):
+            same = (one["method"], one["variant"]) == (other["method"], other["variant"])
+            if same or abs(one["step_measured_ms"] / other["step_measured_ms"] - 1) < TELLING:
+                continue
+            count += 1
+            if (one["step_measured_ms"] < other["step_measured_ms"]) == (one[column] < other[column]):
+                alike += 1
+            else:
+                wrong.append(f"{_name(one)} and {_name(other)} ({one['hardware']}, {one['phase']})")
+    return alike, count, wrong
+
+
+def backing(found: pd.DataFrame) -> list[Backing]:
+    """What backs simulated records: errors by kind of transfers and of links, without what was fitted to them."""
+    rows = []
+    for (transfers, links), group in found.groupby(["transfers", "links"]):
+        off = group["error_left_out"].abs()
+        clusters = sorted(set(group["cluster"]))
+        rows.append(
+            Backing(transfers, links, round(off.median(), 4), round(off.quantile(2 / 3), 4), len(group), clusters)
+        )
+    return rows
+
+
+def report(found: pd.DataFrame) -> str:
+    """The Markdown page: errors by source, links and method, order of pairs, what is fitted, every point."""
+    alike, count, wrong = pairs(found)
+    left_alike, _, _ = pairs(found, "step_left_out_ms")
+    parts = [
+        "# Simulated against published",
+        "Made by `python -m sp_bench.validate published`. The error is simulated / measured - 1, with "
+        "`implementation=published`. *Left out* is without what was fitted to the point's own source, so that no "
+        "figure of that source has told the simulator anything.",
+        "![simulated over measured](published.svg)",
+        "## Errors",
+        _errors(found.assign(source=found["source"].map(_short)), "source"),
+        _errors(found, "links"),
+        _errors(found, "transfers"),
+        f"Ordered alike: {alike} of {count} pairs of a setting whose measured times differ by {TELLING:.0%} or more "
+        f"({alike / count:.0%}); left out, {left_alike} ({left_alike / count:.0%}). Not: "
+        f"{'; '.join(f'{pair}, {n} times' if n > 1 else pair for pair, n in _counted(wrong)) or 'none'}.",
+        "Mesh, StarTrail and TokenRing send Q and outputs, of which nobody has published times on GPUs with their "
+        "shapes: nothing here backs them.",
+        "## What is fitted to what",
+        _fitted(),
+        "All else is counted or has a source of its own: kernel rates and links in the cluster files, and what public "
+        "code's merges move in `conf/implementation/published.yaml`.",
+        "## Every point",
+        _points(found),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _errors(found: pd.DataFrame, by: str) -> str:
+    rows = []
+    for name, group in found.groupby(by, sort=False):
+        off, left = group["error"].abs(), group["error_left_out"].abs()
+        quantiles = [off.median(), np.percentile(off, 90), off.max(), left.median(), np.percentile(left, 90)]
+        rows.append([str(name), str(len(group)), *(f"{x:.1%}" for x in quantiles)])
+    return markdown.table([by, "points", "median", "90%", "largest", "median, left out", "90%, left out"], rows)
+
+
+def _fitted() -> str:
+    rows = []
+    for fit in fits():
+        figures = [f"{path} (without: {value:g})" for path, value in fit.get("points", {}).items()]
+        figures += [f"{table} (without: x {factor:g})" for table, factor in fit.get("scale", {}).items()]
+        rows.append([", ".join(fit["clusters"]), f"`{fit['key']}`: {', '.join(figures)}", fit["source"], fit["why"]])
+    return markdown.table(["cluster", "figures", "fitted to", "what they are"], rows)
+
+
+def _points(found: pd.DataFrame) -> str:
+    rows = [
+        [
+            _short(p["source"]), p["hardware"], f"{int(p['seqlen']) // 1024}k, {p['heads']} heads", p["phase"],
+            "causal" if p["causal"] == "True" else "full", _name(p), f"{p['step_measured_ms']:.2f}",
+            f"{p['step_simulated_ms']:.2f}", f"{p['error']:+.1%}", f"{p['error_left_out']:+.1%}",
+        ]
+        for p in found.to_dict("records")
+    ]  # fmt: skip
+    head = [
+        "source",
+        "machine",
+        "shape",
+        "phase",
+        "mask",
+        "method",
+        "measured, ms",
+        "simulated, ms",
+        "error",
+        "left out",
+    ]
+    return markdown.table(head, rows)
+
+
+def _short(source: str) -> str:
+    return source.split()[1] + (" (PCIe)" if "pcie" in source else "")
+
+
+def _name(point: Mapping[str, Any]) -> str:
+    options = " ".join(str(point["variant"]).replace("method.", "").split())
+    return f"{point['method']} {options}".strip()
+
+
+def _counted(texts: Iterable[str]) -> list[tuple[str, int]]:
+    counts: dict[str, int] = {}
+    for each in texts:
+        counts[each] = counts.get(each, 0) + 1
+    return list(counts.items())
