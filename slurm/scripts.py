@@ -38,6 +38,7 @@ def script(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> str:
         [f"module load {' '.join(sweep.settings.modules)}"] if sweep.settings.modules else [],
         list(sweep.settings.environment),
         [f"export {name}={shlex.quote(str(value))}" for name, value in sweep.settings.variables.items()],
+        _caches(sweep.settings),
         [f"cd {shlex.quote(str(ROOT))}"],
         [_srun(sweep, gpus)],
     ]
@@ -66,6 +67,8 @@ def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:
         f"--ntasks={gpus}",
         f"--ntasks-per-node={per_node}",
         f"--gres=gpu:{per_node}",
+        *([f"--cpus-per-task={settings.cpus_per_task}"] if settings.cpus_per_task else []),
+        *([f"--mem={settings.mem}"] if settings.mem is not None else []),
         *([f"--account={settings.account}"] if settings.account else []),
         *([f"--partition={settings.partition}"] if settings.partition else []),
         f"--time={settings.time}",
@@ -80,9 +83,27 @@ def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:
 def _srun(sweep: Sweep, gpus: int) -> str:
     """The srun line that measures a task's points, with a process for each GPU."""
     settings = sweep.settings
-    options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", *settings.srun, *_container(settings, sweep.folder)]
+    options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", *_binding(settings), *settings.srun]
+    options += _container(settings, sweep.folder)
     command = [settings.python, "-m", "sp_bench.slurm.task", str(sweep.folder)]
     return f'srun {shlex.join(options)} {shlex.join(command)} "$SLURM_ARRAY_TASK_ID"'
+
+
+def _binding(settings: Settings) -> list[str]:
+    """A rank stays on its cores and their memory; all ranks see all GPUs of their node, as NCCL needs for NVLink."""
+    if not settings.cpus_per_task:
+        return []
+    return [f"--cpus-per-task={settings.cpus_per_task}", "--cpu-bind=cores", "--mem-bind=local", "--gpu-bind=none"]
+
+
+def _caches(settings: Settings) -> list[str]:
+    if not settings.cache:
+        return []
+    return [
+        f'export TRITON_CACHE_DIR="{settings.cache}/triton"',
+        "export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1",
+        f'export FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="{settings.cache}/flash_attn_4"',
+    ]
 
 
 def _container(settings: Settings, folder: Path) -> list[str]:

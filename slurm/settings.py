@@ -36,6 +36,12 @@ class Settings(Section, frozen=True, kw_only=True):
     partition: Word | None = None
     most_at_once: Count | None = None
     """The most tasks of an array that run at a time."""
+    cpus_per_task: Count | None = None
+    """The cores of each rank. sbatch and srun are both told: srun gives one core if it isn't."""
+    mem: Word | None = None
+    """sbatch's --mem; 0 is all of a node's memory."""
+    cache: str | None = None
+    """A folder on the nodes' own disks for compiled kernels (Triton's, FlashAttention-4's); shell variables work."""
     sbatch: Lines = ()
     """Additional options of sbatch."""
     srun: Lines = ()

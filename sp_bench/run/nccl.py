@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl as library
 
 from sp_bench.errors import RequestError
 from sp_bench.lower import NCCL
@@ -129,7 +130,7 @@ def lane_communicator(
     Raises RequestError for a second lane with an NCCL that can't run several at once.
     """
     if lane:
-        refuse_several(torch.cuda.nccl.version())
+        refuse_several(library.version())
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if "NCCL_MAX_CTAS" not in os.environ:
         options.config.max_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
