@@ -77,6 +77,14 @@ striped.attention(runs)
 striped.whole_model(runs)
 
 # %% [markdown]
+# ## Training steps
+#
+# Whole steps of the 1B model, without tensor parallelism (table 5): forward, backward, loss, update.
+
+# %%
+striped.training(runs)
+
+# %% [markdown]
 # ## Measured
 #
 # Real ranks on this machine's cores, which they may share.

@@ -24,6 +24,7 @@ from sp_bench.analysis.studies.striped_model import (
     tiles_computed,
 )
 from sp_bench.analysis.studies.striped_simulated import ask_pairs, estimates, pair
+from sp_bench.analysis.studies.striped_training import chosen, training
 from sp_bench.analysis.studies.striped_work import as_the_paper, planned, work, work_by_round
 from tests.support.sections import tables_of
 
@@ -126,3 +127,15 @@ def test_notebook_runs_and_what_was_measured_is_said_to_be(tmp_path: Path) -> No
         speedup, low, high = row[6:9]
         assert speedup.kind == "measured" and low.known <= speedup.known <= high.known
         assert row[4].value / row[5].value == pytest.approx(speedup.value)
+
+
+@pytest.mark.exhaustive
+def test_training_steps_stand_beside_every_cell_without_tensor_parallelism(tmp_path: Path) -> None:
+    """Table 5's and appendix A's; Striped gains with the number of GPUs and with the length, below the maximum."""
+    section = training(Runs(tmp_path))
+    (table,) = tables_of(section).values()
+    assert len(table.rows) == len(chosen()) == 17
+    speedups = {(cell.n, cell.seqlen): row[-4].known for cell, row in zip(chosen(), table.rows, strict=True)}
+    assert all(1 < speedup < attention_limit(n) for (n, _), speedup in speedups.items())
+    assert speedups[2, 2**17] < speedups[4, 2**17] < speedups[8, 2**17]
+    assert speedups[8, 2**15] < speedups[8, 2**16] < speedups[8, 2**17]
