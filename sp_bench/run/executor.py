@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd import profiler as autograd_profiler
 
 from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.pieces import Pieces, calls
@@ -23,12 +24,13 @@ from sp_bench.plan.dataflow import row_sums_released
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Op, Place, Plan, RowSums, Transfer
 from sp_bench.plan.problem import FIELDS, Problem
 from sp_bench.plan.regions import RegionKind
+from sp_bench.run.annotations import annotation
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock, Device
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.lanes import Lanes
 from sp_bench.run.partials import Rows, Tensors, tokens_of
-from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
+from sp_bench.run.streams import DeviceStreams, Perform, Streams, ThreadStreams
 from sp_bench.run.transport import Transport
 
 
@@ -157,12 +159,23 @@ class Executor:
 
         try:
             self._lanes.begin()
-            self._streams.run(perform, self._lanes.prepost)
+            self._streams.run(self._annotated(perform), self._lanes.prepost)
         except BaseException as error:
             self._transport.give_up(repr(error))
             self._streams.abandon(self._holdings)
             raise
         self._marks.add("waits_s", self._last_mark, self._mark())
+
+    def _annotated(self, perform: Perform) -> Perform:
+        """`perform`, in a range that names the operation if torch's profiler runs; else as it is."""
+        if not autograd_profiler._is_profiler_enabled:
+            return perform
+
+        def annotated(index: int, op: Op) -> None:
+            with autograd_profiler.record_function(annotation(self._plan.phase, index)):
+                perform(index, op)
+
+        return annotated
 
     def _run_without_lanes(self) -> None:
         """Run all operations but the transfers on the caller's stream, in plan order, which satisfies every wait."""

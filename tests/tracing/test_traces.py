@@ -1,0 +1,194 @@
+"""Traces of torch's profiler: read, matched to plans, compared with the simulator, and fitted to."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sp_bench.bench import Request, resolve
+from sp_bench.bench.choose import choose
+from sp_bench.cli.compose import Composer
+from sp_bench.cluster import Cluster
+from sp_bench.errors import RequestError
+from sp_bench.plan.ops import Transfer
+from sp_bench.run.annotations import Mark, annotation, marked
+from sp_bench.simulate.graph import Segment
+from sp_bench.traces import main
+from sp_bench.tracing.compared import ACROSS, BLOCKS, INSIDE, compared, refit, steps
+from sp_bench.tracing.kineto import Collective, Sample, Trace, read_trace
+from tests.tracing.make_cpu import FOLDER, KEYS
+
+SIZES = ("seqlen=64k", "gpus=16", "mode=simulate")
+
+
+def point(*overrides: str) -> Request:
+    with Composer() as composer:
+        return resolve(composer.compose(overrides), None)
+
+
+def point_file(folder: Path, *overrides: str) -> Path:
+    """As `run` writes it beside its traces."""
+    with Composer() as composer:
+        path = folder / "point.json"
+        path.write_text(json.dumps({"config": composer.compose(overrides)}))
+    return path
+
+
+def event(name: str, ts: float, dur: float, cat: str = "user_annotation", **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": args}
+
+
+def written(path: Path, events: list[dict[str, Any]], **more: Any) -> Path:
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events, **more}))
+    return path
+
+
+def of_simulation(request: Request, slower: Mapping[str, float]) -> dict[int, Trace]:
+    """What all ranks would trace if each kind of operation took so many times what is simulated."""
+    choice = choose(request)
+    found: dict[int, dict[Mark, list[Sample]]] = {rank: {} for rank in range(choice.problem.n)}
+    for phase, run in choice.runs.items():
+        for rank, ops in found.items():
+            for item, span in zip(run.graph.items, run.spans(rank), strict=True):
+                indices = item.what.ops if isinstance(item.what, Segment) else [item.what]
+                transfer = isinstance(run.plan.ops[indices[0]], Transfer)
+                seconds = (span.end_s - span.start_s) * slower["transfers" if transfer else "blocks"]
+                for index in indices:
+                    ops[Mark(phase, index)] = [
+                        Sample(start_s=span.start_s, end_s=span.start_s + seconds / len(indices))
+                    ]
+    return {rank: Trace(rank=rank, ops=ops, collectives=()) for rank, ops in found.items()}
+
+
+def test_names_of_operations() -> None:
+    assert marked(annotation("backward", 17)) == Mark("backward", 17)
+    assert marked("aten::mm") is None and marked("sp_bench forward 3 more") is None
+
+
+@pytest.mark.parametrize("method", ["ring", "mesh", "ulysses", "usp"])
+def test_a_trace_as_simulated_has_no_error(method: str) -> None:
+    request = point(f"method={method}", *SIZES)
+    rows, _ = compared(request, of_simulation(request, {"blocks": 1.0, "transfers": 1.0}))
+    assert {row.kind for row in rows} <= {BLOCKS, INSIDE, ACROSS} and len(rows) >= 4
+    assert all(row.error == pytest.approx(0, abs=1e-9) for row in rows)
+
+
+def test_figures_are_fitted_to_the_trace() -> None:
+    """Where kernels take twice as long and links four times, the fitted cluster has them so."""
+    request = point("method=ring", *SIZES)
+    rows, choice = compared(request, traces := of_simulation(request, {"blocks": 2.0, "transfers": 4.0}))
+    assert all(row.error == pytest.approx(-0.5 if row.kind == BLOCKS else -0.75) for row in rows)
+    config = refit(request, rows, "fitted")
+    old, new = request.cluster, Cluster.build(config)
+    assert new.topology.inter and old.topology.inter
+    assert new.topology.inter.bytes_per_s == pytest.approx(old.topology.inter.bytes_per_s / 4, rel=1e-3)
+    assert new.topology.inter.latency_s == pytest.approx(4 * old.topology.inter.latency_s, rel=1e-3)
+    again = replace(request, cluster=new, config={**request.config, "cluster": config})
+    blocks = [row for row in compared(again, traces)[0] if row.kind == BLOCKS]
+    assert blocks and all(row.error == pytest.approx(0, abs=0.01) for row in blocks)
+    assert "blocks 0.5 times as fast" in config["sources"]["refit"]
+    found = steps(choice, traces, config)
+    assert [step.phase for step in found] == ["forward", "backward"]
+    assert all(2 <= step.refit_s / step.simulated_s <= 4 for step in found)
+
+
+def test_traces_of_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that tests.tracing.make_cpu made here: every operation of the plan is there, three times on each rank."""
+    files = sorted(FOLDER.glob("*.json.gz"))
+    traces = [read_trace(path) for path in files]
+    assert [trace.rank for trace in traces] == [0, 1, 2, 3]
+    plans = choose(point(*KEYS, "mode=simulate")).plans
+    wanted = {Mark(phase, index) for phase, plan in plans.items() for index, _ in plan}
+    for trace in traces:
+        assert set(trace.ops) == wanted
+        assert all(len(samples) == 3 and all(s.end_s >= s.start_s for s in samples) for samples in trace.ops.values())
+    out = tmp_path / "cluster" / "mine.yaml"
+    assert main([*map(str, files), f"point={point_file(tmp_path, *KEYS)}", f"out={out}", "rows=3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("AttendBackward") + shown.count("Attend ") >= 1 and "blocks: " in shown
+    assert "forward: traced " in shown and "backward: traced " in shown
+    config = yaml.safe_load(out.read_text())
+    assert Cluster.build(config).name == "mine" and "traced operations" in config["sources"]["refit"]
+
+
+def test_a_point_is_traced_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two ranks: transfers of lanes' own threads are seen, and the folder stands alone."""
+    keys = ("method=ring", "gpus=2", "cluster=local", "seqlen=64", "heads=2", "head_dim=64", "dtype=float32")
+    assert main(["run", f"out={tmp_path}", *keys, "iters=2", "warmup=1"]) == 0
+    assert "traces of 2 ranks" in capsys.readouterr().out
+    trace = read_trace(tmp_path / "rank1.json.gz")
+    plans = choose(point(*keys, "mode=simulate")).plans
+    assert set(trace.ops) == {Mark(phase, index) for phase, plan in plans.items() for index, _ in plan}
+    assert {len(samples) for samples in trace.ops.values()} == {2}
+    assert b"host_name" not in gzip.decompress((tmp_path / "rank1.json.gz").read_bytes())
+    assert main([str(tmp_path)]) == 0
+    assert "transfers inside nodes: " in capsys.readouterr().out
+
+
+def test_kernels_on_a_gpu_count_and_not_their_launch(tmp_path: Path) -> None:
+    """In Kineto's format: a range on the host, and one for each stream that its kernels ran on."""
+    name = annotation("forward", 0)
+    events = [event(name, 0, 5), event(name, 100, 5), event(annotation("forward", 1), 6, 1)]
+    events += [event(name, at, 40, "gpu_user_annotation") for at in (10, 30, 210, 230)]
+    trace = read_trace(written(tmp_path / "t.json", events, distributedInfo={"rank": 3, "world_size": 8}))
+    assert trace.rank == 3
+    assert {mark: [round(1e6 * (s.end_s - s.start_s)) for s in of] for mark, of in trace.ops.items()} == {
+        Mark("forward", 0): [60, 60]
+    }  # a Join has no kernel
+
+
+def test_nccls_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the names and arguments that NCCL and torch give them, in a trace without a plan."""
+    message: dict[str, Any] = {"In msg nelems": 2**20, "dtype": "BFloat16", "Group size": 8}
+    storage = "(ncclDevKernelArgsStorage<4096ul>)"
+    events = [event(f"ncclDevKernel_SendRecv{storage}", 0, 100.0, "kernel", **message) for _ in range(3)]
+    events.append(event(f"ncclDevKernel_AllGather_RING_LL{storage}", 0, 50.0, "kernel", **message))
+    events.append(event(f"ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL{storage}", 0, 20.0, "kernel"))
+    events.append(event("flash_fwd_kernel", 0, 900.0, "kernel"))
+    path = written(tmp_path / "t.json", events)
+    assert list(read_trace(path).collectives) == [
+        *[Collective(name="SendRecv", seconds=pytest.approx(1e-4), message_bytes=2**21)] * 3,
+        Collective(name="AllGather", seconds=pytest.approx(5e-5), message_bytes=2**21),
+        Collective(name="ReduceScatter", seconds=pytest.approx(2e-5), message_bytes=None),
+    ]
+    assert main([str(path), "rank=0"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["SendRecv", "2097152", "3", "100.0", "21"] in lines
+    assert ["ReduceScatter", "-", "1", "20.0", "-"] in lines
+    assert lines[-1][:5] == ["no", "operation", "of", "a", "plan"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 3}', "\x1f\x8b broken"])
+def test_what_is_no_trace(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content.encode("latin1"))
+    with pytest.raises(RequestError, match="is no trace of torch's profiler"):
+        read_trace(path)
+
+
+def test_bad_arguments_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, file = tmp_path / "empty", str(FOLDER / "rank0.json.gz")
+    empty.mkdir()
+    other = written(tmp_path / "other.json", [event("sp_bench update 0", 0, 1)], distributedInfo={"rank": 0})
+    unranked = written(tmp_path / "unranked.json", [event(annotation("forward", 0), 0, 1)])
+    for arguments, message in (
+        ([], "no file: a trace is needed"),
+        ([str(empty)], "no file: a trace is needed"),
+        (["run", "method=ring"], "out: a folder is needed"),
+        (["run", f"out={tmp_path}", "gpus=256"], "mode=measure on cluster=h100_ndr400: this machine has"),
+        ([file], "point=null: the traces don't say what was run"),
+        ([file, file, f"point={point_file(tmp_path, *KEYS)}"], f"{file}: is a second trace of rank 0"),
+        ([str(unranked)], f"{unranked}: doesn't say its rank; rank=0 would work"),
+        ([file, f"point={unranked}"], f"point={unranked}: has no config"),
+        ([str(other), f"point={point_file(tmp_path, *KEYS)}"], "the trace of rank 0: has no operation of the forward"),
+        ([file, "row=3"], "row: there is no such key; did you mean rows"),
+    ):
+        assert main(arguments) == 2
+        assert f"sp_bench.traces: {message}" in capsys.readouterr().err
