@@ -111,7 +111,7 @@ def most_ctas(sms: int, lanes: int) -> int:
     return max(1, min(MOST_CTAS, (sms - FREE_SMS) // max(lanes, FEW_LANES)))
 
 
-def refuse_several(version: tuple[int, ...]) -> None:
+def refuse_several(version: tuple[Any, ...]) -> None:
     """Raise RequestError for an NCCL that can't run several communicators at once."""
     if version[:2] < SEVERAL_FROM:
         given, least = (".".join(map(str, numbers)) for numbers in (version, SEVERAL_FROM))
