@@ -163,6 +163,51 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     return max(0.0, (rows - 1) * per_row + (columns - 1) * per_column)
 
 
+def least_bytes(problem: Problem, phase: str) -> float | None:
+    """The fewest payload bytes that any method can send, however it splits heads, mean over GPUs; None for a pack.
+
+    Assumptions: exact attention, one owner per token with all of its heads, equal work on every GPU. A unit is a
+    chunk's tokens N/n with one head. A GPU that uses X query units and y key units of the g heads of one key head
+    computes at most X y of their blocks. It owns g of X and one of y, so that it sends or receives
+        F(w) = min over X y >= w of  per_row (X - g) + per_column (y - 1)
+    for w blocks: nothing up to w = g. The GPU's share is rho n heads blocks (rho = 1/2 if causal, else 1). Where
+    per_row g >= per_column n, keys are so cheap that F is convex and all key heads take equal parts, with X = g. Else F
+    is concave from w = g on, and the share costs least where all key heads but one have either their g free blocks or
+    as many as there are, rho g n^2. Backward, the forward may have kept what it received, so that only dO, dQ and dKV
+    count. For full attention with as many key heads as heads, n or more, it is between n / (n + 1) and 1 of what
+    DeepSpeed-Ulysses sends.
+    """
+    if not problem.mask.sends_unseen:
+        return None
+    n, g, whole = problem.n, problem.heads // problem.kv_heads, replace(problem, head_slices=1)
+
+    def of_a_head(tensor: str, heads: int) -> float:
+        return float(whole.mean_wire_bytes(tensor, statistics=False)) / heads
+
+    if phase == "forward":
+        partial = min(of_a_head("o", problem.heads), of_a_head("out", problem.heads))
+        per_row, per_column = of_a_head("q", problem.heads) + partial, of_a_head("kv", problem.kv_heads)
+    else:
+        per_row = of_a_head("do", problem.heads) + of_a_head("dq", problem.heads)
+        per_column = of_a_head("dkv", problem.kv_heads)
+
+    def cost(blocks: float) -> float:
+        columns = math.sqrt(per_row * blocks / per_column)
+        columns = min(max(columns, 1.0, blocks / (g * n)), n, max(blocks / g, 1.0))
+        return per_row * max(blocks / columns - g, 0.0) + per_column * (columns - 1)
+
+    rho = problem.mask.pairs(problem.seqlen) / problem.seqlen**2
+    most = g * (rho * n**2 - 1)
+    """What one key head can have beyond its free blocks."""
+    beyond = problem.heads * (rho * n - 1)
+    if beyond <= 0:
+        return 0.0
+    if per_row * g >= per_column * n:
+        return problem.kv_heads * per_column * (rho * n - 1)
+    full, rest = divmod(beyond, most)
+    return full * cost(g + most) + cost(g + rest)
+
+
 def model_flops(problem: Problem, phase: str) -> float:
     """FLOPs of the whole attention for MFU: 4 B N^2 H D forward, half of that if causal; backward 2.5 times as many."""
     forward = 4.0 * problem.batch * problem.mask.pairs(problem.seqlen) * problem.heads * problem.head_dim

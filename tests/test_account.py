@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from sp_bench.methods.mesh import tiles
 from sp_bench.plan import AllToAll, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
 from tests.support.problems import all_methods, mask_of, splittable_problem
 
@@ -64,6 +65,30 @@ def test_nothing_sends_less_than_the_lower_bound(n: int, causal: bool) -> None:
                 plan = method.plan(p, phase, COMPUTE_BOUND)
                 bound = account.lower_bound_bytes(dealt, phase, kept=bool(plan.kept))
                 assert 0 <= bound * (1 - 1e-12) <= account.volume(plan, dealt).payload_bytes, (method, phase)
+                least = account.least_bytes(dealt, phase)
+                assert least is not None and 0 <= least * (1 - 1e-12) <= bound, (method, phase)
+
+
+@pytest.mark.parametrize("n", [2, 4, 16])
+def test_the_bound_with_any_split_of_heads_is_all_but_reached_by_ulysses(n: int) -> None:
+    """Full attention, as many key heads as heads, n dividing them: from n / (n + 1) of what Ulysses sends."""
+    p = replace(splittable_problem(n, "contiguous", causal=False), heads=2 * n, kv_heads=2 * n)
+    method = build("ulysses", {})
+    for phase in PHASES:
+        sent = account.volume(method.plan(p, phase, COMPUTE_BOUND), method.dealt(p)).payload_bytes
+        least = account.least_bytes(p, phase)
+        assert least is not None and sent * n / (n + 1) * (1 - 1e-12) <= least < sent
+
+
+def test_the_bound_with_any_split_of_heads_is_the_least_of_all_shares() -> None:
+    """By trying every rectangle of each key head: two key heads of two heads each, on three ranks."""
+    p = Problem(n=3, seqlen=9, heads=4, kv_heads=2, head_dim=8, mask=FULL, layout=LAYOUTS["contiguous"])
+    q, kv, g, n = p.chunk_bytes("q", wire=True) / 4, p.chunk_bytes("kv", wire=True) / 2, 2, 3
+    sides = [(x, y) for x in range(g, g * n + 1) for y in range(1, n + 1)]
+    shares = [(x * y, 2 * q * (x - g) + kv * (y - 1)) for x, y in sides]
+    whole = min(a + b for (m, a), (o, b) in itertools.product(shares, repeat=2) if m + o >= n * 4)
+    least = account.least_bytes(p, "forward")
+    assert least is not None and 0.6 * whole <= least <= whole
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])

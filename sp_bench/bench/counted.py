@@ -13,6 +13,7 @@ from sp_bench import account
 from sp_bench.bench.choose import Choice
 from sp_bench.bench.request import Request
 from sp_bench.peers.peer import Peer
+from sp_bench.plan.problem import Problem
 from sp_bench.records.parts import Memory, Rates, Setup, Traffic
 from sp_bench.workload import Workload
 
@@ -79,10 +80,17 @@ def _traffic(request: Request, choice: Choice) -> Traffic:
             times[phase] * account.lower_bound_bytes(problem, phase, kept=bool(plan.kept))
             for phase, plan in choice.plans.items()
         ),
+        comm_bytes_least=_least(problem, times),
         comm_bytes_statistics=plain(sum(times[phase] * volume.statistic_bytes for phase, volume in volumes.items())),
         comm_bytes_by_lane=by_lane(in_phases(request.workload, {p: v.sent_bytes for p, v in volumes.items()})),
         comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
     )
+
+
+def _least(problem: Problem, times: Mapping[str, int]) -> float | None:
+    """account.least_bytes of a step's phases."""
+    found = [(count, account.least_bytes(problem, phase)) for phase, count in times.items()]
+    return sum(count * least for count, least in found if least is not None) if problem.mask.sends_unseen else None
 
 
 def executions(workload: Workload) -> Counter[str]:

@@ -147,7 +147,15 @@ def _expected(record: Record) -> str:
 
 
 def _over_bound(record: Record) -> str:
-    bound, sent = record.comm_bytes_lower_bound, record.comm_bytes_per_gpu
+    return _share_of_sent(record, record.comm_bytes_lower_bound)
+
+
+def _over_least(record: Record) -> str:
+    return _share_of_sent(record, record.comm_bytes_least)
+
+
+def _share_of_sent(record: Record, bound: float | None) -> str:
+    sent = record.comm_bytes_per_gpu
     if bound is None or sent is None:
         return "-"
     payload = sent - (record.comm_bytes_statistics or 0)
@@ -232,6 +240,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
     ("  closed form", _expected),
     ("  lower bound (payload)", _over_bound),
+    ("    with any split of heads", _over_least),
     ("peak memory of the attention", lambda r: "-" if r.model else amount(r.peak_mem_bytes_max)),
     ("  from the plans", lambda r: "-" if r.model else amount(r.peak_mem_bytes_expected)),
     ("peak memory of the step", lambda r: amount(r.peak_mem_bytes_max) if r.model else "-"),

@@ -66,6 +66,9 @@ def _values(record: Record) -> Iterator[str]:
     sent, least = record.comm_bytes_per_gpu, record.comm_bytes_lower_bound
     if sent is not None and least is not None and sent - (record.comm_bytes_statistics or 0) < least * (1 - ROUNDING):
         yield f"comm_bytes_per_gpu={sent:g} is below comm_bytes_lower_bound={least:g}"
+    any_split = record.comm_bytes_least
+    if least is not None and any_split is not None and least < any_split * (1 - ROUNDING):
+        yield f"comm_bytes_lower_bound={least:g} is below comm_bytes_least={any_split:g}"
 
 
 def _mode(record: Record, files: Mapping[str, Path]) -> Iterator[str]:

@@ -117,6 +117,8 @@ class Traffic:
     """The value of the method's closed form; None with packed documents, which have none."""
     comm_bytes_lower_bound: float | None = None
     """The fewest payload bytes any method with the same head split can send (account.lower_bound_bytes)."""
+    comm_bytes_least: float | None = None
+    """The fewest payload bytes any method can send, however it splits heads (account.least_bytes); None for packs."""
     comm_bytes_statistics: float | None = None
     """The share of lse in comm_bytes_per_gpu. Papers leave it out."""
     comm_bytes_by_lane: dict[str, float] | None = None
