@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sp_bench.methods.all_gather import AllGatherKV
+from sp_bench.methods.burst_attention import BurstAttention
 from sp_bench.methods.double_ring import DoubleRing
 from sp_bench.methods.loongtrain import LoongTrain
 from sp_bench.methods.mesh import Mesh
@@ -24,8 +25,8 @@ from sp_bench.plan import Method, unknown
 REGISTRY: dict[str, type[Method]] = {
     method.name: method
     for method in (
-        Reference, Ring, Striped, Zigzag, DoubleRing, PassQ, AllGatherKV, TokenRing, Ulysses, USP, LoongTrain,
-        UlyssesAllGather, TASP, StarTrail, Mesh,
+        Reference, Ring, Striped, Zigzag, DoubleRing, BurstAttention, PassQ, AllGatherKV, TokenRing, Ulysses, USP,
+        LoongTrain, UlyssesAllGather, TASP, StarTrail, Mesh,
     )
 }  # fmt: skip
 """Every method by its name. A new one is imported above and listed here."""

@@ -11,7 +11,7 @@ Refuses an inner ring whose size doesn't divide n.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from sp_bench.plan import (
     CostProfile,
     Grid,
     Group,
+    Op,
     Plan,
     Problem,
     Sized,
@@ -110,33 +111,48 @@ def pass_rounds(steps: Steps, q: Slices, kv: Slices, o: Slices) -> None:
 
 def pass_rounds_backward(steps: Steps, odoq: Slices, kv: Slices, dq: Slices, dkv: Slices) -> None:
     """Add all backward rounds: dKV follows KV one hop behind; after each round its sum takes an outer hop."""
+
+    def block(i: int, index: int) -> list[Op]:
+        return [AttendBackward(odoq[i], kv[i].at(index), dq[i], dkv[i].at(index))]
+
+    carry_rounds_backward(steps, kv, dkv, block, lanes=("kv", "dkv"))
+
+
+def carry_rounds_backward(
+    steps: Steps, moved: Slices, partial: Slices, block: Callable[[int, int], list[Op]], lanes: tuple[str, str]
+) -> None:
+    """Add all rounds of chunks that move and of partial sums that follow them and end at their owners.
+
+    `block(i, index)` is what computes with chunk `index` of slice i; `lanes` are names for chunks and sums.
+    """
+    there, behind = lanes
     arriving = []
-    for r in range(outer(kv[0]).group.size):
-        lines = [inner(chunk, r) for chunk in dkv]
+    for r in range(outer(moved[0]).group.size):
+        lines = [inner(chunk, r) for chunk in partial]
         for s in range(lines[0].group.size):
-            _receive(steps, kv, r, s)
-            behind = [reduce_next(line, s - 2, _lane("inner dkv", i)) for i, line in enumerate(lines) if s >= 2]
-            steps.do(*(hop for hop, _ in behind))
-            for odoq_i, kv_i, dq_i, line in zip(odoq, kv, dq, lines, strict=True):
-                steps.do(AttendBackward(odoq_i, inner(kv_i, r).at(s), dq_i, line.at(s)))
-            steps.do(*(fold for _, fold in behind))
+            _receive(steps, moved, r, s, there)
+            sums = [reduce_next(line, s - 2, _lane(f"inner {behind}", i)) for i, line in enumerate(lines) if s >= 2]
+            steps.do(*(hop for hop, _ in sums))
+            for i, line in enumerate(lines):
+                steps.do(*block(i, line.at(s).index))
+            steps.do(*(fold for _, fold in sums))
         for i, line in enumerate(lines) if lines[0].group.size > 1 else ():
-            steps.do(*reduce_next(line, line.group.size - 2, _lane("inner dkv", i)))
+            steps.do(*reduce_next(line, line.group.size - 2, _lane(f"inner {behind}", i)))
         if r:
             steps.do(*arriving)
-            sums = [reduce_next(outer(chunk), r - 1, lane="outer dkv", arrival=2) for chunk in dkv]
+            sums = [reduce_next(outer(chunk), r - 1, lane=f"outer {behind}", arrival=2) for chunk in partial]
             steps.do(*(hop for hop, _ in sums))
             arriving = [fold for _, fold in sums]
     steps.do(*arriving)
 
 
-def _receive(steps: Steps, kv: Slices, r: int, s: int) -> None:
-    """Open a step: receive the inner rings' next KV, and at a round's start the next round's first."""
+def _receive(steps: Steps, moved: Slices, r: int, s: int, lane: str = "kv") -> None:
+    """Open a step: receive the inner rings' next chunks, and at a round's start the next round's first."""
     steps.next()
-    if s == 0 and r + 1 < outer(kv[0]).group.size:
-        steps.do(*(receive_next(outer(chunk), r, lane="outer kv") for chunk in kv))
-    if s + 1 < inner(kv[0], r).group.size:
-        steps.do(*(receive_next(inner(chunk, r), s, _lane("inner kv", i)) for i, chunk in enumerate(kv)))
+    if s == 0 and r + 1 < outer(moved[0]).group.size:
+        steps.do(*(receive_next(outer(chunk), r, lane=f"outer {lane}") for chunk in moved))
+    if s + 1 < inner(moved[0], r).group.size:
+        steps.do(*(receive_next(inner(chunk, r), s, _lane(f"inner {lane}", i)) for i, chunk in enumerate(moved)))
 
 
 def _lane(name: str, i: int) -> str:

@@ -59,7 +59,8 @@ def test_only_outer_hops_of_loongtrain_cross_nodes(w: int) -> None:
 def test_blocks_of_ulysses_all_gather_wait_for_the_whole_gather(phase: str) -> None:
     """But for the first, with the rank's own KV; the next one uses the KV that arrives last."""
     problem = splittable_problem(8)
-    plan = build("ulysses_all_gather", {"ulysses": 2}).plan(problem, phase, COMPUTE_BOUND)
+    method = build("ulysses_all_gather", {"ulysses": 2, "collectives": "messages"})
+    plan = method.plan(problem, phase, COMPUTE_BOUND)
     used = [op.kv.index for op in plan.ops if isinstance(op, Attend | AttendBackward)]
     arrived = [op.recv.index for op in plan.ops if isinstance(op, Pass) and op.carries == "kv_h" and op.recv]
     assert used[0] == 0

@@ -82,6 +82,7 @@ def test_a_refusal_names_the_value_the_rule_and_what_would_work(
         ("startrail", "team"),
         ("all_gather", "stride"),
         ("double_ring", "inner"),
+        ("burst_attention", "inner"),
         ("tasp", "inner"),
         ("tasp", "rings"),
         ("loongtrain", "ulysses"),
