@@ -150,12 +150,11 @@ def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, 
 def backing(found: pd.DataFrame) -> list[Backing]:
     """What backs simulated records: errors by kind of transfers and of links, without what was fitted to them."""
     rows = []
-    for (transfers, links), group in found.groupby(["transfers", "links"]):
-        off = group["error_left_out"].abs()
-        clusters = sorted(set(group["cluster"]))
-        rows.append(
-            Backing(transfers, links, round(off.median(), 4), round(off.quantile(2 / 3), 4), len(group), clusters)
-        )
+    for transfers, links in sorted(set(zip(found["transfers"], found["links"], strict=True))):
+        here = (found["transfers"] == transfers) & (found["links"] == links)
+        off, clusters = np.abs(np.array(found["error_left_out"])[here]), sorted(set(np.array(found["cluster"])[here]))
+        median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
+        rows.append(Backing(transfers, links, median, two_of_three, off.size, clusters))
     return rows
 
 
