@@ -14,6 +14,9 @@ from sp_bench.diagnosing.examine import pairs_of, with_callers_log, workload
 from sp_bench.diagnosing.nccl_log import read_log
 from sp_bench.doctor import main
 from sp_bench.measure.pool import RankFailure
+from sp_bench.plan.groups import Group
+from sp_bench.plan.ops import Pass
+from sp_bench.run.transport import members_of
 from tests.diagnosing.fakes import fake_nvidia_smi, gpus, nccl_log, rank_of
 from tests.diagnosing.jobs import log_of, pairs, under_load
 from tests.support.ranks import WORLD, Ranks
@@ -96,6 +99,14 @@ def test_pairs() -> None:
     many = pairs_of(256)
     assert len(many) < 2 * 256 and {rank for pair in many for rank in pair} == set(range(256))
     assert (7, 8) in many and (0, 255) in many
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 16])
+def test_all_ranks_have_made_the_communicator_that_pairs_use(n: int) -> None:
+    """NCCL's of the first lane among all ranks, when the plans were prepared: a pair alone could not make it."""
+    first = next(op for op in workload(n, "auto", "float32", 16).plans["forward"].ops if isinstance(op, Pass))
+    assert isinstance(first.group, Group)
+    assert {members_of(first.group, rank) for rank in range(n)} == {tuple(range(n))}
 
 
 def test_ranks_measure_pair_by_pair(ranks: Ranks) -> None:
