@@ -65,7 +65,7 @@ class DoubleRing(Sized):
         """The size of the inner rings, in words."""
         return f"inner {self.inner}"
 
-    def tile_shape(self, n: int) -> tuple[int, int]:
+    def tile_shape(self, n: int) -> tuple[int, int] | None:
         """(1, n): a rank computes a row of the assignment matrix."""
         return (1, n)
 
