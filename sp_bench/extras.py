@@ -8,6 +8,7 @@ from sp_bench.errors import RequestError
 
 EXTRAS = {
     "run": ("torch",),
+    "conform": ("hypothesis", "torch"),
     "transformers": ("torch", "transformers"),
     "analysis": ("matplotlib", "pandas", "pyarrow", "seaborn"),
 }

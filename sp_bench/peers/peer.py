@@ -41,6 +41,8 @@ class Peer(ABC):
     """The package's algorithms. Auto is the first, unless a subclass overrides `preferred`."""
     takes_documents: ClassVar[bool] = False
     """Whether it takes packed documents, beside the masks of whole sequences."""
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+    """The dtypes that the package is made for. Those of flash_attn, unless a subclass overrides them."""
 
     mask: Mask
     algorithm: str = AUTO

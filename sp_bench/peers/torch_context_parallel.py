@@ -31,6 +31,7 @@ class TorchContextParallel(Peer):
     distribution: ClassVar[str] = "torch"
     module: ClassVar[str] = "torch.distributed.tensor.experimental._context_parallel._attention"
     algorithms: ClassVar[tuple[str, ...]] = ("all_gather", "all_to_all")
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
 
     def wanted_layout(self) -> str:
         return "zigzag" if self.causal else "contiguous"

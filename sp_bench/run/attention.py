@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -187,6 +188,15 @@ def _fewest_bytes(method: Method, problem: Problem) -> Method:
     return min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES))
 
 
+def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function as torch.compile of a caller must take it: whole, since it can't trace plans.
+
+    As long as nobody has imported torch._dynamo, nothing is traced; importing it takes a second.
+    """
+    untraced: Any = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    return untraced
+
+
 class SequenceParallelAttention(torch.nn.Module):
     """Exact attention, softmax(q k^T / sqrt(D)) v masked by global position, over a sequence sharded across `group`.
 
@@ -264,6 +274,9 @@ class SequenceParallelAttention(torch.nn.Module):
         All ranks must call it, with shapes that differ in S only. Raises RequestError for shapes or dtypes that the
         method or kernel refuses.
         """
+        return _untraced(self._attend)(q, k, v, seqlen)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Tensor:
         return attend(q, k, v, self.engine(q, k, v, seqlen=seqlen))
 
     def shard(self, x: Tensor) -> Tensor:

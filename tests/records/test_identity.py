@@ -14,9 +14,23 @@ from sp_bench.records.provenance import git_state
 from sp_bench.resources import PACKAGE, ROOT
 
 OF_NO_NUMBER = {
-    *("analysis", "calibrating", "cli", "conf", "diagnosing", "loggers", "records", "slurm"),
-    *("__init__.py", "__main__.py", "calibrate.py", "describe.py", "doctor.py", "draw.py", "errors.py"),
-    *("extras.py", "machine.py", "markdown.py", "reading.py", "resources.py", "validate.py", "wandb_upload.py"),
+    *(
+        "advise",
+        "analysis",
+        "calibrating",
+        "cli",
+        "conf",
+        "conform",
+        "diagnosing",
+        "integrations",
+        "loggers",
+        "records",
+    ),
+    *("slurm", "__init__.py", "__main__.py", "calibrate.py", "describe.py", "doctor.py", "draw.py", "errors.py"),
+    *("extras.py", "first_hour.py", "machine.py", "markdown.py", "reading.py", "resources.py", "validate"),
+    "traces.py",
+    "tracing",
+    "wandb_upload.py",
 }
 """What reads, writes, shows and refuses, and changes no number of a point."""
 

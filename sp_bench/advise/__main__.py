@@ -1,0 +1,177 @@
+"""python -m sp_bench.advise gpus=64 seqlen=1M model=llama3_8b cluster=h100_ndr400 [memory=60GB] [key=value ...]
+
+Which sequence-parallel attention, at which degrees? Every method is simulated at the degrees that are its fastest, and
+ranked with the intervals that nine of ten measured steps were in. Methods whose intervals overlap
+that of the fastest are tied: the answer names all of them. Then: why the others can't run, what would change the
+answer, and the settings of frameworks that have the method.
+
+Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
+model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
+plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer).
+Exit codes: 0 ok, 2 a request that can't be served.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from sp_bench.advise import plots
+from sp_bench.advise.candidates import Answer, answer
+from sp_bench.advise.changes import Change, changes
+from sp_bench.advise.evidence import backing
+from sp_bench.advise.flags import FRAMEWORKS, settings
+from sp_bench.cli.arguments import run_command
+from sp_bench.errors import RequestError
+
+UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
+OWN = ("memory", "plots", "changes")
+NOT_ADVISED = ("method", "mode", "workload", "impl", "baseline", "alone")
+"""Keys that the advice is about, or that have no meaning for it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    return run_command("sp_bench.advise", __doc__ or "", _advise, argv)
+
+
+def _advise(arguments: Sequence[str]) -> int:
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    for key in given:
+        if key.partition(".")[0] in NOT_ADVISED:
+            raise RequestError(f"{key}={given[key]}", "is what the advice is about", "leaving it out would work")
+    overrides = [argument for argument in arguments if argument.partition("=")[0] not in OWN]
+    memory_bytes = size(given["memory"]) if "memory" in given else None
+    if (asked := given.get("changes", "true")) not in ("true", "false"):
+        raise RequestError(f"changes={asked}", "must be true or false", "changes=false would work")
+    with _progress() as progress:
+        task = progress.add_task("")
+        found = answer(overrides, memory_bytes=memory_bytes, done=lambda name: progress.update(task, description=name))
+        varied = []
+        if asked == "true":
+            varied = changes(
+                overrides,
+                found,
+                memory_bytes=memory_bytes,
+                done=lambda what: progress.update(task, description=f"with {what}"),
+            )
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for line in heading(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(ranking(found))
+    for line in [*reasons(found), *what_changes(found, varied), *how_to(found)]:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if "plots" in given:
+        plots.write(Path(given["plots"]), found, memory_bytes)
+    return 0
+
+
+def size(text: str) -> float:
+    """Bytes from "60GB". Raises RequestError for another form."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", text)
+    if not match or not float(match[1]):
+        raise RequestError(f"memory={text}", "is no size", "memory=60GB, or GiB, would work")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def heading(found: Answer) -> list[str]:
+    """What was asked, what the answer is, and what backs it."""
+    first, record = found.feasible[0], found.feasible[0].record
+    mask = f"{record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
+    heads = f"{record.heads} heads ({record.kv_heads} of keys) of {record.head_dim}"
+    asked = f"One attention of {record.seqlen:,} tokens, batch {record.batch}, {heads}, {mask}"
+    lines = [f"{asked}, on {record.gpus} GPUs of {record.cluster}. All times are simulated.", ""]
+    tied = found.tied
+    if len(tied) == 1:
+        lines.append(f"{first.name} comes first, by more than the simulator's usual error.")
+    else:
+        names = ", ".join(each.name for each in tied)
+        lines.append(f"One of {names}: which of them is the fastest is within the simulator's usual error.")
+    device = found.config["cluster"]["device"]
+    rates = {rate.get("figures", "of unknown origin") for rate in (device.get("rates") or {}).values()}
+    lines.append(f"Backed by {backing(record.cluster, ' and '.join(sorted(rates)) or 'of unknown origin')}.")
+    return lines
+
+
+def ranking(found: Answer) -> Table:
+    """Everything that can run, the fastest first."""
+    table = Table("method", "layout", "step, ms", "interval", "MFU", "sent a GPU", "of the least", "memory", "bound by")
+    tied = len(found.tied)
+    for i, each in enumerate(found.feasible):
+        r = each.record
+        least = r.comm_bytes_lower_bound
+        payload = (r.comm_bytes_per_gpu or 0) - (r.comm_bytes_statistics or 0)
+        table.add_row(
+            each.name,
+            r.layout or "-",
+            f"{each.time.step_ms:,.1f}",
+            f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}",
+            f"{r.mfu:.1%}" if r.mfu is not None else "-",
+            f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB",
+            f"{payload / least:.2f}x" if least else "-",
+            f"{(r.peak_mem_bytes_max or 0) / 1e9:,.2f} GB",
+            r.bound_by or "-",
+            style="bold" if i < tied else None,
+        )
+    return table
+
+
+def reasons(found: Answer) -> list[str]:
+    """Why the others can't run."""
+    lines = [f"  {name}: {why}" for name, why in found.refused.items()]
+    return ["", "Not possible:", *lines] if lines else []
+
+
+def what_changes(found: Answer, varied: Sequence[Change]) -> list[str]:
+    """What would, and what wouldn't, change the answer."""
+    first = found.feasible[0].method.name
+    lines = []
+    for change in varied:
+        if change.first is None:
+            lines.append(f"  {change.what}: nothing fits any more")
+        elif change.was_first is None:
+            lines.append(
+                f"  {change.what}: {first} can't run; {change.first.name}, {change.first.time.step_ms:,.1f} ms"
+            )
+        elif change.changes:
+            slower = change.was_first.time.step_ms / change.first.time.step_ms
+            step_ms = change.first.time.step_ms
+            lines.append(
+                f"  {change.what}: {change.first.name}, {step_ms:,.1f} ms; {first} takes {slower:.2f}x as long"
+            )
+        else:
+            same, fastest = change.was_first.time.step_ms, change.first.name
+            best = "the fastest" if change.first.method.name == first else f"tied with {fastest}"
+            lines.append(f"  {change.what}: {change.was_first.name} is still {best}, {same:,.1f} ms")
+    return ["", "What would change the answer:", *lines] if lines else []
+
+
+def how_to(found: Answer) -> list[str]:
+    """Settings for the fastest, and for the fastest that a framework has."""
+    gpus = found.feasible[0].record.gpus
+    lines = ["", "How to run it:"]
+    for i, each in enumerate(found.feasible):
+        found_settings = settings(each.method, gpus, each.record.layout or "contiguous")
+        elsewhere = any(name in FRAMEWORKS for name in found_settings)
+        if i == 0 or elsewhere:
+            lines.append(f"  {each.name}:" + ("" if elsewhere else " no framework of the five has it"))
+            lines += [f"    {name:<12} {text}" for name, text in found_settings.items()]
+        if elsewhere:
+            break
+    return lines
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

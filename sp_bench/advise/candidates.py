@@ -1,0 +1,100 @@
+"""Every method on the cluster asked for, simulated at its best degrees, and why others can't run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sp_bench.advise.evidence import Interval, interval
+from sp_bench.bench import resolve
+from sp_bench.bench.simulated import simulate_point
+from sp_bench.cli.compose import Composer
+from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY
+from sp_bench.plan.method import Method
+from sp_bench.records import Record
+
+LEFT_OUT = ("reference",)
+"""Methods for one GPU."""
+
+
+@dataclass(frozen=True)
+class Feasible:
+    """A method at the degrees that are the fastest."""
+
+    method: Method
+    record: Record
+
+    @property
+    def name(self) -> str:
+        """The method and its degrees."""
+        return " ".join(filter(None, [self.method.name, self.record.variant]))
+
+    @property
+    def time(self) -> Interval:
+        """The step, with its interval."""
+        assert self.record.step_ms_median is not None
+        return interval(self.record.step_ms_median)
+
+
+@dataclass
+class Answer:
+    """What can run, the fastest first, and what can't."""
+
+    config: Mapping[str, Any]
+    feasible: list[Feasible] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """The reason, by method."""
+
+    @property
+    def tied(self) -> list[Feasible]:
+        """The fastest, and all that may be as fast."""
+        return [each for each in self.feasible if each.time.overlaps(self.feasible[0].time)]
+
+
+def answer(
+    overrides: Sequence[str],
+    *,
+    memory_bytes: float | None = None,
+    methods: Sequence[str] = tuple(REGISTRY),
+    done: Callable[[str], None] = lambda name: None,
+) -> Answer:
+    """Simulate the methods for a request. Methods whose attention needs more than `memory_bytes` a GPU are refused.
+
+    Raises RequestError for a request that no method can serve, and for unknown keys.
+    """
+    found: Answer | None = None
+    with Composer() as composer:
+        composed = {
+            name: composer.compose(composer.points([*overrides, f"method={name}"], sweep=False)[0])
+            for name in methods
+            if name not in LEFT_OUT
+        }
+    for name, config in composed.items():
+        found = found or Answer(config)
+        try:
+            record, choice = simulate_point(
+                resolve({**config, "mode": "simulate", "workload": "attention", "trace": 0})
+            )
+        except RequestError as error:
+            found.refused[name] = str(error)
+        else:
+            found.feasible.append(Feasible(choice.method, record))
+            found.refused |= _too_large(found.feasible[-1], memory_bytes)
+        done(name)
+    assert found is not None
+    found.feasible = [each for each in found.feasible if each.method.name not in found.refused]
+    found.feasible.sort(key=lambda each: each.time.step_ms)
+    if not found.feasible:
+        reasons = list(found.refused.values())
+        raise RequestError(" ".join(overrides), "no method can serve it", f"the first says: {reasons[0]}")
+    return found
+
+
+def _too_large(candidate: Feasible, memory_bytes: float | None) -> dict[str, str]:
+    needed = candidate.record.peak_mem_bytes_max
+    if memory_bytes is None or needed is None or needed <= memory_bytes:
+        return {}
+    why = f"its attention needs {needed / 1e9:.1f} GB a GPU, of {memory_bytes / 1e9:g} GB"
+    return {candidate.method.name: why}

@@ -1,0 +1,72 @@
+"""What would change the answer: the same question with another NIC rate, other key heads, other lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sp_bench.advise.candidates import Answer, Feasible, answer
+from sp_bench.errors import RequestError
+from sp_bench.reading import Tokens, read
+
+TRIED = 3
+"""How many of the fastest methods are asked again, beside those that tie with the first."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another question, and its answer."""
+
+    what: str
+    """What is different, in words."""
+    first: Feasible | None
+    """The fastest then; None where nothing can run."""
+    was_first: Feasible | None
+    """Today's fastest then, with its own best degrees; None where it can't run."""
+    changes: bool
+    """Whether today's fastest is then clearly slower."""
+
+
+def changes(
+    overrides: Sequence[str],
+    now: Answer,
+    *,
+    memory_bytes: float | None,
+    done: Callable[[str], None] = lambda name: None,
+) -> list[Change]:
+    """The answers to the varied questions, among the methods that are fast today."""
+    names = [each.method.name for each in now.feasible[: max(TRIED, len(now.tied))]]
+    found = []
+    for what, changed in _varied(now.config).items():
+        keys = {override.partition("=")[0] for override in changed}
+        kept = [override for override in overrides if override.partition("=")[0] not in keys]
+        try:
+            then = answer([*kept, *changed], memory_bytes=memory_bytes, methods=names)
+        except RequestError:
+            found.append(Change(what, None, None, True))
+        else:
+            same = next((each for each in then.feasible if each.method.name == names[0]), None)
+            slower = same is None or not same.time.overlaps(then.feasible[0].time)
+            found.append(Change(what, then.feasible[0], same, slower))
+        done(what)
+    return found
+
+
+def _varied(config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Overrides by what they change."""
+    varied: dict[str, list[str]] = {}
+    inter = config["cluster"].get("inter") or {}
+    if rate := inter.get("bytes_per_s"):
+        varied["NICs at half the rate"] = [f"cluster.inter.bytes_per_s={rate / 2}"]
+        varied["NICs at twice the rate"] = [f"cluster.inter.bytes_per_s={rate * 2}"]
+    heads, kv_heads = config["heads"], config["kv_heads"] or config["heads"]
+    if kv_heads < heads:
+        varied[f"as many key heads as heads, {heads}"] = [f"kv_heads={heads}"]
+    if kv_heads % 4 == 0:
+        varied[f"a quarter of the key heads, {kv_heads // 4}"] = [f"kv_heads={kv_heads // 4}"]
+    seqlen = read(Tokens, config["seqlen"], "seqlen")
+    if seqlen % 4 == 0:
+        varied[f"a quarter of the length, {seqlen // 4:,}"] = [f"seqlen={seqlen // 4}"]
+    varied[f"four times the length, {4 * seqlen:,}"] = [f"seqlen={4 * seqlen}"]
+    return varied

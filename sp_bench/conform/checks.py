@@ -1,0 +1,334 @@
+"""What is checked, in ranks. Each check returns what is wrong, or an empty text; the registry is in catalogue.py."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sp_bench.conform.case import Case
+from sp_bench.conform.stage import Inputs, Results, Stage
+from sp_bench.conform.subjects import Subject
+from sp_bench.errors import RequestError
+from sp_bench.measure.memory import resident_bytes
+from sp_bench.peers.traffic import Traffic
+from sp_bench.plan.method import PHASES
+
+LARGE = 60.0
+"""The factor of scores whose exponentials overflow fp32."""
+RUNS = 10
+"""Runs that must give the same bits."""
+WARM_UP, CALLS = 3, 12
+"""Calls before memory is read, and between the two readings."""
+SMALLEST_LEAK_BYTES = 100_000
+"""Tensors below this size don't show in the resident memory of a process."""
+PROBE_S = 5
+"""Seconds that a probe for messages may take."""
+
+
+@lru_cache(maxsize=64)
+def errors(subject: Subject, case: Case) -> dict[str, str]:
+    """By tensor, what is wrong with one forward and backward. The four rows of a case share it."""
+    stage = Stage(subject, case)
+    inputs = stage.inputs()
+    return stage.errors(stage.run(inputs), inputs)
+
+
+def tensor(name: str, subject: Subject, case: Case) -> str:
+    """What is wrong with one of out, dq, dk and dv."""
+    return errors(subject, case).get(name, "")
+
+
+def exact(subject: Subject, case: Case) -> str:
+    """All four tensors."""
+    return "; ".join(errors(subject, case).values())
+
+
+def large_scores(subject: Subject, case: Case) -> str:
+    """Scores whose exponentials overflow fp32. Rounding in the scores grows with them, and so do the tolerances."""
+    stage = Stage(subject, case)
+    inputs = stage.inputs(scale=LARGE)
+    return stage.wrong(stage.run(inputs), inputs, dtype="bfloat16")
+
+
+def strides(subject: Subject, case: Case) -> str:
+    """Inputs and an output gradient that are views of (B, H, S, D), and one gradient that is a single number."""
+    stage = Stage(subject, case)
+    inputs, ones = stage.inputs(), torch.ones(())
+    local = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in stage.local(inputs)))
+    out, leaves = stage.forward(local)
+    found = stage.wrong(stage.backward(out, leaves, local.dout), inputs)
+    out, leaves = stage.forward(local)
+    expanded = ones.to(out.dtype).expand(out.shape)
+    whole = inputs._replace(dout=torch.ones_like(inputs.dout))
+    return found or stage.wrong(stage.backward(out, leaves, expanded), whole, "with the gradient of out.sum()")
+
+
+def repeated(subject: Subject, case: Case) -> str:
+    """Three calls of one instance on different inputs, all compared after the last one."""
+    stage = Stage(subject, case)
+    results = [stage.run(stage.inputs(seed)) for seed in range(3)]
+    found = [stage.wrong(x, stage.inputs(seed), f"call {seed + 1} of 3") for seed, x in enumerate(results)]
+    return next(filter(None, found), "")
+
+
+def in_flight(subject: Subject, case: Case) -> str:
+    """Two forwards, then their backwards in the same and in the reverse order."""
+    stage = Stage(subject, case)
+    for order in ((0, 1), (1, 0)):
+        locals_ = [stage.local(stage.inputs(seed)) for seed in (0, 1)]
+        forwards = [stage.forward(local) for local in locals_]
+        for call in order:
+            results = stage.backward(*forwards[call], locals_[call].dout)
+            what = f"forwards 1 and 2, backwards {order[0] + 1} and {order[1] + 1}: call {call + 1}"
+            if found := stage.wrong(results, stage.inputs(call), what):
+                return found
+    return ""
+
+
+def dropped(subject: Subject, case: Case) -> str:
+    """A backward after other forwards that never get one, before and in between."""
+    stage = Stage(subject, case)
+    inputs = stage.inputs(0)
+    local = stage.local(inputs)
+    stage.forward(stage.local(stage.inputs(1)))
+    out, leaves = stage.forward(local)
+    stage.forward(stage.local(stage.inputs(2)))
+    return stage.wrong(stage.backward(out, leaves, local.dout), inputs)
+
+
+def two_instances(subject: Subject, case: Case) -> str:
+    """Two instances in one process, with other shapes and, where both are claimed, other masks; interleaved."""
+    first = Stage(subject, case)
+    other = case.simpler(tokens=2 * case.tokens, mask="full" if case.mask == "causal" else "causal")
+    with suppress(RequestError):
+        subject.refuse(other)
+        return _interleaved(first, Stage(subject, other))
+    return _interleaved(first, Stage(subject, case.simpler(tokens=2 * case.tokens)))
+
+
+def _interleaved(*stages: Stage) -> str:
+    inputs = [stage.inputs(seed) for seed, stage in enumerate(stages)]
+    locals_ = [stage.local(x) for stage, x in zip(stages, inputs, strict=True)]
+    forwards = [stage.forward(local) for stage, local in zip(stages, locals_, strict=True)]
+    found = ""
+    for i, stage in enumerate(stages):
+        found = found or stage.wrong(stage.backward(*forwards[i], locals_[i].dout), inputs[i], f"instance {i + 1}")
+    return found
+
+
+def frozen(subject: Subject, case: Case) -> str:
+    """Only q, then only k and v, need gradients."""
+    stage = Stage(subject, case)
+    inputs = stage.inputs()
+    local = stage.local(inputs)
+    for needed, what in (((True, False, False), "only q needs one"), ((False, True, True), "only k and v need one")):
+        out, leaves = stage.forward(local, needed=needed)
+        if found := stage.wrong(stage.backward(out, leaves, local.dout), inputs, what):
+            return found
+    return ""
+
+
+def inputs_kept(subject: Subject, case: Case) -> str:
+    """q, k, v and the gradient of out are as before, and no output shares memory with them or each other."""
+    stage = Stage(subject, case)
+    local = Inputs(*(x.clone() for x in stage.local(stage.inputs())))
+    kept = [x.clone() for x in local]
+    results = stage.backward(*stage.forward(local), local.dout)
+    changed = [name for name, x, y in zip(Inputs._fields, local, kept, strict=True) if not torch.equal(x, y)]
+    if changed:
+        return f"{', '.join(changed)} changed"
+    named = dict(zip((*Inputs._fields, *Results._fields), (*local, *results), strict=True))
+    tensors = {name: x for name, x in named.items() if x is not None}
+    for name in Results._fields:
+        before = {other: x.clone() for other, x in tensors.items() if other != name}
+        try:
+            tensors[name].add_(1)
+        except RuntimeError as error:  # its elements share memory
+            return f"{name} can't be written to ({str(error).splitlines()[0]})"
+        for other, x in before.items():
+            if not torch.equal(tensors[other], x):
+                return f"{name} shares memory with {other}"
+    return ""
+
+
+def no_grad(subject: Subject, case: Case) -> str:
+    """Under no_grad and inference_mode: the same output, with no graph kept."""
+    stage = Stage(subject, case)
+    inputs = stage.inputs()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = stage.instance.attend(*stage.local(inputs)[:3])
+        if out.requires_grad:
+            return f"out needs a gradient under {mode.__name__}"
+        with torch.no_grad():
+            if found := stage.wrong(Results(out.clone(), None, None, None), inputs, mode.__name__):
+                return found
+    return ""
+
+
+def autocast(subject: Subject, case: Case) -> str:
+    """A caller under autocast to bfloat16: within its tolerance, gradients in the dtypes of the inputs."""
+    stage = Stage(subject, case)
+    inputs = stage.inputs()
+    local = stage.local(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, leaves = stage.forward(local)
+    results = stage.backward(out, leaves, local.dout)
+    if out.dtype not in (torch.bfloat16, local.q.dtype):
+        return f"out is in {out.dtype}"
+    for name, gradient, leaf in zip(("dq", "dk", "dv"), results[1:], leaves, strict=True):
+        if gradient is not None and gradient.dtype != leaf.dtype:
+            return f"{name} is in {gradient.dtype}, not {leaf.dtype}"
+    return stage.wrong(results, inputs, dtype="bfloat16")
+
+
+def compiled(subject: Subject, case: Case) -> str:
+    """A caller under torch.compile, which traces or leaves out what it calls, backward included."""
+    stage = Stage(subject, case)
+    inputs, attend = stage.inputs(), stage.instance.attend
+    torch.compiler.reset()
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * attend(q + q, k / 1, v * 1) / 2
+
+    compiled_block = torch.compile(block, backend="aot_eager")
+    halved = stage.local(inputs._replace(q=inputs.q / 2))
+    out, leaves = stage.forward(halved, compiled_block)  # pyright: ignore[reportArgumentType]
+    results = stage.backward(out, leaves, halved.dout)
+    halved_dq = results.dq / 2 if results.dq is not None else None
+    return stage.wrong(results._replace(dq=halved_dq), inputs)
+
+
+def checkpointed(subject: Subject, case: Case) -> str:
+    """Activation checkpointing, reentrant and not: the forward runs again inside the backward."""
+    stage = Stage(subject, case)
+    inputs, attend = stage.inputs(), stage.instance.attend
+    for reentrant in (False, True):
+
+        def again(q: Tensor, k: Tensor, v: Tensor, reentrant: bool = reentrant) -> Any:
+            return checkpoint(attend, q, k, v, use_reentrant=reentrant)
+
+        local = stage.local(inputs)
+        out, leaves = stage.forward(local, again)
+        out.backward(local.dout)  # the reentrant kind refuses autograd.grad
+        results = Results(out.detach(), *(x.grad for x in leaves))
+        if found := stage.wrong(results, inputs, f"use_reentrant={reentrant}"):
+            return found
+    return ""
+
+
+def deterministic(subject: Subject, case: Case) -> str:
+    """Ten runs on the same inputs give the same bits."""
+    stage = Stage(subject, case)
+    first = stage.run(stage.inputs())
+    differing: set[str] = set()
+    for _ in range(RUNS - 1):
+        again = stage.run(stage.inputs())
+        for name, x, y in zip(Results._fields, first, again, strict=True):
+            if x is not None and y is not None and not torch.equal(x, y):
+                differing.add(name)
+    return f"{', '.join(sorted(differing))} differ from run to run" if differing else ""
+
+
+def volume(subject: Subject, case: Case) -> str:
+    """Bytes that all ranks send, counted below torch.distributed or by the transport, against the claimed formula."""
+    stage = Stage(subject, case)
+    local = stage.local(stage.inputs())
+    stage.backward(*stage.forward(local), local.dout)  # what is sent once, to agree on shapes, doesn't count
+    sent = stage.instance.sent_bytes
+    before, found = sent() if sent else 0, {}
+    with Traffic() as traffic:
+        out, leaves = stage.forward(local)
+        found["forward"] = (sent() - before) if sent else traffic.sent_bytes.total()
+        stage.backward(out, leaves, local.dout)
+        found["backward"] = (sent() - before if sent else traffic.sent_bytes.total()) - found["forward"]
+    if traffic.unknown and not sent:
+        return f"{', '.join(sorted(traffic.unknown))} can't be counted"
+    counts = torch.tensor([found[phase] for phase in PHASES], dtype=torch.float64)
+    dist.all_reduce(counts, group=stage.group)
+    for phase, count in zip(PHASES, counts.tolist(), strict=True):
+        claimed = subject.sent_bytes(case, phase)
+        assert claimed is not None, "the catalogue asks for claimed volumes only"
+        if round(count) != round(claimed):
+            return f"{phase}: {count:,.0f} bytes sent, {claimed:,.0f} claimed"
+    return ""
+
+
+def memory(subject: Subject, case: Case) -> str:
+    """Resident memory doesn't grow from call to call."""
+    stage = Stage(subject, case)
+    inputs = stage.inputs()
+    local = stage.local(inputs)
+    if local.q.nbytes < SMALLEST_LEAK_BYTES:
+        return ""
+    marks = []
+    for calls in (WARM_UP, CALLS):
+        for _ in range(calls):
+            stage.backward(*stage.forward(local), local.dout)
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        marks.append(resident_bytes("VmRSS"))
+    growth = (marks[1] - marks[0]) / CALLS
+    if growth > local.q.nbytes / 2:
+        return f"memory grows by {growth / 1e3:,.0f} kB with each call, whose q has {local.q.nbytes / 1e3:,.0f} kB"
+    return ""
+
+
+def messages(subject: Subject, case: Case) -> str:
+    """After a call, messages between all ranks arrive as sent: none was left on the group, nor a receive for one."""
+    stage = Stage(subject, case)
+    stage.run(stage.inputs())
+    peers = [rank for rank in range(case.n) if rank != stage.rank]
+    arriving = {peer: torch.zeros(1) for peer in peers}
+    receives = {p: dist.irecv(x, group=stage.group, group_src=p) for p, x in arriving.items()}
+    leaving = [
+        dist.isend(torch.tensor([1000.0 * stage.rank + p]), group=stage.group, group_dst=p) for p in peers
+    ]  # fmt: skip
+    try:
+        for peer, work in receives.items():
+            assert work is not None
+            work.wait(timedelta(seconds=PROBE_S))
+            if arriving[peer].item() != 1000.0 * peer + stage.rank:
+                return f"a message from rank {peer} was left on the group"
+        for work in leaving:
+            assert work is not None
+            work.wait(timedelta(seconds=PROBE_S))
+    except RuntimeError as error:
+        return f"a message or a receive was left on the group ({str(error).splitlines()[0][:80]})"
+    return ""
+
+
+def sub_groups(subject: Subject, case: Case) -> str:
+    """The even and the odd ranks each run an attention of their own at the same time."""
+    parity = dist.get_rank() % 2
+    group = _halves()[parity]
+    stage = Stage(subject, case, group)
+    inputs = stage.inputs(seed=parity)
+    return stage.wrong(stage.run(inputs), inputs, f"ranks {'odd' if parity else 'even'}")
+
+
+@lru_cache
+def _halves() -> list[Any]:
+    """The groups of even and of odd ranks, once in each process."""
+    world = dist.get_world_size()
+    return [dist.new_group(list(range(first, world, 2))) for first in (0, 1)]
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        autocast, checkpointed, compiled, deterministic, dropped, exact, frozen, in_flight, inputs_kept, large_scores,
+        memory, messages, no_grad, repeated, strides, sub_groups, tensor, two_instances, volume,
+    )
+}  # fmt: skip
+"""Every check by the name of its function, as catalogue.py names it."""

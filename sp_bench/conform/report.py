@@ -1,0 +1,102 @@
+"""The rows of a subject as a table for a terminal, as Markdown and as JUnit XML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from xml.etree import ElementTree
+
+from rich.table import Table
+from rich.text import Text
+
+from sp_bench import markdown
+from sp_bench.conform.catalogue import CHECKS
+from sp_bench.conform.run import Row
+
+STYLES = {"holds": "green", "fails": "bold red", "refused": "yellow", "not claimed": "dim"}
+HEAD = ("check", "looks for", "result", "cases", "smallest failing case, or what is refused")
+
+
+def cells(row: Row) -> list[str]:
+    """A row in words."""
+    cases = f"{row.cases - row.failed} of {row.cases}" if row.failed else str(row.cases or "-")
+    return [row.check.name, row.check.looks_for, row.status, cases, remark(row)]
+
+
+def remark(row: Row) -> str:
+    """The smallest failing case and what is wrong with it, and how many cases are refused, and why."""
+    words = [f"{row.smallest}: {row.why}"] if row.status == "fails" else []
+    if row.refused:
+        reason, _ = max(row.refused.items(), key=lambda item: item[1])
+        words.append(f"{sum(row.refused.values())} refused: {reason}")
+    return "; ".join(words)
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """The table of one subject for a terminal."""
+    made = Table(*HEAD, title=f"{title}: {summary(rows)}", title_justify="left", show_lines=False)
+    for row in rows:
+        name, looks_for, status, cases, last = cells(row)
+        made.add_row(name, looks_for, Text(status, STYLES[row.status]), cases, Text(last))
+    return made
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many checks came out how."""
+    counts = {status: sum(row.status == status for row in rows) for status in STYLES}
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+
+
+def as_markdown(tables: Mapping[str, Sequence[Row]]) -> str:
+    """A section with a table for each subject; with several, a matrix of all first."""
+    sections = []
+    if len(tables) > 1:
+        names = [row.check.name for row in next(iter(tables.values()))]
+        matrix = [[name, *(row.status for row in rows)] for name, rows in _by_check(tables, names)]
+        sections.append(markdown.table(["check", *(f"`{title}`" for title in tables)], matrix))
+    for title, rows in tables.items():
+        lines = [[f"`{name}`", *(_escaped(x) for x in rest)] for name, *rest in map(cells, rows)]
+        sections += [f"## `{title}`", f"{summary(rows)}.", markdown.table(HEAD, lines)]
+    return "\n\n".join(sections) + "\n"
+
+
+def _by_check(tables: Mapping[str, Sequence[Row]], names: Sequence[str]) -> list[tuple[str, list[Row]]]:
+    return [(name, [rows[i] for rows in tables.values()]) for i, name in enumerate(names)]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def as_junit(tables: Mapping[str, Sequence[Row]]) -> str:
+    """JUnit XML: a suite for each subject, a test case for each check; refused and not claimed ones are skipped."""
+    root = ElementTree.Element("testsuites", name="sp_bench.conform")
+    for title, rows in tables.items():
+        counts = {status: str(sum(row.status == status for row in rows)) for status in STYLES}
+        skipped = str(int(counts["refused"]) + int(counts["not claimed"]))
+        suite = ElementTree.SubElement(
+            root, "testsuite", name=title, tests=str(len(rows)), failures=counts["fails"], errors="0", skipped=skipped
+        )
+        for row in rows:
+            case = ElementTree.SubElement(suite, "testcase", classname=f"conform.{title}", name=row.check.name)
+            if row.status == "fails":
+                ElementTree.SubElement(case, "failure", message=_plain(remark(row))).text = _plain(remark(row))
+            elif row.status != "holds":
+                ElementTree.SubElement(case, "skipped", message=_plain(remark(row) or row.status))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Without the characters that XML can't hold."""
+    return "".join(c for c in text if c in "\t\n" or c >= " ")
+
+
+def checks_table() -> str:
+    """What each check looks for, and public bugs that it would have seen, in Markdown (docs/how-to/conform.md)."""
+    rows = [[f"`{c.name}`", c.looks_for, ", ".join(map(_link, c.published))] for c in CHECKS]
+    return markdown.table(["check", "holds if", "bugs of this kind in public code"], rows) + "\n"
+
+
+def _link(thread: str) -> str:
+    repository, _, number = thread.partition("#")
+    return f"[{thread}](https://github.com/{repository}/issues/{number})"

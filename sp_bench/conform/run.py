@@ -1,0 +1,88 @@
+"""Check a subject: every check on its cases, and the smallest failing case of each that fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from sp_bench.conform.case import Case
+from sp_bench.conform.catalogue import CHECKS, SIZES, Check
+from sp_bench.conform.ranks import Verdict, Worlds
+from sp_bench.conform.shrink import smallest
+from sp_bench.conform.subjects import Subject
+
+SHRINK_S = 20.0
+"""Seconds spent on shrinking one failure."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one check."""
+
+    check: Check
+    status: str
+    """holds, fails, refused (all cases), or not claimed."""
+    cases: int = 0
+    """Cases that were run."""
+    failed: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Refusals, by reason."""
+    smallest: Case | None = None
+    """The smallest failing case."""
+    why: str = ""
+
+
+def rows_of(
+    subject: Subject,
+    worlds: Worlds,
+    *,
+    long: bool = False,
+    sizes: Iterable[int] = SIZES,
+    checks: Iterable[Check] = CHECKS,
+    shrink_s: float = SHRINK_S,
+    done: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """The rows of a subject's table, in the order of the checks; `done` gets each as it is known."""
+    rows: list[Row] = []
+    for check in checks:
+        row = _row(subject, worlds, check, long=long, sizes=set(sizes), shrink_s=shrink_s)
+        done(row)
+        rows.append(row)
+    return rows
+
+
+def _row(subject: Subject, worlds: Worlds, check: Check, *, long: bool, sizes: set[int], shrink_s: float) -> Row:
+    claims = subject.claims
+    cases = [case for case in dict.fromkeys(check.cases(claims, long)) if check.worlds * case.n <= max(SIZES)]
+    cases = [case for case in cases if case.n in sizes]
+    if check.counted:
+        cases = [case for case in cases if _volume_is_claimed(subject, worlds, case)]
+    if not check.claimed(claims) or not cases:
+        return Row(check, "not claimed")
+    verdicts = {case: worlds.judge(subject, check, case) for case in cases}
+    failing = {case: verdict for case, verdict in verdicts.items() if verdict.status == "fails"}
+    refused = Counter(verdict.why for verdict in verdicts.values() if verdict.status == "refused")
+    run = len(cases) - refused.total()
+    if not failing:
+        return Row(check, "holds" if run else "refused", run, 0, dict(refused))
+    case = _smallest(subject, worlds, check, failing, shrink_s)
+    why = worlds.judge(subject, check, case).why
+    worlds.renew()
+    return Row(check, "fails", run, len(failing), dict(refused), case, why)
+
+
+def _volume_is_claimed(subject: Subject, worlds: Worlds, case: Case) -> bool:
+    return worlds.refusal(subject, case) is None and subject.sent_bytes(case, "forward") is not None
+
+
+def _smallest(subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict], limit_s: float) -> Case:
+    """A failure that ends ranks isn't shrunk: each try takes a new pool, or a timeout."""
+    quick = [case for case, verdict in failing.items() if not verdict.slow]
+    if not quick or limit_s <= 0:
+        return min(quick or failing)
+    return smallest(min(quick), lambda case: _fails_quickly(worlds.judge(subject, check, case)), limit_s)
+
+
+def _fails_quickly(verdict: Verdict) -> bool:
+    return verdict.status == "fails" and not verdict.slow

@@ -1,0 +1,281 @@
+"""What is checked: a user's function, a known package, or a method of this suite. Imports torch only in ranks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sp_bench.conform.case import Case
+from sp_bench.conform.claims import ATTRIBUTE, Claims
+from sp_bench.errors import RequestError, nearest
+from sp_bench.extras import require
+from sp_bench.methods import REGISTRY, build
+from sp_bench.peers.peer import Peer
+from sp_bench.peers.registry import PEERS
+from sp_bench.peers.registry import build as build_peer
+from sp_bench.plan.layout import LAYOUTS, Layout
+from sp_bench.plan.method import PHASES, Method
+from sp_bench.plan.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+@dataclass
+class Instance:
+    """An attention on this rank, and how its tokens are dealt."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    shard: Callable[[Tensor], Tensor]
+    unshard: Callable[[Tensor], Tensor]
+    sent_bytes: Callable[[], int] | None = None
+    """The bytes that this rank has sent so far, where the attention counts them itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject(ABC):
+    """What is checked. It is pickled and sent to the ranks."""
+
+    name: str
+    """As the user wrote it."""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The name with its options."""
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options)])
+
+    @property
+    @abstractmethod
+    def claims(self) -> Claims: ...
+
+    @abstractmethod
+    def refuse(self, case: Case) -> None:
+        """Raise RequestError for a case that it documents not to do."""
+
+    @abstractmethod
+    def layout(self, case: Case) -> Layout:
+        """How a case's tokens are dealt to the ranks."""
+
+    @abstractmethod
+    def instance(self, case: Case, group: ProcessGroup) -> Instance:
+        """In a rank: a new attention for the case."""
+
+    def sent_bytes(self, case: Case, phase: str) -> float | None:
+        """The claimed bytes that all ranks send in a phase; None: nothing is claimed."""
+        formula = self.claims.sent_bytes
+        return formula(case.problem(self.layout(case)), phase) if formula else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Subject):
+    """module:name, called as fn(q, k, v, causal=, group=). Its claims are an attribute, or come with the request."""
+
+    overrides: tuple[tuple[str, Any], ...] = ()
+    """Claims that the request states."""
+
+    @property
+    def claims(self) -> Claims:
+        made = getattr(self.function(), ATTRIBUTE, None) or Claims()
+        return replace(made, **dict(self.overrides)) if self.overrides else made
+
+    def function(self) -> Callable[..., Any]:
+        """The function. Raises RequestError where there is none."""
+        module, _, name = self.name.partition(":")
+        try:
+            if importlib.util.find_spec(module) is None:
+                raise ModuleNotFoundError(f"no module {module}")
+            found = vars(importlib.import_module(module))
+        except ImportError as error:
+            would_work = "the name of a module in this folder or on PYTHONPATH would work"
+            raise RequestError(self.name, f"can't be imported: {error}", would_work) from None
+        if not callable(found.get(name)):
+            names = [key for key, value in found.items() if callable(value) and not key.startswith("_")]
+            raise RequestError(self.name, f"{module} has no function {name}", nearest(name, names))
+        return found[name]
+
+    def refuse(self, case: Case) -> None:
+        made = self.claims
+        if case.mask not in made.masks:
+            raise RequestError(f"mask={case.mask}", "is not claimed", f"mask={made.masks[0]} would work")
+        if case.dtype not in made.dtypes:
+            raise RequestError(f"dtype={case.dtype}", "is not claimed", f"dtype={made.dtypes[0]} would work")
+        if case.more and not made.uneven:
+            raise RequestError(f"seqlen={case.seqlen}", "uneven lengths are not claimed", "uneven=true would claim it")
+        if case.documents and not made.documents:
+            raise RequestError(f"documents={case.documents}", "are not claimed", "documents=true would claim them")
+        if made.head_parallel and case.heads % case.n:
+            raise RequestError(f"heads={case.heads}", f"{case.n} ranks split them", f"heads={case.n} would work")
+        refuse_pieces(self.layout(case), case)
+
+    def layout(self, case: Case) -> Layout:
+        return case.whole_mask().layout(self.claims.layout, case.n)
+
+    def instance(self, case: Case, group: ProcessGroup) -> Instance:
+        from sp_bench.run import sharding
+
+        function, made, layout, rank = self.function(), self.claims, self.layout(case), group.rank()
+        keywords: dict[str, Any] = {"causal": case.mask == "causal", "group": group}
+        keywords |= {"seqlen": case.seqlen} if made.uneven else {}
+        keywords |= {"documents": list(case.lengths)} if case.documents else {}
+        shard, unshard = made.shard, made.unshard
+        return Instance(
+            lambda q, k, v: function(q, k, v, **keywords),
+            (lambda x: shard(x, group)) if shard else lambda x: sharding.shard(x, layout, rank, case.n),
+            (lambda x: unshard(x, group)) if unshard else lambda x: sharding.unshard(x, layout, group, case.n),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package(Subject):
+    """A package that the registry of peers knows. It runs on all ranks."""
+
+    dtypes: tuple[str, ...] = ()
+    """In place of the dtypes that the package is made for."""
+
+    def peer(self, case: Case) -> Peer:
+        """The package with this subject's options. Raises RequestError for masks or options that it doesn't take."""
+        return build_peer(self.name, dict(self.options), mask=case.whole_mask())
+
+    @property
+    def claims(self) -> Claims:
+        return Claims(dtypes=self.dtypes or PEERS[self.name].dtypes, masks=self._masks(), sub_groups=False)
+
+    def _masks(self) -> tuple[str, ...]:
+        found = []
+        for mask in ("causal", "full"):
+            with suppress(RequestError):
+                self.refuse(Case(n=2, heads=2, kv_heads=2, tokens=8, mask=mask, dtype="bfloat16"))
+                found.append(mask)
+        return tuple(found)
+
+    def refuse(self, case: Case) -> None:
+        peer = self.peer(case)
+        refuse_pieces(peer.layout_of(case.whole_mask(), case.n), case)
+        peer.refuse(case.problem(peer.layout_of(case.whole_mask(), case.n)))
+
+    def layout(self, case: Case) -> Layout:
+        peer = self.peer(case)
+        return peer.dealt(case.problem(peer.layout_of(case.whole_mask(), case.n))).layout
+
+    def instance(self, case: Case, group: ProcessGroup) -> Instance:
+        from sp_bench.run import sharding
+
+        peer, layout, rank = self.peer(case), self.layout(case), group.rank()
+        return Instance(
+            peer.attention(case.problem(layout)),
+            lambda x: sharding.shard(x, layout, rank, case.n),
+            lambda x: sharding.unshard(x, layout, group, case.n),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Subject):
+    """A method of this suite, as SequenceParallelAttention."""
+
+    @property
+    def claims(self) -> Claims:
+        return Claims(dtypes=("float32", "bfloat16", "float16", "float64"), uneven=True, documents=True)
+
+    def variant(self, case: Case) -> tuple[Method, Problem]:
+        """The variant that the attention runs, and the problem as it deals it. Raises RequestError where it refuses."""
+        method = build(self.name, dict(self.options))
+        problem = case.problem(method.layout_of(case.whole_mask(), case.n))
+        least = min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES))
+        return least, least.dealt(problem)
+
+    def refuse(self, case: Case) -> None:
+        self.variant(case)
+
+    def layout(self, case: Case) -> Layout:
+        return self.variant(case)[1].layout
+
+    def instance(self, case: Case, group: ProcessGroup) -> Instance:
+        from sp_bench.run.attention import SequenceParallelAttention
+
+        attention = SequenceParallelAttention(self.name, mask=case.whole_mask(), group=group, **dict(self.options))
+        return Instance(
+            lambda q, k, v: attention(q, k, v, seqlen=case.seqlen),
+            attention.shard,
+            attention.unshard,
+            lambda: attention.sent_bytes.total(),
+        )
+
+    def sent_bytes(self, case: Case, phase: str) -> float | None:
+        method, problem = self.variant(case)
+        return None if case.documents else case.n * method.bytes_sent(problem, phase)
+
+
+def refuse_pieces(layout: Layout, case: Case) -> None:
+    """Raise RequestError where a layout of whole sequences has uneven pieces, which only `uneven` claims."""
+    unit = case.n * layout.pieces
+    if not case.documents and not case.more and case.seqlen % unit:
+        rule = f"{unit} pieces of the {layout.name} layout don't share it evenly"
+        raise RequestError(f"seqlen={case.seqlen}", rule, f"seqlen={-(-case.seqlen // unit) * unit} would work")
+
+
+LISTS, FLAGS, FUNCTIONS = (
+    ("masks", "dtypes"),
+    ("head_parallel", "sub_groups", "uneven", "documents"),
+    ("shard", "unshard"),
+)
+CLAIM_KEYS = ("layout", *LISTS, *FLAGS, *FUNCTIONS)
+"""The claims that a request may state, by how their values are written."""
+
+
+def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
+    """What a request names: module:fn, a peer, a method, "methods" or "peers".
+
+    Raises RequestError for an unknown name or option, or where torch or a package is missing.
+    """
+    require("run", f"conform {name}")
+    if name == "methods":
+        return [Own(name=each) for each in REGISTRY if each != "reference"]
+    if name == "peers":
+        return [subject for peer in PEERS for subject in _algorithms(peer)]
+    if ":" in name:
+        subject = Function(name=name, overrides=tuple((key, _claim(key, value)) for key, value in options.items()))
+        assert subject.claims
+        if subject.claims.layout not in (*LAYOUTS, "auto"):
+            raise RequestError(f"layout={subject.claims.layout}", "is unknown", nearest("", [*LAYOUTS, "auto"]))
+        return [subject]
+    if name in PEERS:
+        rest = {key: value for key, value in options.items() if key != "dtypes"}
+        dtypes = _claim("dtypes", options["dtypes"]) if "dtypes" in options else ()
+        subject = Package(name=name, options=tuple(rest.items()), dtypes=dtypes)
+        subject.peer(Case(mask="causal"))
+        return [subject]
+    if name in REGISTRY:
+        build(name, dict(options))
+        return [Own(name=name, options=tuple(options.items()))]
+    known = nearest(name, [*REGISTRY, *PEERS, "methods", "peers"])
+    raise RequestError(name, "there is no such method or package", f"{known}, or your_module:your_function")
+
+
+def _algorithms(peer: str) -> list[Package]:
+    """The package once with each of its algorithms."""
+    algorithms = PEERS[peer].algorithms
+    if len(algorithms) == 1:
+        return [Package(name=peer)]
+    return [Package(name=peer, options=(("algorithm", each),)) for each in algorithms]
+
+
+def _claim(key: str, value: Any) -> Any:
+    """The value of a claim from its text."""
+    if key in LISTS:
+        return tuple(value) if isinstance(value, list | tuple) else tuple(str(value).split(","))
+    if key in FLAGS:
+        if value not in (True, False):
+            raise RequestError(f"{key}={value}", "is a claim or not", f"{key}=true would work")
+        return value
+    if key in FUNCTIONS:
+        return Function(name=str(value)).function()
+    if key not in CLAIM_KEYS:
+        raise RequestError(key, "there is no such claim", nearest(key, CLAIM_KEYS))
+    return value

@@ -1,0 +1,166 @@
+"""sp_bench.conform on attention that is right, and on attention with one bug of each kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from sp_bench.conform.__main__ import main
+from sp_bench.conform.case import Case
+from sp_bench.conform.catalogue import CHECKS, SIZES, check_named
+from sp_bench.conform.ranks import Worlds
+from sp_bench.conform.run import Row, rows_of
+from sp_bench.conform.shrink import smallest
+from sp_bench.conform.subjects import Subject, subjects_named
+from tests.conform import attentions
+from tests.support.marks import exhaustive
+
+HERE = "tests.conform.attentions"
+QUICK = [check for check in CHECKS if check.name != "compile"]
+"""Tracing takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with Worlds() as made:
+        yield made
+
+
+def named(name: str, **options: object) -> Subject:
+    (subject,) = subjects_named(f"{HERE}:{name}" if hasattr(attentions, name) else name, options)
+    return subject
+
+
+def row(worlds: Worlds, subject: Subject, check: str, sizes: tuple[int, ...] = SIZES, shrink_s: float = 0) -> Row:
+    (found,) = rows_of(subject, worlds, sizes=sizes, checks=[check_named(check)], shrink_s=shrink_s)
+    return found
+
+
+def failures(rows: list[Row]) -> list[str]:
+    return [f"{row.check.name}: {row.smallest}: {row.why}" for row in rows if row.status == "fails"]
+
+
+def test_right(worlds: Worlds) -> None:
+    rows = rows_of(named("right"), worlds, checks=QUICK, sizes=(2, 3))
+    assert not failures(rows)
+    assert [row.check.name for row in rows if row.status != "holds"] == ["uneven"]
+
+
+@pytest.mark.parametrize("bug", [exhaustive("compile") if check.name == "compile" else check.name for check in CHECKS])
+def test_each_bug_is_caught_by_the_check_meant_for_it(worlds: Worlds, bug: str) -> None:
+    """And what is not wrong with the output of a plain call isn't blamed on it."""
+    if bug != "out":
+        assert row(worlds, named(bug), "out", (2,)).status == "holds"
+    found = row(worlds, named(bug), bug, (1,) if bug == "out" else (2,))
+    if found.status == "not claimed":  # it takes more than two ranks
+        found = row(worlds, named(bug), bug, (3,))
+    assert found.status == "fails", found
+    assert found.why
+
+
+@pytest.mark.parametrize(
+    ("bug", "wanted"),
+    [
+        ("out", Case(n=1, mask="causal")),
+        ("batch", Case(n=2, batch=2)),
+        ("kv_heads", Case(n=1, heads=4, kv_heads=2)),
+        ("dk", Case(n=2)),
+        ("head_dim", Case(n=1, head_dim=80)),
+    ],
+)
+def test_failures_are_shrunk(worlds: Worlds, bug: str, wanted: Case) -> None:
+    found = row(worlds, named(bug), bug, sizes=(2, 3), shrink_s=60)
+    assert found.smallest is not None
+    assert found.smallest.simpler(tokens=2) == wanted
+
+
+def test_the_smallest_case_is_one_that_fails() -> None:
+    big = Case(n=8, heads=16, kv_heads=8, tokens=32, batch=2, head_dim=80, dtype="bfloat16", mask="causal")
+    assert smallest(big, lambda case: case.n > 2 and case.batch == 2, 120) == Case(n=3, batch=2)
+    assert smallest(big, lambda case: case == big, 120) == big
+    odd = Case(n=2, heads=5, kv_heads=5)
+    assert smallest(odd, lambda case: case.heads > 4, 120) == Case(n=1, heads=5)
+
+
+def test_a_hang_is_a_failure_and_the_next_case_runs() -> None:
+    with Worlds(timeout_s=15) as impatient:
+        found = row(impatient, named("hangs"), "out", sizes=(1, 2))
+        assert found.status == "fails"
+        assert found.failed == 1
+        assert "no rank has answered" in found.why or "hangs" in found.why
+        assert found.smallest is not None
+        assert found.smallest.n == 2
+
+
+def test_refusals_are_told_apart(worlds: Worlds) -> None:
+    found = row(worlds, named("refuses"), "batch", sizes=(2,))
+    assert found.status == "refused"
+    assert found.refused == {"NotImplementedError: one sequence at a time": 2}
+
+
+def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
+    assert row(worlds, named("out"), "volume").status == "not claimed"
+    assert row(worlds, named("out"), "documents").status == "not claimed"
+    assert row(worlds, named("out", documents=True), "heads", sizes=(8,)).status == "not claimed"
+
+
+@pytest.mark.parametrize("method", ["ring", exhaustive("methods")])
+def test_our_own_methods(worlds: Worlds, method: str) -> None:
+    for subject in subjects_named(method, {}):
+        rows = rows_of(
+            subject, worlds, checks=QUICK if method == "ring" else CHECKS, sizes=(2, 3) if method == "ring" else SIZES
+        )
+        assert not failures(rows), subject.title
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table with the smallest failing case, in Markdown and JUnit too; the exit code says that something fails."""
+    files = [f"markdown={tmp_path / 'found.md'}", f"junit={tmp_path / 'found.xml'}"]
+    assert main([f"{HERE}:batch", "checks=out,batch,volume", "sizes=1,2", *files]) == 1
+    printed = capsys.readouterr().out
+    assert "1 holds, 1 fails, 1 not claimed" in printed
+    assert "n=2 full seqlen=4 heads=1 head_dim=8 float32 batch=2" in " ".join(printed.split())
+    assert "| `batch` | two sequences at a time | fails | 0 of 2 |" in (tmp_path / "found.md").read_text()
+    suite = ElementTree.parse(tmp_path / "found.xml").getroot()[0]
+    assert suite.attrib | {"name": ""} == {"name": "", "tests": "3", "failures": "1", "errors": "0", "skipped": "1"}
+    assert main([f"{HERE}:right", "checks=out", "sizes=2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tests.conform.attentions:rihgt"], "did you mean right?"),
+        (["nowhere:at_all"], "can't be imported: no module nowhere"),
+        (["rng"], "did you mean ring?"),
+        ([], "no target: there is one thing to check"),
+        (["ring", "checks=outt"], "did you mean out?"),
+        (["ring", "sizes=5"], "sizes=5: is not run; one of 1, 2, 3, 4, 6, 8 would work"),
+        (["ring", "profile=medium"], "profile=medium: there is no such profile"),
+        (["ring", "tile=[2,2]"], "method.tile: there is no such key"),
+        ([f"{HERE}:right", "layuot=zigzag"], "did you mean layout?"),
+        ([f"{HERE}:right", "layout=spiral"], "layout=spiral"),
+        ([f"{HERE}:right", "uneven=perhaps"], "uneven=perhaps: is a claim or not; uneven=true would work"),
+        (["ring", "junit=/proc/nowhere/x"], "junit=/proc/nowhere/x: can't be written"),
+    ],
+)
+def test_bad_requests(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_pytest_plugin(tmp_path: Path) -> None:
+    """The installed plugin: a test for each check, a failure with the smallest case, and nothing else collected."""
+    (tmp_path / "test_mine.py").write_text("def test_mine(): raise SystemExit\n")
+    (tmp_path / "mine.py").write_text(f"from {HERE} import batch, right\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "--sp-conform-sizes=2"]
+    command += ["--sp-conform", "mine:batch,masks=full", "--sp-conform-checks=out,batch,volume"]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "1 failed, 1 passed, 1 skipped" in found.stdout, found.stdout + found.stderr
+    assert "two sequences at a time: n=2 full seqlen=4 heads=1 head_dim=8 float32 batch=2" in found.stdout
+    assert found.returncode == 1
