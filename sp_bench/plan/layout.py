@@ -144,7 +144,7 @@ def _striped(chunk: int, chunks: int, seqlen: int) -> Positions:
 
 
 def _zigzag(chunk: int, chunks: int, seqlen: int) -> Positions:
-    return piece(chunk, 2 * chunks, seqlen), piece(2 * chunks - 1 - chunk, 2 * chunks, seqlen)
+    return tuple(filter(None, (piece(i, 2 * chunks, seqlen) for i in (chunk, 2 * chunks - 1 - chunk))))
 
 
 DEALERS = ("zigzag_documents", "whole_documents", "blocks")

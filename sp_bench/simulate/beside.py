@@ -17,7 +17,7 @@ from sp_bench.simulate.graph import PlanGraph
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingCollective:
     """Where each rank sends to in a ring collective, and which share of the bytes: [((n,) target, share), ...]."""
 
     n: int
@@ -28,14 +28,14 @@ class Ring:
         return [(target, np.full(self.n, share * sent_bytes)) for target, share in self.legs]
 
 
-def ring(network: Network, n: int) -> Ring:
+def ring_collective(network: Network, n: int) -> RingCollective:
     """The ring of all ranks, in their order."""
     ranks, node = np.arange(n), network.node_of(np.arange(n))
     size = int(np.bincount(node).max())
     if size == n or size == 1:
-        return Ring(n, (((ranks + 1) % n, 1.0),))
+        return RingCollective(n, (((ranks + 1) % n, 1.0),))
     within = ranks // size * size + (ranks + 1) % size
-    return Ring(n, ((within, 1 - 1 / size), ((ranks + size) % n, 1 / size)))
+    return RingCollective(n, ((within, 1 - 1 / size), ((ranks + size) % n, 1 / size)))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def beside(graph: PlanGraph, network: Network, sent_bytes: float, steps: int, be
     """
     n, tasks = graph.quotient.ranks.size, graph.tasks.delay_s.size
     assert n == graph.quotient.orbit.size, "the collective sees every rank"
-    legs = ring(network, n).traffic(sent_bytes) if sent_bytes else []
+    legs = ring_collective(network, n).traffic(sent_bytes) if sent_bytes else []
     timing = solve(_added(graph.tasks, n, network, legs, steps, before_s))
     own = Timing(start_s=timing.start_s[:tasks], finish_s=timing.finish_s[:tasks])
     flows = timing.finish_s[tasks + n :]
@@ -67,7 +67,7 @@ def alone_s(network: Network, n: int, sent_bytes: float, steps: int) -> float:
     """Seconds of a collective by itself."""
     if not sent_bytes:
         return 0.0
-    legs = ring(network, n).traffic(sent_bytes)
+    legs = ring_collective(network, n).traffic(sent_bytes)
     nothing = TaskGraph(
         delay_s=np.empty(0),
         flow_bytes=np.empty(0),

@@ -26,11 +26,9 @@ OF_NO_NUMBER = {
         "loggers",
         "records",
     ),
-    *("slurm", "__init__.py", "__main__.py", "calibrate.py", "describe.py", "doctor.py", "draw.py", "errors.py"),
-    *("extras.py", "first_hour.py", "machine.py", "markdown.py", "reading.py", "resources.py", "validate"),
-    "traces.py",
-    "tracing",
-    "wandb_upload.py",
+    *("slurm", "tracing", "validate"),
+    *("__init__.py", "__main__.py", "calibrate.py", "describe.py", "doctor.py", "draw.py", "errors.py", "extras.py"),
+    *("first_hour.py", "machine.py", "markdown.py", "reading.py", "resources.py", "traces.py", "wandb_upload.py"),
 }
 """What reads, writes, shows and refuses, and changes no number of a point."""
 

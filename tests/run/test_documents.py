@@ -33,6 +33,9 @@ PACKS = (
     Chunked.of(16, 70),
 )
 
+OF_THEIR_HEADS = ("all_gather", "mesh", "tasp")
+"""Methods whose variants are for a number of key heads."""
+
 
 def cases_of(n: int, pack: Packed) -> list[Case]:
     """Every method in every variant, on every dealing that takes the pack; dtypes and key heads take turns."""
@@ -40,7 +43,7 @@ def cases_of(n: int, pack: Packed) -> list[Case]:
     for case in everything(n):
         for layout in REGISTRY[case.method].dealings():
             turn, heads = len(found), key_heads(case.heads)
-            kv_heads = case.kv_heads if case.method in ("all_gather", "mesh") else heads[turn % len(heads)]
+            kv_heads = case.kv_heads if case.method in OF_THEIR_HEADS else heads[turn % len(heads)]
             dealt = replace(case, layout=layout, pack=pack, dtype=[*BOUNDS][turn % 3], kv_heads=kv_heads)
             if pack.seqlen >= 2 * n or layout in DEALERS:  # others have a token in every piece
                 found.append(dealt)
