@@ -29,8 +29,6 @@ Floats = NDArray[np.float64] | list[float]
 Ints = NDArray[np.int64] | NDArray[np.int32] | NDArray[np.uint32] | list[int]
 Flags = NDArray[np.bool_] | list[bool]
 
-SAME_INSTANT = 1e-12
-"""Events closer than this, relative to the time since the start, share one solve of the rates."""
 SAME_LEVEL = 1e-14
 """A level that would change by less than this, relative to it, stays as it is: that is rounding."""
 
@@ -68,6 +66,8 @@ class Graph(NamedTuple):
     next_tasks: Ints
     link_bytes_per_s: Floats
     link_seat_start: Ints
+    same_instant: Floats
+    """Of one entry: events closer than this, relative to the time since the start, share one solve of the rates."""
 
 
 class Tasks(NamedTuple):
@@ -140,7 +140,7 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
             _start(g, tasks, events, task, 0.0)
     while events.size[0] > 0:
         now = events.key[events.items[0]]
-        latest = now * (1.0 + SAME_INSTANT)
+        latest = now * (1.0 + g.same_instant[0])
         n_joined = 0
         while events.size[0] > 0 and events.key[events.items[0]] <= latest:
             item = events.items[0]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_bench.simulate import _flows_numba as kernel
+from sp_bench.simulate import flows
 from sp_bench.simulate.flows import Solver, TaskGraph, solve
 from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
 
@@ -105,6 +106,17 @@ def test_all_to_alls_agree_with_the_exact_reference(solver: Solver, seed: int) -
     """Each event changes nearly every rate; errors don't add up, on a link with loads unlike each other either."""
     case = all_to_all(seed, ranks=6)
     np.testing.assert_allclose(solve(graph_of(*case), solver).finish_s, exact_finish_s(*case), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_flows_are_as_exact_as_the_instants_that_they_share(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of more than MANY_FLOWS share the rates of events within a millionth of the time."""
+    case = all_to_all(seed, ranks=6)
+    monkeypatch.setattr(flows, "MANY_FLOWS", 0)
+    found, exact_s = solve(graph_of(*case), "python").finish_s, exact_finish_s(*case)
+    np.testing.assert_allclose(found, exact_s, rtol=30 * flows.ABOUT_AN_INSTANT, atol=0)
+    monkeypatch.setattr(flows, "ABOUT_AN_INSTANT", 1e-2)
+    assert not np.allclose(solve(graph_of(*case), "python").finish_s, exact_s, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
