@@ -122,7 +122,11 @@ def test_pairs_are_those_of_the_mask(n: int, layout: str, causal: bool) -> None:
         dealt = method.dealt(p)
         by_rank = account.pairs(method.plan(p, "forward", COMPUTE_BOUND), dealt)
         assert by_rank.sum() == p.heads * unmasked(p), method
-        assert (account.pairs(method.plan(p, "backward", COMPUTE_BOUND), dealt) == by_rank).all(), method
+        backward = account.pairs(method.plan(p, "backward", COMPUTE_BOUND), dealt)
+        if method.name == "burst_attention":  # its forward computes a rank's rows, its backward the columns
+            assert backward.sum() == by_rank.sum(), method
+        else:
+            assert (backward == by_rank).all(), method
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

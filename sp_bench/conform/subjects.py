@@ -199,7 +199,8 @@ class Own(Subject):
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
         from sp_bench.run.attention import SequenceParallelAttention
 
-        attention = SequenceParallelAttention(self.name, mask=case.whole_mask(), group=group, **dict(self.options))
+        options = vars(self.variant(case)[0])  # the degrees of an auto decide which tokens a rank owns
+        attention = SequenceParallelAttention(self.name, mask=case.whole_mask(), group=group, **options)
         return Instance(
             lambda q, k, v: attention(q, k, v, seqlen=case.seqlen),
             attention.shard,

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0
 """Seconds the other ranks have to answer after one has failed."""
+REAPED_S = 30.0
+"""Seconds until the exit code of a dead rank is known at the latest, on a loaded machine."""
 
 
 class RankFailure(RuntimeError):
@@ -185,7 +187,7 @@ class RankPool:
         try:
             return self._pipes[rank].recv()
         except (EOFError, OSError):
-            self._processes[rank].join(GRACE_S)
+            self._processes[rank].join(REAPED_S)
             reason = exit_reason(self._processes[rank].exitcode, self._oom_kills)
             raise RankFailure(rank, f"died: {reason}") from None
 

@@ -116,6 +116,7 @@ def test_our_own_methods(worlds: Worlds, method: str) -> None:
             subject, worlds, checks=QUICK if method == "ring" else CHECKS, sizes=(2, 3) if method == "ring" else SIZES
         )
         assert not failures(rows), subject.title
+        assert rows[0].status == "holds", f"{subject.title} runs nothing"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,13 @@ def needed(requirements: Iterable[str]) -> set[str]:
     while todo:
         one = todo.pop()
         name = canonicalize_name(one.name)
+        if name == "sp-bench":
+            todo += [
+                Requirement(text)
+                for extra in one.extras
+                for text in pyproject()["project"]["optional-dependencies"][extra]
+            ]
+            continue
         if name in found or (one.marker and not one.marker.evaluate({"extra": ""})):
             continue
         found.add(name)

@@ -42,12 +42,13 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
         "out": 1440 * element,
         "do": 1440 * element,
         "odoq": 3 * 1440 * element + lse,
+        "doq": 2 * 1440 * element + 2 * lse,
         "dq": 1440 * wire,
         "dkv": 2 * 480 * wire,
     }
     held = on_wire | {"o": 1440 * accumulator + lse, "dq": 1440 * accumulator, "dkv": 2 * 480 * accumulator}
     unsummed = on_wire | {"o": 1440 * element + lse, "dq": 1440 * element, "dkv": 2 * 480 * element}
-    statistics = dict.fromkeys(on_wire, 0) | {"o": lse, "odoq": lse}
+    statistics = dict.fromkeys(on_wire, 0) | {"o": lse, "odoq": lse, "doq": 2 * lse}
     casts = dict.fromkeys(on_wire, False) | dict.fromkeys(("o", "dq", "dkv"), wire != accumulator)
     assert {*on_wire, *(f"{tensor}_h" for tensor in on_wire)} == {*FIELDS}
     for tensor in FIELDS:

@@ -47,11 +47,14 @@ def found(ranks: Ranks, request: pytest.FixtureRequest) -> Found:
 
 def test_blocks_alone_send_nothing_and_transfers_alone_send_everything(found: Found) -> None:
     for case, ranks in found.items():
-        for parts in ranks:
+        plans = [case.built.plan(case.problem, phase, COMPUTE_BOUND) for phase in PHASES]
+        pairs = sum(account.pairs(plan, case.problem) for plan in plans)
+        for parts, computed in zip(ranks, pairs, strict=True):  # on some layouts a rank's blocks are all empty
             assert parts.sent[Action.COMPUTE] == {}, case
             assert parts.sent[Action.COMMUNICATION] == parts.sent[Action.EVERYTHING], case
             assert bool(parts.sent[Action.EVERYTHING]) == (case.n > 1), case
-            assert parts.kernels_s[Action.COMMUNICATION] == 0.0 < parts.kernels_s[Action.COMPUTE], case
+            assert parts.kernels_s[Action.COMMUNICATION] == 0.0, case
+            assert (parts.kernels_s[Action.COMPUTE] > 0.0) == (computed > 0), case
 
 
 def test_parts_leave_nothing_behind(found: Found) -> None:

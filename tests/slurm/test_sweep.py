@@ -51,7 +51,8 @@ def test_ranks_of_a_step(box: SlurmBox, tmp_path: Path) -> None:
     assert done.stdout.count("Measured on 4 ranks: srun has started them") == 1
     (record,) = records.read_all(tmp_path)
     assert (record.status, record.mode, record.nodes) == ("ok", "measure", 2)
-    assert record.provenance and record.provenance["ranks_by_host"] == {"n1": [0, 1], "n2": [2, 3]}
+    assert record.provenance
+    assert sorted(record.provenance["ranks_by_host"].values()) == [[0, 1], [2, 3]]
 
 
 def test_a_step_of_other_ranks_is_refused(box: SlurmBox, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.nccl import transport_for
 from sp_bench.workload import RankContext, Train
 from sp_bench.workload.attention_step import make_engine
 from sp_bench.workload.train_gate import ExactAttention, compared
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def context_of(group: dist.ProcessGroup | None, rank: int) -> RankContext:
-    return RankContext(rank, CPU, lambda _: GlooTransport(group), alive=lambda: None)
+    return RankContext(rank, CPU, lambda plans: transport_for(group, CPU, plans), alive=lambda: None)
 
 
 def trainer_of(workload: Train, rank: int) -> Trainer:
