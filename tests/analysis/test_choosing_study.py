@@ -84,6 +84,7 @@ def test_the_leanest_is_as_fast_and_needs_no_more(runs: Runs) -> None:
     assert leanest(nothing, KEYS[0], METHODS) is None and best(nothing, KEYS[0], METHODS) is None
 
 
+@pytest.mark.exhaustive
 def test_mesh_beats_ring_across_nodes_and_usp_beats_both(runs: Runs) -> None:
     found = grid(runs)
     ring, mesh, usp = (found[("h100_ndr400", 32, "512k", 64), m].step_ms_median for m in ("striped", "mesh", "usp"))

@@ -40,6 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
+@pytest.mark.exhaustive
 def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> None:
     cells, found = dealt(runs), fastest(runs)
     assert len(cells) == len(DATA) * sum(len(REGISTRY[method].dealings()) for method in METHODS)
@@ -98,6 +99,7 @@ def test_all_sections_render(runs: Runs) -> None:
     assert [len(table.rows) for table in names.values()] == [len(DATA) * len(GPUS)] * 2
 
 
+@pytest.mark.exhaustive
 def test_notebook_shows_all_sections(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(notebooks.RECORDS, str(runs.folder))
     code = [cell.source for cell in jupytext.read(notebooks.HERE / "documents.py").cells if cell.cell_type == "code"]

@@ -244,6 +244,7 @@ def many(folder: Path, count: int) -> dict[Path, Record]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_thousands_of_records(browser: Browser, tmp_path: Path) -> None:
     """How long the page took to filter is printed, not judged."""
     (tmp_path / "page.html").write_text(page.explorer(many(tmp_path, 5000), "5,000 records", drawings=0))

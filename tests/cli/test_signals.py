@@ -30,7 +30,7 @@ def lasts_s() -> float:
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment"), [exhaustive(0, 0.02), (3, 0.3), exhaustive(1, 0.6), exhaustive(None, 0.4)]
+    ("victim", "moment"), [exhaustive(*kill) for kill in ((0, 0.02), (3, 0.3), (1, 0.6), (None, 0.4))]
 )
 def test_kills_at_several_moments(victim: int | None, moment: float, lasts_s: float) -> None:
     """As benchmarks/kill_trials.py does it more often: a rank is named, nothing is left, the next run is ok."""

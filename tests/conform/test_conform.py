@@ -87,6 +87,7 @@ def test_the_smallest_case_is_one_that_fails() -> None:
     assert smallest(odd, lambda case: case.heads > 4, 120) == Case(n=1, heads=5)
 
 
+@pytest.mark.exhaustive
 def test_a_hang_is_a_failure_and_the_next_case_runs() -> None:
     with Worlds(timeout_s=15) as impatient:
         found = row(impatient, named("hangs"), "out", sizes=(1, 2))

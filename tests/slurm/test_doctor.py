@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from sp_bench.resources import ROOT
 from sp_bench.slurm.testcluster import SlurmBox
 
@@ -13,6 +15,7 @@ SRUN = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:3", "--kill-on-b
 SRUN += [sys.executable, "-m", "sp_bench.doctor", "--json", "dtype=float32", "head_dim=16"]
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_two_nodes(box: SlurmBox) -> None:
     """Their GPUs are pretend ones, and it says so."""
     done = subprocess.run(SRUN, env=box.environment(), capture_output=True, text=True, timeout=150)
