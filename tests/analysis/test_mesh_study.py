@@ -188,5 +188,6 @@ def test_other_methods_are_beside_the_paper(runs: Runs) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_the_notebook_runs(runs: Runs, tmp_path: Path) -> None:
     assert notebooks.execute("mesh", tmp_path, runs.folder) == ""
