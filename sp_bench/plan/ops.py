@@ -131,8 +131,8 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
-class AllGather:
-    """The library's all-gather among the ranks of `own`'s home: each receives the chunks of all others, #1, #2, ..."""
+class _OfHome:
+    """A collective among the ranks of a chunk's home."""
 
     lane: str
     own: Chunk
@@ -147,6 +147,16 @@ class AllGather:
         """The ranks that take part."""
         assert isinstance(self.own.home, Group)
         return self.own.home
+
+    @property
+    def carries(self) -> str:
+        """The name of the tensor that travels."""
+        return self.own.tensor
+
+
+@dataclass(frozen=True)
+class AllGather(_OfHome):
+    """The library's all-gather among the ranks of `own`'s home: each receives the chunks of all others, #1, #2, ..."""
 
     @property
     def reads(self) -> tuple[Chunk, ...]:
@@ -156,37 +166,18 @@ class AllGather:
     def writes(self) -> tuple[Chunk, ...]:
         return tuple(self.own.at(u) for u in range(1, self.group.size))
 
-    @property
-    def carries(self) -> str:
-        """The name of the tensor that travels."""
-        return self.own.tensor
-
     def __str__(self) -> str:
         return f"AllGather[{self.lane}] {self.own} of {self.group.size}"
 
 
 @dataclass(frozen=True)
-class ReduceScatter:
+class ReduceScatter(_OfHome):
     """The library's reduce-scatter among the ranks of `own`'s home: every rank's partials #1, #2, ... go to their
     owners. Merged into one, those of #0 arrive at this rank, to be folded into its own.
 
     A library can only add. Gradients are added on the way where the transport can do that; outputs, which are weighted
     by their lse, are exchanged by an all-to-all and merged by their owner.
     """
-
-    lane: str
-    own: Chunk
-    """#0 of its home, a Group."""
-
-    @property
-    def stream(self) -> str:
-        return self.lane
-
-    @property
-    def group(self) -> Group:
-        """The ranks that take part."""
-        assert isinstance(self.own.home, Group)
-        return self.own.home
 
     @property
     def reads(self) -> tuple[Chunk, ...]:
@@ -195,11 +186,6 @@ class ReduceScatter:
     @property
     def writes(self) -> tuple[Chunk, ...]:
         return (self.own.arriving(),)
-
-    @property
-    def carries(self) -> str:
-        """The name of the tensor that travels."""
-        return self.own.tensor
 
     def __str__(self) -> str:
         return f"ReduceScatter[{self.lane}] {self.own} of {self.group.size}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.layout import LAYOUTS
+from sp_bench.run.attention import Engine
 from sp_bench.run.nccl import transport_for
 from sp_bench.workload import RankContext, Train
 from sp_bench.workload.attention_step import make_engine
@@ -34,15 +36,18 @@ def alone(workload: Train) -> Train:
     return replace(workload, problem=whole, plans={})
 
 
+def _prepared(workloads: Sequence[Train]) -> Iterator[tuple[Train, Trainer, Engine | PeerEngine, dist.ProcessGroup]]:
+    """Each workload that this rank takes part in, with its trainer, engine and group."""
+    for workload in workloads:
+        if group := group_of(workload.problem.n, workload.problem):
+            engine = make_engine(workload, workload.problem, context_of(group, dist.get_rank()))
+            yield workload, trainer_of(workload, dist.get_rank()), engine, group
+
+
 def gradient_errors(workloads: Sequence[Train]) -> list[dict[str, float]]:
     """For each: the relative error of each parameter's gradient, and of the loss, against one process in fp64."""
     found = []
-    for workload in workloads:
-        n = workload.problem.n
-        if (group := group_of(n, workload.problem)) is None:
-            continue
-        trainer = trainer_of(workload, dist.get_rank())
-        engine = make_engine(workload, workload.problem, context_of(group, dist.get_rank()))
+    for workload, trainer, engine, group in _prepared(workloads):
         batch = trainer.batch(0)
         trainer.loss(trainer.hidden(batch, engine), batch).backward()
         engine.close()
@@ -58,12 +63,7 @@ def gradient_errors(workloads: Sequence[Train]) -> list[dict[str, float]]:
 def losses(workloads: Sequence[Train], steps: int) -> list[list[float]]:
     """For each: the loss at each step of training."""
     found = []
-    for workload in workloads:
-        n = workload.problem.n
-        if (group := group_of(n, workload.problem)) is None:
-            continue
-        trainer = trainer_of(workload, dist.get_rank())
-        engine = make_engine(workload, workload.problem, context_of(group, dist.get_rank()))
+    for _, trainer, engine, group in _prepared(workloads):
         found.append([trainer.step(number, engine, group) for number in range(steps)])
         engine.close()
     return found
