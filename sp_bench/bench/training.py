@@ -46,6 +46,24 @@ class Layer:
         return self.whole_s - self.attention_s - self.dense_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """A whole step, in seconds."""
+
+    phases_s: dict[str, float]
+    """By phase: forward, backward, update."""
+    attention_s: float
+    """Of all layers, with its waits for transfers."""
+    busy_s: float
+    """Blocks and folds of the busiest rank."""
+    dense_s: float
+    """Matrix products and elementwise operations of all layers."""
+    sync_s: float
+    """Sums of gradients, and gathers that nothing hides."""
+    computed_s: float
+    """All that computes."""
+
+
 def simulate_training(request: Request) -> Record:
     """The record of a simulated training step. Raises RequestError if it doesn't fit the device's memory.
 
@@ -53,15 +71,60 @@ def simulate_training(request: Request) -> Record:
     """
     assert isinstance(request.workload, Train)
     costs = costs_of(request.workload, request.cluster.device)
+    _refuse(request)
+    held = costs.held_bytes()
+    choice = _choose(request, costs, held)
+    check_all(choice.plans, choice.problem)
+    held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem)}
+    times = _times(request, choice, costs)
+    step_ms = 1e3 * sum(times.phases_s.values())
+    by_link, bound_s, bound_by = _bound(request, choice, costs, times.computed_s)
+    plans = counted(request, choice)
+    step = replace(
+        costs.workload.described(),
+        sharded=costs.sharded,
+        attention_ms=1e3 * times.attention_s,
+        attention_exposed_ms=1e3 * (times.attention_s - times.busy_s),
+        dense_ms=1e3 * times.dense_s,
+        loss_ms=1e3 * costs.loss_s(),
+        gradient_sync_ms=1e3 * times.sync_s,
+        optimizer_ms=1e3 * costs.optimizer_s(),
+        **{f"{kind}_bytes": size for kind, size in held.items()},
+    )
+    parts = (
+        request.asked(),
+        replace(plans.setup, kernel=request.cluster.device.figures(choice.problem)),
+        Timing(step_ms_median=step_ms, **{f"{name}_ms_median": 1e3 * s for name, s in times.phases_s.items()}),
+        rates(request, step_ms, plans.setup.device_name),
+        _traffic(plans.traffic, costs, by_link),
+        Breakdown(
+            bound_ms=1e3 * bound_s,
+            bound_by=bound_by,
+            compute_ms=1e3 * times.computed_s,
+            exposed_comm_ms=step_ms - 1e3 * times.computed_s,
+        ),
+        Memory(
+            peak_mem_bytes_max=sum(held.values()),
+            peak_mem_source="parameters, gradients, optimizer, activations, and the attention's from its plans",
+            peak_mem_bytes_expected=sum(held.values()),
+        ),
+        step,
+    )
+    notes = [*request.notes, *request.cluster.device.notes(choice.problem), FUSED, *[ALONG] * costs.sharded]
+    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
+
+
+def _refuse(request: Request) -> None:
+    """Raise RequestError for what isn't known of a training step on this cluster."""
     request.cluster.device.matmul_flops_per_s(request.problem.dtype)
     if request.cluster.stragglers or request.cluster.cores:
         what = "stragglers" if request.cluster.stragglers else f"cluster={request.cluster.name}"
         rule = "slow ranks and shared cores are simulated for the attention only"
         raise RequestError(what, rule, "workload=attention would work")
-    held = costs.held_bytes()
-    choice = _choose(request, costs, held)
-    check_all(choice.plans, choice.problem)
-    held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem)}
+
+
+def _times(request: Request, choice: Choice, costs: TrainingCosts) -> StepTimes:
+    """The step of the chosen plans: layer by layer, and what stands around the layers."""
     layers, full = costs.workload.model.layers, costs.workload.training.recompute == "full"
     before_s, after_s = costs.before_s(), costs.after_s()
     forward = _layer(request, choice, "forward", costs.gathered_bytes, 1, before_s, after_s)
@@ -79,51 +142,21 @@ def simulate_training(request: Request) -> Record:
     first_s = alone_s(network, n, costs.gathered_bytes, n - 1)
     outside_s = alone_s(network, n, costs.outside_bytes, 3 * (n - 1))
     sync_s = alone_s(network, n, costs.summed_bytes, 2 * (n - 1))
-    phases_s = {
-        "forward": first_s + layers * forward.whole_s + costs.loss_s(),
-        "backward": outside_s + layers * backward.whole_s,
-        "update": sync_s + costs.optimizer_s(),
-    }
-    step_ms = 1e3 * sum(phases_s.values())
-    attention_s = layers * ((1 + full) * forward.attention_s + backward.attention_s)
     busy_s = layers * ((1 + full) * forward.busy_s + backward.busy_s)
     dense_s = layers * (forward.dense_s + backward.dense_s - full * forward.attention_s)
     gathers_s = first_s + outside_s + layers * (forward.waits_s + backward.waits_s)
-    computed_s = busy_s + dense_s + costs.loss_s() + costs.optimizer_s()
-    by_link, bound_s, bound_by = _bound(request, choice, costs, computed_s)
-    plans = counted(request, choice)
-    step = replace(
-        costs.workload.described(),
-        sharded=costs.sharded,
-        attention_ms=1e3 * attention_s,
-        attention_exposed_ms=1e3 * (attention_s - busy_s),
-        dense_ms=1e3 * dense_s,
-        loss_ms=1e3 * costs.loss_s(),
-        gradient_sync_ms=1e3 * (sync_s + gathers_s),
-        optimizer_ms=1e3 * costs.optimizer_s(),
-        **{f"{kind}_bytes": size for kind, size in held.items()},
+    return StepTimes(
+        phases_s={
+            "forward": first_s + layers * forward.whole_s + costs.loss_s(),
+            "backward": outside_s + layers * backward.whole_s,
+            "update": sync_s + costs.optimizer_s(),
+        },
+        attention_s=layers * ((1 + full) * forward.attention_s + backward.attention_s),
+        busy_s=busy_s,
+        dense_s=dense_s,
+        sync_s=sync_s + gathers_s,
+        computed_s=busy_s + dense_s + costs.loss_s() + costs.optimizer_s(),
     )
-    parts = (
-        request.asked(),
-        replace(plans.setup, kernel=request.cluster.device.figures(choice.problem)),
-        Timing(step_ms_median=step_ms, **{f"{name}_ms_median": 1e3 * s for name, s in phases_s.items()}),
-        rates(request, step_ms, plans.setup.device_name),
-        _traffic(plans.traffic, costs, by_link),
-        Breakdown(
-            bound_ms=1e3 * bound_s,
-            bound_by=bound_by,
-            compute_ms=1e3 * computed_s,
-            exposed_comm_ms=step_ms - 1e3 * computed_s,
-        ),
-        Memory(
-            peak_mem_bytes_max=sum(held.values()),
-            peak_mem_source="parameters, gradients, optimizer, activations, and the attention's from its plans",
-            peak_mem_bytes_expected=sum(held.values()),
-        ),
-        step,
-    )
-    notes = [*request.notes, *request.cluster.device.notes(choice.problem), FUSED, *[ALONG] * costs.sharded]
-    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
 
 
 def _choose(request: Request, costs: TrainingCosts, held: dict[str, int]) -> Choice:

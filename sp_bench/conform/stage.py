@@ -20,7 +20,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Inputs(NamedTuple):
-    """Of the whole sequence, in the case's dtype."""
+    """Tensors of the whole sequence, in the case's dtype."""
 
     q: Tensor
     k: Tensor

@@ -69,7 +69,7 @@ class RankFacts:
 
 
 def host_facts() -> HostFacts:
-    """This host."""
+    """What the doctor reads on this host."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shm = Path("/dev/shm")
     return HostFacts(

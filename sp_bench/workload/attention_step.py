@@ -79,7 +79,7 @@ class AttentionStep:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """None."""
+        """An empty tuple: attention alone has no loss."""
         return ()
 
     def finite(self) -> bool:
