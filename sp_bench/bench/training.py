@@ -19,7 +19,7 @@ from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
 from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic
-from sp_bench.simulate.beside import alone_s, beside, ring_collective
+from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes
 from sp_bench.simulate.graph import build_graph
 from sp_bench.workload import Train
@@ -232,7 +232,7 @@ def _bound(
     for phase, plan in choice.plans.items():
         crossed += times[phase] * link_bytes(network, account.traffic(plan, choice.problem, request.cluster))
     if n > 1:
-        crossed += link_bytes(network, ring_collective(network, n).traffic(_collective_bytes(costs)))
+        crossed += link_bytes(network, ring_traffic(network, n, _collective_bytes(costs)))
     bounds_s = {"compute": computed_s} | {
         name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
         for name, links in link_classes(network).items()

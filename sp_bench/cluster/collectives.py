@@ -62,7 +62,7 @@ def carriage(op: Collective, network: Network, transport: TransportKind, sent_by
         return None
     if not transport.adds:
         return _hops(op, network)
-    ways = [_ring(op.group, network), *_pat(op.group, network), *_nvls(op.group, network)]
+    ways = [rings(op.group, network), *_pat(op.group, network), *_nvls(op.group, network)]
     return min(ways, key=lambda way: seconds(way, network, sent_bytes))
 
 
@@ -114,8 +114,11 @@ def _placed(group: Group, network: Network) -> _Placed:
 
 
 @lru_cache(maxsize=32)
-def _ring(group: Group, network: Network) -> Carriage:
-    """Where cables join pairs of GPUs, channels go round a node in all orders, so that all cables carry as much."""
+def rings(group: Group, network: Network) -> Carriage:
+    """Rings through all members.
+
+    Where cables join pairs of GPUs, channels go round a node in all orders, so that all cables carry as much.
+    """
     ranks, placed = np.arange(network.gpu.size), _placed(group, network)
     leaves = np.where(placed.nodes > 1, 1 / placed.on_node, 0.0)
     beside = placed.beside if isinstance(network.topology.intra, FullMesh) else placed.beside[:1]

@@ -1,8 +1,6 @@
 """A plan and a collective at the same time, over the same links: what gathers of parameters do to an attention.
 
-A ring collective is one stream of bytes from each rank to the next. Nodes of g GPUs have g rings, each of which leaves
-its node from another GPU (as NCCL's channels do), so that a rank sends 1/g of the bytes to the next node and the rest
-to its neighbour. Latencies of the ring's steps add up before the bytes.
+The collectives go by NCCL's rings (cluster.collectives). Latencies of a ring's steps add up before the bytes.
 """
 
 from __future__ import annotations
@@ -11,31 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sp_bench.cluster.collectives import rings
 from sp_bench.cluster.topology import Network
+from sp_bench.plan.groups import Group
 from sp_bench.simulate.flows import TaskGraph, Timing, solve
 from sp_bench.simulate.graph import PlanGraph
 
 
-@dataclass(frozen=True)
-class RingCollective:
-    """Where each rank sends to in a ring collective, and which share of the bytes: [((n,) target, share), ...]."""
-
-    n: int
-    legs: tuple[tuple[np.ndarray, float], ...]
-
-    def traffic(self, sent_bytes: float) -> list[tuple[np.ndarray, np.ndarray]]:
-        """[(target, bytes), ...] by sender, where each rank sends `sent_bytes` in all (account.traffic)."""
-        return [(target, np.full(self.n, share * sent_bytes)) for target, share in self.legs]
-
-
-def ring_collective(network: Network, n: int) -> RingCollective:
-    """The ring of all ranks, in their order."""
-    ranks, node = np.arange(n), network.node_of(np.arange(n))
-    size = int(np.bincount(node).max())
-    if size == n or size == 1:
-        return RingCollective(n, (((ranks + 1) % n, 1.0),))
-    within = ranks // size * size + (ranks + 1) % size
-    return RingCollective(n, ((within, 1 - 1 / size), ((ranks + size) % n, 1 / size)))
+def ring_traffic(network: Network, n: int, sent_bytes: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """[((n,) target, bytes), ...] by sender (account.traffic), where each rank sends `sent_bytes` in all."""
+    return [(flow.target, flow.share * sent_bytes) for flow in rings(Group(1, n), network).flows]
 
 
 @dataclass(frozen=True)
@@ -56,7 +39,7 @@ def beside(graph: PlanGraph, network: Network, sent_bytes: float, steps: int, be
     """
     n, tasks = graph.quotient.ranks.size, graph.tasks.delay_s.size
     assert n == graph.quotient.orbit.size, "the collective sees every rank"
-    legs = ring_collective(network, n).traffic(sent_bytes) if sent_bytes else []
+    legs = ring_traffic(network, n, sent_bytes) if sent_bytes else []
     timing = solve(_added(graph.tasks, n, network, legs, steps, before_s))
     own = Timing(start_s=timing.start_s[:tasks], finish_s=timing.finish_s[:tasks])
     flows = timing.finish_s[tasks + n :]
@@ -67,7 +50,7 @@ def alone_s(network: Network, n: int, sent_bytes: float, steps: int) -> float:
     """Seconds of a collective by itself."""
     if not sent_bytes:
         return 0.0
-    legs = ring_collective(network, n).traffic(sent_bytes)
+    legs = ring_traffic(network, n, sent_bytes)
     nothing = TaskGraph(
         delay_s=np.empty(0),
         flow_bytes=np.empty(0),

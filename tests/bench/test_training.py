@@ -14,7 +14,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
-from sp_bench.simulate.beside import alone_s, beside, ring_collective
+from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.graph import build_graph
 from sp_bench.workload.costs import costs_of
 from tests.workload.requests import point
@@ -89,7 +89,7 @@ def test_a_ring_leaves_a_node_from_every_gpu() -> None:
     """So that it takes its bytes over the sum of the node's NICs, and its latencies."""
     cluster: Cluster = cluster_and_graph(2)[0]
     network = cluster.network(8)
-    sent = [(target.tolist(), size.tolist()) for target, size in ring_collective(network, 8).traffic(8.0)]
+    sent = [(target.tolist(), size.tolist()) for target, size in ring_traffic(network, 8, 8.0)]
     assert sent == [([1, 2, 3, 0, 5, 6, 7, 4], [6.0] * 8), ([4, 5, 6, 7, 0, 1, 2, 3], [2.0] * 8)]
     latency_s = 7 * (0.75 * 5e-6 + 0.25 * 20e-6)
     assert alone_s(network, 8, 8e9, 7) == pytest.approx(latency_s + max(6e9 / 3.7e11, 2e9 / 4.7e10))
