@@ -303,14 +303,14 @@ def print_notes(console: Console, records: Sequence[Record]) -> None:
 
 
 def print_timeline(console: Console, outcome: Outcome) -> None:
-    """Print timelines. Simulated: blocks and waits of the last rank to end. Measured: the mean step of each rank."""
+    """Print timelines. Simulated: arrivals, blocks and waits of one rank (shown_rank). Measured: each rank's mean."""
     record = outcome.record
     if record.status != "ok":
         return
     width = max(1, min(BAR, console.width - NAME - FRAME))
     if record.mode == "simulate" and outcome.choice:
         runs = outcome.choice.runs
-        rank = max(runs.values(), key=lambda run: run.makespan_s).last_rank
+        rank = max(runs.values(), key=lambda run: run.makespan_s).shown_rank
         start_s, spans = 0.0, []
         for run in runs.values():
             waits, blocks = run.waits(rank), [span for span in run.spans(rank) if span.stream == BLOCKS]
@@ -318,7 +318,7 @@ def print_timeline(console: Console, outcome: Outcome) -> None:
             shown += [(span.stream, span) for span in (*blocks, *waits) if span.stream in (BLOCKS, WAITING)]
             spans += [(name, start_s + span.start_s, start_s + span.end_s) for name, span in shown]
             start_s += run.makespan_s
-        about = f", rank {rank}, which ends last, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
+        about = f", rank {rank}, what it waits for, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
         console.print(Text.assemble("\n", (record.method, "bold"), about))
         bars = draw.timeline(spans, start_s, width)
         lanes = [stream for stream in bars if stream not in (BLOCKS, WAITING)]

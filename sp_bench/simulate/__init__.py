@@ -17,7 +17,7 @@ from sp_bench.plan.ops import BLOCKS, AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import Solver, TaskGraph, Timing, solve
-from sp_bench.simulate.graph import PlanGraph, Segment, build_graph
+from sp_bench.simulate.graph import Item, PlanGraph, Segment, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
 __all__ = ["WAITING", "Run", "Span", "simulate"]
@@ -28,6 +28,8 @@ WAITING = "waiting"
 """The stream of the times when a rank's blocks wait."""
 SAME_TIME = 1e-9
 """Ranks that end within this part of a time end together."""
+NEARLY_LAST, ALIKE = 0.05, 0.1
+"""Ranks are shown for the last one if they end this part of the step before it, and wait as long within that part."""
 FEW_TASKS = 1_000
 """Up to here plain Python beats the start of a compiler."""
 
@@ -82,6 +84,20 @@ class Run:
         last = self.ended_s >= self.makespan_s * (1 - SAME_TIME)
         return int(np.argmax(np.where(last, self.exposed_s, -1.0)))
 
+    @cached_property
+    def shown_rank(self) -> int:
+        """The rank whose timeline shows what the step waits for: of those that end about last and wait about as long as
+        the last one, the one at which arrivals take the longest. On a ring it receives from another node.
+        """
+        last, kinds = self.last_rank, self.graph.quotient.ranks
+        arriving_s = np.zeros(kinds.size)
+        for item in self.graph.items:
+            if times := self._arrivals(item, kinds):
+                arriving_s += times[1] - times[0]
+        alike = np.abs(self.exposed_s - self.exposed_s[last]) <= ALIKE * self.exposed_s[last]
+        nearly_last = self.ended_s >= self.makespan_s * (1 - NEARLY_LAST)
+        return int(kinds[np.argmax(np.where((alike & nearly_last)[kinds], arriving_s, -1.0))])
+
     def spans(self, rank: int) -> list[Span]:
         """The timeline of one rank: its blocks, and what its lanes send."""
         kind = int(self.graph.quotient.orbit[rank])
@@ -93,25 +109,32 @@ class Run:
 
     def waits(self, rank: int) -> list[Span]:
         """What one rank waits for: on each lane what arrives, and as `WAITING` when its blocks wait before it ends."""
-        orbit, found, idle_from_s = self.graph.quotient.orbit, [], 0.0
+        kind, found, idle_from_s = self.graph.quotient.orbit[rank], [], 0.0
         starts, ends = self.graph.by_rank(self.start_s), self.graph.by_rank(self.finish_s)
         for item, (stream, label) in zip(self.graph.items, self._names, strict=True):
-            rows = list(item.rows)
             if isinstance(item.what, Segment):
-                begun_s, ended_s = starts[rows, orbit[rank]].min(), ends[rows, orbit[rank]].max()
-                found.append(Span(WAITING, label, idle_from_s, float(begun_s)))
-                idle_from_s = float(ended_s)
-                continue
-            op = self.plan.ops[item.what]
-            assert isinstance(op, Transfer)
-            if isinstance(op, AllGather | ReduceScatter):
-                sources = [orbit[rank]] * len(rows)
-            else:
-                sources = [orbit[group.member(rank, -shift)] for group, shift in peers(op)]
-            rows = rows[: len(sources)]  # then an AllToAll unpacks
-            if rows:
-                found.append(Span(stream, label, float(starts[rows, sources].min()), float(ends[rows, sources].max())))
+                rows = list(item.rows)
+                found.append(Span(WAITING, label, idle_from_s, float(starts[rows, kind].min())))
+                idle_from_s = float(ends[rows, kind].max())
+            elif times := self._arrivals(item, np.array([rank])):
+                found.append(Span(stream, label, *(float(time[0]) for time in times)))
         return [*found, Span(WAITING, "the end", idle_from_s, float(self.ended_s[rank]))]
+
+    def _arrivals(self, item: Item, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """When what a transfer brings begins and ends to arrive at each of `ranks`; None of what brings nothing."""
+        if isinstance(item.what, Segment):
+            return None
+        op, orbit, rows = self.plan.ops[item.what], self.graph.quotient.orbit, np.array(item.rows)
+        assert isinstance(op, Transfer)
+        if isinstance(op, AllGather | ReduceScatter):
+            sources = np.tile(orbit[ranks], (rows.size, 1))
+        else:
+            sources = np.array([orbit[group.member(ranks, -shift)] for group, shift in peers(op)], int)
+        rows = rows[: len(sources), None]  # then an AllToAll unpacks
+        if not rows.size:
+            return None
+        starts, ends = self.graph.by_rank(self.start_s), self.graph.by_rank(self.finish_s)
+        return starts[rows, sources].min(axis=0), ends[rows, sources].max(axis=0)
 
     @cached_property
     def _names(self) -> list[tuple[str, str]]:

@@ -284,6 +284,15 @@ def test_waits_are_what_blocks_lack_and_what_others_send(method: str, options: d
             assert span == sends[int(op.source(rank))][number]
 
 
+def test_the_rank_shown_receives_from_another_node() -> None:
+    """A ring across nodes waits for the links between them, which fill the lane of the rank behind such a link."""
+    p, on = problem(8), cluster(gpus_per_node=4, bytes_per_s=2e8)
+    run = simulate(build("ring", {}).plan(p, "forward", on.profile(p)), p, on)
+    assert run.shown_rank in (0, 4)
+    arrivals = [span for span in run.waits(run.shown_rank) if span.stream != WAITING]
+    assert sum(span.end_s - span.start_s for span in arrivals) > 0.9 * run.makespan_s
+
+
 def test_too_large_a_graph_is_refused() -> None:
     p = Problem(n=8192, seqlen=8192, heads=1, kv_heads=1, head_dim=8, layout=CAUSAL.layout("auto"))
     with pytest.raises(RequestError, match="gpus=8192: this plan has 134,209,536 transfers"):
