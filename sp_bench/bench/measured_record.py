@@ -78,7 +78,8 @@ def outcome_of(
 def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tuple[Setup, list[str]]:
     """The setup with the kernel and device that the ranks used, and the point's notes."""
     found, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
-    setup = replace(setup, kernel=ranks[0].kernel)
+    first = ranks[0]
+    setup = replace(setup, kernel=first.kernel, sm_margin=first.sm_margin, lane_ctas=first.lane_ctas)
     if request.devices.kind == "cuda" or request.alone:
         setup = replace(setup, device_name=found)
         if not same_model(found, figures):

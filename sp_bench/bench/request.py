@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -45,6 +45,7 @@ class KernelSection(Section, frozen=True, kw_only=True):
     """The content of a conf/kernel file."""
 
     name: str
+    sm_margin: Natural | Literal["auto"] = "auto"
 
 
 class Values(Section, frozen=True, kw_only=True):
@@ -165,8 +166,9 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     method = peers.build(config["impl"], options, mask=mask) if name == peers.METHOD else methods.build(name, options)
     peer = method if isinstance(method, Peer) else None
     problem = _problem(config, values, method, mask)
-    kernel = read(KernelSection, config["kernel"], "kernel").name
-    workload = kind.build(config, problem, phases=phases, peer=peer, kernel=kernel, seed=values.seed)
+    section = read(KernelSection, config["kernel"], "kernel")
+    kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
+    workload = kind.build(config, problem, phases=phases, peer=peer, kernel=kernel, sm_margin=margin, seed=values.seed)
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
     cluster.refuse(problem.n)

@@ -27,6 +27,10 @@ class BlockKernel(ABC):
     name: ClassVar[str]
     varlen: ClassVar[bool] = False
     """Whether it takes pieces of different sizes in one call (`_forward_varlen`, `_backward_varlen`)."""
+    has_margin: ClassVar[bool] = False
+    """Whether its kernels are persistent, and leave `sm_margin` SMs free."""
+    sm_margin: int = 0
+    """SMs that its kernels leave to transfers, if it `has_margin`."""
 
     @classmethod
     @abstractmethod

@@ -19,12 +19,14 @@ from sp_bench.kernels.pieces import Pieces
 class FlashAttn3(CudaKernel):
     """FlashAttention-3. Its tensors are (B, S, H, D), as in the contract.
 
-    num_splits is 1, as the order of sums over more splits of the keys would depend on the load.
+    num_splits is 1, as the order of sums over more splits of the keys would depend on the load. Its kernels have one
+    CTA for each SM but the last `sm_margin`, from start to end.
     """
 
     name = "flash_attn_3"
     majors = (9,)
     varlen = True
+    has_margin = True
     package = "flash_attn_interface"
     install = "python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention"
 
@@ -49,6 +51,7 @@ class FlashAttn3(CudaKernel):
             softmax_scale=1 / math.sqrt(q.shape[3]),
             is_causal=causal,
             num_splits=1,
+            sm_margin=self.sm_margin,
         )
         return out, lse.contiguous()
 
@@ -70,6 +73,7 @@ class FlashAttn3(CudaKernel):
             softmax_scale=1 / math.sqrt(q.shape[3]),
             is_causal=causal,
             deterministic=deterministic(),
+            sm_margin=self.sm_margin,
         )
         return dq, dk, dv
 
@@ -85,6 +89,7 @@ class FlashAttn3(CudaKernel):
             softmax_scale=1 / math.sqrt(q.shape[2]),
             is_causal=pieces.causal,
             num_splits=1,
+            sm_margin=self.sm_margin,
         )
         return out, lse
 
@@ -119,6 +124,7 @@ class FlashAttn3(CudaKernel):
             softmax_scale=1 / math.sqrt(q.shape[2]),
             is_causal=pieces.causal,
             deterministic=deterministic(),
+            sm_margin=self.sm_margin,
         )
         return dq, dk, dv
 

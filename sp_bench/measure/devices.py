@@ -84,8 +84,11 @@ def device_here() -> torch.device:
     return torch.device("cuda", _Process.index) if _Process.devices.kind == "cuda" else torch.device("cpu")
 
 
-def transport_here(plans: Mapping[str, Plan]) -> Transport:
-    """The transport by which plans exchange tensors between all ranks, ready for them. All ranks must call it."""
+def transport_here(plans: Mapping[str, Plan], lane_ctas: int | None = None) -> Transport:
+    """The transport by which plans exchange tensors between all ranks, ready for them. All ranks must call it.
+
+    With NCCL a lane takes `lane_ctas` CTAs at most; None: its share of the GPU.
+    """
     import torch.distributed as dist
 
     from sp_bench.run.nccl import nccl_transport
@@ -98,7 +101,7 @@ def transport_here(plans: Mapping[str, Plan]) -> Transport:
     elif _Process.devices.shared:
         transport = HostTransport(world)
     else:
-        transport = nccl_transport(world, device_here(), plans, _Process.group_timeout)
+        transport = nccl_transport(world, device_here(), plans, _Process.group_timeout, lane_ctas)
     transport.prepare(plans.values())
     return transport
 

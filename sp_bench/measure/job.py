@@ -102,6 +102,7 @@ class TimedPoint:
 
     def result(self, gate: GateErrors) -> RankResult:
         """This rank's result of the point. Closes the step."""
+        shares = self._step.shares
         result = RankResult(
             gate=gate,
             samples=Samples.of(self._rows),
@@ -111,6 +112,8 @@ class TimedPoint:
             finite=self._step.finite(),
             losses=tuple(self._step.losses),
             kernel=self._step.kernel_name,
+            lane_ctas=shares.lane_ctas if shares else None,
+            sm_margin=shares.margin if shares else None,
             device=device_versions(),
             machine=boot_id(),
         )

@@ -52,6 +52,10 @@ class RankResult:
     losses: tuple[float, ...] = ()
     """The loss of each complete iteration, untimed ones included; empty if nothing is trained."""
     kernel: str = ""
+    lane_ctas: int | None = None
+    """CTAs that one lane's transfers take of the GPU at most; None on a CPU, or for a peer."""
+    sm_margin: int | None = None
+    """SMs that block kernels leave free; None if they take all."""
     device: Mapping[str, str] = field(default_factory=dict)
     """The rank's device and its software (devices.device_versions)."""
     machine: str = ""

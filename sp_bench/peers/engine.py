@@ -65,6 +65,10 @@ class PeerEngine:
         self.transport.sent_bytes.update(self._sent_bytes["backward"])
         return gradients
 
+    @property
+    def shares(self) -> None:
+        """None: a package shares a GPU's SMs as it likes."""
+
     def spent(self, phase: str) -> None:
         """None: the time breakdown of a package is not known."""
 

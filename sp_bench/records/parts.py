@@ -55,6 +55,10 @@ class Setup:
     """The method's variant, if it has several: its tile, ring or group sizes."""
     nodes: int | None = None
     kernel: str | None = None
+    sm_margin: int | None = None
+    """Measured on GPUs: SMs that a persistent block kernel leaves to transfers; None if the kernel takes all."""
+    lane_ctas: int | None = None
+    """Measured on GPUs: the SMs that the transfers of one lane take at most."""
     implementation: str | None = None
     """Simulated: whose code it stands for (conf/implementation)."""
     validation: str | None = None

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
-from sp_bench.kernels import choose
+from sp_bench.kernels import BlockKernel, choose
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.documents import Packed
@@ -31,6 +31,7 @@ from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.partials import Tensors
+from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import GlooTransport, Transport
 
 Saved = dict[str, Tensors]
@@ -44,20 +45,23 @@ class Engine:
         self,
         plans: Mapping[str, Plan],
         problem: Problem,
-        kernel: str,
+        kernel: str | BlockKernel,
         device: torch.device,
         *,
         rank: int = 0,
         transport: Transport | None = None,
         queues: Device | None = None,
+        shares: SmShares | None = None,
     ) -> None:
         """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
-        `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU.
+        `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. `shares` says
+        what kernel and transport were told to take of the GPU.
         Raises RequestError if the kernel refuses the device or dtype.
         """
-        self.plans, self.problem = plans, problem
-        self.kernel = choose(kernel, device.type, problem.dtype, problem.head_dim)
+        self.plans, self.problem, self.shares = plans, problem, shares
+        chosen = isinstance(kernel, BlockKernel)
+        self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
         self._rank, self._device, self.buffers = rank, device, Buffers(device)
         self._queues = queues or (Cuda(device) if device.type == "cuda" else None)
@@ -346,6 +350,10 @@ class SequenceParallelAttention(torch.nn.Module):
             plans = {phase: method.plan(problem, phase, self.costs) for phase in PHASES}
             check_all(plans, problem)
             group = (self.group or dist.group.WORLD) if self.n > 1 else None
-            transport = transport_for(group, q.device, plans)
-            self._engines[key] = Engine(plans, problem, self.kernel, q.device, rank=self.rank, transport=transport)
+            kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
+            shares = share(kernel, plans, q.device)
+            transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None)
+            self._engines[key] = Engine(
+                plans, problem, kernel, q.device, rank=self.rank, transport=transport, shares=shares
+            )
         return self._engines[key]

@@ -8,7 +8,7 @@ NCCL requires all ranks to launch the operations of several communicators in one
 order (DeviceStreams), which is the same on all ranks. A rank that takes no part in an operation, such as an exchange
 with itself, skips it; the order of the others stays. Two communicators may execute in different orders on two ranks.
 That can't deadlock as long as the kernels of all communicators fit on the GPU together: a lane takes at
-most `most_ctas` SMs.
+most `lane_ctas` SMs (run.sms).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sp_bench.lower import NCCL
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import Plan, Transfer
 from sp_bench.run.groups import own_group
+from sp_bench.run.sms import VARIABLE, most_ctas
 from sp_bench.run.transport import (
     Call,
     GlooTransport,
@@ -102,13 +103,6 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 SEVERAL_FROM = (2, 26)
 """The first NCCL that keeps several communicators in launch order (NCCL_LAUNCH_ORDER_IMPLICIT)."""
-FEW_LANES, FREE_SMS, MOST_CTAS = 4, 4, 32
-"""Up to so many lanes get equal shares of the SMs; SMs that no lane takes; what NCCL takes at most by itself."""
-
-
-def most_ctas(sms: int, lanes: int) -> int:
-    """How many CTAs, of an SM each, one lane's kernels may take, so that all lanes' kernels fit on the GPU together."""
-    return max(1, min(MOST_CTAS, (sms - FREE_SMS) // max(lanes, FEW_LANES)))
 
 
 def refuse_several(version: tuple[Any, ...]) -> None:
@@ -122,9 +116,9 @@ def refuse_several(version: tuple[Any, ...]) -> None:
 
 
 def lane_communicator(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, lanes: int, lane: int, members: Members
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, ctas: int, lane: int, members: Members
 ) -> dist.ProcessGroup:
-    """A connected, high-priority NCCL communicator of one of several lanes among some ranks of `group`, made once.
+    """A connected, high-priority NCCL communicator of a lane of `ctas` CTAs among some ranks of `group`, made once.
 
     Its members must call this, in the same order of calls. The connection to a peer opens at the first message to it.
     Raises RequestError for a second lane with an NCCL that can't run several at once.
@@ -132,31 +126,42 @@ def lane_communicator(
     if lane:
         refuse_several(library.version())
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if "NCCL_MAX_CTAS" not in os.environ:
-        options.config.max_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
+    if VARIABLE not in os.environ:  # NCCL reads it itself
+        options.config.max_ctas = ctas
     if timeout is not None:
         options._timeout = timeout  # torch uses the argument below, and warns if this one differs
-    purpose = f"lane {lane} of {max(lanes, FEW_LANES)} on GPU {device.index}"
+    purpose = f"lane {lane} of {ctas} CTAs on GPU {device.index}"
     return own_group(group, members, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
 
 def nccl_transport(
-    group: dist.ProcessGroup, device: torch.device, plans: Mapping[str, Plan], timeout: timedelta | None = None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    plans: Mapping[str, Plan],
+    timeout: timedelta | None = None,
+    lane_ctas: int | None = None,
 ) -> NcclTransport:
-    """Return an NcclTransport among the ranks of a group, for plans whose lanes share the GPU."""
-    lanes = max((len(plan.lanes) for plan in plans.values()), default=1)
-    return NcclTransport(group, communicator=partial(lane_communicator, group, device, timeout, lanes))
+    """Return an NcclTransport among the ranks of a group, for plans whose lanes share the GPU.
+
+    A lane takes `lane_ctas` CTAs at most; None: its share of the GPU.
+    """
+    if lane_ctas is None:
+        lanes = max((len(plan.lanes) for plan in plans.values()), default=1)
+        lane_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
+    return NcclTransport(group, communicator=partial(lane_communicator, group, device, timeout, lane_ctas))
 
 
-def transport_for(group: dist.ProcessGroup | None, device: torch.device, plans: Mapping[str, Plan]) -> Transport:
+def transport_for(
+    group: dist.ProcessGroup | None, device: torch.device, plans: Mapping[str, Plan], lane_ctas: int | None = None
+) -> Transport:
     """Return the transport for `group` on `device`, ready for the plans. All ranks of the group must call this.
 
-    NCCL if the group has that backend, else gloo.
+    NCCL if the group has that backend, with `lane_ctas` as in `nccl_transport`; else gloo.
     """
     if group is None or device.type == "cpu":
         transport = GlooTransport(group)
     elif "nccl" in dist.get_backend_config(group):
-        transport = nccl_transport(group, device, plans)
+        transport = nccl_transport(group, device, plans, lane_ctas=lane_ctas)
     else:
         transport = HostTransport(group)
     transport.prepare(plans.values())

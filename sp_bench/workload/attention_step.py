@@ -9,12 +9,14 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from sp_bench.kernels import choose
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
 from sp_bench.workload.base import RankContext, Workload
 
@@ -45,6 +47,11 @@ class AttentionStep:
     def kernel_name(self) -> str:
         """The kernel of its attention blocks."""
         return self._engine.kernel_name
+
+    @property
+    def shares(self) -> SmShares | None:
+        """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
+        return self._engine.shares
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
@@ -103,12 +110,14 @@ def make_engine(
     if workload.peer:
         return PeerEngine(workload.peer, problem, workload.executed(workload.phases))
     plans = plans or workload.plans
+    kernel = choose(workload.kernel, context.device.type, problem.dtype, problem.head_dim)
+    shares = share(kernel, plans, context.device, workload.sm_margin)
     rank, transport = context.rank, None
     if workload.alone is not None:
         rank, transport = workload.alone, AloneTransport()
     elif problem.n > 1:
-        transport = context.transport(plans)
-    return Engine(plans, problem, workload.kernel, context.device, rank=rank, transport=transport)
+        transport = context.transport(plans, shares.lane_ctas if shares else None)
+    return Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares)
 
 
 def _random(problem: Problem, rank: int, heads: int, generator: torch.Generator) -> Tensor:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sp_bench.run.executor import Action
     from sp_bench.run.holdings import LiveBytes
+    from sp_bench.run.sms import SmShares
     from sp_bench.run.transport import Transport
 
 
@@ -29,8 +30,9 @@ class RankContext:
 
     rank: int
     device: torch.device
-    transport: Callable[[Mapping[str, Plan]], Transport]
-    """Makes the transport of plans between all ranks. All ranks must call it."""
+    transport: Callable[[Mapping[str, Plan], int | None], Transport]
+    """Makes the transport of plans between all ranks, given the CTAs that a lane takes at most on a GPU. All ranks must
+    call it."""
     alive: Callable[[], None]
     """Shows that this rank doesn't hang. Call it between long pieces of work."""
 
@@ -41,6 +43,11 @@ class Step(Protocol):
     @property
     def kernel_name(self) -> str:
         """The kernel of its attention blocks."""
+        ...
+
+    @property
+    def shares(self) -> SmShares | None:
+        """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
         ...
 
     @property
@@ -95,6 +102,8 @@ class Workload(ABC):
     peer: Peer | None = None
     """A peer's attention, in place of plans."""
     kernel: str = "auto"
+    sm_margin: int | None = None
+    """SMs of a GPU that persistent block kernels leave free; None: as many as lanes take."""
     seed: int = 0
     alone: int | None = None
     """With mode=alone: the rank whose plans this process executes alone, receiving copies of what it sends."""

@@ -17,6 +17,7 @@ from sp_bench.run.attention import Engine, Saved
 from sp_bench.run.devices import Clock, clock_of
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.sms import SmShares
 from sp_bench.workload.attention_step import make_engine, parts_of
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.train import UPDATE
@@ -80,6 +81,11 @@ class TrainStep:
     def kernel_name(self) -> str:
         """The kernel of its attention blocks."""
         return self._attention.engine.kernel_name
+
+    @property
+    def shares(self) -> SmShares | None:
+        """What lanes and blocks take of the GPU; None on a CPU."""
+        return self._attention.engine.shares
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:

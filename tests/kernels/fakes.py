@@ -337,6 +337,7 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, .
     options = _all_arguments(FA3_FWD, (q, k, v, *given))
     scale, causal = options.pop("softmax_scale"), options.pop("is_causal")
     assert options.pop("num_splits") == 1
+    _note_margin(options)
     cu_q, cu_k, *longest = (options.pop(name) for name in VARLEN)
     assert options == {name: default for name, default in _all_arguments(FA3_FWD).items() if name in options}
     if cu_q is not None:
@@ -352,6 +353,7 @@ def fa3_backward(
     dq, dk, dv = grads = tuple(options.pop(name) for name in ("dq", "dk", "dv"))
     scale, causal = options.pop("softmax_scale"), options.pop("is_causal")
     vars(sys.modules["flash_attn_interface"])["deterministic"] = options.pop("deterministic")
+    _note_margin(options)
     cu_q, cu_k, *longest = (options.pop(name) for name in VARLEN)
     assert options == {name: default for name, default in _all_arguments(FA3_BWD).items() if name in options}
     check(dout, q, k, v, out, dq, dk, dv)
@@ -363,6 +365,11 @@ def fa3_backward(
     for into, grad in zip(grads, found, strict=True):
         into.copy_(grad)
     return (dq, dk, dv, *(torch.empty(0) for _ in range(5)))
+
+
+def _note_margin(options: dict[str, Any]) -> None:
+    """Keep what was to be left free in the module that stands for the package."""
+    vars(sys.modules["flash_attn_interface"]).setdefault("margins", []).append(options.pop("sm_margin"))
 
 
 def _all_arguments(schema: str, given: tuple[Any, ...] = ()) -> dict[str, Any]:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def context_of(group: dist.ProcessGroup | None, rank: int) -> RankContext:
-    return RankContext(rank, CPU, lambda plans: transport_for(group, CPU, plans), alive=lambda: None)
+    return RankContext(rank, CPU, lambda plans, _: transport_for(group, CPU, plans), alive=lambda: None)
 
 
 def trainer_of(workload: Train, rank: int) -> Trainer:

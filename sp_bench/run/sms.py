@@ -1,0 +1,84 @@
+"""How the SMs of a GPU are shared between block kernels and the lanes' transfers.
+
+A persistent block kernel has one CTA for each SM from its start to its end (FlashAttention-3's forward without a mask:
+a grid of as many CTAs as SMs). A transfer that becomes ready meanwhile would wait for the end of the block. So such a
+kernel leaves as many SMs free as all lanes together take, and lanes take few. Beside other kernels a transfer of high
+priority gets the SMs that the next wave would have had, and lanes may take more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sp_bench.errors import RequestError
+from sp_bench.kernels.contract import BlockKernel
+from sp_bench.plan.ops import Plan
+
+FEW_LANES, FREE_SMS, MOST_CTAS = 4, 4, 32
+"""Up to so many lanes get equal shares of the SMs; SMs that no lane takes; what NCCL takes at most by itself."""
+BESIDE_PERSISTENT = 16
+"""SMs that persistent kernels leave to all lanes together. An SM moves some 20 GB/s, NVLink 4 about 370 GB/s."""
+VARIABLE = "NCCL_MAX_CTAS"
+
+
+@dataclass(frozen=True)
+class SmShares:
+    """What a point's lanes and blocks may take of a GPU."""
+
+    lane_ctas: int
+    """CTAs, of an SM each, that the transfers of one lane take at most."""
+    margin: int | None
+    """SMs that block kernels leave free; None if they aren't persistent, and take all."""
+
+
+def most_ctas(sms: int, lanes: int) -> int:
+    """How many CTAs one lane's kernels may take, so that all lanes' kernels fit on the GPU together."""
+    return max(1, min(MOST_CTAS, (sms - FREE_SMS) // max(lanes, FEW_LANES)))
+
+
+def shares(
+    kernel: BlockKernel,
+    plans: Mapping[str, Plan],
+    sms: int,
+    margin: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> SmShares:
+    """The shares of a GPU with `sms` SMs. `margin`: what a persistent kernel is to leave free; None: what lanes take.
+
+    NCCL_MAX_CTAS of the environment sets what a lane takes. Raises RequestError for a margin that the kernel can't
+    leave, or that leaves it no SM.
+    """
+    lanes = max((len(plan.lanes) for plan in plans.values()), default=0)
+    if margin is not None and not kernel.has_margin:
+        raise RequestError(
+            f"kernel.sm_margin={margin}", f"{kernel.name} has no such setting", "kernel.sm_margin=auto would work"
+        )
+    if margin is not None and margin >= sms:
+        rule = f"the GPU has {sms} SMs, and the kernel needs one"
+        raise RequestError(f"kernel.sm_margin={margin}", rule, f"at most {sms - 1} would work")
+    if (given := environment.get(VARIABLE, "")).isdigit() and int(given):
+        lane_ctas = int(given)
+    elif not kernel.has_margin or margin == 0:
+        lane_ctas = most_ctas(sms, lanes)
+    else:
+        lane_ctas = max(1, (BESIDE_PERSISTENT if margin is None else margin) // max(lanes, 1))
+    if not kernel.has_margin:
+        return SmShares(lane_ctas, None)
+    return SmShares(lane_ctas, min(lanes * lane_ctas, sms - 1) if margin is None else margin)
+
+
+def share(
+    kernel: BlockKernel, plans: Mapping[str, Plan], device: torch.device, margin: int | None = None
+) -> SmShares | None:
+    """The shares of a device, with the kernel set to leave its margin; None on a CPU."""
+    if device.type != "cuda":
+        if margin is not None:
+            raise RequestError(f"kernel.sm_margin={margin}", "a CPU has no SMs", "kernel.sm_margin=auto would work")
+        return None
+    found = shares(kernel, plans, torch.cuda.get_device_properties(device).multi_processor_count, margin)
+    kernel.sm_margin = found.margin or 0
+    return found

@@ -1,0 +1,113 @@
+"""How a GPU's SMs are shared between block kernels and transfers, and who is told."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sp_bench.bench import Request, resolve
+from sp_bench.cli.compose import Composer
+from sp_bench.errors import RequestError
+from sp_bench.kernels import KERNELS
+from sp_bench.kernels.pieces import Pieces
+from sp_bench.methods import build
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.run import sms
+from sp_bench.run.sms import SmShares, most_ctas, share, shares
+from sp_bench.workload import attention_step
+from sp_bench.workload.attention import Attention
+from sp_bench.workload.base import RankContext
+from tests.kernels import fakes
+from tests.support.dense import block_of
+from tests.support.problems import splittable_problem
+
+PERSISTENT, OTHER = KERNELS["flash_attn_3"], KERNELS["cudnn"]
+PROBLEM = splittable_problem(4)
+
+
+def plans_of(method: str, **options: Any) -> dict[str, Any]:
+    return {phase: build(method, options).plan(PROBLEM, phase, COMPUTE_BOUND) for phase in PHASES}
+
+
+ONE_LANE, TWO_LANES = plans_of("mesh", tile=(2, 2)), plans_of("ring")
+
+
+@pytest.mark.parametrize(
+    ("number", "lanes", "ctas"), [(132, 1, 32), (132, 4, 32), (148, 2, 32), (108, 3, 26), (132, 16, 8), (20, 4, 4)]
+)
+def test_the_kernels_of_all_lanes_fit_on_the_gpu(number: int, lanes: int, ctas: int) -> None:
+    assert most_ctas(number, lanes) == ctas
+    assert lanes * ctas <= number - sms.FREE_SMS
+
+
+def test_a_persistent_kernel_leaves_what_the_lanes_take() -> None:
+    lanes = [max(len(plan.lanes) for plan in plans.values()) for plans in (ONE_LANE, TWO_LANES)]
+    for plans, count in zip((ONE_LANE, TWO_LANES), lanes, strict=True):
+        found = shares(PERSISTENT(), plans, 132, environment={})
+        assert found == SmShares(16 // count, 16 // count * count)
+        found = shares(PERSISTENT(), plans, 132, environment={"NCCL_MAX_CTAS": "6"})
+        assert found == SmShares(6, 6 * count), "as many as NCCL is told to take"
+        found = shares(PERSISTENT(), plans, 132, margin=40, environment={})
+        assert found == SmShares(40 // count, 40), "or lanes take what is left"
+        assert shares(PERSISTENT(), plans, 132, margin=0, environment={}) == SmShares(32, 0)
+        assert shares(OTHER(), plans, 132, environment={}) == SmShares(32, None), "others leave waves, not SMs"
+    assert lanes == [1, 2]
+    assert shares(PERSISTENT(), {}, 132, environment={}).margin == 0, "a rank alone sends nothing"
+    assert shares(PERSISTENT(), TWO_LANES, 20, environment={"NCCL_MAX_CTAS": "32"}).margin == 19
+
+
+def test_what_can_t_be_left_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"kernel.sm_margin=8: cudnn has no such setting; kernel.sm_margin=auto"):
+        shares(OTHER(), ONE_LANE, 132, margin=8)
+    with pytest.raises(RequestError, match=r"kernel.sm_margin=132: the GPU has 132 SMs, .* at most 131 would work"):
+        shares(PERSISTENT(), ONE_LANE, 132, margin=132)
+    with pytest.raises(RequestError, match=r"kernel.sm_margin=8: a CPU has no SMs"):
+        share(KERNELS["aten_cpu"](), ONE_LANE, torch.device("cpu"), margin=8)
+    assert share(KERNELS["aten_cpu"](), ONE_LANE, torch.device("cpu")) is None
+
+
+def test_flash_attn_3_is_told_in_every_call() -> None:
+    """By the schemas of its operators, forward and backward, whole blocks and pieces."""
+    with fakes.installed("flash_attn_3"):
+        kernel, block = PERSISTENT(), block_of(8, 8, 2, torch.bfloat16)
+        kernel.sm_margin = 16
+        out, lse = kernel.forward(block.q, block.k, block.v, RegionKind.FULL)
+        kernel.backward(block.dout, block.q, block.k, block.v, out, lse, RegionKind.FULL)
+        regions = tuple(Region(RegionKind.CAUSAL, piece, piece) for piece in (range(4), range(4, 8)))
+        pieces = Pieces(regions, torch.device("cpu"))
+        out, lse = kernel.forward_pieces(block.q, block.k, block.v, pieces)
+        kernel.backward_pieces(block.dout, block.q, block.k, block.v, out, lse, pieces)
+        assert vars(sys.modules["flash_attn_interface"])["margins"] == [16] * 4
+
+
+def test_engine_transport_and_kernel_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that isn't there, up to where it would be used."""
+    kernel, told = PERSISTENT(), []
+    monkeypatch.setattr(attention_step, "choose", lambda *_: kernel)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    gpu = torch.device("cuda", 0)
+    context = RankContext(0, gpu, lambda plans, ctas: told.append(ctas), alive=lambda: None)  # pyright: ignore
+    for margin, wanted in ((None, SmShares(8, 16)), (24, SmShares(12, 24))):
+        workload = Attention(phases=PHASES, problem=PROBLEM, plans=TWO_LANES, kernel="flash_attn_3", sm_margin=margin)
+        engine = attention_step.make_engine(workload, PROBLEM, context)
+        assert (engine.shares, kernel.sm_margin, told[-1]) == (wanted, wanted.margin, wanted.lane_ctas)
+
+
+def point(*overrides: str) -> Request:
+    with Composer() as composer:
+        return resolve(composer.compose(["gpus=4", "mode=simulate", *overrides]))
+
+
+def test_the_margin_is_a_key_of_the_kernel() -> None:
+    assert point().workload.sm_margin is None
+    assert point("kernel=flash_attn_3", "kernel.sm_margin=24").workload.sm_margin == 24
+    with pytest.raises(RequestError, match=r"kernel.sm_margin=-1"):
+        point("kernel.sm_margin=-1")
