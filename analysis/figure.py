@@ -21,14 +21,14 @@ from sp_bench.analysis.number import Number, Source, sources_of
 
 METHOD_ORDER = (
     *("ring", "striped", "zigzag", "double_ring", "pass_q", "all_gather", "tokenring", "tasp"),
-    *("ulysses", "ulysses_all_gather", "usp", "loongtrain", "burst_attention", "startrail", "mesh"),
+    *("ulysses", "upipe", "ulysses_all_gather", "usp", "loongtrain", "burst_attention", "startrail", "mesh"),
 )
-METHOD_COLOURS = (0, 9, 5, 4, 6, 8, 2, 11, 1, 12, 3, 13, 14, 7, 10)
+METHOD_COLOURS = (0, 9, 5, 4, 6, 8, 2, 11, 1, 15, 12, 3, 13, 14, 7, 10)
 """Indices into seaborn's colorblind palette, with MORE after it. Methods that are drawn least have the lightest."""
 BLACK, OLIVE, VIOLET, WINE = (0.1, 0.1, 0.1), (0.5, 0.5, 0.0), (0.42, 0.3, 0.58), (0.53, 0.13, 0.33)
-SLATE = (0.18, 0.31, 0.31)
-MORE = (BLACK, OLIVE, VIOLET, WINE, SLATE)
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "p", "<", "d", ">", "8", "H", "*", "h")
+SLATE, RUST = (0.18, 0.31, 0.31), (0.55, 0.27, 0.07)
+MORE = (BLACK, OLIVE, VIOLET, WINE, SLATE, RUST)
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "p", "<", "$u$", "d", ">", "8", "H", "*", "h")
 WIDTH, HEIGHT = 6.5, 3.6
 """Inches: the width of a page's text."""
 FORMATS = ("pdf", "svg", "png")

@@ -18,6 +18,7 @@ from sp_bench.methods.tasp import TASP
 from sp_bench.methods.tokenring import TokenRing
 from sp_bench.methods.ulysses import Ulysses
 from sp_bench.methods.ulysses_all_gather import UlyssesAllGather
+from sp_bench.methods.upipe import UPipe
 from sp_bench.methods.usp import USP
 from sp_bench.methods.zigzag import Zigzag
 from sp_bench.plan import Method, unknown
@@ -25,8 +26,8 @@ from sp_bench.plan import Method, unknown
 REGISTRY: dict[str, type[Method]] = {
     method.name: method
     for method in (
-        Reference, Ring, Striped, Zigzag, DoubleRing, BurstAttention, PassQ, AllGatherKV, TokenRing, Ulysses, USP,
-        LoongTrain, UlyssesAllGather, TASP, StarTrail, Mesh,
+        Reference, Ring, Striped, Zigzag, DoubleRing, BurstAttention, PassQ, AllGatherKV, TokenRing, Ulysses, UPipe,
+        USP, LoongTrain, UlyssesAllGather, TASP, StarTrail, Mesh,
     )
 }  # fmt: skip
 """Every method by its name. A new one is imported above and listed here."""

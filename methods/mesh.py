@@ -24,6 +24,9 @@ with KV groups (a Q group is then the ranks equal mod b), Q and O cross nodes. T
 `slices`: the tile is computed once per slice of the heads, so that the first and last transfers of a slice hide behind
 another slice's blocks. The volume is the same.
 
+`schedule=rows` or `columns` is ours as well: the tile is computed row by row, or column by column, with one side held
+and the other streaming by (mesh_lean.py). It needs less memory and hides less.
+
 `ulysses` = u is ours too: heads are a third axis. All-to-alls give each of u consecutive ranks its heads of the tokens
 of all of them (methods/ulysses.py), and the tile, now a * b = n / u, is computed with these. Groups of the tile are
 then of stride u. u = 1 is Mesh-Attention; a = 1 sends what USP sends, and u = n what DeepSpeed-Ulysses does. With
@@ -48,6 +51,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.methods.mesh_bounds import least_s, time_of
+from sp_bench.methods.mesh_lean import ORDERS, lean_order
 from sp_bench.methods.mesh_schedule import backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.methods.ulysses import by_heads, by_heads_backward, degrees, settled_degree
@@ -104,7 +108,8 @@ class Mesh(Method):
     lanes: str = "one"
     """one: all transfers share a lane, as in the paper's steps; each: a lane per tensor."""
     schedule: str = "paper"
-    """paper: algorithms 2 and 3; searched: the order that mesh_search.py finds; auto stands for both."""
+    """paper: algorithms 2 and 3; searched: the order that mesh_search.py finds; auto stands for both. rows, columns:
+    the orders of mesh_lean.py."""
     slices: str | int = 1
     """How many equal slices of the heads; the tile is computed once per slice. More than 1 needs a searched schedule.
     auto stands for those of 1, 2, 4 and 8 that divide kv_heads."""
@@ -124,15 +129,15 @@ class Mesh(Method):
         if self.placement not in ("q", "kv", "auto"):
             placement = f"method.placement={self.placement}"
             raise RequestError(placement, "must be q, kv or auto", "method.placement=q would work")
-        if self.schedule not in ("paper", "searched", "auto"):
-            rule = "must be paper, searched or auto"
+        if self.schedule not in ("paper", "searched", "auto", *ORDERS):
+            rule = "must be paper, searched, rows, columns or auto"
             raise RequestError(f"method.schedule={self.schedule}", rule, "method.schedule=paper would work")
         if self.slices != "auto" and (type(self.slices) is not int or self.slices < 1):
             raise RequestError(
                 f"method.slices={self.slices}", "must be auto or an integer of at least 1", "method.slices=2 would work"
             )
-        if self.slices not in (1, "auto") and self.schedule == "paper":
-            rule = "the paper's schedules go through the tile once, with all heads"
+        if self.slices not in (1, "auto") and self.schedule in ("paper", *ORDERS):
+            rule = f"schedule={self.schedule} goes through the tile once, with all heads"
             raise RequestError(f"method.slices={self.slices}", rule, "with method.schedule=searched it would work")
         if self.ulysses != "auto" and (type(self.ulysses) is not int or self.ulysses < 1):
             raise RequestError(
@@ -220,9 +225,14 @@ class Mesh(Method):
         assert not isinstance(self.tile, str), "a caller picks one of the candidates first"
         return self.tile
 
+    def leaner(self) -> tuple[Mesh, ...]:
+        """The orders of mesh_lean.py, which take all heads at once."""
+        return tuple(replace(self, schedule=order, slices=1) for order in ORDERS)
+
     def variant(self, n: int) -> str:
         """The tile in words, with the options that differ from the paper's."""
-        other = (" kv inside" if self.placement == "kv" else "") + (" searched" if self.schedule == "searched" else "")
+        order = {"searched": " searched", "rows": " by rows", "columns": " by columns"}.get(self.schedule, "")
+        other = (" kv inside" if self.placement == "kv" else "") + order
         heads = f"ulysses {self.ulysses} x " if self.ulysses != 1 else ""
         other += f" in {self.slices} slices" if self.slices != 1 else ""
         return heads + super().variant(n) + other + (" row sums" if self.row_sums else "")
@@ -289,7 +299,9 @@ class Mesh(Method):
         suffix = "_h" if problem.layout.head_parallel > 1 else ""
         names: tuple[str, ...] = ("q", "kv", "o") if phase == "forward" else ("odoq", "kv", "dq", "dkv")
         sent = [self._sent if name == "odoq" else name for name in names]
-        moving = dict(zip(names, self._chunks(problem, *(name + suffix for name in sent)), strict=True))
+        moving: dict[str, Slices] = dict(
+            zip(names, self._chunks(problem, *(name + suffix for name in sent)), strict=True)
+        )
         times, moves = self._moves(problem, costs.of_a_slice(problem), phase, moving)
         return ScheduleTime(time_of(times, moves), least_s(times))
 
@@ -323,12 +335,14 @@ class Mesh(Method):
     def _moves(
         self, problem: Problem, costs: CostProfile, phase: str, moving: Mapping[str, Slices]
     ) -> tuple[TileTimes, list[Move]]:
-        """The tile's costs, and the steps of the greedy schedule, or of the searched one if the option says so."""
+        """The tile's costs, and the steps of the schedule that the option names."""
         names = {name: slices[0].tensor for name, slices in moving.items()}
         hop_s, block_s = _relative_times(problem, costs, phase, *moving.values())
         q, kv, o, *dkv = names.values()
         tensors = Tensors(q, kv, o, dkv[0] if dkv else None)
         times = TileTimes(*self.tile_shape(problem.n), tensors, block_s, hop_s, problem.head_slices)
+        if self.schedule in ORDERS:
+            return times, list(lean_order(self.schedule, times.a, times.b, tensors))
         schedule = forward_schedule if phase == "forward" else backward_schedule
         greedy = schedule(times.a, times.b, _hiding(problem, costs, phase, moving))
         if self.schedule == "searched":

@@ -140,7 +140,7 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     For a pack of documents the bound is for the way it is dealt, whatever the work (PackBlocks.least_moved); what is
     split by heads inside a chunk is added.
     """
-    split = problem.layout.head_parallel
+    split, problem = problem.layout.head_parallel, problem.in_one_slice
 
     def payload_bytes(tensor: str) -> float:
         return float(problem.mean_wire_bytes(tensor, statistics=False))
@@ -179,7 +179,7 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
     """
     if not problem.mask.sends_unseen:
         return None
-    n, g, whole = problem.n, problem.heads // problem.kv_heads, replace(problem, head_slices=1)
+    n, g, whole = problem.n, problem.heads // problem.kv_heads, problem.in_one_slice
 
     def of_a_head(tensor: str, heads: int) -> float:
         return float(whole.mean_wire_bytes(tensor, statistics=False)) / heads
@@ -275,12 +275,19 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     flow, lowering = dataflow(plan), lower(plan, problem)
     unsummed = lowering.unsummed
     received = {chunk for index in lowering.receive_buffers for chunk in plan.ops[index].writes}
-    elsewhere = received | set(plan.starts_with)
+    elsewhere = received | set(plan.starts_with) | lowering.views
     elsewhere |= {op.into for op in plan.ops if isinstance(op, Bundle)}
     made = {op.into: op.made for op in plan.ops if isinstance(op, RowSums)}
-    inputs = sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in plan.starts_with)
-    if problem.head_slices > 1:
-        inputs *= 2  # a slice of the heads is a copy
+    sliced = problem.head_slices > 1
+
+    def result_bytes(chunk: Chunk) -> int:
+        return problem.chunk_bytes(chunk.tensor, wire=False, summed=False)
+
+    standing = sum(map(result_bytes, plan.starts_with)) + sum(
+        result_bytes(c) for c in plan.outputs if c in lowering.views
+    )
+    if sliced:  # a slice of the heads is a copy
+        standing += sum(result_bytes(chunk) for chunk in plan.inputs if chunk not in lowering.views)
     change = np.zeros(len(plan.ops) + 2, np.int64)
     released = _released(plan, lowering)
     for value in flow.first_use:
@@ -297,14 +304,14 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
         change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
     result = np.array([_block_result_bytes(op, index, flow, problem, unsummed) for index, op in plan])
-    results = [chunk for chunk in plan.ends_with if is_partial(chunk.tensor)]
-    cast = [chunk for chunk in results if problem.dtype != problem.accumulate_dtype and chunk not in unsummed]
-    sizes = {c: problem.chunk_bytes(c.tensor, wire=False, summed=False) for c in results}
-    outputs = sum(sizes[chunk] for chunk in (results if problem.head_slices > 1 else cast))
-    if cast and problem.head_slices > 1:
+    copied = [c for c in plan.outputs if c not in lowering.views and (sliced or is_partial(c.tensor))]
+    narrow = problem.dtype != problem.accumulate_dtype
+    cast = [c for c in plan.ends_with if narrow and is_partial(c.tensor) and c not in unsummed]
+    outputs = sum(map(result_bytes, {*copied, *cast} if sliced else cast))
+    if sliced:
         # Slices are concatenated field by field, and live until that is done.
-        outputs += problem.head_slices * max(sizes[chunk] for chunk in cast)
-    return int(inputs + max((alive + result).max(), alive[-1] + outputs))
+        outputs += max((problem.slices_of(c.tensor) * result_bytes(c) for c in cast if c in copied), default=0)
+    return int(standing + max((alive + result).max(), alive[-1] + outputs))
 
 
 def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import gcd
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ from sp_bench.plan.ops import (
     RowSums,
     Transfer,
 )
-from sp_bench.plan.problem import Problem, is_partial
+from sp_bench.plan.problem import Problem, is_of_keys, is_partial
 
 Ranks = np.ndarray
 NOTHING = -1
@@ -92,7 +93,7 @@ class _Facts:
     kept: tuple[Chunk, ...] = ()
     """Chunks that the forward keeps for the backward."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
-    """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each."""
+    """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
     visible: np.ndarray = field(init=False)
     """Whether a block of each class has anything unmasked: (classes,)."""
 
@@ -111,7 +112,8 @@ class _Facts:
         """The bit set of blocks in a partial, created empty on first use."""
         if chunk not in self.blocks:
             self.content[chunk] = chunk.owner(self.ranks)
-            self.blocks[chunk] = np.zeros((self.problem.n, -(-self.problem.n // 64)), np.uint64)
+            bits = self.problem.n * self.parts(chunk)
+            self.blocks[chunk] = np.zeros((self.problem.n, -(-bits // 64)), np.uint64)
         return self.blocks[chunk]
 
     def rows_of(self, chunk: Chunk) -> Rows:
@@ -122,6 +124,10 @@ class _Facts:
         """All rows of the layout chunks that hold the tokens of these ranks."""
         tokens = self.problem.block_tokens_of(owner)
         return Rows(np.zeros_like(owner), np.broadcast_to(tokens, owner.shape))
+
+    def parts(self, partial: Chunk) -> int:
+        """How many blocks a partial has with one counterpart: a key head's gradients have one for each query slice."""
+        return self.problem.query_parts if is_of_keys(partial.tensor) else 1
 
     def bit(self, counterpart: Ranks) -> tuple[Ranks, np.ndarray]:
         return counterpart // 64, np.uint64(1) << (counterpart % 64).astype(np.uint64)
@@ -160,7 +166,7 @@ def check(plan: Plan, problem: Problem) -> None:
     _complete(facts, plan)
 
 
-INTERFACES = {"forward": (("q", "kv"), ("o", "out")), "backward": (("odoq", "do", "kv"), ("dq", "dkv"))}
+INTERFACES = {"forward": (("q", "kv"), ("o", "out")), "backward": (("odoq", "do", "q", "kv"), ("dq", "dkv"))}
 """The inputs and outputs that each phase may have: a rank's own chunks, in all head slices."""
 COMPLETE = {"forward": (("o",), ("out",)), "backward": (("dq", "dkv"),)}
 """The sets of outputs that each phase may end with."""
@@ -169,12 +175,14 @@ COMPLETE = {"forward": (("o",), ("out",)), "backward": (("dq", "dkv"),)}
 def _interface(plan: Plan, problem: Problem) -> None:
     inputs, outputs = INTERFACES[plan.phase]
     for name, given, tensors in (("inputs", plan.inputs, inputs), ("outputs", plan.outputs, outputs)):
-        wanted = {Chunk(tensor, 0, Group(1, 1), heads=i) for tensor in tensors for i in range(problem.head_slices)}
+        wanted = {Chunk(t, 0, Group(1, 1), heads=i) for t in tensors for i in range(problem.slices_of(t))}
         found = [chunk._replace(home=Group(1, 1)) for chunk in given]
         by_tensor = tuple(dict.fromkeys(chunk.tensor for chunk in given))
-        whole = len(found) == len(set(found)) == len(by_tensor) * problem.head_slices and wanted.issuperset(found)
+        count = sum(map(problem.slices_of, by_tensor))
+        whole = len(found) == len(set(found)) == count and wanted.issuperset(found)
         if not whole or (name == "outputs" and by_tensor not in COMPLETE[plan.phase]):
             slices = f", each in {problem.head_slices} slices" if problem.head_slices > 1 else ""
+            slices += f" ({problem.key_slices} of keys)" if problem.query_parts > 1 else ""
             raise PlanError(
                 f"the plan's {name} are {', '.join(map(str, given))}: {plan.phase} has "
                 f"{', '.join(f'{tensor}#0' for tensor in tensors)}{slices}"
@@ -211,9 +219,14 @@ def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequenc
 
 
 def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
-    slices = {chunk.heads for chunk in chunks}
-    if len(slices) > 1 or not slices <= set(range(facts.problem.head_slices)):
-        raise PlanError(f"{where}: mixes slices of heads, or takes one beyond {facts.problem.head_slices}")
+    """Chunks of queries must be of one head slice, and chunks of keys of the slice of key heads that it attends to."""
+    problem, queries, keys = facts.problem, set[int](), set[int]()
+    for chunk in chunks:
+        (keys if is_of_keys(chunk.tensor) else queries).add(chunk.heads)
+    wanted = {slice_ // problem.query_parts for slice_ in queries} or keys
+    there = queries <= set(range(problem.head_slices)) and keys <= set(range(problem.key_slices))
+    if len(queries) > 1 or len(wanted | keys) > 1 or not there:
+        raise PlanError(f"{where}: mixes slices of heads, or takes one beyond {problem.head_slices}")
 
 
 def _placed(facts: _Facts, chunk: Chunk, where: str, there: np.ndarray | bool = True) -> None:
@@ -367,10 +380,10 @@ def _row_sums(facts: _Facts, op: RowSums, where: str) -> None:
     facts.rows[op.into] = facts.rows_of(op.parts[0])
 
 
-def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, visible: np.ndarray, where: str) -> None:
-    """Record that the block of each rank with chunk `counterpart` is folded into the partial `into`."""
+def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visible: np.ndarray, where: str) -> None:
+    """Record that the block of each rank with chunk `counterpart`, or a part of it, is folded into `into`."""
     blocks = facts.partial(into)
-    word, bit = facts.bit(counterpart // facts.problem.layout.head_parallel)
+    word, bit = facts.bit(counterpart // facts.problem.layout.head_parallel * facts.parts(into) + part)
     old = blocks[facts.ranks, word]
     if (rank := _first(visible & ((old & bit) != 0))) is not None:
         raise PlanError(f"{where}: on rank {rank}, block ({into}, chunk {counterpart[rank]}) is computed twice")
@@ -383,7 +396,7 @@ def _attend(facts: _Facts, op: Attend, where: str) -> None:
     q, kv, visible = _operands(facts, op.q, op.kv, where)
     _serves(facts, op.o, q, where)
     _rows_read(facts, op.q, op.kv, op.o, where)
-    _count_block(facts, op.o, kv, visible, where)
+    _count_block(facts, op.o, kv, 0, visible, where)
 
 
 def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
@@ -392,8 +405,8 @@ def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
     _serves(facts, op.dq, q, where)
     _serves(facts, op.dkv, kv, where)
     _rows_read(facts, op.odoq, op.kv, op.dq, where)
-    _count_block(facts, op.dq, kv, visible, where)
-    _count_block(facts, op.dkv, q, visible, where)
+    _count_block(facts, op.dq, kv, 0, visible, where)
+    _count_block(facts, op.dkv, q, op.odoq.heads % facts.problem.query_parts, visible, where)
 
 
 def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: str) -> tuple[Ranks, Ranks, np.ndarray]:
@@ -466,11 +479,11 @@ def _complete(facts: _Facts, plan: Plan) -> None:
     for chunk in plan.ends_with:
         if chunk.tensor not in ("o", "o_h", "out", "dq", "dkv"):
             continue
-        blocks = facts.blocks.pop(chunk)
-        for counterpart in range(chunks):
+        blocks, parts = facts.blocks.pop(chunk), facts.parts(chunk)
+        for counterpart, part in product(range(chunks), range(parts)):
             mine, other = (facts.ranks, np.full(facts.problem.n, counterpart * degree))
             needed = facts.sees(other, mine) if chunk.tensor == "dkv" else facts.sees(mine, other)
-            word, bit = facts.bit(other // degree)
+            word, bit = facts.bit(other // degree * parts + part)
             if (rank := _first(needed & ((blocks[facts.ranks, word] & bit) == 0))) is not None:
                 raise PlanError(f"the end of the plan: {chunk} of rank {rank} lacks its block with chunk {counterpart}")
     for chunk, blocks in facts.blocks.items():

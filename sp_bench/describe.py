@@ -15,7 +15,8 @@ import numpy as np
 
 from sp_bench import account, draw, markdown
 from sp_bench.bench import resolve
-from sp_bench.bench.choose import choose
+from sp_bench.bench.choose import choose, memory_front
+from sp_bench.bench.request import Request
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -38,8 +39,8 @@ Made by `python -m sp_bench.describe --methods`; a test holds it against the cod
 Volume is the payload that each GPU sends on average, in chunks of N/n tokens x heads * head_dim elements, lse apart.
 h = heads, k = kv_heads / heads, nodes is method.nodes, u method.ulysses (1 in Mesh-Attention unless asked for), C
 method.team, a x b the tile; o = 0 with method.row_sums=true, else 1; s = 3/4 with a causal mask on the zigzag layout,
-else 1. Memory is what a rank holds at most, inputs and results included, in the same unit, in bf16 at n = {TABLE_N} and
-k = 1, for the variant that sends least.
+else 1. Memory is what a rank holds at most, inputs and results included, in the same unit, in bf16 at n = {TABLE_N},
+64 heads and k = 1, for the variant that sends least.
 """
 ABOUT_TABLE_2 = """
 Forward volume that a GPU sends in units of N * d, full attention, k = 1, for the variant that sends least: by the
@@ -103,7 +104,19 @@ def describe(overrides: Sequence[str]) -> str:
             "\nthe program of a rank",
             *draw.steps(plan),
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_front(request)])
+
+
+def _front(request: Request) -> list[str]:
+    """The variants that no other beats in both memory and simulated time; nothing if there is only one."""
+    front = memory_front(request)
+    if len(front) == 1:
+        return []
+    lines = [
+        "\nmemory against time, simulated: no other variant beats these in both",
+        "   peak GB     step ms  variant",
+    ]
+    return lines + [f"{v.peak_bytes / 1e9:>10.4g}{v.step_s * 1e3:>12.4g}  {v.variant} {v.layout}" for v in front]
 
 
 def _schedule(time: ScheduleTime | None) -> list[str]:
@@ -211,7 +224,7 @@ def _row(name: str) -> list[str]:
 
 def _problem(cls: type[Method], n: int) -> Problem:
     layout = LAYOUTS[cls.layouts[-1]]
-    return Problem(n=n, seqlen=64 * n, heads=16, kv_heads=16, head_dim=64, layout=layout)
+    return Problem(n=n, seqlen=64 * n, heads=64, kv_heads=64, head_dim=64, layout=layout)
 
 
 def least_volume(method: Method, problem: Problem, phases: Sequence[str] = PHASES) -> Method:

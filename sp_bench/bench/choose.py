@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sp_bench import account
 from sp_bench.bench.request import Request
@@ -87,6 +87,35 @@ def choose(request: Request) -> Choice:
     if not request.cluster.is_even(best.problem.n):
         best = _simulated(best, request.cluster)
     return replace(best, candidates=ordered) if len(planned) > 1 else best
+
+
+class Traded(NamedTuple):
+    """A variant of a method on the front of memory against time."""
+
+    variant: str
+    layout: str
+    peak_bytes: int
+    step_s: float
+
+
+def memory_front(request: Request) -> list[Traded]:
+    """The variants that no other one beats in both peak memory and simulated time, the leanest first.
+
+    They are those that the request's options stand for, and the method's `leaner` ones.
+    """
+    assert isinstance(request.method, Method), "a peer has no plans to choose among"
+    found = []
+    for problem in _dealings(request.method, request.problem):
+        methods = (request.method, *request.method.leaner())
+        for method in dict.fromkeys(m for one in methods for m in one.candidates(problem)):
+            here = _simulated(_plan(method, problem, request), request.cluster.even)
+            peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
+            found.append(Traded(method.variant(problem.n), here.problem.layout.name, peak, here.total_s))
+    front: list[Traded] = []
+    for one in sorted(found, key=lambda one: (one.peak_bytes, one.step_s)):
+        if not front or one.step_s < front[-1].step_s:
+            front.append(one)
+    return front
 
 
 def _simulated(choice: Choice, cluster: Cluster) -> Choice:

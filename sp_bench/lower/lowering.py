@@ -14,6 +14,7 @@ from sp_bench.lower.staging import (
     chunk_specs,
     packed_bytes,
     side_by_side,
+    sliced_in_place,
     staging_buffers,
     unsummed_partials,
 )
@@ -36,6 +37,8 @@ class Lowering:
     """The buffer that each transfer receives into. A result that outlives the plan has none."""
     unsummed: frozenset[Chunk]
     """The partials that nothing is ever added to; they are held in the compute dtype."""
+    views: frozenset[Chunk]
+    """The inputs and results that are views of a tensor with all heads (staging.sliced_in_place)."""
     staging_buffers: StagingBuffers
     """The buffers in which lanes pack, cast and unpack."""
     preposted: Mapping[int, PrepostedReceive]
@@ -76,6 +79,7 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
             buffer_free=order.buffer_free,
             receive_buffers=order.receive_buffers,
             unsummed=unsummed,
+            views=sliced_in_place(plan, problem, unsummed),
             staging_buffers=staging,
             preposted=preposted_receives(plan, order, staging) if transport.preposts else {},
             pipelined=pipelined_sends(plan, order) if transport.pipelines else {},

@@ -52,6 +52,25 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
     return frozenset(value.chunk for value in writers) - summed
 
 
+def sliced_in_place(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> frozenset[Chunk]:
+    """The inputs and results in slices of the heads that are views of the tensor with all heads, and no copies.
+
+    Only all-to-alls read or write them, which pack and unpack them anyway, and a result is held in the compute dtype.
+    """
+    if problem.head_slices == 1:
+        return frozenset()
+    dealt = [op for op in plan.ops if isinstance(op, AllToAll)]
+    read = {chunk for op in dealt for chunk in op.reads}
+    read -= {chunk for op in plan.ops if not isinstance(op, AllToAll) for chunk in op.reads}
+    as_held = {op.recv for op in dealt if _held_as_result(op.recv, problem, unsummed)}
+    return frozenset(read.intersection(plan.inputs) | as_held.intersection(plan.outputs))
+
+
+def _held_as_result(chunk: Chunk, problem: Problem, unsummed: Container[Chunk]) -> bool:
+    kept = {problem.field_dtype(f, wire=False, summed=chunk not in unsummed) for f in FIELDS[chunk.tensor]}
+    return kept == {problem.dtype}
+
+
 def staging_buffers(
     plan: Plan, problem: Problem, unsummed: Container[Chunk], transport: TransportKind
 ) -> StagingBuffers:

@@ -82,6 +82,10 @@ class Method(ABC):
         self.refuse(problem)
         return (self,)
 
+    def leaner(self) -> tuple[Method, ...]:
+        """The same method in forms that hold less memory, and may take longer."""
+        return ()
+
     def tile_shape(self, n: int) -> tuple[int, int] | None:
         """The sides (a, b) of the tile of the assignment matrix that a rank computes; None if it is no tile."""
         return None
@@ -103,6 +107,10 @@ class Method(ABC):
         """How many slices of the heads are computed one after another."""
         return 1
 
+    def query_parts(self, problem: Problem) -> int:
+        """How many slices of the query heads share a slice of the key heads (Problem.query_parts)."""
+        return 1
+
     def layout_of(self, mask: Mask, n: int) -> Layout:
         """The layout that this method has on n ranks, before its heads are split."""
         return mask.layout("auto" if self.layout in OPEN_LAYOUTS else self.layout, n, self.dealings())
@@ -114,7 +122,8 @@ class Method(ABC):
     def dealt(self, problem: Problem) -> Problem:
         """The problem with this variant's head-parallel degree and head slices, which its plans are for."""
         layout = self.dealt_by(problem.layout, problem.n)
-        return replace(problem, layout=layout, head_slices=self.head_slices(problem))
+        slices, parts = self.head_slices(problem), self.query_parts(problem)
+        return replace(problem, layout=layout, head_slices=slices, query_parts=parts)
 
     def schedule_time(self, problem: Problem, phase: str, costs: CostProfile) -> ScheduleTime | None:
         """The time of a phase's schedule by these costs, beside a certified bound; None if it has no such bound."""

@@ -93,6 +93,9 @@ class Problem:
     layout: Layout
     head_slices: int = 1
     """How many equal slices of the heads a method computes one after another; a chunk holds one slice."""
+    query_parts: int = 1
+    """How many slices of the query heads share a slice of the key heads: p of them take every p-th query head in turn,
+    so that each has as many of every key head."""
 
     def __post_init__(self) -> None:
         for key in ("n", "seqlen", "heads", "kv_heads", "head_dim", "batch"):
@@ -113,7 +116,8 @@ class Problem:
             )
         self.mask.refuse(self.seqlen)
         self.layout.refuse(self.n, self.seqlen)
-        assert 1 in (self.head_slices, self.layout.head_parallel), "heads are taken in slices or split among ranks"
+        assert self.head_slices % self.query_parts == 0, "every slice of the key heads has as many of the query heads"
+        assert self.query_parts == 1 or self.heads // self.kv_heads % self.query_parts == 0, "groups of heads are cut"
 
     @property
     def local_seqlen(self) -> int:
@@ -129,6 +133,20 @@ class Problem:
     def blocks(self) -> Blocks:
         """The classes of blocks between chunks under the mask, and the class of each pair of ranks."""
         return self.mask.blocks(self.layout, self.n, self.seqlen)
+
+    @property
+    def key_slices(self) -> int:
+        """How many slices of the key heads there are: chunks of keys hold one of them."""
+        return self.head_slices // self.query_parts
+
+    def slices_of(self, tensor: str) -> int:
+        """How many slices the heads of a tensor are in."""
+        return self.key_slices if is_of_keys(tensor) else self.head_slices
+
+    @property
+    def in_one_slice(self) -> Problem:
+        """The same problem with all heads at once."""
+        return replace(self, head_slices=1, query_parts=1)
 
     @property
     def block_heads(self) -> int:
@@ -155,8 +173,8 @@ class Problem:
 
     def field_heads(self, field: Field) -> int:
         """Heads of a field of one chunk. A field by heads has at least one: key heads are replicated if too few."""
-        heads = self.kv_heads if field.kv else self.heads
-        return max(heads // self.layout.head_parallel, 1) if field.by_heads else heads // self.head_slices
+        heads = self.kv_heads // self.key_slices if field.kv else self.heads // self.head_slices
+        return max(heads // self.layout.head_parallel, 1) if field.by_heads else heads
 
     def tokens(self, owner):
         """How many tokens each of one or an array of ranks owns."""

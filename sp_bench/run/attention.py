@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.kernels import BlockKernel, choose
+from sp_bench.lower import lower
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
 from sp_bench.plan.documents import Packed
@@ -23,7 +24,7 @@ from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import Mask, mask_named
 from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.ops import Chunk, Plan
-from sp_bench.plan.problem import FIELDS, Kind, Problem
+from sp_bench.plan.problem import FIELDS, Field, Kind, Problem
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Cuda, Device
@@ -31,6 +32,7 @@ from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.partials import Tensors
+from sp_bench.run.slices import one_slice, together
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import GlooTransport, Transport
 
@@ -76,6 +78,7 @@ class Engine:
         if "backward" in self.plans:
             needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
             found |= {"kv": (k, v)} if "kv" in needs else {}
+            found |= {"q": (q,)} if "q" in needs else {}
             found |= {"odoq": (q, out, *lse)} if "odoq" in needs else {}
         return out, found
 
@@ -125,37 +128,54 @@ class Engine:
     def _run(self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None) -> Saved:
         """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype."""
         plan = self.plans[phase]
-        given = {
-            chunk: tuple(self._slice(x, chunk.heads).contiguous() for x in inputs[chunk.tensor])
-            for chunk in plan.starts_with
-        }
+        given = {chunk: self._given(chunk, inputs, plan) for chunk in plan.starts_with}
         if live:
             live.always = [x for tensors in inputs.values() for x in tensors]
-        found = self._executor(phase)(given, action, live)
-        whole = {tensor: self._whole(tensor, found, plan) for tensor in dict.fromkeys(c.tensor for c in plan.ends_with)}
+        whole = self._results(plan)
+        views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
+        found = self._executor(phase)(given, action, live, views)
+        for tensor in dict.fromkeys(c.tensor for c in plan.ends_with if c.tensor not in whole):
+            whole[tensor] = self._whole(tensor, found, plan)
         if live:
             held = [*given.values(), *found.values(), *whole.values()]
             live.see([*self.buffers.tensors(), *(x for tensors in held for x in tensors)])
         return whole
 
-    def _slice(self, x: Tensor, heads: int) -> Tensor:
-        """One slice of the heads of a (B, S, H, D) or (B, H, S) tensor."""
-        return x.chunk(self.problem.head_slices, dim=_heads_dim(x))[heads]
+    def _given(self, chunk: Chunk, inputs: Saved, plan: Plan) -> Tensors:
+        """The tensors that a chunk starts with: a slice of an input, or what the forward kept of it."""
+        if chunk in plan.kept:
+            width, alike = len(FIELDS[chunk.tensor]), [c for c in plan.kept if c.tensor == chunk.tensor]
+            first = width * alike.index(chunk)
+            return inputs[chunk.tensor][first : first + width]
+        slices = self._slices(chunk, inputs[chunk.tensor])
+        return slices if chunk in self._views(plan) else tuple(x.contiguous() for x in slices)
+
+    def _slices(self, chunk: Chunk, whole: Tensors) -> Tensors:
+        return tuple(one_slice(x, self.problem, chunk.tensor, chunk.heads) for x in whole)
+
+    def _views(self, plan: Plan) -> frozenset[Chunk]:
+        return lower(plan, self.problem, self.transport.kind).views
+
+    def _results(self, plan: Plan) -> Saved:
+        """The tensors, with all heads, that the slices of results are views of."""
+        found = {}
+        for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
+            tokens, whole = self.problem.tokens(self._rank), self.problem.in_one_slice
+            shapes = [whole.field_shape(field, tokens) for field in FIELDS[tensor]]
+            dtype = getattr(torch, self.problem.dtype)
+            found[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
+        return found
 
     def _whole(self, tensor: str, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
-        """Concatenate the head slices of a result. Accumulated fields are cast to the compute dtype."""
+        """All head slices of a result together; of what is kept, one after another. Sums are cast to compute dtype."""
         chunks = sorted((chunk for chunk in plan.ends_with if chunk.tensor == tensor), key=lambda chunk: chunk.heads)
-        whole = []
-        for i, field in enumerate(FIELDS[tensor]):
-            slices = [found[chunk][i] for chunk in chunks]
-            if field.kind is not Kind.STATISTIC:
-                slices = [x.to(getattr(torch, self.problem.dtype)) for x in slices]
-            whole.append(slices[0] if len(slices) == 1 else torch.cat(slices, dim=_heads_dim(slices[0])))
-        return tuple(whole)
+        fields = [[self._cast(field, found[chunk][i]) for chunk in chunks] for i, field in enumerate(FIELDS[tensor])]
+        if chunks[0] in plan.kept:
+            return tuple(x for tensors in zip(*fields, strict=True) for x in tensors)
+        return tuple(together(slices, self.problem, tensor) for slices in fields)
 
-
-def _heads_dim(x: Tensor) -> int:
-    return 2 if x.ndim == 4 else 1
+    def _cast(self, field: Field, x: Tensor) -> Tensor:
+        return x if field.kind is Kind.STATISTIC else x.to(getattr(torch, self.problem.dtype))
 
 
 class Differentiable(Protocol):

@@ -104,9 +104,15 @@ class Executor:
         self._marks = _Marks(self._streams.clock)
 
     def __call__(
-        self, inputs: Mapping[Chunk, Tensors], action: Action = Action.EVERYTHING, live: LiveBytes | None = None
+        self,
+        inputs: Mapping[Chunk, Tensors],
+        action: Action = Action.EVERYTHING,
+        live: LiveBytes | None = None,
+        results: Mapping[Chunk, Tensors] | None = None,
     ) -> dict[Chunk, Tensors]:
         """Run the plan on its input chunks and return its output chunks; partials keep the accumulation dtype.
+
+        Transfers that end with a chunk of `results` write it there.
 
         On a GPU the results are ready on the caller's stream, not yet on the host. `live` records the memory held
         after each block. Raises what a transfer raises (RuntimeError from torch.distributed if a peer fails or times
@@ -115,6 +121,7 @@ class Executor:
         self._transport.check()
         self._holdings, self._live = Holdings(inputs, self._problem, self._rank, self._device, self._unsummed), live
         self._marks = _Marks(self._streams.clock)
+        self._lanes.given_results = results or {}
         started = time.perf_counter()
         try:
             self._last_mark = self._mark()
@@ -126,6 +133,7 @@ class Executor:
         finally:
             self._marks.caller_s = time.perf_counter() - started
             self._holdings = Holdings({}, self._problem, self._rank, self._device)
+            self._lanes.given_results = {}
 
     @property
     def spent(self) -> Spent:

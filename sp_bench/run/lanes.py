@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class Lanes:
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
         self._results: dict[int, Tensors] = {}
         """Output tensors of transfers, allocated before the transfer runs."""
+        self.given_results: Mapping[Chunk, Tensors] = {}
+        """Where the caller of this execution wants outputs of transfers."""
         self._dealing = Dealing(problem, rank, self._staging)
         self._collectives = Collectives(
             plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, self._held
@@ -240,7 +243,9 @@ class Lanes:
         return tuple(as_shape(x, shape) for x, shape in zip(buffers, shapes, strict=True))
 
     def _new(self, chunk: Chunk) -> Tensors:
-        """Allocate tensors for a chunk that outlives the plan."""
+        """Tensors for a chunk that outlives the plan: those that the caller gave, or new ones."""
+        if chunk in self.given_results:
+            return self.given_results[chunk]
         problem, found = self._problem, []
         for field in FIELDS[chunk.tensor]:
             dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._lowering.unsummed)

@@ -67,7 +67,7 @@ def gate(workload: Train, context: RankContext) -> GateErrors:
 
 def whole(workload: Train, problem: Problem, context: RankContext) -> Trainer:
     """The same model on one process, in fp64 and with exact attention, after its backward."""
-    alone = replace(problem, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"], head_slices=1)
+    alone = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
     trainer = Trainer(workload.model.small(), alone, workload.training, workload.seed, 0, context.device)
     batch = trainer.batch(0)
     trainer.loss(trainer.hidden(batch, ExactAttention(alone.mask)), batch).backward()

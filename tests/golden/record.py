@@ -46,6 +46,7 @@ POINTS = (
     *(f"method={name} {H100} kv_heads=8" for name in ("ring", "double_ring", "all_gather", "ulysses")),
     f"method=tasp {H100} kv_heads=8",
     f"method=burst_attention {H100}",
+    f"method=upipe {H100} kv_heads=8",
     f"method=ulysses_all_gather {H100} kv_heads=8",
     *(f"method={name} {H100} causal=false" for name in ("zigzag", "startrail", "mesh", "tokenring")),
     *(f"method={name} {H100} method.layout=contiguous" for name in ("ring", "mesh")),

@@ -127,14 +127,14 @@ def test_gains_where_blocks_and_transfers_take_equally_long(
 
 
 def test_refuses_other_schedules() -> None:
-    with pytest.raises(RequestError, match=r"method.schedule=best.*must be paper, searched or auto"):
+    with pytest.raises(RequestError, match=r"method.schedule=best.*must be paper, searched, rows, columns or auto"):
         build("mesh", {"schedule": "best"})
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"slices": 2}, "method.slices=2: the paper's schedules go through the tile once.*schedule=searched it would"),
+        ({"slices": 2}, "method.slices=2: schedule=paper goes through the tile once.*schedule=searched it would"),
         ({"slices": 0}, "method.slices=0: must be auto or an integer of at least 1"),
         ({"slices": "two"}, "method.slices=two: must be auto"),
         ({"slices": 3, "schedule": "searched"}, "method.slices=3: must divide kv_heads=2; one of 1, 2 would work"),

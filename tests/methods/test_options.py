@@ -39,6 +39,21 @@ def refusal(name: str, options: dict[str, object], asked: Problem) -> str:
         ("ulysses", {}, problem(8), "gpus=8: ulysses splits heads=4 evenly, .*; one of 1, 2, 4 would work"),
         ("ulysses", {}, problem(4, 12, 6), "gpus=4: .* kv_heads=6 .*; one of 1, 2, 3, 6, 12 would work"),
         ("ulysses", {"layout": "striped"}, problem(2), "method.layout=striped: .* not defined .*; one of contiguous"),
+        ("upipe", {"stages": 3}, problem(2), "method.stages=3: must divide heads / gpus = 2; one of 1, 2 would work"),
+        ("upipe", {"stages": 2}, problem(4), "method.stages=2: must divide heads / gpus = 1; one of 1 would work"),
+        (
+            "upipe",
+            {"stages": "all"},
+            problem(2),
+            "method.stages=all: must be most, auto or an .*; method.stages=2 would",
+        ),
+        (
+            "upipe",
+            {"overlap": 1},
+            problem(2),
+            "method.overlap=1: must be true or false; method.overlap=false would work",
+        ),
+        ("upipe", {}, problem(8), "gpus=8: upipe splits heads=4 evenly, .*; one of 1, 2, 4 would work"),
         (
             "usp",
             {"ulysses": 3},

@@ -13,6 +13,7 @@ from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.methods.mesh import tiles
+from sp_bench.methods.mesh_lean import ORDERS
 from sp_bench.methods.tasp import TASP
 from sp_bench.plan import CostProfile
 from sp_bench.plan.layout import LAYOUTS
@@ -46,7 +47,10 @@ def variants(n: int) -> list[Case]:
     meshes = [Case(n=n, method="mesh", tile=tile) for tile in tiles(n)]
     placed = [replace(case, options=(("placement", "kv"),)) for case in meshes if case.tile and 1 not in case.tile]
     searched = [replace(case, options=(("schedule", "searched"),)) for case in meshes]
-    return [Case(n=n, method="ring"), *meshes, *placed, *searched]
+    lean = [
+        Case(n=n, method="mesh", tile=(2, n // 2), options=(("schedule", order),)) for order in ORDERS if n % 2 == 0
+    ]
+    return [Case(n=n, method="ring"), *meshes, *placed, *searched, *lean]
 
 
 def others(n: int) -> list[Case]:
@@ -60,6 +64,8 @@ def others(n: int) -> list[Case]:
     cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
     cases += [Case(n=n, method="startrail", options=(("team", c),)) for c in divisors(n) if n % c**2 == 0]
     cases += [Case(n=n, method="ulysses", heads=n)]
+    staged = ((1, True), (2, True), (2, False), (4, True))
+    cases += [Case(n=n, method="upipe", heads=4 * n, options=(("stages", s), ("overlap", o))) for s, o in staged]
     for u in divisors(n):
         cases += [
             Case(n=n, method=method, heads=2 * u, options=(("ulysses", u),)) for method in ("usp", "ulysses_all_gather")

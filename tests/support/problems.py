@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sp_bench.methods import REGISTRY, build
 from sp_bench.methods.mesh import tiles
+from sp_bench.methods.mesh_lean import ORDERS
 from sp_bench.plan import CostProfile, Method, Op, Plan, Problem, RequestError
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
@@ -50,7 +51,7 @@ def all_methods(problem: Problem) -> list[Method]:
             try:
                 found += build(name, options).candidates(problem)
             except RequestError:
-                assert name in ("reference", "ulysses") and problem.n > 1, f"{name} refuses {problem}"
+                assert name in ("reference", "ulysses", "upipe") and problem.n > 1, f"{name} refuses {problem}"
     by_messages = {m.name: m for m in found[::-1] if m.name in ("all_gather", "ulysses", "ulysses_all_gather")}
     if problem.n <= FEW:
         by_messages |= {m.name: m for m in found if m.name == "startrail"}
@@ -64,7 +65,12 @@ def _options(name: str, problem: Problem) -> list[dict[str, object]]:
             sliced = [{"schedule": "searched", "slices": 2}] if problem.n <= FEW and problem.kv_heads % 2 == 0 else []
             heads = [{"row_sums": True, "ulysses": u} for u in _degrees(problem)[:2]] if problem.n <= FEW else []
             heads += [{"ulysses": u} for u in _degrees(problem)[1:]]
-            return [{"placement": "auto"}, {"schedule": "searched"}, *sliced, *heads] if problem.n <= MANY else [{}]
+            even = problem.n <= FEW and problem.n % 2 == 0
+            lean = [{"schedule": order, "tile": (2, problem.n // 2)} for order in ORDERS] if even else []
+            found = [{"placement": "auto"}, {"schedule": "searched"}, *sliced, *heads, *lean]
+            return found if problem.n <= MANY else [{}]
+        case "upipe":
+            return [{"stages": "auto"}, {"overlap": False}]
         case "pass_q":
             return [{}, {"row_sums": True}]
         case "tokenring":
