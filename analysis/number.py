@@ -141,6 +141,7 @@ def of_record(record: Record, field: str) -> Number:
 
 COUNTED = (
     *("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "comm_bytes_expected", "comm_bytes_lower_bound"),
+    "comm_bytes_least",
     *("comm_bytes_statistics", "comm_bytes_across_nodes_max", "peak_mem_bytes_max", "peak_mem_bytes_expected"),
     *("work_imbalance", "work_imbalance_lower_bound", "documents", "longest_document", "seqlen"),
 )

@@ -89,6 +89,7 @@ function caption(made, asked, without) {
   const modes = new Set(made.drawn.map((i) => value("mode", i)));
   const words = [[...modes].map((mode) => content.kinds[mode]).join("; ").replace(/^./, (letter) => letter.toUpperCase())];
   if (asked.type !== "heat" && made.drawn.some((i) => value("mode", i) !== "simulated")) words.push("vertical bars are 95% intervals");
+  if (asked.y === "comm_bytes_per_gpu" && asked.type !== "heat") words.push("black marks are lower bounds: solid with the same split of heads, dashed with any");
   if (without.length) words.push(`without a value: ${[...failed].map(([status, n]) => `${n} ${status}`).join(", ")}`);
   words.push("a click on a mark, or a value below, opens the point");
   return `${words.filter(Boolean).join(". ").replace(/\. ([a-z])/g, (_, letter) => `. ${letter.toUpperCase()}`)}.`;

@@ -6,6 +6,8 @@ import { chosen, grouped, keyOf, others, seriesOf } from "explorer/groups";
 const GREYS = { light: ["#1a1c20", "#5a6068", "#e3e6ea", "#ffffff"], dark: ["#e6e8eb", "#a0a7b1", "#30353d", "#16181c"] };
 const MORE = ["#4477aa", "#cc6677", "#228833", "#aa7733", "#aa3377", "#33a3b8", "#777777", "#882255"];
 const KINDS = ["simulated", "measured", "measured alone"];
+const SENT = "comm_bytes_per_gpu";
+const BOUNDS = [["comm_bytes_lower_bound", "lower bound, GB", [1, 0]], ["comm_bytes_least", "with any split of heads, GB", [2, 2]]];
 const MANY = 2000; // Marks from which a canvas is drawn instead of elements.
 
 export const dark = () =>
@@ -67,7 +69,19 @@ function datum(i, asked) {
   found.point = described(i);
   found.shown = number(found.y) + (ends ? ` [${number(ends[0])}, ${number(ends[1])}]` : "");
   if (asked.split) found.split = splitOf(asked.split, i);
+  if (asked.y === SENT) for (const [name] of BOUNDS) found[name] = value(name, i);
   return found;
+}
+
+/** Marks at the fewest bytes that can be sent, where what is sent is drawn and records have it. */
+function boundMarks(values, x, y) {
+  if (!values.some((each) => each.comm_bytes_lower_bound != null)) return [];
+  return BOUNDS.map(([name, words, dash]) => ({
+    transform: [{ filter: `isValid(datum.${name}) && datum.${name} > 0` }],
+    mark: { type: "tick", orient: "horizontal", thickness: 2, size: 18, strokeDash: dash, tooltip: true },
+    encoding: { ...x, y: { ...y, field: name }, color: { value: GREYS[dark() ? "dark" : "light"][0] },
+      tooltip: [{ field: "point", title: "point" }, { field: name, title: words }] },
+  }));
 }
 
 const splitOf = (name, i) => `${label(name)} ${shown(name, value(name, i))}`;
@@ -121,6 +135,7 @@ export function lines(rows, asked, width) {
   const encoding = { x, y, color: colour(known, asked), detail: { field: "line" }, ...(severalKinds && { strokeDash: { field: "mode", legend: null, scale: { domain: KINDS, range: [[5, 3], [1, 0], [2, 2]] } } }) };
   const several = known.some((i) => interval(asked.y, i));
   const layer = [
+    ...boundMarks(values, { x }, y),
     { mark: { type: "line", strokeWidth: 2, clip: true }, encoding },
     ...(several ? [{ mark: { type: "rule", strokeWidth: 1.5 }, encoding: { x, color: encoding.color, y: { field: "low", type: "quantitative", title: head(asked.y) }, y2: { field: "high" } } }] : []),
     { mark: { type: "point", filled: true, size: 55, opacity: 1, cursor: "pointer", tooltip: true },
@@ -151,6 +166,7 @@ export function bars(rows, asked, width) {
   const layer = [
     { mark: { type: "bar", cursor: "pointer", tooltip: true }, encoding: { ...place, y: { field: "y", type: "quantitative", title }, color: scale, tooltip: tooltip(asked) } },
     ...(known.some((i) => interval(asked.y, i)) ? [{ mark: { type: "rule" }, encoding: { ...place, y: { field: "low", type: "quantitative", title }, y2: { field: "high" } } }] : []),
+    ...boundMarks(values, place, { type: "quantitative", title }),
   ];
   return { spec: split({ data: { values }, layer }, asked, known, width), rest: others(withValue(rows, asked.y), by), drawn: known };
 }

@@ -87,6 +87,7 @@ RESULTS = (
     Result("comm_bytes_busiest_gpu", "sent by the busiest GPU", "GB", 1e-9, better="less"),
     Result("comm_bytes_expected", "closed form of sent per GPU", "GB", 1e-9),
     Result("comm_bytes_lower_bound", "lower bound of sent per GPU", "GB", 1e-9),
+    Result("comm_bytes_least", "lower bound with any split of heads", "GB", 1e-9),
     Result("comm_bytes_across_nodes_max", "sent to other nodes by the busiest GPU", "GB", 1e-9, better="less"),
     Result("peak_mem_bytes_max", "peak memory per GPU", "GB", 1e-9, better="less"),
     Result("rank_imbalance", "busiest rank over mean", better="less", time=True),

@@ -65,6 +65,9 @@ choosing.volume(runs)
 choosing.memory(runs)
 
 # %%
+choosing.orders(runs)
+
+# %%
 choosing.bounds(runs)
 
 # %% [markdown]

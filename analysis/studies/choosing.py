@@ -12,6 +12,7 @@ from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.studies.choosing_grid import METHODS, grid
 from sp_bench.analysis.studies.choosing_limits import limits
 from sp_bench.analysis.studies.choosing_maps import maps, maps_whole_heads, points
+from sp_bench.analysis.studies.choosing_orders import orders
 from sp_bench.analysis.studies.choosing_tiles import memory, tiles, volume
 
 BOUND_AT = ("h100_ndr400", 32, "512k", 64)
@@ -37,4 +38,4 @@ def bounds(runs: Runs) -> Section:
     )
 
 
-SECTIONS = (points, maps, maps_whole_heads, tiles, volume, memory, bounds, limits)
+SECTIONS = (points, maps, maps_whole_heads, tiles, volume, memory, orders, bounds, limits)

@@ -11,7 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
 from sp_bench.analysis.figure import Figure, Panels, colours, labelled, log2_ticks, styles
-from sp_bench.analysis.number import Number, computed, count, formula, least, most, of_record, record_source, tally
+from sp_bench.analysis.number import (
+    Number,
+    computed,
+    count,
+    derived,
+    formula,
+    least,
+    most,
+    of_record,
+    record_source,
+    tally,
+)
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section, Text, text
 from sp_bench.analysis.studies.choosing_grid import (
@@ -137,7 +148,7 @@ def volume(runs: Runs) -> Section:
             cluster=cluster,
             seqlen=seqlen,
         ),
-        _volume_figure(ratios),
+        _volume_figure(found),
         text(
             "{method} on {gpus} GPUs with {kv_heads} KV heads is farthest above its bound: {high:.3g} times. Mesh is"
             " between {low:.3g} and {mesh:.3g} times.",
@@ -152,20 +163,39 @@ def volume(runs: Runs) -> Section:
     )
 
 
-def _volume_figure(ratios: dict[tuple[str, int, int], Number]) -> Figure:
-    panels = Panels(len(KV_HEADS), height=3.4, sharey=True)
+BOUNDS = {
+    "comm_bytes_lower_bound": ("bound, heads whole", (0, (4, 2))),
+    "comm_bytes_least": ("bound, any split of heads", (0, (1, 1.5))),
+}
+"""Field, legend and dashes of the bounds in the figure. The first is that of Mesh, which leaves heads whole."""
+
+
+def _volume_figure(found: Grid) -> Figure:
+    """What each method sends, between the bounds of methods that leave heads whole and of all methods."""
+    panels, (cluster, seqlen) = Panels(len(KV_HEADS), height=3.8, sharey=True), VOLUME_AT
     for axis, kv_heads in zip(panels.axes[0], KV_HEADS, strict=True):
+        records = {(m, n): found[(cluster, kv_heads, seqlen, n), m] for m, n in product(METHODS, GPUS)}
         for method, style in styles(METHODS).items():
-            points = {gpus: ratios[method, kv_heads, gpus] for gpus in GPUS if ratios[method, kv_heads, gpus].value}
+            points = {
+                n: _payload(record) for (m, n), record in records.items() if m == method and record.status == "ok"
+            }
             panels.line(points, method, axis=axis, markersize=5, linewidth=0.8, **style)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_yscale("log", base=2)
+        for field, (name, dashes) in BOUNDS.items():
+            points = {n: of_record(record, field).times(1e-9) for (m, n), record in records.items() if m == "mesh"}
+            panels.line(points, name, axis=axis, color="black", linestyle=dashes, linewidth=1.4)
+        axis.set_yscale("log")
         axis.set(title=f"{kv_heads} KV heads", xlabel="GPUs")
         log2_ticks(axis, GPUS)
         axis.yaxis.set_major_formatter("{x:g}")
-    panels.first.set_ylabel("sent / lower bound")
+    panels.first.set_ylabel("payload sent by a GPU, GB")
     panels.legend_below(3, fontsize=8)
-    return panels.figure("choosing-volume", "Sent over the lower bound")
+    note = "Below the dashed line are only methods that split heads, below the dotted one is none."
+    return panels.figure("choosing-volume", f"Sent, and the least that can be sent, {seqlen} tokens", note)
+
+
+def _payload(record: Record) -> Number:
+    sent, lse = of_record(record, "comm_bytes_per_gpu"), of_record(record, "comm_bytes_statistics")
+    return derived(lambda a, b: (a - b) / 1e9, sent, lse)
 
 
 def memory(runs: Runs) -> Section:

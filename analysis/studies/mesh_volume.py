@@ -22,6 +22,7 @@ from sp_bench.analysis.table import Table, columns
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.records import Record
 
 POINTS = 2.0
 """Percentage points within which a reduction counts as reproduced."""
@@ -274,6 +275,7 @@ def _figure(runs: Runs) -> Figure:
         panels.line({x: wide}, name, marker="D", linestyle="none", color="black", markersize=4)
         panels.numbers.append(sent)
         axis.annotate(cell.method, (x, max(base, wide.known)), (0, 5), textcoords="offset points", ha="center", size=7)
+    _bounds(panels, {cell.gpus: found[cell] for cell in long if cell.method == "mesh"})
     axis.set_xticks(range(len(cells.GPUS)), [str(n) for n in cells.GPUS])
     axis.set(xlabel="GPUs", ylabel="sent by each GPU, GB")
     axis.grid(axis="x", visible=False)
@@ -281,3 +283,15 @@ def _figure(runs: Runs) -> Figure:
     panels.legend_below(3, fontsize=7)
     note = "Bars are with our tiles and bf16 gradients. The paper's bars have no printed values."
     return panels.figure("mesh-figure9b", "Volume per GPU at 1M, causal, forward + backward", note)
+
+
+def _bounds(panels: Panels, mesh: Mapping[int, Record]) -> None:
+    """The fewest bytes that can be sent at each number of GPUs: with heads whole, and with any split of them."""
+    for field, name, dashes in (
+        ("comm_bytes_lower_bound", "bound, heads whole", (0, (4, 2))),
+        ("comm_bytes_least", "bound, any split of heads", (0, (1, 1.5))),
+    ):
+        for i, (gpus, record) in enumerate(mesh.items()):
+            place, bound = cells.GPUS.index(gpus), of_record(record, field).times(1e-9)
+            ends = {place - 0.42: bound, place + 0.42: bound}
+            panels.line(ends, name if i == 0 else "", color="black", linestyle=dashes, linewidth=1.2)
