@@ -115,7 +115,8 @@ def _specs(request: Request, choice: Choice | None) -> list[Spec]:
     if choice:
         workload = replace(workload, problem=choice.problem, plans=executed_plans(request, choice))
     each = [replace(workload, alone=rank) for rank in request.alone] or [workload]
-    return [Spec(workload=one, verify=request.verify, parts=request.parts) for one in each]
+    common = {"verify": request.verify, "parts": request.parts, "transport": request.transport}
+    return [Spec(workload=one, **common) for one in each]
 
 
 def _least_bytes(request: Request, choice: Choice | None) -> int:

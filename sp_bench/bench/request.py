@@ -12,11 +12,13 @@ from msgspec import structs
 from sp_bench import methods, records
 from sp_bench.bench.masks import described, identified, mask_of
 from sp_bench.bench.mode import Mode, resolve_mode
+from sp_bench.bench.transport import transport_of
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
+from sp_bench.lower import TransportOptions
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.homes import refuse_hosts
@@ -113,6 +115,16 @@ class Request:
         """The phases of the method's plans that these execute."""
         return self.workload.plan_phases
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks compute on CPUs, or are simulated to."""
+        return self.cluster.cores is not None if self.mode == "simulate" else self.devices.kind == "cpu"
+
+    @property
+    def transport(self) -> TransportOptions:
+        """What carries transfers."""
+        return self.cluster.transport_options
+
     def asked(self) -> Asked:
         """The part of the record that has the request."""
         return replace(
@@ -129,6 +141,7 @@ class Request:
             layout=self.problem.layout.name,
             nodes=self.cluster.nodes(self.problem.n),
             device_name=self.cluster.device.name,
+            transport=None if isinstance(self.method, Peer) else self.transport.described(on_cpu=self.on_cpu),
         )
 
     def record(
@@ -174,7 +187,9 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     cluster.refuse(problem.n)
     mode = resolve_mode(config, problem.n, cluster, launch, of_a_peer=peer is not None)
     workload.refuse_run(mode.name)
-    notes = peer.notes() if peer else []
+    transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
+    cluster = replace(cluster, transport_options=transport)
+    notes += peer.notes() if peer else []
     if peer:
         peers.refuse_run(peer, mode=mode.name, kernel=kernel)
     if mode.name == "simulate":

@@ -16,7 +16,7 @@ from sp_bench.cluster.emulation import DEFAULT_LAB, Effects, EmulatedHosts, host
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.cluster.topology import Fabric, Inter, Intra, Network, Placement, Topology
 from sp_bench.errors import RequestError
-from sp_bench.lower import GLOO, NCCL, TransportKind
+from sp_bench.lower import DEFAULT_TRANSPORT, TransportKind, TransportOptions
 from sp_bench.machine import cores_here
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.ops import Collective
@@ -61,6 +61,8 @@ class Cluster:
     sources: Mapping[str, str]
     """The sources of the numbers."""
     stragglers: Stragglers = field(default_factory=Stragglers)
+    transport_options: TransportOptions = DEFAULT_TRANSPORT
+    """What carries transfers, if not the default."""
 
     @classmethod
     def build(cls, config: Any) -> Self:
@@ -125,8 +127,8 @@ class Cluster:
 
     @property
     def transport(self) -> TransportKind:
-        """The transport between ranks: NCCL on devices, gloo on shared cores."""
-        return NCCL if self.cores is None else GLOO
+        """The transport between ranks: if not asked for otherwise, NCCL on devices and gloo on shared cores."""
+        return self.transport_options.kind(on_cpu=self.cores is not None)
 
     def carriage(self, op: Collective, ranks: int, sent_bytes: int) -> Carriage | None:
         """How the library carries a collective in which each of the ranks sends so many bytes (cluster.collectives)."""

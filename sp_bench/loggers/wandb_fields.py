@@ -12,7 +12,7 @@ CONFIG = (
     *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal"),
     *("documents", "longest_document", "window", "dtype", "wire_dtype", "implementation"),
     *("model", "recompute", "sharded", "workload_id", "source"),
-    *("cluster", "alone_ranks", "kernel", "device_name", "iters", "warmup", "seed", "stragglers"),
+    *("cluster", "alone_ranks", "kernel", "transport", "device_name", "iters", "warmup", "seed", "stragglers"),
 )
 """Fields of the run's config: the request."""
 PROVENANCE = ("code_version", "git_commit", "git_dirty", "versions")

@@ -4,19 +4,33 @@ from sp_bench.lower.early import PrepostedReceive
 from sp_bench.lower.lowering import Lowering, lower
 from sp_bench.lower.schedule import ReceiveBuffer, Waits
 from sp_bench.lower.staging import StagingUse, TensorSpec
-from sp_bench.lower.transports import ALONE, GLOO, NCCL, STAGED, TransportKind
+from sp_bench.lower.transports import (
+    ALONE,
+    DEFAULT_TRANSPORT,
+    GLOO,
+    NCCL,
+    SHARED,
+    STAGED,
+    SYMMETRIC,
+    TransportKind,
+    TransportOptions,
+)
 
 __all__ = [
     "ALONE",
+    "DEFAULT_TRANSPORT",
     "GLOO",
     "NCCL",
+    "SHARED",
     "STAGED",
+    "SYMMETRIC",
     "Lowering",
     "PrepostedReceive",
     "ReceiveBuffer",
     "StagingUse",
     "TensorSpec",
     "TransportKind",
+    "TransportOptions",
     "Waits",
     "lower",
 ]

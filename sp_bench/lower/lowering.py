@@ -12,6 +12,7 @@ from sp_bench.lower.staging import (
     StagingBuffers,
     TensorSpec,
     chunk_specs,
+    held_specs,
     packed_bytes,
     side_by_side,
     sliced_in_place,
@@ -51,6 +52,10 @@ class Lowering:
         specs = chunk_specs(self.problem, buffer.tensor, wire=buffer.arriving)
         return specs if buffer.chunks == 1 else side_by_side(specs, buffer.chunks)
 
+    def held_specs(self, chunk: Chunk) -> tuple[TensorSpec, ...]:
+        """Shape and dtype of the tensors of a chunk as a rank holds it, one per field."""
+        return held_specs(self.problem, chunk, self.unsummed)
+
     def casts(self, chunk: Chunk) -> bool:
         """Whether a chunk is cast before it is sent."""
         return self.problem.needs_cast(chunk.tensor, summed=chunk not in self.unsummed)
@@ -66,7 +71,7 @@ _CACHE: WeakKeyDictionary[Plan, dict[tuple[Problem, TransportKind], Lowering]] =
 def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowering:
     """The lowering of a plan for a dealt problem, cached. Raises PlanError as `dataflow` does.
 
-    Transports differ in `preposted`, `pipelined` and the buffers of a ReduceScatter.
+    Transports differ in `preposted`, `pipelined`, and the staging buffers of reduce-scatters and of results.
     """
     found = _CACHE.setdefault(plan, {})
     if (problem, transport) not in found:

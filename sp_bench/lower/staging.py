@@ -25,9 +25,9 @@ class StagingUse(NamedTuple):
     lane: str
     tensor: str
     """The tensor that the transfer sends."""
-    use: Literal["send", "recv", "pass"]
+    use: Literal["send", "recv", "pass", "land"]
     """send: pieces that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows that a Pass
-    casts or cuts out and sends."""
+    casts or cuts out and sends; land: a result of the plan as peers write it (TransportKind.lands)."""
 
 
 StagingBuffers = Mapping[StagingUse, tuple[TensorSpec, ...]]
@@ -98,12 +98,21 @@ def staging_buffers(
             casts = problem.needs_cast(sent.tensor, summed=sent not in unsummed)
             if op.against or casts:
                 found[StagingUse(op.lane, sent.tensor, "pass")] = chunk_specs(problem, sent.tensor, wire=True)
+            if transport.lands and op.recv and op.recv in plan.ends_with:
+                found[StagingUse(op.lane, op.recv.tensor, "land")] = held_specs(problem, op.recv, unsummed)
     return found
 
 
 def chunk_specs(problem: Problem, tensor: str, *, wire: bool) -> tuple[TensorSpec, ...]:
     """Shape and dtype of each field of the largest chunk, on the wire or held."""
     return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in FIELDS[tensor])
+
+
+def held_specs(problem: Problem, chunk: Chunk, unsummed: Container[Chunk]) -> tuple[TensorSpec, ...]:
+    """Shape and dtype of each field of a chunk as a rank holds it."""
+    fields = FIELDS[chunk.tensor]
+    summed = chunk not in unsummed
+    return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=False, summed=summed)) for f in fields)
 
 
 def side_by_side(specs: tuple[TensorSpec, ...], count: int) -> tuple[TensorSpec, ...]:

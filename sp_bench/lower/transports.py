@@ -17,13 +17,53 @@ class TransportKind:
     all-reduce, which sends twice as much: an all-to-all takes its place."""
     pipelines: bool = False
     """Whether a transfer can begin, tensor by tensor, while the one before it on its lane is in flight."""
+    lands: bool = False
+    """Whether peers write what a Pass brings into this rank's memory. It then has to land in a buffer of the plan, and
+    a result that outlives the plan is copied out of one."""
 
 
 GLOO = TransportKind(name="gloo", preposts=True, pipelines=True)
 """Gloo between CPUs; each lane has a thread."""
+SHARED = TransportKind(name="shared_memory", preposts=True, lands=True)
+"""Memory that CPU ranks of one machine share; gloo for collectives and between machines."""
 NCCL = TransportKind(name="nccl", adds=True)
 """NCCL between GPUs; each lane has a communicator."""
+SYMMETRIC = TransportKind(name="symmetric_memory", adds=True, lands=True)
+"""Copies by the copy engines between the GPUs of a node; NCCL for collectives and between nodes."""
 STAGED = TransportKind(name="staged")
 """Gloo between GPUs, through host memory."""
 ALONE = TransportKind(name="alone")
 """A single rank without peers: it receives copies of what it sends."""
+
+KINDS = {kind.name: kind for kind in (GLOO, SHARED, NCCL, SYMMETRIC)}
+"""The kinds that a request can name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportOptions:
+    """What carries the transfers of a point, and how."""
+
+    name: str = "auto"
+    """A key of KINDS; auto is NCCL between GPUs and gloo between CPUs."""
+    registered_buffers: bool = False
+    """Whether buffers are allocated by NCCL and registered with the lanes' communicators."""
+    cta_policy: str | None = None
+    """NCCL's policy for the SMs that its kernels take: default, efficiency or zero; None leaves it to NCCL."""
+    cuda_graph: bool = False
+    """Whether each phase of a step is captured once, and then replayed."""
+
+    def kind(self, *, on_cpu: bool) -> TransportKind:
+        """The kind that plans are lowered for."""
+        return KINDS[("gloo" if on_cpu else "nccl") if self.name == "auto" else self.name]
+
+    def described(self, *, on_cpu: bool) -> str:
+        """The transport and its options in words, such as `nccl, registered buffers, cta_policy=zero`."""
+        words = [self.kind(on_cpu=on_cpu).name]
+        words += ["registered buffers"] if self.registered_buffers else []
+        words += [f"cta_policy={self.cta_policy}"] if self.cta_policy else []
+        words += ["CUDA graph"] if self.cuda_graph else []
+        return ", ".join(words)
+
+
+DEFAULT_TRANSPORT = TransportOptions()
+"""NCCL between GPUs and gloo between CPUs, as they are."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
+from sp_bench.lower import DEFAULT_TRANSPORT, SHARED, SYMMETRIC, TransportOptions
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,9 @@ def device_here() -> torch.device:
     return torch.device("cuda", _Process.index) if _Process.devices.kind == "cuda" else torch.device("cpu")
 
 
-def transport_here(plans: Mapping[str, Plan], lane_ctas: int | None = None) -> Transport:
+def transport_here(
+    plans: Mapping[str, Plan], lane_ctas: int | None = None, options: TransportOptions = DEFAULT_TRANSPORT
+) -> Transport:
     """The transport by which plans exchange tensors between all ranks, ready for them. All ranks must call it.
 
     With NCCL a lane takes `lane_ctas` CTAs at most; None: its share of the GPU.
@@ -92,16 +95,19 @@ def transport_here(plans: Mapping[str, Plan], lane_ctas: int | None = None) -> T
     import torch.distributed as dist
 
     from sp_bench.run.nccl import nccl_transport
+    from sp_bench.run.shared_memory import shared_transport
+    from sp_bench.run.symmetric_memory import symmetric_transport
     from sp_bench.run.transport import GlooTransport, HostTransport
 
     world = dist.group.WORLD
     assert world is not None
     if _Process.devices.kind == "cpu":
-        transport = GlooTransport(world)
+        transport = shared_transport(world) if options.kind(on_cpu=True) is SHARED else GlooTransport(world)
     elif _Process.devices.shared:
         transport = HostTransport(world)
     else:
-        transport = nccl_transport(world, device_here(), plans, _Process.group_timeout, lane_ctas)
+        make = symmetric_transport if options.kind(on_cpu=False) is SYMMETRIC else nccl_transport
+        transport = make(world, device_here(), plans, _Process.group_timeout, lane_ctas, options)
     transport.prepare(plans.values())
     return transport
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -48,13 +49,15 @@ def _gate(index: int, spec: Spec) -> GateErrors:
     if not spec.verify:
         return GateErrors()
     report(index)
-    return spec.workload.gate(_context(index))
+    return spec.workload.gate(_context(index, spec))
 
 
-def _context(index: int) -> RankContext:
+def _context(index: int, spec: Spec) -> RankContext:
     """The context of this rank, which reports the point at `index` as alive."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return RankContext(rank, device_here(), transport_here, alive=lambda: report(index, step=False))
+    transport = partial(transport_here, options=spec.transport)
+    alive = partial(report, index, step=False)
+    return RankContext(rank, device_here(), transport, alive, cuda_graph=spec.transport.cuda_graph)
 
 
 class TimedPoint:
@@ -66,7 +69,7 @@ class TimedPoint:
         That also opens exactly the connections between ranks that the plans use, and loads the kernels. Nothing else
         may run meanwhile.
         """
-        context = _context(index)
+        context = _context(index, spec)
         self._rank = context.rank if spec.workload.alone is None else spec.workload.alone
         self._phases = spec.workload.phases
         self._actions = tuple(Action) if spec.parts else (Action.EVERYTHING,)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions
 from sp_bench.measure.samples import Samples
 from sp_bench.workload import GateErrors, Workload
 
@@ -19,6 +20,8 @@ class Spec:
     """Whether the correctness gate runs before any timing."""
     parts: bool
     """Whether to also time blocks alone and transfers alone."""
+    transport: TransportOptions = DEFAULT_TRANSPORT
+    """What carries transfers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,8 @@ class Setup:
     """Measured on GPUs: SMs that a persistent block kernel leaves to transfers; None if the kernel takes all."""
     lane_ctas: int | None = None
     """Measured on GPUs: the SMs that the transfers of one lane take at most."""
+    transport: str | None = None
+    """What carries the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer."""
     implementation: str | None = None
     """Simulated: whose code it stands for (conf/implementation)."""
     validation: str | None = None

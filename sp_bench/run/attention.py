@@ -65,8 +65,9 @@ class Engine:
         chosen = isinstance(kernel, BlockKernel)
         self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
-        self._rank, self._device, self.buffers = rank, device, Buffers(device)
-        self._queues = queues or (Cuda(device) if device.type == "cuda" else None)
+        self._rank, self._device, self.buffers = rank, device, Buffers(device, self.transport)
+        self.queues = queues or (Cuda(device) if device.type == "cuda" else None)
+        """The asynchronous device; None on a CPU."""
         self._executors: dict[str, Executor] = {}
 
     def forward(
@@ -121,7 +122,7 @@ class Engine:
                 self.kernel,
                 self.buffers,
                 self._device,
-                self._queues,
+                self.queues,
             )
         return self._executors[phase]
 

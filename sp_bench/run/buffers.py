@@ -7,13 +7,15 @@ from torch import Tensor
 
 from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse, TensorSpec
 from sp_bench.run.partials import Tensors
+from sp_bench.run.transport import Transport
 
 
 class Buffers:
     """A pool of tensors by shape and dtype. Every plan takes from the start of each list, so plans share tensors."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, transport: Transport) -> None:
+        """`transport` makes the tensors, in memory that suits it."""
+        self._device, self._transport = device, transport
         self._made: dict[TensorSpec, list[Tensor]] = {}
 
     def of(self, lowering: Lowering) -> tuple[dict[ReceiveBuffer, Tensors], dict[StagingUse, Tensors]]:
@@ -25,7 +27,9 @@ class Buffers:
 
         buffers = dict.fromkeys(lowering.receive_buffers.values())
         receiving = {buffer: tensors(lowering.received_specs(buffer)) for buffer in buffers}
-        return receiving, {use: tensors(specs) for use, specs in lowering.staging_buffers.items()}
+        staging = {use: tensors(specs) for use, specs in lowering.staging_buffers.items()}
+        self._transport.allocated()
+        return receiving, staging
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor allocated so far."""
@@ -37,5 +41,5 @@ class Buffers:
         if number == len(made):
             # Never inference tensors: lanes write to these buffers, and later calls may train.
             with torch.inference_mode(False):
-                made.append(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device))
+                made.append(self._transport.empty(spec.shape, getattr(torch, spec.dtype), self._device))
         return made[number]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+Result = TypeVar("Result")
 HIGH_PRIORITY = -1
 """CUDA priority of lane streams: a send or receive kernel launches before a block kernel's next wave."""
 
@@ -75,6 +77,14 @@ class Device(Clock, Protocol):
         """Make later work on `stream` wait for `event`; the caller doesn't block."""
         ...
 
+    def capture(self, queue: Callable[[], Result]) -> tuple[Any, Result]:
+        """(a graph of all that `queue` queues, what it returns). Nothing is executed; `queue` must not block."""
+        ...
+
+    def replay(self, graph: Any) -> None:
+        """Execute a graph on the current stream, after the last execution. It uses the same memory each time."""
+        ...
+
 
 class Cuda:
     """One GPU, driven by torch.cuda."""
@@ -100,7 +110,26 @@ class Cuda:
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
 
-    def mark(self) -> torch.cuda.Event:
+    def capture(self, queue: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        self.synchronize()
+        self.finished = None  # a capture can't wait for an event from outside; everything has ended
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog calls CUDA from its own thread.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = queue()
+        self.finished = None  # that of the capture is no event
+        return graph, result
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        if self.finished is not None:
+            self.wait(self.current(), self.finished)
+        graph.replay()
+        self.finished = self.record(self.current())
+
+    def mark(self) -> torch.cuda.Event | None:
+        """None while a graph is captured: its events have no times."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.current())
         return event

@@ -61,3 +61,10 @@ def own_group(
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long the operations of a CPU group may take."""
     return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of the group has, by rank. All must call it."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found

@@ -141,10 +141,16 @@ class Lanes:
             source, target = int(op.source(self._rank)), int(op.target(self._rank))
             rows = rows_sent(op, self._problem, source)
         into = self._first_rows(self._receiving[buffer], op.recv, len(rows)) if buffer else None
+        landing = self._receiving[buffer] if buffer else self._landing(op)
         counted_as = [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]
         wanted = self._demand.get(index)
         moved = (True, True) if wanted is None else (bool(wanted[self._rank]), bool(wanted[target]))
-        return _Standing(Turn(self._ids[op.lane], index, op.group), counted_as, source, target, rows, into, *moved)
+        turn = Turn(self._ids[op.lane], index, op.group, landing if isinstance(op, Pass) else ())
+        return _Standing(turn, counted_as, source, target, rows, into, *moved)
+
+    def _landing(self, op: Pass | AllToAll) -> Tensors:
+        """The buffers in which peers put a result of the plan; none if they don't write to this rank's memory."""
+        return self._staging.get(StagingUse(op.lane, op.recv.tensor, "land"), ()) if op.recv else ()
 
     def _into(self, index: int, op: Pass | AllToAll) -> Tensors:
         """Return the tensors that a transfer receives into, cut to the rows that it brings."""
@@ -184,10 +190,16 @@ class Lanes:
             for buffer, tensor in zip(into, outgoing, strict=True):
                 buffer.copy_(tensor)
             return
-        receive, send = (here.source, into), (here.target, outgoing)
+        landed = into
+        if here.into is None and here.turn.landing:
+            assert op.recv is not None
+            landed = self._first_rows(here.turn.landing, op.recv, len(here.rows))
+        receive, send = (here.source, landed), (here.target, outgoing)
         if (after := self._followed_by.get(index)) is None:
             receives, sends = [receive] if here.receives else [], [send] if here.sends else []
             self._transport.exchange(here.turn, receives, sends, here.counted_as)
+            for result, x in zip(into, landed, strict=True) if receives and landed is not into else ():
+                result.copy_(x)
         else:
             next_transfer = self._next_transfer(after, op, into, holdings)
             self._transport.exchange_pipelined(here.turn, receive, send, here.counted_as, next_transfer)
@@ -246,8 +258,5 @@ class Lanes:
         """Tensors for a chunk that outlives the plan: those that the caller gave, or new ones."""
         if chunk in self.given_results:
             return self.given_results[chunk]
-        problem, found = self._problem, []
-        for field in FIELDS[chunk.tensor]:
-            dtype = problem.field_dtype(field, wire=False, summed=chunk not in self._lowering.unsummed)
-            found.append(torch.empty(problem.field_shape(field), dtype=getattr(torch, dtype), device=self._device))
-        return tuple(found)
+        specs = self._lowering.held_specs(chunk)
+        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in specs)

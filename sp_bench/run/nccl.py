@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch.cuda import nccl as library
 
 from sp_bench.errors import RequestError
-from sp_bench.lower import NCCL
+from sp_bench.lower import DEFAULT_TRANSPORT, NCCL, TransportOptions
 from sp_bench.plan.groups import Group
-from sp_bench.plan.ops import Plan, Transfer
+from sp_bench.plan.ops import Pass, Plan, Transfer
 from sp_bench.run.groups import own_group
+from sp_bench.run.registered import Registered
 from sp_bench.run.sms import VARIABLE, most_ctas
 from sp_bench.run.transport import (
     Call,
@@ -55,6 +56,10 @@ class NcclTransport(Transport):
     kind = NCCL
     communicator: Callable[[int, Members], Any] = field(kw_only=True)
     """Makes the NCCL process group of a lane among some ranks of `group`."""
+    others: frozenset[int] = field(default=frozenset(), kw_only=True)
+    """Ranks with which something else exchanges the messages of a Pass, so that these need no communicator."""
+    registered: Registered | None = field(default=None, kw_only=True)
+    """Where buffers are allocated, if they are registered with the communicators."""
     _made: dict[tuple[int, Members], Any] = field(init=False, repr=False, default_factory=dict)
 
     def prepare(self, plans: Iterable[Plan]) -> None:
@@ -62,11 +67,28 @@ class NcclTransport(Transport):
         for plan in plans:
             for op in plan.ops:
                 if isinstance(op, Transfer) and (not isinstance(op.group, Group) or op.group.size > 1):
-                    self._communicator(plan.lanes.index(op.lane), self._members(op.group))
+                    members = self._members(op.group)
+                    if not isinstance(op, Pass) or set(members) - self.others - {dist.get_rank(self.group)}:
+                        self._communicator(plan.lanes.index(op.lane), members)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.registered and self._made:
+            return self.registered.empty(shape, dtype, list(self._made.values()))
+        return super().empty(shape, dtype, device)
+
+    def allocated(self) -> None:
+        if self.registered:
+            self.registered.register(list(self._made.values()))
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
+        for work in self.start(turn, receives, sends, counted_as):
+            work.wait()
+
+    def start(
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> list[Any]:
         members = self._members(turn.group)
         group, place, batch = self._communicator(turn.lane, members), members.index, []
         for source, tensors in receives:
@@ -75,8 +97,7 @@ class NcclTransport(Transport):
             self.count(tensors, counted_as)
             batch += [dist.P2POp(dist.isend, _flat(x), group=group, group_peer=place(target)) for x in tensors]
         # torch rejects an empty batch, which is what a group of one has.
-        for work in dist.batch_isend_irecv(batch) if batch else ():
-            work.wait()
+        return list(dist.batch_isend_irecv(batch)) if batch else []
 
     def collective(self, turn: Turn, call: Call) -> None:
         for work in begin(call, self._communicator(turn.lane, self._members(call.group)), coalesce=True):
@@ -115,22 +136,49 @@ def refuse_several(version: tuple[Any, ...]) -> None:
         )
 
 
+CTA_POLICIES_FROM = {"default": (2, 27), "efficiency": (2, 27), "zero": (2, 28)}
+"""The first NCCL with each policy."""
+
+
+def cta_policy_value(policy: str, version: tuple[Any, ...]) -> int:
+    """What stands for a policy in a communicator's config. Raises RequestError if NCCL or torch doesn't have it."""
+    name = f"NCCL_CTA_POLICY_{policy.upper()}"
+    known = vars(dist.ProcessGroupNCCL)
+    if version[:2] < CTA_POLICIES_FROM[policy] or name not in known:
+        here, least = (".".join(map(str, numbers)) for numbers in (version, CTA_POLICIES_FROM[policy]))
+        rule = f"takes NCCL {least} and a torch with ProcessGroupNCCL.{name}; here are NCCL {here}"
+        rule += f", torch {torch.__version__}"
+        raise RequestError(f"cta_policy={policy}", rule, "cta_policy=null would work")
+    return known[name]
+
+
 def lane_communicator(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None, ctas: int, lane: int, members: Members
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta | None,
+    ctas: int,
+    lane: int,
+    members: Members,
+    *,
+    cta_policy: str | None = None,
 ) -> dist.ProcessGroup:
     """A connected, high-priority NCCL communicator of a lane of `ctas` CTAs among some ranks of `group`, made once.
 
     Its members must call this, in the same order of calls. The connection to a peer opens at the first message to it.
-    Raises RequestError for a second lane with an NCCL that can't run several at once.
+    Raises RequestError for a second lane with an NCCL that can't run several at once, and for a policy that it lacks.
     """
     if lane:
         refuse_several(library.version())
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if VARIABLE not in os.environ:  # NCCL reads it itself
         options.config.max_ctas = ctas
+    if cta_policy is not None:
+        config: Any = options.config  # torch's stubs lack the policy
+        config.cta_policy = cta_policy_value(cta_policy, library.version())
     if timeout is not None:
         options._timeout = timeout  # torch uses the argument below, and warns if this one differs
     purpose = f"lane {lane} of {ctas} CTAs on GPU {device.index}"
+    purpose += f" with cta_policy={cta_policy}" if cta_policy else ""
     return own_group(group, members, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
 
@@ -140,6 +188,7 @@ def nccl_transport(
     plans: Mapping[str, Plan],
     timeout: timedelta | None = None,
     lane_ctas: int | None = None,
+    options: TransportOptions = DEFAULT_TRANSPORT,
 ) -> NcclTransport:
     """Return an NcclTransport among the ranks of a group, for plans whose lanes share the GPU.
 
@@ -148,7 +197,9 @@ def nccl_transport(
     if lane_ctas is None:
         lanes = max((len(plan.lanes) for plan in plans.values()), default=1)
         lane_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
-    return NcclTransport(group, communicator=partial(lane_communicator, group, device, timeout, lane_ctas))
+    communicator = partial(lane_communicator, group, device, timeout, lane_ctas, cta_policy=options.cta_policy)
+    registered = Registered(device, library.version()) if options.registered_buffers else None
+    return NcclTransport(group, communicator=communicator, registered=registered)
 
 
 def transport_for(

@@ -32,7 +32,8 @@ FIELDS_PER_LANE = 8
 """Tags reserved per lane, one for each tensor of a chunk."""
 
 
-class Turn(NamedTuple):
+@dataclass(frozen=True)
+class Turn:
     """Identifies the transfer that a message belongs to."""
 
     lane: int
@@ -41,6 +42,8 @@ class Turn(NamedTuple):
     """Number of the transfer, unique in an execution."""
     group: Group | Exchange | None = None
     """The ranks among which the plan moves data in it."""
+    landing: tuple[Tensor, ...] = field(default=(), compare=False)
+    """This rank's buffers for what it brings, whole. Those of the peers are at the same places of their memory."""
 
 
 Message = tuple[int, Sequence[Tensor]]
@@ -90,6 +93,13 @@ class Transport(ABC):
         key for each tensor of a message.
         """
 
+    def start(
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> Sequence[dist.Work]:
+        """Start what `exchange` does, and return what is still to be waited for: here nothing."""
+        self.exchange(turn, receives, sends, counted_as)
+        return ()
+
     def exchange_pipelined(
         self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer
     ) -> None:
@@ -108,6 +118,13 @@ class Transport(ABC):
 
     def prepare(self, plans: Iterable[Plan]) -> None:  # noqa: B027  # most transports need nothing
         """Make the groups for the collectives of plans. All ranks call it before the first execution."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer that chunks are received into or sent from. All ranks make the same ones in the same order."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def allocated(self) -> None:  # noqa: B027  # most transports need nothing
+        """Take note that the buffers of a plan have been made."""
 
     def collective(self, turn: Turn, call: Call) -> None:
         """Perform one collective; returns as `exchange` does. The caller counts its bytes."""
@@ -163,10 +180,14 @@ class GlooTransport(Transport):
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> None:
-        works = [work for source, tensors in receives for work in self.receive(turn, source, tensors)]
-        works += [work for target, tensors in sends for work in self.send(turn, target, tensors, counted_as)]
-        for work in works:
+        for work in self.start(turn, receives, sends, counted_as):
             work.wait()
+
+    def start(
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> list[dist.Work]:
+        works = [work for source, tensors in receives for work in self.receive(turn, source, tensors)]
+        return works + [work for target, tensors in sends for work in self.send(turn, target, tensors, counted_as)]
 
     def exchange_pipelined(
         self, turn: Turn, receive: Message, send: Message, counted_as: Sequence[Key], next_transfer: NextTransfer

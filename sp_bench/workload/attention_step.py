@@ -15,6 +15,7 @@ from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action, Spent
+from sp_bench.run.graphs import GraphedEngine
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
@@ -31,6 +32,7 @@ class AttentionStep:
         self._q, self._dout = (_random(problem, rank, problem.heads, generator) for _ in range(2))
         self._k, self._v = (_random(problem, rank, problem.kv_heads, generator) for _ in range(2))
         self._results: dict[str, tuple[Tensor, ...]] = {}
+        self._phases = workload.phases
         self._forward_each_time = bool(workload.peer) and "forward" not in workload.phases
         if workload.peer:
             self._engine = make_engine(workload, workload.problem, context)
@@ -59,9 +61,15 @@ class AttentionStep:
         return self._engine.transport.sent_bytes
 
     def untimed(self) -> None:
-        """Run a peer's forward before a timed backward: autograd frees its graph with each backward."""
+        """Run a peer's forward before a timed backward: autograd frees its graph with each backward.
+
+        Phases that are replayed as graphs are captured here, once they have been executed.
+        """
         if self._forward_each_time:
             self.run("forward", Action.EVERYTHING)
+        if isinstance(self._engine, GraphedEngine) and self._results and not self._engine.captures:
+            for phase in self._phases:
+                self.run(phase, Action.EVERYTHING)
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
@@ -76,7 +84,7 @@ class AttentionStep:
             self._results[phase] = results
 
     def parts(self, phase: str) -> Mapping[str, float]:
-        """Seconds of the last execution of a phase by part; empty for a peer."""
+        """Seconds of the last execution of a phase by part; empty for a peer, and for the replay of a graph."""
         spent = self._engine.spent(phase)
         return parts_of(spent) if spent else {}
 
@@ -105,7 +113,7 @@ def parts_of(spent: Spent) -> dict[str, float]:
 
 def make_engine(
     workload: Workload, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None
-) -> Engine | PeerEngine:
+) -> Engine | GraphedEngine | PeerEngine:
     """The engine of the workload's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it."""
     if workload.peer:
         return PeerEngine(workload.peer, problem, workload.executed(workload.phases))
@@ -117,7 +125,8 @@ def make_engine(
         rank, transport = workload.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
-    return Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares)
+    engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares)
+    return GraphedEngine(engine, engine.queues) if context.cuda_graph and engine.queues else engine
 
 
 def _random(problem: Problem, rank: int, heads: int, generator: torch.Generator) -> Tensor:

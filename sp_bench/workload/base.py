@@ -35,6 +35,8 @@ class RankContext:
     call it."""
     alive: Callable[[], None]
     """Shows that this rank doesn't hang. Call it between long pieces of work."""
+    cuda_graph: bool = False
+    """Whether phases are captured and replayed."""
 
 
 class Step(Protocol):

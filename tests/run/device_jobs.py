@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sp_bench.lower import SHARED
 from sp_bench.measure.devices import device_here, transport_here
 from sp_bench.measure.pool import report
 from sp_bench.plan.method import PHASES
@@ -19,6 +20,7 @@ from sp_bench.run.attention import Engine
 from sp_bench.run.groups import own_group
 from sp_bench.run.nccl import NcclTransport
 from sp_bench.run.sharding import shard
+from sp_bench.run.shared_memory import shared_transport
 from sp_bench.run.transport import GlooTransport, HostTransport, Members, Transport
 from tests.support.attention_cases import Case, Difference, difference
 from tests.support.ranks import group_of
@@ -64,6 +66,18 @@ def of_gloo(group: Any, lane: int, members: Members) -> Any:
     return own_group(group, members, f"as NCCL's lane {lane}", backend="gloo")
 
 
+def made(group: Any, kind: str) -> Transport:
+    """A transport by its name in tests."""
+    if kind == "gloo":
+        return GlooTransport(group)
+    if kind == "through the host":
+        return HostTransport(group)
+    if kind.startswith("shared memory"):  # of all ranks, or of two "nodes" by parity or halves
+        halves = dist.get_rank(group) >= dist.get_world_size(group) // 2
+        return shared_transport(group, f"half {halves}" if "two nodes" in kind else "")
+    return NcclTransport(group, communicator=partial(of_gloo, group))
+
+
 def in_plan_order(cases: Sequence[Case], kind: str) -> dict[Case, tuple[tuple[Difference, ...], dict]]:
     """Each case from one thread, which waits in each transfer: errors, and the bytes sent."""
     found = {}
@@ -71,10 +85,10 @@ def in_plan_order(cases: Sequence[Case], kind: str) -> dict[Case, tuple[tuple[Di
         plans = {phase: case.built.plan(case.problem, phase, case.costs) for phase in PHASES}
         group = group_of(case.n, case)
         if group is not None:
-            made: dict[str, Transport] = {"gloo": GlooTransport(group), "through the host": HostTransport(group)}
-            transport = made.get(kind) or NcclTransport(group, communicator=partial(of_gloo, group))
+            transport = made(group, kind)
             transport.prepare(plans.values())
-            errors = run(case, plans, transport, dist.get_rank(group), torch.device("cpu"), Inline())
+            queues = Inline() if transport.kind is not SHARED else None
+            errors = run(case, plans, transport, dist.get_rank(group), torch.device("cpu"), queues)
             found[case] = (errors, dict(transport.sent_bytes))
     return found
 

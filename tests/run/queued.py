@@ -78,7 +78,10 @@ def _bytes_of(size: tuple[int, ...], stride: tuple[int, ...], offset: int, width
 
 @dataclass
 class Event:
-    """Recorded once its stream gets there, with what had ended by then."""
+    """Recorded once its stream gets there, with what had ended by then.
+
+    As a flag between ranks it is put where it is clear, and taken, which clears it, where it is set.
+    """
 
     clock: np.ndarray | None = None
 
@@ -100,7 +103,7 @@ class Batch:
     receives: dict[tuple, list[Access]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     number: int
     owner: Rank
@@ -171,7 +174,7 @@ class Machine:
             yield lambda: self._do(stream, head)
         elif isinstance(head, tuple):
             what, event = head
-            if what == "record" or event.clock is not None:
+            if what == "record" or (event.clock is None) == (what == "put"):
                 yield lambda: self._event(stream, what, event)
         else:
             for key in head.sends:
@@ -192,10 +195,11 @@ class Machine:
 
     def _event(self, stream: Stream, what: str, event: Event) -> None:
         clock = self.clocks[stream.number]
-        if what == "record":
+        if what in ("record", "put"):
             event.clock = clock.copy()
         else:
             np.maximum(clock, event.clock, out=clock)
+            event.clock = None if what == "take" else event.clock
         stream.queue.popleft()
 
     def _send(self, stream: Stream, batch: Batch, key: tuple) -> None:

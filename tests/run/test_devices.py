@@ -53,7 +53,15 @@ def assert_exact(wanted: Iterable[Case], answers: list[dict[Case, Any]]) -> None
 
 
 @pytest.mark.parametrize(
-    ("n", "kind"), [(4, "gloo"), (4, "through the host"), (4, "a group for each lane"), (6, "a group for each lane")]
+    ("n", "kind"),
+    [
+        (4, "gloo"),
+        (4, "through the host"),
+        (4, "a group for each lane"),
+        (6, "a group for each lane"),
+        (4, "shared memory"),
+        (6, "shared memory of two nodes"),
+    ],
 )
 def test_plan_order_from_one_thread_does_not_deadlock(ranks: Ranks, n: int, kind: str) -> None:
     """Though it waits in each transfer: the first operation that has not ended can always go on.

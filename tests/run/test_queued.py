@@ -24,8 +24,11 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import RegionKind
 from sp_bench.run import executor, streams
 from sp_bench.run.attention import Engine
+from sp_bench.run.one_sided import DATA, FREE, Signal
 from sp_bench.run.sharding import positions, shard
+from sp_bench.run.symmetric_memory import SymmetricMemory
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Stuck, Wires
+from tests.run.symmetric import SymmetricMemories
 from tests.support.problems import all_methods, cost_profiles, mask_of
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
@@ -49,6 +52,8 @@ class Execution:
     problem: Problem
     costs: CostProfile = COMPUTE_BOUND
     order: int = 0
+    node: int = 0
+    """Ranks of a node with symmetric memory; 0: without."""
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -58,10 +63,11 @@ class Execution:
         """Out and gradients of the whole sequence. Nothing is done on the devices before everything is queued."""
         problem, plans = self.method.dealt(self.problem), plans or self.plans
         machine, results = Machine(problem.n, self.order), []
+        memory = SymmetricMemories(machine, self.node) if self.node else None
         for rank, device in enumerate(machine.ranks):
             q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
             with device:
-                transport = Wires(device)
+                transport = memory.transport(device, plans.values()) if memory else Wires(device)
                 engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=transport, queues=device)
                 engine.kernel = LikeAGpus()
                 out, saved = engine.forward(q, k, v)
@@ -134,7 +140,8 @@ def executions(draw: st.DrawFn) -> Execution:
     problem = small(n, causal=causal, layout=layout, dtype=dtype[0], wire=dtype[1])
     execution = fitting(draw(st.sampled_from(all_methods(problem))), problem)
     costs = draw(st.just(COMPUTE_BOUND) | cost_profiles())
-    return replace(execution, costs=costs, order=draw(st.integers(0, 2**32)))
+    node = draw(st.sampled_from([0, *(size for size in range(2, n + 1) if n % size == 0)]))
+    return replace(execution, costs=costs, order=draw(st.integers(0, 2**32)), node=node)
 
 
 @given(executions())
@@ -368,3 +375,30 @@ def test_parts_leave_nothing_behind(method: str, options: dict[str, object]) -> 
     for device, (first, *others) in found:
         for other in others:
             assert all(torch.equal(device.get(x), device.get(y)) for x, y in zip(first, other, strict=True))
+
+
+SYMMETRIC = [(*case, 4) for case in MUTATED] + [("ring", {}, 2), ("mesh", {"tile": (2, 2)}, 2)]
+
+
+@pytest.mark.parametrize(("method", "options", "node"), SYMMETRIC, ids=str)
+def test_copies_into_peers_memory(method: str, options: dict[str, object], node: int) -> None:
+    """In all orders that signals allow, no buffer is overwritten before it is read, or read before it is written."""
+    execution = replace(four(method, options), node=node)
+    for order in range(3):
+        assert replace(execution, order=order).wrong() == ""
+
+
+@pytest.mark.parametrize("left_out", [FREE, DATA])
+def test_each_signal_is_needed(monkeypatch: pytest.MonkeyPatch, left_out: int) -> None:
+    class Deafened(SymmetricMemory):
+        def put(self, signal: Signal) -> None:
+            if signal.says != left_out:
+                super().put(signal)
+
+        def wait(self, signal: Signal) -> None:
+            if signal.says != left_out:
+                super().wait(signal)
+
+    monkeypatch.setattr(SymmetricMemories, "memory", Deafened)
+    execution = replace(four("ring", {}), node=4)
+    assert any("Hazard" in replace(execution, order=order).wrong() for order in range(5))

@@ -138,7 +138,7 @@ class Rounds:
         )
         hops = n // ranks_per_host - 1
         plan, device = round_of(n, ranks_per_host, min(hops, MOST_HOPS) if few else hops), torch.device("cpu")
-        kernel, buffers = kernel_for(setting, dtype), Buffers(device)
+        kernel, buffers = kernel_for(setting, dtype), Buffers(device, transport)
         self._execute = Executor(plan, problem, dist.get_rank(), transport, kernel, buffers, device)
         own = tuple(torch.zeros(problem.field_shape(field)) for field in FIELDS["kv"])
         self._inputs = dict.fromkeys(plan.starts_with, own)

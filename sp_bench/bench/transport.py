@@ -1,0 +1,107 @@
+"""The keys about what carries a point's transfers: transport, registered_buffers, cta_policy, cuda_graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sp_bench.bench.mode import Mode
+from sp_bench.cluster import Cluster
+from sp_bench.errors import RequestError
+from sp_bench.lower import DEFAULT_TRANSPORT, GLOO, NCCL, SHARED, SYMMETRIC, TransportOptions
+from sp_bench.reading import Section, read
+
+KEYS = ("transport", "registered_buffers", "cta_policy", "cuda_graph")
+_OF_NCCL = "is an option of NCCL between GPUs"
+_NOTES = {
+    "symmetric_memory": "copy engines are simulated with the cluster file's rate of NVLink: it has no other figure",
+    "registered_buffers": "registered buffers are simulated as others: no cluster file has figures for them",
+    "cta_policy": "cta_policy is not simulated: no cluster file has figures for it",
+    "cuda_graph": "cuda_graph is not simulated: launch_s is that of single launches, and nothing is known of a graph's",
+}
+
+
+class TransportKeys(Section, frozen=True, kw_only=True):
+    """The keys of conf/config.yaml about transports."""
+
+    transport: Literal["auto", "gloo", "shared_memory", "nccl", "symmetric_memory"]
+    registered_buffers: bool
+    cta_policy: Literal["default", "efficiency", "zero"] | None
+    cuda_graph: bool
+
+
+def transport_of(
+    config: Mapping[str, Any], mode: Mode, cluster: Cluster, *, of_a_peer: bool
+) -> tuple[TransportOptions, list[str]]:
+    """The transport of a point, and notes on it. Raises RequestError for one that can't carry the point."""
+    keys = read(TransportKeys, {key: config[key] for key in KEYS})
+    options = TransportOptions(
+        name=keys.transport,
+        registered_buffers=keys.registered_buffers,
+        cta_policy=keys.cta_policy,
+        cuda_graph=keys.cuda_graph,
+    )
+    if options == DEFAULT_TRANSPORT:
+        return options, []
+    value = _first_other(options)
+    if of_a_peer:
+        raise RequestError(value, "a peer's code has transfers of its own", f"{value.partition('=')[0]} left out works")
+    if mode.alone:
+        raise RequestError(value, "mode=alone transfers nothing", "mode=measure, or mode=simulate, would work")
+    simulated = mode.name == "simulate"
+    on_cpu = cluster.cores is not None if simulated else mode.devices.kind == "cpu"
+    _refuse_kind(options, on_cpu=on_cpu, simulated=simulated, cluster=cluster)
+    _refuse_options(options, on_cpu=on_cpu, workload=str(config["workload"]))
+    return options, _notes(options) if simulated else []
+
+
+def _first_other(options: TransportOptions) -> str:
+    """The first key that is not at its default, with its value."""
+    entries = zip(KEYS, vars(options).values(), vars(DEFAULT_TRANSPORT).values(), strict=True)
+    key, value = next((key, value) for key, value, default in entries if value != default)
+    return f"{key}={str(value).lower()}"
+
+
+def _refuse_kind(options: TransportOptions, *, on_cpu: bool, simulated: bool, cluster: Cluster) -> None:
+    """Raise RequestError for a transport that the ranks' devices don't have."""
+    kind, value = options.kind(on_cpu=on_cpu), f"transport={options.name}"
+    if on_cpu and kind in (NCCL, SYMMETRIC):
+        rule = "is between GPUs, and the point's ranks are on CPUs"
+        raise RequestError(value, rule, "transport=shared_memory or transport=gloo would work")
+    if not on_cpu and kind in (GLOO, SHARED):
+        rule = "is between CPUs, and the point's ranks are on GPUs"
+        raise RequestError(value, rule, "transport=nccl or transport=symmetric_memory would work")
+    if kind is SHARED and simulated:
+        rule = f"there are no figures for it: those of cluster={cluster.name} are of gloo"
+        raise RequestError(value, rule, "mode=measure, or transport=gloo, would work")
+    if kind is SHARED and cluster.hosts:
+        rule = f"the hosts of cluster={cluster.name} are emulated on one machine, and would share its memory"
+        raise RequestError(value, rule, "transport=gloo would work")
+
+
+def _refuse_options(options: TransportOptions, *, on_cpu: bool, workload: str) -> None:
+    """Raise RequestError for options that don't go with the transport, or with each other."""
+    registered, policy = "registered_buffers=true", f"cta_policy={options.cta_policy}"
+    on_nccl = not on_cpu and options.kind(on_cpu=False) is NCCL
+    for given, value in ((options.registered_buffers, registered), (options.cta_policy is not None, policy)):
+        if given and not on_nccl:
+            raise RequestError(value, _OF_NCCL, "transport=nccl on GPUs would work")
+    if options.cta_policy == "zero" and not options.registered_buffers:
+        rule = "NCCL leaves its collectives to copy engines only between registered buffers"
+        raise RequestError(policy, rule, f"{policy} {registered} would work")
+    if options.cuda_graph and on_cpu:
+        raise RequestError("cuda_graph=true", "only work on GPUs can be captured", "cuda_graph=false would work")
+    if options.cuda_graph and workload != "attention":
+        rule = f"a step of workload={workload} waits for the host, which a graph can't"
+        raise RequestError("cuda_graph=true", rule, "workload=attention, or cuda_graph=false, would work")
+
+
+def _notes(options: TransportOptions) -> list[str]:
+    """What the simulation doesn't know of the options."""
+    given = {
+        "symmetric_memory": options.name == SYMMETRIC.name,
+        "registered_buffers": options.registered_buffers,
+        "cta_policy": options.cta_policy is not None,
+        "cuda_graph": options.cuda_graph,
+    }
+    return [note for name, note in _NOTES.items() if given[name]]

@@ -1,0 +1,109 @@
+"""A step's phases as CUDA graphs: each is captured once and then replayed, which takes one launch.
+
+What can be captured follows from how a plan is executed on a GPU: one thread queues everything without waiting, lanes'
+streams begin and end with the caller's, and buffers are the same each time. Before the capture the phase has been
+executed once, so that kernels are loaded and NCCL's connections are open, as NCCL demands. All ranks capture, and
+replay, together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sp_bench.run.attention import Engine, Saved
+from sp_bench.run.devices import Device
+from sp_bench.run.executor import Action, Spent
+from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.sms import SmShares
+from sp_bench.run.transport import Transport
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A phase."""
+
+    graph: Any
+    inputs: tuple[Tensor, ...]
+    """What it reads, kept alive."""
+    results: Any
+    """What it writes: the same tensors each time."""
+    sent_bytes: Counter
+    """What each replay sends."""
+
+
+class GraphedEngine:
+    """An engine whose whole executions are replays. Those of parts, and with a count of live bytes, are as usual."""
+
+    def __init__(self, engine: Engine, device: Device) -> None:
+        self._engine, self._device = engine, device
+        self._captured: dict[str, _Captured] = {}
+        self._replayed: set[str] = set()
+        """The phases whose last execution was a replay."""
+
+    @property
+    def transport(self) -> Transport:
+        """The engine's transport, which counts what replays send, too."""
+        return self._engine.transport
+
+    @property
+    def kernel_name(self) -> str:
+        """The name of that kernel."""
+        return self._engine.kernel_name
+
+    @property
+    def shares(self) -> SmShares | None:
+        """The engine's shares of the GPU."""
+        return self._engine.shares
+
+    @property
+    def captures(self) -> bool:
+        """Whether anything has been captured."""
+        return bool(self._captured)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
+    ) -> tuple[Tensor, Saved]:
+        """As Engine.forward; the results of replays are the same tensors. Raises ValueError for other inputs."""
+        return self._run("forward", (q, k, v), action, live, lambda *how: self._engine.forward(q, k, v, *how))
+
+    def backward(
+        self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
+    ) -> tuple[Tensor, ...]:
+        """As Engine.backward, and with the limits of `forward`."""
+        inputs = (dout, *(x for tensors in saved.values() for x in tensors))
+        return self._run("backward", inputs, action, live, lambda *how: self._engine.backward(dout, saved, *how))
+
+    def spent(self, phase: str) -> Spent | None:
+        """The time breakdown of the last execution; None of a replay, in which nothing is timed."""
+        return None if phase in self._replayed else self._engine.spent(phase)
+
+    def close(self) -> None:
+        """End the engine's streams."""
+        self._engine.close()
+
+    def _run(self, phase: str, inputs: tuple[Tensor, ...], action: Action, live: LiveBytes | None, execute: Any) -> Any:
+        if action is not Action.EVERYTHING or live is not None:
+            self._replayed.discard(phase)
+            return execute(action, live)
+        if phase not in self._captured:
+            self._captured[phase] = self._capture(inputs, execute)
+        captured = self._captured[phase]
+        if any(x is not y for x, y in zip(captured.inputs, inputs, strict=True)):
+            raise ValueError(f"the {phase} was captured with other tensors; a graph reads those of its capture")
+        self._device.replay(captured.graph)
+        self.transport.sent_bytes.update(captured.sent_bytes)
+        self._replayed.add(phase)
+        return captured.results
+
+    def _capture(self, inputs: tuple[Tensor, ...], execute: Any) -> _Captured:
+        execute()  # connections, kernels and buffers are made
+        sent = self.transport.sent_bytes
+        before = Counter(sent)
+        graph, results = self._device.capture(execute)
+        moved = Counter(sent) - before
+        sent.subtract(moved)  # nothing was sent yet
+        return _Captured(graph, inputs, results, moved)
