@@ -1,0 +1,120 @@
+"""The points of the study "Which method, honestly", the interval of each, and which methods can't be told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from sp_bench.analysis.number import Number, of_record
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.bench.backing import known
+from sp_bench.records import Record
+
+CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")
+GPUS = (8, 64, 512)
+KV_HEADS = (32, 4, 1)
+"""Of 32 heads: every head has its own keys, 8 share them, and all do."""
+SEQLEN = "1M"
+HEADS_SPLIT, WHOLE_HEADS = "mesh with heads", "mesh"
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "zigzag": {"method": "zigzag"},
+    "startrail": {"method": "startrail", "layout": "zigzag"},
+    "ulysses": {"method": "ulysses"},
+    "usp": {"method": "usp", "layout": "zigzag"},
+    WHOLE_HEADS: {"method": "mesh", "layout": "zigzag"},
+    HEADS_SPLIT: {"method": "mesh", "layout": "zigzag", "ulysses": "auto"},
+}
+"""What is compared, by its name in tables. Ring and Striped are zigzag's plan on other layouts."""
+NIC_AT = {"cluster": "h100_ndr400", "gpus": 64, "kv_heads": 4}
+NIC_GB_PER_S = (25, 50, 100, 200, 400, 800)
+SCALE_AT = {"cluster": "h100_ndr400", "kv_heads": 4}
+SCALE_GPUS = (8, 64, 512, 4096)
+
+Key = tuple[str, int, int]
+"""Cluster, KV heads, GPUs."""
+KEYS: tuple[Key, ...] = tuple(product(CLUSTERS, KV_HEADS, GPUS))
+
+
+def asked(name: str, **more: Any) -> Point:
+    """The point of a method: one causal attention, forward and backward, 32 heads of 128 in bfloat16."""
+    return point(**{"seqlen": SEQLEN, **METHODS[name], **more})
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step with the interval that two of three measurements like it are in."""
+
+    name: str
+    record: Record
+    error: float
+    """The relative error of the simulation: of its own kind of transfers, or the widest over such links."""
+    backed: bool
+    """Whether others' measurements of that kind were compared with their simulation."""
+
+    @property
+    def ms(self) -> Number:
+        """The step in ms."""
+        return of_record(self.record, "step_ms_median")
+
+    @property
+    def low(self) -> float:
+        """The lower end of the interval in ms."""
+        return self.ms.known / (1 + self.error)
+
+    @property
+    def high(self) -> float:
+        """The upper end of the interval in ms."""
+        return self.ms.known / (1 - self.error)
+
+
+def steps(found: Mapping[str, Record]) -> list[Step]:
+    """The steps that can be served, the fastest first."""
+    served = [_step(name, record) for name, record in found.items() if record.status == "ok"]
+    return sorted(served, key=lambda step: step.ms.known)
+
+
+def _step(name: str, record: Record) -> Step:
+    if record.validation_error is not None:
+        return Step(name, record, record.validation_error, True)
+    links = "several nodes" if (record.nodes or 1) > 1 else "NVLink"
+    return Step(name, record, widest(links), False)
+
+
+def widest(links: str) -> float:
+    """The largest error that two of three points are within, over all kinds of transfers over such links."""
+    return max(row.two_of_three for (_, over), row in known().items() if over == links)
+
+
+def tied(ranked: Iterable[Step]) -> list[Step]:
+    """The fastest step, and those whose intervals overlap its own: too close to call."""
+    first, *rest = ranked
+    return [first, *(step for step in rest if step.low <= first.high)]
+
+
+def grid(runs: Runs) -> dict[Key, list[Step]]:
+    """The steps of all methods at all keys."""
+    points = {
+        (key, name): asked(name, cluster=key[0], kv_heads=key[1], gpus=key[2]) for key in KEYS for name in METHODS
+    }
+    found = runs.by_key(points)
+    return {key: steps({name: found[key, name] for name in METHODS}) for key in KEYS}
+
+
+def by_nic(runs: Runs) -> dict[int, list[Step]]:
+    """The steps by the bandwidth of a GPU's network card, in GB/s."""
+    points = {
+        (nic, name): asked(name, cluster__inter__bytes_per_s=nic * 1e9, **NIC_AT)
+        for nic in NIC_GB_PER_S
+        for name in METHODS
+    }
+    found = runs.by_key(points)
+    return {nic: steps({name: found[nic, name] for name in METHODS}) for nic in NIC_GB_PER_S}
+
+
+def by_gpus(runs: Runs) -> dict[int, list[Step]]:
+    """The steps by the number of GPUs, up to 4096."""
+    points = {(gpus, name): asked(name, gpus=gpus, **SCALE_AT) for gpus in SCALE_GPUS for name in METHODS}
+    found = runs.by_key(points)
+    return {gpus: steps({name: found[gpus, name] for name in METHODS}) for gpus in SCALE_GPUS}
