@@ -155,6 +155,13 @@ def _dealings(method: Method, problem: Problem) -> list[Problem]:
     return [dealt for dealt in found if dealt.layout.name in method.dealings()] or [problem]
 
 
+def plans_of(request: Request) -> dict[str, Plan]:
+    """The plans of a request's method as it is asked for; of several variants the first."""
+    assert isinstance(request.method, Method), "a peer has no plans"
+    problem = _dealings(request.method, request.problem)[0]
+    return _plan(next(iter(request.method.candidates(problem))), problem, request).plans
+
+
 def _plan(method: Method, problem: Problem, request: Request) -> Choice:
     problem = method.dealt(problem)
     costs = costs_for(request, problem)

@@ -12,25 +12,27 @@ A device has any number of tables, each for one kernel, head_dim and set of dtyp
         heads: 16                 # heads of the blocks that the rates were measured at
         total_tokens: 16384       # tokens of a batch of these blocks; null: a batch of one
         tile_tokens: 128          # tokens of one thread block: queries forward, keys backward
-        causal_order: ascending   # of causal thread blocks forward, by length; default: longest_first
+        causal_order: ascending   # of causal thread blocks, head by head; default: longest_first, over all heads
+        blocks_per_sm: 2          # of those forward, how many a multiprocessor has at once; default: 1
         forward_full: {512: 467, 1024: 565}           # TFLOP/s by tokens of a square block,
         backward_full: {512x512: 404, 512x1024: 440}  #   or by queries x keys, every pair of some sizes
         forward_causal: ...                           # square blocks only
         backward_causal: ...
 
-Between points a table is linear in log(tokens), or bilinear if it has pairs; outside them it is constant. If a table
-has no pairs, a block that is not square gets the rate of the square block with the same inner loop: forward thread
-blocks loop over keys, backward thread blocks over queries. Waves account for the number of thread blocks.
+Between points a table is linear in log(tokens), or bilinear if it has pairs; outside them it is constant. Rates of
+causal blocks with `causal_order: ascending` are constant as they are given, not in full waves (below). If a table has
+no pairs, a block that is not square gets the rate of the square block with the same inner loop: forward thread blocks
+loop over keys, backward thread blocks over queries. Waves account for the number of thread blocks.
 
-Waves. A device with `sms` multiprocessors runs `sms` thread blocks at once: a block of b (batch x heads) by q queries
-takes W = ceil(b * ceil(q / tile_tokens) / sms) waves and fills b * q / tile_tokens / (sms * W) of them. Rates are
-proportional to this fill. A table's rates are first divided by the fill of its own configuration, so that its points
-are reproduced there.
+Waves. A device with `sms` multiprocessors runs `sms` thread blocks at once: a full block of b (batch x heads) by q
+queries takes W = ceil(b * ceil(q / tile_tokens) / sms) waves and fills b * q / tile_tokens / (sms * W) of them. Rates
+are proportional to this fill. A table's rates are first divided by the fill of its own configuration, so that its
+points are reproduced there.
 
-Thread blocks of a causal block have all lengths up to the longest, and its time is at least that of the longest: with
-few heads most multiprocessors then wait for it. Kernels start the longest first, which fills the rest. One that has
-`causal_order: ascending`, as FlashAttention-2's forward (its grid begins with the first queries), ends with its longest
-ones, which are half done on average when the first multiprocessor runs out of work.
+Thread blocks of a causal block have all lengths up to the longest (sp_bench/cluster/waves.py). Kernels that start the
+longest first fill the rest with the others, and take at least as long as the longest. One that has `causal_order:
+ascending`, as FlashAttention-2, goes head by head: forward it begins with the first queries, so that each head ends
+with its longest thread blocks.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from msgspec import Meta
 
+from sp_bench.cluster.waves import CausalOrder, Waves
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
@@ -59,6 +62,8 @@ Points = Annotated[
     Meta(min_length=1, description="a table of rates, with at least one", examples=["{512: 100}"]),
 ]
 """{block: TFLOP/s}, with a block as tokens or queries x keys."""
+LONGER = 8
+"""How many times as long as the longest known block one is in which the end doesn't matter."""
 
 
 class Rates(Section, frozen=True, kw_only=True):
@@ -72,7 +77,8 @@ class Rates(Section, frozen=True, kw_only=True):
     heads: Count | None = None
     total_tokens: Count | None = None
     tile_tokens: Count | None = None
-    causal_order: Literal["longest_first", "ascending"] = "longest_first"
+    causal_order: CausalOrder = "longest_first"
+    blocks_per_sm: Count = 1
     forward_full: Points
     forward_causal: Points
     backward_full: Points
@@ -100,29 +106,6 @@ class Rates(Section, frozen=True, kw_only=True):
             q_tokens, _, kv_tokens = str(block).partition("x")
             found[int(q_tokens), int(kv_tokens or q_tokens)] = rate
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waves:
-    """How many thread blocks a device runs at once, and the tokens of each."""
-
-    sms: int
-    tile_tokens: int
-    ascending: bool = False
-    """Whether the thread blocks of causal blocks start in ascending order of length, forward."""
-
-    def fill(self, rate: str, tokens: int, batch_heads: int) -> float:
-        """The share of the multiprocessors' time that is used by a block of `tokens` queries (keys backward) of
-        batch x heads; `rate` is one of RATES."""
-        tiles = math.ceil(tokens / self.tile_tokens)
-        if rate.endswith("full"):
-            waves = math.ceil(batch_heads * tiles / self.sms)
-            return batch_heads * tokens / self.tile_tokens / (self.sms * waves)
-        pairs = batch_heads * tokens * (tokens + 1) / 2 / self.tile_tokens**2 / self.sms
-        longest = tokens / self.tile_tokens
-        mean = batch_heads * tiles * (longest + 1) / 2 / self.sms
-        late = longest / 2 if self.ascending and rate.startswith("forward") else 0.0
-        return pairs / max(longest, mean + late)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +158,11 @@ class KernelTable:
     @classmethod
     def build(cls, name: str, rates: Rates, sms: int | None) -> Self:
         """The table `name` on a device with `sms` multiprocessors."""
-        ascending, tile = rates.causal_order == "ascending", rates.tile_tokens
-        waves = Waves(sms=sms, tile_tokens=tile, ascending=ascending) if sms and tile else None
+        tile, order, per_sm = rates.tile_tokens, rates.causal_order, rates.blocks_per_sm
+        waves = Waves(sms=sms, tile_tokens=tile, causal_order=order, per_sm=per_sm) if sms and tile else None
         points = {rate: rates.points(rate) for rate in RATES}
         if waves:
+            points = {rate: _lengthened(known) if waves.late(rate) else known for rate, known in points.items()}
             points = {
                 rate: _in_full_waves(rate, known, waves, rates.heads or 1, rates.total_tokens)
                 for rate, known in points.items()
@@ -211,6 +195,15 @@ class KernelTable:
 def _outer(phase: str, q_tokens: int, kv_tokens: int) -> int:
     """The tokens that are split among thread blocks."""
     return q_tokens if phase == "forward" else kv_tokens
+
+
+def _lengthened(points: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """The rates with one for blocks that are so long that no multiprocessor waits: as that of the longest known.
+
+    A longer block has less to wait for, but no kernel was seen to gain by it.
+    """
+    longest, _ = max(points)
+    return {**points, (LONGER * longest, LONGER * longest): points[longest, longest]}
 
 
 def _in_full_waves(

@@ -1,9 +1,10 @@
 """python -m sp_bench.validate published [out=FOLDER]
 
-Simulates the published measurements of analysis/published/measurements.csv with implementation=published, and reports
-by source how far apart the two are, and how often two methods of a setting are ordered alike. Beside each error is the
-one left out: that of a simulation without what was fitted to its source (analysis/published/fits.yaml). Writes
-FOLDER/published.md, .csv and .svg, and what backs a simulated record (sp_bench/bench/backing.json).
+Simulates the published measurements of analysis/published (measurements.csv, and held_out.csv, which nothing is fitted
+to) with implementation=published, and reports by source how far apart the two are, and how often two methods of a
+setting are ordered alike. Beside each error is the one left out: that of a simulation without what was fitted to its
+source (analysis/published/fits.yaml). Writes FOLDER/published.md, .csv and .svg, and what backs a simulated record
+(sp_bench/bench/backing.json).
 
   out=docs/results    the folder
 """
@@ -14,31 +15,48 @@ import csv
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 from sp_bench import markdown
 from sp_bench.bench import resolve
 from sp_bench.bench.backing import FILE, Backing, links_of, transfers_of
-from sp_bench.bench.choose import choose
+from sp_bench.bench.choose import choose, plans_of
 from sp_bench.cli.arguments import only_keys, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.extras import require
+from sp_bench.plan.method import PHASES
 from sp_bench.resources import PACKAGE
+from sp_bench.validate import machine
+from sp_bench.validate.left_out import LeftOut, fits, step_s
 from sp_bench.validate.machine import plot
 
 if TYPE_CHECKING:
     import pandas as pd
 
 DATA = PACKAGE / "analysis" / "published"
-CLUSTERS = {"A100": "a100_hdr200", "A800": "a800", "H800": "h800", "L20": "l20_pcie", "H100": "h100_ndr400"}
+CLUSTERS = {
+    "A100": "a100_hdr200",
+    "A800": "a800",
+    "H800": "h800",
+    "L20": "l20_pcie",
+    "H100": "h100_ndr400",
+    "4090": "rtx4090_pcie",
+}
 """The cluster of each GPU that the measurements name."""
 SHAPE = ("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "phase", "dtype", "kernel")
 SETTING = ["source", "hardware", "gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "causal", "phase"]
 """Columns that points must share to be compared."""
+MEASURED = PACKAGE.parent / "docs" / "results" / "validation.csv"
+HELD_OUT = (
+    "Found when the figures stood (`analysis/published/held_out.csv`). What was chosen with them: that of two thread "
+    "blocks on a multiprocessor one alone gets 0.6 of its rate, with the rows of one GPU and 5 heads "
+    "(`sp_bench/cluster/waves.py`). On one machine of one model the times of others can differ by twice: the H800 of "
+    "issue 55 run the code of the first row's README 1.5 times as long. Machines on PCIe differ by several times: the "
+    "second one of 8 L20 carries all-to-alls at about 18 GB/s a GPU, the one that `l20_pcie` is fitted to at about 2. "
+    "No figure of theirs can be told from a GPU's name: calibrate yours."
+)
 TELLING = 0.03
 """Two measured times that differ by less are not ordered: repetitions differ as much."""
 
@@ -51,10 +69,11 @@ def main(argv: list[str] | None = None) -> int:
 def _published(arguments: list[str]) -> int:
     require("analysis", "validating")
     out = writable_folder("out", only_keys(arguments, {"out": "docs/results"}).get("out", "docs/results"))
-    found = simulated(measurements())
+    found = both()
     found.to_csv(out / "published.csv", index=False)
     plot(found, out / "published.svg")
-    FILE.write_text(json.dumps([row._asdict() for row in backing(found)], indent=1) + "\n")
+    rows = [*backing(found), *measured_here()]
+    FILE.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     (out / "published.md").write_text(report(found))
     print((out / "published.md").read_text())
     return 0
@@ -66,9 +85,10 @@ def measurements() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def fits() -> list[dict[str, Any]]:
-    """What was fitted, as in fits.yaml."""
-    return yaml.safe_load((DATA / "fits.yaml").read_text())
+def held_out() -> list[dict[str, str]]:
+    """Published measurements that no figure was fitted to, as the columns of their file."""
+    with (DATA / "held_out.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def cluster_of(hardware: str) -> str:
@@ -85,50 +105,46 @@ def overrides(row: Mapping[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
+def both() -> pd.DataFrame:
+    """All published measurements with their simulation; the column `set` is given or held_out."""
+    import pandas as pd
+
+    sets = {"given": measurements(), "held_out": held_out()}
+    return pd.concat([simulated(rows).assign(set=name) for name, rows in sets.items()], ignore_index=True)
+
+
 def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
-    """A row for each measurement: what it is of, measured and simulated milliseconds, and their errors."""
+    """A row for each measurement: what it is of, measured and simulated milliseconds, and their errors.
+
+    What was fitted to the source of a measurement is left out of the errors `left_out`. Refitting it takes the other
+    sources from measurements().
+    """
     import pandas as pd
 
     found = []
     with Composer() as composer:
-        for row in rows:
-            config = composer.compose(overrides(row))
-            request = resolve(config)
-            choice = choose(request)
-            about = {name: row[name] for name in ("source", "hardware", "method", "variant", *SHAPE, "causal")}
-            times_ms = {
-                "simulated": choice.total_s * 1e3,
-                "left_out": 1e3 * choose(resolve(without(config, row))).total_s,
-            }
-            measured_ms = float(row["measured_ms"])
-            about |= {
-                "cluster": request.cluster.name,
-                "transfers": transfers_of(choice.plans.values()),
-                "links": links_of(request.cluster, choice.problem.n),
-                "step_measured_ms": measured_ms,
-                **{f"step_{name}_ms": time for name, time in times_ms.items()},
-                "error": times_ms["simulated"] / measured_ms - 1,
-                "error_left_out": times_ms["left_out"] / measured_ms - 1,
-            }
-            found.append(about)
+        configs = [composer.compose(overrides(row)) for row in rows]
+        left_out = LeftOut([(row, composer.compose(overrides(row))) for row in measurements()])
+    for row, config in zip(rows, configs, strict=True):
+        request = resolve(config)
+        choice = choose(request)
+        about = {name: row[name] for name in ("source", "hardware", "method", "variant", *SHAPE, "causal")}
+        times_ms = {
+            "simulated": choice.total_s * 1e3,
+            "left_out": step_s(left_out.without(row, config)) * 1e3,
+        }
+        measured_ms = float(row["measured_ms"])
+        about |= {
+            "cluster": request.cluster.name,
+            "transfers": transfers_of(choice.plans.values()),
+            "links": links_of(request.cluster, choice.problem.n),
+            "step_measured_ms": measured_ms,
+            **{f"step_{name}_ms": time for name, time in times_ms.items()},
+            "error": times_ms["simulated"] / measured_ms - 1,
+            "error_left_out": times_ms["left_out"] / measured_ms - 1,
+        }
+        found.append(about)
     return pd.DataFrame(found)
-
-
-def without(config: Mapping[str, Any], row: Mapping[str, str]) -> dict[str, Any]:
-    """The config of a point without what was fitted to its source."""
-    found = json.loads(json.dumps(config))  # which makes the tokens of rates text, as the paths of fits have them
-    for fit in fits():
-        if fit["source"] not in row["source"] or config["cluster"]["name"] not in fit["clusters"]:
-            continue
-        section = reduce(lambda at, key: at[key], fit["key"].split("."), found["cluster"])
-        for path, value in fit.get("points", {}).items():
-            *above, last = path.split(".")
-            place = reduce(lambda at, key: at[key], above, section)
-            assert last in place, f"{fit['key']}.{path} is in no file"
-            place[last] = value
-        for table, factor in fit.get("scale", {}).items():
-            section[table] = {tokens: rate * factor for tokens, rate in section[table].items()}
-    return found
 
 
 def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, int, list[str]]:
@@ -149,10 +165,36 @@ def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, 
 
 def backing(found: pd.DataFrame) -> list[Backing]:
     """What backs simulated records: errors by kind of transfers and of links, without what was fitted to them."""
+    return _backing(found, "error_left_out")
+
+
+def measured_here() -> list[Backing]:
+    """What backs records on emulated hosts: the points that sp_bench.validate measured on them (docs/results)."""
+    import pandas as pd
+
+    found = pd.read_csv(MEASURED, keep_default_na=False).query("status == 'ok'")
+    with Composer() as composer:
+        kinds = [_transfers_of(composer, row) for row in found.to_dict("records")]
+    return _backing(found.assign(transfers=kinds, links="emulated hosts"), "step_error")
+
+
+def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:
+    """What a measured point of sp_bench.validate sends."""
+    options = next((line.split()[1:] for line in machine.METHODS if row["method"] in line.split()[0]), [])
+    if row["method"] == "mesh":
+        options = [f"method.tile=[{row['variant'].replace('x', ',')}]"]
+    shape = [f"{key}={row[key]}" for key in ("method", "gpus", "seqlen", "causal", "heads")]
+    keys = [*shape, *options, "cluster=shaped", "dtype=float32", "head_dim=64", "mode=simulate", "logger=none"]
+    request = resolve(composer.compose(keys))
+    return transfers_of(plans_of(request).values())
+
+
+def _backing(found: pd.DataFrame, column: str) -> list[Backing]:
+    """A row for each kind of transfers and of links, from the errors in a column."""
     rows = []
     for transfers, links in sorted(set(zip(found["transfers"], found["links"], strict=True))):
         here = (found["transfers"] == transfers) & (found["links"] == links)
-        off, clusters = np.abs(np.array(found["error_left_out"])[here]), sorted(set(np.array(found["cluster"])[here]))
+        off, clusters = np.abs(np.array(found[column], float)[here]), sorted(set(np.array(found["cluster"])[here]))
         median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
         rows.append(Backing(transfers, links, median, two_of_three, off.size, clusters))
     return rows
@@ -160,31 +202,44 @@ def backing(found: pd.DataFrame) -> list[Backing]:
 
 def report(found: pd.DataFrame) -> str:
     """The Markdown page: errors by source, links and method, order of pairs, what is fitted, every point."""
-    alike, count, wrong = pairs(found)
-    left_alike, _, _ = pairs(found, "step_left_out_ms")
+    given, held = (found.query("set == @name") for name in ("given", "held_out"))
+    alike, count, wrong = pairs(given)
+    left_alike, _, _ = pairs(given, "step_left_out_ms")
+    held_alike, held_count, _ = pairs(held)
     parts = [
         "# Simulated against published",
         "Made by `python -m sp_bench.validate published`. The error is simulated / measured - 1, with "
-        "`implementation=published`. *Left out* is without what was fitted to the point's own source, so that no "
-        "figure of that source has told the simulator anything.",
+        "`implementation=published`. *Left out* is without what was fitted to the point's own source: fitted again to "
+        "the other sources of its cluster where they measured the same, else as it would be without any measurement.",
         "![simulated over measured](published.svg)",
         "## Errors",
-        _errors(found.assign(source=found["source"].map(_short)), "source"),
-        _errors(found, "links"),
-        _errors(found, "transfers"),
+        "Of the measurements that some figures of the cluster files were fitted to (listed below):",
+        *_all_errors(given),
         f"Ordered alike: {alike} of {count} pairs of a setting whose measured times differ by {TELLING:.0%} or more "
         f"({alike / count:.0%}); left out, {left_alike} ({left_alike / count:.0%}). Not: "
         f"{'; '.join(f'{pair}, {n} times' if n > 1 else pair for pair, n in _counted(wrong)) or 'none'}.",
+        "## Measurements that nothing was fitted to",
+        HELD_OUT,
+        *_all_errors(held),
+        f"Ordered alike: {held_alike} of {held_count} pairs ({held_alike / held_count:.0%}).",
         "Mesh, StarTrail and TokenRing send Q and outputs, of which nobody has published times on GPUs with their "
-        "shapes: nothing here backs them.",
+        "shapes: nothing here backs them there. On emulated hosts they were measured "
+        "([Simulated against measured](validation.md)).",
         "## What is fitted to what",
         _fitted(),
         "All else is counted or has a source of its own: kernel rates and links in the cluster files, and what public "
         "code's merges move in `conf/implementation/published.yaml`.",
         "## Every point",
-        _points(found),
+        _points(given),
+        "## Every point that nothing was fitted to",
+        _points(held),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _all_errors(found: pd.DataFrame) -> list[str]:
+    by_source = found.assign(source=found["source"].map(_short))
+    return [_errors(by_source, "source"), _errors(found, "links"), _errors(found, "transfers")]
 
 
 def _errors(found: pd.DataFrame, by: str) -> str:
@@ -197,12 +252,23 @@ def _errors(found: pd.DataFrame, by: str) -> str:
 
 
 def _fitted() -> str:
+    with Composer() as composer:
+        left_out = LeftOut([(row, composer.compose(overrides(row))) for row in measurements()])
     rows = []
-    for fit in fits():
+    for index, fit in enumerate(fits()):
         figures = [f"{path} (without: {value:g})" for path, value in fit.get("points", {}).items()]
         figures += [f"{table} (without: x {factor:g})" for table, factor in fit.get("scale", {}).items()]
+        again = [again for phase in PHASES if "scale" in fit and (again := _again(left_out, index, phase))]
         rows.append([", ".join(fit["clusters"]), f"`{fit['key']}`: {', '.join(figures)}", fit["source"], fit["why"]])
-    return markdown.table(["cluster", "figures", "fitted to", "what they are"], rows)
+        rows[-1].append("; ".join(again) or "the figure without it: no other source has measured this")
+    return markdown.table(["cluster", "figures", "fitted to", "what they are", "left out"], rows)
+
+
+def _again(left_out: LeftOut, index: int, phase: str) -> str:
+    """What a phase's rates are fitted to without their source, in words."""
+    factor, others = left_out.refitted(index, phase), left_out.others(fits()[index], phase)
+    names = ", ".join(sorted({_short(row["source"]) for row, _ in others}))
+    return f"{phase} fitted again to {len(others)} points of {names}: x {factor:.2f}" if factor else ""
 
 
 def _points(found: pd.DataFrame) -> str:

@@ -1,0 +1,103 @@
+"""Figures without the measurements that they were fitted to (analysis/published/fits.yaml).
+
+Without a source, a factor on kernel rates is fitted again to the other sources of its clusters, if they have measured
+that phase. All else becomes what it would be without any measurement like it, the prior: no other source has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+import yaml
+
+from sp_bench.bench import resolve
+from sp_bench.bench.choose import choose
+from sp_bench.resources import PACKAGE
+
+FITS = PACKAGE / "analysis" / "published" / "fits.yaml"
+ROUNDS = 3
+"""Of fitting a factor. Each ends with times that are as much too long as too short, to first order."""
+
+Point = tuple[Mapping[str, str], Mapping[str, Any]]
+"""A measurement, and the config of its simulation."""
+
+
+@cache
+def fits() -> tuple[dict[str, Any], ...]:
+    """What was fitted, as in fits.yaml."""
+    return tuple(yaml.safe_load(FITS.read_text()))
+
+
+def step_s(config: Mapping[str, Any]) -> float:
+    """The simulated seconds of a config's step."""
+    return choose(resolve(config)).total_s
+
+
+class LeftOut:
+    """Configs of measured points without what was fitted to their own source."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.points = points
+        """Of all sources."""
+        self._refitted: dict[tuple[int, str], float | None] = {}
+
+    def without(self, row: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of a measurement without what was fitted to its source."""
+        found = _copy(config)
+        for index, fit in enumerate(fits()):
+            if fit["source"] not in row["source"] or config["cluster"]["name"] not in fit["clusters"]:
+                continue
+            section = _section(found, fit)
+            for path, value in fit.get("points", {}).items():
+                *above, last = path.split(".")
+                place = reduce(lambda at, key: at[key], above, section)
+                assert last in place, f"{fit['key']}.{path} is in no file"
+                place[last] = value
+            for table, prior in fit.get("scale", {}).items():
+                factor = self.refitted(index, table.partition("_")[0]) or 1.0
+                section[table] = {tokens: rate * prior * factor for tokens, rate in section[table].items()}
+        return found
+
+    def refitted(self, index: int, phase: str) -> float | None:
+        """A factor on the prior rates of a phase of fit number `index`, from the other sources; None if none has it."""
+        if (index, phase) not in self._refitted:
+            self._refitted[index, phase] = self._refit(fits()[index], phase)
+        return self._refitted[index, phase]
+
+    def others(self, fit: Mapping[str, Any], phase: str) -> list[Point]:
+        """The points of other sources on the clusters of a fit, which have measured the phase alone."""
+        return [
+            (row, config)
+            for row, config in self.points
+            if row["phase"] == phase
+            and config["cluster"]["name"] in fit["clusters"]
+            and fit["source"] not in row["source"]
+        ]
+
+    def _refit(self, fit: Mapping[str, Any], phase: str) -> float | None:
+        others, factor = self.others(fit, phase), 1.0
+        if not others:
+            return None
+        tables = {table: prior for table, prior in fit["scale"].items() if table.startswith(phase)}
+        for _ in range(ROUNDS):
+            ratios = []
+            for row, config in others:
+                scaled = _copy(config)
+                section = _section(scaled, fit)
+                for table, prior in tables.items():
+                    section[table] = {tokens: rate * prior * factor for tokens, rate in section[table].items()}
+                ratios.append(1e3 * step_s(scaled) / float(row["measured_ms"]))
+            factor *= float(np.median(ratios))
+        return factor
+
+
+def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(config))  # which makes the tokens of rates text, as the paths of fits have them
+
+
+def _section(config: Mapping[str, Any], fit: Mapping[str, Any]) -> dict[str, Any]:
+    return reduce(lambda at, key: at[key], fit["key"].split("."), config["cluster"])
