@@ -136,9 +136,7 @@ def whole_model(runs: Runs) -> Section:
     for cell, estimate in ours.items():
         maximum, measured = paper_tms(cell), paper_measured(cell)
         table.append([*shape(cell), maximum, measured, estimate, estimate.over(maximum), estimate.over(measured)])
-    known = {cell: estimate for cell, estimate in ours.items() if estimate.value is not None}
-    over = [estimate.over(paper_measured(cell)) for cell, estimate in known.items()]
-    refused = {cell.model: estimate.why for cell, estimate in ours.items() if estimate.value is None}
+    over = [estimate.over(paper_measured(cell)) for cell, estimate in ours.items()]
     heads = columns(
         f"{SHAPE}; maximum, paper || .2f; measured, paper || .2f; estimate, ours || .3f; estimate / maximum || .3f;"
         " estimate / measured || .3f"
@@ -147,20 +145,17 @@ def whole_model(runs: Runs) -> Section:
         "Whole models, estimated for 8 A100",
         text(
             "An estimate for a layer: attention takes the simulated time, and the other matrix products run at the"
-            " GPU's peak. {known:.0f} of {cells:.0f} cells have an estimate{without}. It is {low:.2f} to {high:.2f}"
-            " times the speedup that the paper measured, {median:.2f} times in the median, and in {below:.0f} cells at"
-            " most the maximum by formula. It does not reproduce the paper's runs, which had another kernel (TF32, in"
-            " tiles of 2048 x 4096); it shows the speedup that a fused bfloat16 kernel would leave. Communication"
-            " between tensor-parallel GPUs is left out.",
-            known=count(over),
-            cells=count(map(paper_tms, chosen)),
-            without="".join(f" (the {model} model has none: {why})" for model, why in refused.items()),
+            " GPU's peak. It is {low:.2f} to {high:.2f} times the speedup that the paper measured, {median:.2f} times"
+            " in the median, and in {below:.0f} of {cells:.0f} cells at most the maximum by formula. It does not repeat"
+            " the paper's runs, which had another kernel (TF32, in tiles of 2048 x 4096); it shows the speedup that a"
+            " fused bfloat16 kernel would leave. Communication between tensor-parallel GPUs is left out.",
+            cells=count(over),
             low=least(over),
             high=most(over),
             median=median(over),
-            below=tally(sum(estimate.known <= our_tms(cell).known for cell, estimate in known.items()), over),
+            below=tally(sum(estimate.known <= our_tms(cell).known for cell, estimate in ours.items()), over),
         ),
-        _by_seqlen(known),
+        _by_seqlen(ours),
         Table(
             "striped-whole-model",
             "Speedup in training on A100, the paper's and ours",
@@ -171,7 +166,7 @@ def whole_model(runs: Runs) -> Section:
     )
 
 
-def _by_seqlen(known: dict[Cell, Number]) -> Figure:
+def _by_seqlen(ours: dict[Cell, Number]) -> Figure:
     panels = Panels(3, height=3.4, sharey=True)
     first, second = colours(("ours", "paper")).values()
     a100 = [cell for cell in cells() if cell.device == "a100" and cell.mesh == "2x4"]
@@ -181,7 +176,7 @@ def _by_seqlen(known: dict[Cell, Number]) -> Figure:
             ("maximum", paper_tms, "x", "none", "black"),
             ("maximum", our_tms, "", "-", "black"),
             ("with tiles", our_tiled, "", "--", "black"),
-            ("our layer", known.get, "s", ":", first),
+            ("our layer", ours.get, "s", ":", first),
             ("measured", paper_measured, "o", "none", second),
         ):
             points = {cell.seqlen: number for cell in row if (number := value(cell))}

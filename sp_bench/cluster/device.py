@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 from msgspec import Meta
 
+from sp_bench.cluster.head_dims import Padded, padded
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
@@ -129,7 +130,7 @@ class DeviceCosts:
                 f"there are no kernel figures for it on {self.name}, so that it can't be simulated there",
                 f"one of {', '.join(dtypes)} would work",
             )
-        if not any(table.fits(problem) for table in known):
+        if not any(table.fits(problem) for table in known) and not padded(known, problem):
             head_dims = " or ".join(map(str, sorted({table.head_dim for table in known})))
             raise RequestError(
                 f"head_dim={problem.head_dim}",
@@ -156,7 +157,9 @@ class DeviceCosts:
     def notes(self, problem: Problem) -> list[str]:
         """Warnings where a problem needs more than the tables' figures cover."""
         table, notes = self._table(problem), []
-        if table.figures == "assumed":
+        if isinstance(table, Padded):
+            notes.append(table.note())
+        elif table.figures == "assumed":
             notes.append(f"the kernel rates of {self.name} are assumptions, at least in part")
         if isinstance(problem.blocks, PackBlocks):
             notes.append(self._pack_note(problem.blocks, table.smallest))
@@ -264,7 +267,9 @@ class DeviceCosts:
     def _memory_s(self, moved_bytes: float, bytes_per_s: float) -> float:
         return self.launch_s + moved_bytes / bytes_per_s if moved_bytes else 0.0
 
-    def _table(self, problem: Problem) -> KernelTable:
+    def _table(self, problem: Problem) -> KernelTable | Padded:
+        if not any(table.fits(problem) for table in self.tables) and (found := padded(self.tables, problem)):
+            return found
         # Measured points may have a dtype or head_dim without figures: the nearest table then ranks their variants.
         return min(
             self.tables,

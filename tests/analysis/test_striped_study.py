@@ -110,11 +110,10 @@ def test_simulated_speedup_is_below_its_limit_and_grows(tmp_path: Path) -> None:
     assert 1 < speedups[0] < speedups[1] < attention_limit(4)
 
 
-def test_a_layers_estimate_is_below_the_maximum_and_says_where_there_is_none(tmp_path: Path) -> None:
+def test_a_layers_estimate_is_below_the_maximum(tmp_path: Path) -> None:
     chosen = [Cell("a100", model, 2, 4, 2**17, 1.7, 1.35) for model in ("1B", "3B")]
-    known, unknown = estimates(Runs(tmp_path, workers=1), chosen)
-    assert 1 < known.known < maximum_speedup(chosen[0]) and known.kind == "simulated"
-    assert unknown.value is None and "head_dim=100" in unknown.why
+    for cell, estimate in zip(chosen, estimates(Runs(tmp_path, workers=1), chosen), strict=True):
+        assert 1 < estimate.known < maximum_speedup(cell) and estimate.kind == "simulated"
 
 
 @pytest.mark.exhaustive

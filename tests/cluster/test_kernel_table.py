@@ -343,3 +343,31 @@ def test_a_kernel_is_chosen_among_the_devices_own() -> None:
         costs.with_kernel("fast").refuse(small)
     with pytest.raises(RequestError, match="kernel=cudnn: .* one of slow, fast, or auto, would work"):
         costs.with_kernel("cudnn")
+
+
+def test_heads_without_figures_take_as_long_as_those_that_the_kernel_pads_them_to() -> None:
+    """FlashAttention-2 is built for 64, 96 and 128."""
+    flat = {f"{phase}_{mask}": dict.fromkeys(SIZES, 250.0) for phase in PHASES for mask in MASKS}
+    own = table(kernel="flash_attn", **{key: dict.fromkeys(SIZES, 500.0) for key in flat})
+    costs = device(
+        {"a": own, "other": table(kernel="other", head_dim=32), "b": table(kernel="flash_attn", head_dim=64) | flat}
+    )
+    p = problem(2048, batch=8)
+    as_long = {
+        100: own_block_s(costs, p, "forward"),
+        64: own_block_s(costs, problem(2048, batch=8, head_dim=64), "forward"),
+    }
+    assert own_block_s(costs, problem(2048, batch=8, head_dim=100), "forward") == pytest.approx(as_long[100])
+    assert own_block_s(costs, problem(2048, batch=8, head_dim=40), "forward") == pytest.approx(as_long[64])
+    for head_dim in (72, 96):
+        unit = problem(2048, batch=8, head_dim=head_dim)
+        assert tflops(costs, unit, "forward", 2048**2) == pytest.approx(head_dim / (64 / 250 / 2 + 128 / 500 / 2))
+        costs.refuse(unit)
+        assert costs.figures(unit) == "assumed (flash_attn)"
+        assert "a time between those of the figures for 64 and 128" in costs.notes(unit)[0]
+    assert "heads of 100 as heads of 128: the figures for 128" in costs.notes(problem(512, head_dim=100))[0]
+    for head_dim in (16, 136):
+        with pytest.raises(
+            RequestError, match=f"head_dim={head_dim}: .* for head_dim 32 or 64 or 128, and rates differ"
+        ):
+            costs.refuse(problem(512, head_dim=head_dim))
