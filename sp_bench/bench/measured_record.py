@@ -14,6 +14,7 @@ from sp_bench.bench.timed import (
     breakdown,
     breakdown_alone,
     cores,
+    exposed,
     interface_bytes,
     memory,
     sent_per_gpu,
@@ -51,6 +52,7 @@ def outcome_of(
         error = f"the correctness gate: {wrong}"
         return Outcome(request.record("incorrect", error, *parts, notes=request.notes, provenance=provenance), choice)
     provenance |= {"device": {**ranks[0].device, "nccl_settings": request.devices.nccl}}
+    provenance |= {"communicators": list(ranks[0].communicators)} if ranks[0].communicators else {}
     setup, notes = _ran_on(request, setup, ranks)
     wrong = plans.wrong
     if choice:
@@ -64,7 +66,9 @@ def outcome_of(
         samples = samples.from_first_start(dict(enumerate(machines)))
         times = timing(request, samples)
         assert times.step_ms_median is not None
-        inside = breakdown(request, samples, ranks, times.step_ms_median) if choice else Breakdown()
+        inside = breakdown(request, samples, ranks) if choice else Breakdown()
+        inside, remarks = exposed(inside, times.step_ms_median)
+        notes += remarks
         traffic = replace(plans.traffic, comm_bytes_per_gpu=sent_per_gpu(ranks)) if choice else traffic_of_peer(ranks)
         traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
         found = [times, cores(inside, samples, machines), traffic, held]
@@ -80,6 +84,7 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
     found, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
     first = ranks[0]
     setup = replace(setup, kernel=first.kernel, sm_margin=first.sm_margin, lane_ctas=first.lane_ctas)
+    notes += dict.fromkeys(note for rank in ranks for note in rank.notes)
     if request.devices.kind == "cuda" or request.alone:
         setup = replace(setup, device_name=found)
         if not same_model(found, figures):

@@ -9,7 +9,7 @@ import numpy as np
 
 from sp_bench.bench.counted import by_lane, plain
 from sp_bench.bench.request import Request
-from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, STEP, TRAINING, Samples
+from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, START, STEP, TRAINING, Samples
 from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
@@ -27,7 +27,19 @@ def timing(request: Request, samples: Samples) -> Timing:
         **{f"{phase}_ms_median": float(np.median(times_ms)) for phase, times_ms in by_phase.items()},
         rank_step_ms_min=float(own_ms.min()),
         rank_step_ms_max=float(own_ms.max()),
+        start_skew_ms_median=start_skew_ms(request.phases, samples),
     )
+
+
+def start_skew_ms(phases: Sequence[str], samples: Samples) -> float | None:
+    """How far apart ranks came to the barriers on their streams before phases; None if there were none.
+
+    The median over iterations, of the phase with most.
+    """
+    if not samples.by_rank(START).size:
+        return None
+    waited_s = [samples.by_rank(START, phase) for phase in phases]
+    return 1e3 * max(float(np.median(of_phase.max(axis=0) - of_phase.min(axis=0))) for of_phase in waited_s)
 
 
 def timing_alone(samples: Samples) -> Timing:
@@ -35,7 +47,7 @@ def timing_alone(samples: Samples) -> Timing:
     return Timing(alone_ms_median=_slowest_rank_ms(samples, STEP))
 
 
-def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult], step_ms: float) -> Breakdown:
+def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
     """The times of blocks and transfers of plans, in the step and each alone."""
     found = Breakdown()
     if samples.by_rank("blocks").size:  # the replay of a graph has no times inside
@@ -43,7 +55,6 @@ def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult], s
         found = replace(
             _inside(samples, ranks),
             rank_imbalance=float(blocks_ms.max() / blocks_ms.mean()),
-            exposed_comm_ms=step_ms - float(blocks_ms.max()),
         )
     if not request.parts:
         return found
@@ -52,7 +63,18 @@ def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult], s
         by_phase = {phase: slowest_ms(samples, part, phase) for phase in request.phases}
         medians_ms[f"{part}_ms_median"] = float(np.median(np.sum(list(by_phase.values()), axis=0)))
         medians_ms |= {f"{part}_{phase}_ms_median": float(np.median(times)) for phase, times in by_phase.items()}
-    return replace(found, **medians_ms, exposed_comm_ms=step_ms - medians_ms["compute_only_ms_median"])
+    return replace(found, **medians_ms)
+
+
+def exposed(found: Breakdown, step_ms: float) -> tuple[Breakdown, list[str]]:
+    """`found` with exposed_comm_ms, and a note if the blocks alone took longer than the step, so that it is 0."""
+    alone_ms = found.compute_ms if found.compute_only_ms_median is None else found.compute_only_ms_median
+    if alone_ms is None:
+        return found, []
+    over_ms = alone_ms - step_ms
+    note = f"exposed_comm_ms is 0: the step took {over_ms:.3g} ms less than its blocks alone, which tells how far to"
+    notes = [f"{note} trust their difference"] if over_ms > 0 else []
+    return replace(found, exposed_comm_ms=max(-over_ms, 0.0)), notes
 
 
 def breakdown_alone(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:

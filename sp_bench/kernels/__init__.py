@@ -32,7 +32,7 @@ __all__ = ["KERNELS", "BlockKernel", "auto_order", "choose", "fold_"]
 def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
     """The kernel of that name, or for `auto` the fastest that supports the device, dtype and head_dim.
 
-    `auto` warns of a faster kernel that is there and doesn't.
+    `auto` warns of a faster kernel that is there and doesn't, which is in the chosen one's `notes`.
     Raises RequestError for an unknown name, or a kernel that doesn't support them.
     """
     if name != "auto":
@@ -41,11 +41,15 @@ def choose(name: str, device: str, dtype: str, head_dim: int) -> BlockKernel:
         if why := KERNELS[name].refuses(device, dtype, head_dim):
             raise RequestError(f"kernel={name}", why, "kernel=auto would work")
         return KERNELS[name]()
+    passed_over: list[str] = []
     for kernel in auto_order(device):
         if not (why := kernel.refuses(device, dtype, head_dim)):
-            return kernel()
+            chosen = kernel()
+            chosen.notes = tuple(passed_over)
+            return chosen
         if issubclass(kernel, CudaKernel) and device == "cuda" and kernel.is_there():
-            warnings.warn(f"kernel=auto passes over {kernel.name}, which is there: {why}", stacklevel=2)
+            passed_over.append(f"kernel=auto passes over {kernel.name}, which is there: {why}")
+            warnings.warn(passed_over[-1], stacklevel=2)
     raise RequestError(f"dtype={dtype}", f"no kernel takes it on {device}", "dtype=float32 would work")
 
 

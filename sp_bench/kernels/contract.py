@@ -31,6 +31,8 @@ class BlockKernel(ABC):
     """Whether its kernels are persistent, and leave `sm_margin` SMs free."""
     sm_margin: int = 0
     """SMs that its kernels leave to transfers, if it `has_margin`."""
+    notes: tuple[str, ...] = ()
+    """What a reader of its times must know of how it was chosen."""
 
     @classmethod
     @abstractmethod

@@ -22,7 +22,7 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
     On CUDA, accumulators in fp32 are folded by one kernel, where triton can compile it (fold_triton.py).
     """
-    if out.is_cuda and out.dtype == torch.float32 and _has_triton() and _triton_compiles(out.device):
+    if out.is_cuda and out.dtype == torch.float32 and _has_triton() and not triton_fails(out.device):
         from sp_bench.kernels.fold_triton import fold_fused_
 
         fold_fused_(out, lse, part_out, part_lse)
@@ -56,18 +56,31 @@ def fold_bytes(out: Tensor, lse: Tensor, part_out: Tensor) -> int:
     return 2 * out.nbytes + part_out.nbytes + 3 * lse.nbytes
 
 
+def fold_notes(device: torch.device) -> tuple[str, ...]:
+    """What a reader of the times of folds on a device must know. The first call on a GPU tries the fused fold."""
+    failure = triton_fails(device) if device.type == "cuda" and _has_triton() else ""
+    return (failure,) if failure else ()
+
+
 @cache
-def _triton_compiles(device: torch.device) -> bool:
-    """Whether triton compiles and runs the fold there, tried once: it needs a compiler, and a ptxas for the GPU."""
+def triton_fails(device: torch.device) -> str:
+    """Why triton can't compile and run the fold there; empty if it can. Tried once.
+
+    It needs a compiler, and a ptxas for the GPU.
+    """
     from sp_bench.kernels.fold_triton import fold_fused_
 
     out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
+    why = "its result is not finite"
     try:
         fold_fused_(out, lse, out.to(torch.bfloat16), lse.clone())
-        return bool(lse.isfinite().all())
+        if lse.isfinite().all():
+            return ""
     except Exception as error:
-        warnings.warn(f"triton can't compile the fold, which takes torch's operations: {error}", stacklevel=2)
-        return False
+        why = f"{type(error).__name__}: {error}"
+    failure = f"triton can't compile the fold, which takes torch's operations: {why}"
+    warnings.warn(failure, stacklevel=2)
+    return failure
 
 
 @cache

@@ -19,7 +19,9 @@ from sp_bench.lower import DEFAULT_TRANSPORT, SHARED, SYMMETRIC, TransportOption
 if TYPE_CHECKING:
     import torch
 
+    from sp_bench.measure.start import Start
     from sp_bench.plan.ops import Plan
+    from sp_bench.run.devices import Clock
     from sp_bench.run.transport import Transport
 
 PREFIX = "NCCL_"
@@ -110,6 +112,19 @@ def transport_here(
         transport = make(world, device_here(), plans, _Process.group_timeout, lane_ctas, options)
     transport.prepare(plans.values())
     return transport
+
+
+def start_here(clock: Clock) -> Start:
+    """What lets all ranks begin phases together. All ranks must call it."""
+    import torch.distributed as dist
+
+    from sp_bench.measure.start import Start, start_group
+
+    device, timeout, group = device_here(), _Process.group_timeout, None
+    if device.type == "cuda" and not _Process.devices.shared and dist.is_initialized() and dist.get_world_size() > 1:
+        assert timeout is not None
+        group = start_group(device, timeout)
+    return Start(clock, device, group)
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:

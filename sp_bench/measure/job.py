@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from sp_bench.machine import boot_id, busy_s
-from sp_bench.measure.devices import device_here, device_versions, transport_here
+from sp_bench.measure.devices import device_here, device_versions, start_here, transport_here
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
-from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, STEP, Row, Samples
+from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, START, STEP, Row, Samples
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Action
@@ -49,15 +49,20 @@ def _gate(index: int, spec: Spec) -> GateErrors:
     if not spec.verify:
         return GateErrors()
     report(index)
-    return spec.workload.gate(_context(index, spec))
+    context = _context(index, spec)
+    context.alive()
+    return spec.workload.gate(context)
 
 
 def _context(index: int, spec: Spec) -> RankContext:
-    """The context of this rank, which reports the point at `index` as alive."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    """The context of this rank before the point at `index` is timed, which reports it as alive.
+
+    On a GPU it may be connecting: each plan that is executed for the first time opens NCCL's connections.
+    """
+    rank, device = dist.get_rank() if dist.is_initialized() else 0, device_here()
     transport = partial(transport_here, options=spec.transport)
-    alive = partial(report, index, step=False)
-    return RankContext(rank, device_here(), transport, alive, cuda_graph=spec.transport.cuda_graph)
+    alive = partial(report, index, step=False, connecting=device.type == "cuda")
+    return RankContext(rank, device, transport, alive, cuda_graph=spec.transport.cuda_graph)
 
 
 class TimedPoint:
@@ -75,6 +80,7 @@ class TimedPoint:
         self._actions = tuple(Action) if spec.parts else (Action.EVERYTHING,)
         self._on_cpu = context.device.type == "cpu"
         self._clock, memory = clock_of(context.device), MemoryWatch(context.device)
+        self._start = start_here(self._clock)
         self._rows: list[Row] = []
         self._link_sent_bytes: list[int] = []
         self._sent_bytes: dict[str, Counter[tuple[str, ...]]] = {}
@@ -115,6 +121,8 @@ class TimedPoint:
             finite=self._step.finite(),
             losses=tuple(self._step.losses),
             kernel=self._step.kernel_name,
+            notes=self._step.notes,
+            communicators=self._step.communicators,
             lane_ctas=shares.lane_ctas if shares else None,
             sm_margin=shares.margin if shares else None,
             device=device_versions(),
@@ -124,12 +132,11 @@ class TimedPoint:
         return result
 
     def _execute(self, action: Action, iteration: int | None, live: LiveBytes | None = None) -> None:
-        """Run each timed phase once. All ranks start it together, with idle devices."""
+        """Run each timed phase once. All ranks begin it together, with idle devices."""
         for phase in self._phases:
             self._clock.synchronize()
             sent_before = Counter(self._step.sent_bytes)
-            _barrier()
-            start = self._clock.mark()
+            start = self._start.together()
             self._step.run(phase, action, live)
             end = self._clock.mark()
             self._clock.synchronize()
@@ -144,6 +151,8 @@ class TimedPoint:
         seconds = self._clock.seconds(start, end)
         self._add(iteration, phase, PART_OF[action], seconds, float("nan") if began_s is None else began_s)
         if action is Action.EVERYTHING:
+            if (waited_s := self._start.waited_s(start)) is not None:
+                self._add(iteration, phase, START, waited_s)
             for part, spent_s in self._step.parts(phase).items():
                 self._add(iteration, phase, part, spent_s)
 

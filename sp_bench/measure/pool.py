@@ -27,12 +27,15 @@ from sp_bench.measure.devices import CPUS, Devices, set_up_device
 from sp_bench.measure.termination import deferred
 from sp_bench.measure.thread_dump import ThreadDump, dump, dumping
 from sp_bench.run.home import Home, move_to
+from sp_bench.run.patience import FIRST_USE
 
 if TYPE_CHECKING:
     from sp_bench.measure.homes import Homes
 
 GRACE_S = 2.0
 """Seconds the other ranks have to answer after one has failed."""
+CONNECT_S = FIRST_USE.total_seconds()
+"""How much longer ranks may be silent while they connect."""
 REAPED_S = 30.0
 """Seconds until the exit code of a dead rank is known at the latest, on a loaded machine."""
 
@@ -155,6 +158,7 @@ class RankPool:
         """Every rank's answer. Sets `reported` to what each rank reported last."""
         answers: dict[int, Any] = {}
         errors: dict[int, tuple[str, Exception | None]] = {}
+        connecting: set[int] = set()
         deadline = time.monotonic() + self.timeout_s
         while len(answers) + len(errors) < self.n:
             pending = [rank for rank in range(self.n) if rank not in answers and rank not in errors]
@@ -166,8 +170,9 @@ class RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # pyright: ignore[reportArgumentType]
                 kind, value = self._receive(rank)
-                if kind in ("step", "progress"):
-                    deadline = time.monotonic() + self.timeout_s
+                if kind in ("step", "progress", "connecting"):
+                    connecting = connecting | {rank} if kind == "connecting" else connecting - {rank}
+                    deadline = time.monotonic() + self.timeout_s + (CONNECT_S if connecting else 0)
                     reported[rank] = value
                     if rank == 0 and progress and kind == "step":
                         progress(value)
@@ -211,12 +216,13 @@ class RankPool:
 _report: Callable[[str, Any], None] = lambda kind, value: None  # noqa: E731
 
 
-def report(value: Any, *, step: bool = True) -> None:
+def report(value: Any, *, step: bool = True, connecting: bool = False) -> None:
     """From inside a function that a pool runs: show that this rank is alive, and send `value` to the pool.
 
-    Steps are passed to the pool's `progress`; other values are kept in case the rank fails.
+    Steps are passed to the pool's `progress`; other values are kept in case the rank fails. A rank that is `connecting`
+    to others may be silent for longer, until its next report.
     """
-    _report("step" if step else "progress", value)
+    _report("connecting" if connecting else "step" if step else "progress", value)
 
 
 def forkserver() -> Any:

@@ -10,6 +10,8 @@ import numpy as np
 
 STEP = "step"
 """The part that is the whole phase."""
+START = "start"
+"""The part that is the barrier on a GPU's stream before a phase: how much earlier than the last rank this one came."""
 COMPUTE_ONLY, COMMUNICATION_ONLY = "compute_only", "communication_only"
 """The parts that are a phase without its transfers, and a phase without its blocks."""
 INSIDE = ("blocks", "waits", "kernels", "folds", "caller")

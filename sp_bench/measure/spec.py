@@ -59,6 +59,10 @@ class RankResult:
     """CTAs that one lane's transfers take of the GPU at most; None on a CPU, or for a peer."""
     sm_margin: int | None = None
     """SMs that block kernels leave free; None if they take all."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the times must know of the kernels."""
+    communicators: tuple[str, ...] = ()
+    """NCCL's communicators of the point, in words."""
     device: Mapping[str, str] = field(default_factory=dict)
     """The rank's device and its software (devices.device_versions)."""
     machine: str = ""

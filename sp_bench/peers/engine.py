@@ -25,6 +25,8 @@ class Sent:
 
     sent_bytes: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Bytes sent, by operation of torch.distributed; empty if some can't be counted."""
+    communicators: tuple[str, ...] = ()
+    """None that are known."""
 
 
 class PeerEngine:
@@ -64,6 +66,11 @@ class PeerEngine:
         gradients = torch.autograd.grad(saved["out"], saved["qkv"], (dout,))
         self.transport.sent_bytes.update(self._sent_bytes["backward"])
         return gradients
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """None: a package chooses its kernels itself."""
+        return ()
 
     @property
     def shares(self) -> None:

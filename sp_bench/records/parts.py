@@ -95,6 +95,9 @@ class Timing:
     """Measured: the smallest of the ranks' own median steps."""
     rank_step_ms_max: float | None = None
     """Measured: the largest of the ranks' own median steps."""
+    start_skew_ms_median: float | None = None
+    """Measured on GPUs: how far apart ranks came to the barrier on their streams before a phase, which takes it out of
+    the step; of the phase with most."""
     alone_ms_median: float | None = None
     """With mode=alone: the time of all phases of the slowest rank, with copies in place of transfers. It is no step."""
 
@@ -168,7 +171,7 @@ class Breakdown:
     communication_only_core_ms_mean: float | None = None
     """The same for the plans without blocks."""
     exposed_comm_ms: float | None = None
-    """The step minus compute_only_ms_median or, if that was not measured, minus compute_ms."""
+    """The step minus compute_only_ms_median or, if that was not measured, minus compute_ms. Measured: at least 0."""
     kernels_ms: float | None = None
     """Measured: time in block kernels of the rank with most."""
     folds_ms: float | None = None

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.kernels import BlockKernel, choose
+from sp_bench.kernels.fold import fold_notes
 from sp_bench.lower import lower
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND, CostProfile
@@ -98,6 +99,11 @@ class Engine:
     def kernel_name(self) -> str:
         """Name of the block kernel in use."""
         return self.kernel.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its times must know of its kernels."""
+        return (*self.kernel.notes, *fold_notes(self._device))
 
     def spent(self, phase: str) -> Spent:
         """Time breakdown of the phase's last execution. On a GPU, synchronize first."""

@@ -55,6 +55,11 @@ class GraphedEngine:
         return self._engine.kernel_name
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """The engine's remarks on its kernels."""
+        return self._engine.notes
+
+    @property
     def shares(self) -> SmShares | None:
         """The engine's shares of the GPU."""
         return self._engine.shares

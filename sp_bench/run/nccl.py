@@ -2,21 +2,23 @@
 
 A lane has one communicator for each group of ranks among which it moves data. NCCL gives a communicator's peers the
 same number of channels, which is that of its worst connection: a ring inside a node would have the few channels of a
-NIC if its communicator reached beyond the node.
+NIC if its communicator reached beyond the node. For the same reason messages of a group that reaches beyond a node
+have two: one among the ranks of each node, and one of all ranks for what crosses nodes.
 
 NCCL requires all ranks to launch the operations of several communicators in one order. One thread queues them in plan
 order (DeviceStreams), which is the same on all ranks. A rank that takes no part in an operation, such as an exchange
 with itself, skips it; the order of the others stays. Two communicators may execute in different orders on two ranks.
 That can't deadlock as long as the kernels of all communicators fit on the GPU together: a lane takes at
-most `lane_ctas` SMs (run.sms).
+most `lane_ctas` SMs (run.sms), the two of a lane's messages together.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -26,9 +28,12 @@ from torch.cuda import nccl as library
 
 from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, NCCL, TransportOptions
+from sp_bench.lower.early import by_messages
+from sp_bench.machine import boot_id
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import Pass, Plan, Transfer
-from sp_bench.run.groups import own_group
+from sp_bench.run.groups import gathered, own_group
+from sp_bench.run.patience import before_use, first_timeout
 from sp_bench.run.registered import Registered
 from sp_bench.run.sms import VARIABLE, most_ctas
 from sp_bench.run.transport import (
@@ -45,6 +50,22 @@ from sp_bench.run.transport import (
 )
 
 
+class Part(Enum):
+    """What of a lane's traffic a communicator carries."""
+
+    WHOLE = "all"
+    NEAR = "messages inside a node"
+    FAR = "messages between nodes, where ranks share nodes"
+
+    def ctas(self, of_lane: int) -> int:
+        """How many of a lane's CTAs it takes at most: 50 GB/s of a NIC take few, and NVLink all that it gets."""
+        far = max(1, of_lane // 4)
+        return {Part.WHOLE: of_lane, Part.NEAR: max(1, of_lane - far), Part.FAR: far}[self]
+
+
+_IN_WORDS = {Part.WHOLE: "", Part.NEAR: " of a node", Part.FAR: ", between nodes"}
+
+
 @dataclass
 class NcclTransport(Transport):
     """NCCL transport: each transfer is one batch_isend_irecv, or one collective, on a communicator of its lane.
@@ -54,22 +75,27 @@ class NcclTransport(Transport):
     """
 
     kind = NCCL
-    communicator: Callable[[int, Members], Any] = field(kw_only=True)
+    communicator: Callable[[int, Members, Part], Any] = field(kw_only=True)
     """Makes the NCCL process group of a lane among some ranks of `group`."""
+    nodes: Sequence[Hashable] = field(default=(), kw_only=True)
+    """The node of each rank of `group`; empty: all are on one."""
+    timeout: timedelta | None = field(default=None, kw_only=True)
+    """How long a transfer may take, but for the first of a connection; None: as the communicators were made."""
     others: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Ranks with which something else exchanges the messages of a Pass, so that these need no communicator."""
     registered: Registered | None = field(default=None, kw_only=True)
     """Where buffers are allocated, if they are registered with the communicators."""
-    _made: dict[tuple[int, Members], Any] = field(init=False, repr=False, default_factory=dict)
+    _made: dict[tuple[int, Members, Part], Any] = field(init=False, repr=False, default_factory=dict)
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Connect the lanes' communicators, in the order in which plans use them, which is the same on all ranks."""
         for plan in plans:
             for op in plan.ops:
                 if isinstance(op, Transfer) and (not isinstance(op.group, Group) or op.group.size > 1):
-                    members = self._members(op.group)
-                    if not isinstance(op, Pass) or set(members) - self.others - {dist.get_rank(self.group)}:
-                        self._communicator(plan.lanes.index(op.lane), members)
+                    lane, members = plan.lanes.index(op.lane), self._members(op.group)
+                    for key in self._parts(lane, members) if by_messages(op) else [(lane, members, Part.WHOLE)]:
+                        if not isinstance(op, Pass) or set(key[1]) - self.others - {self._rank}:
+                            self._communicator(*key)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.registered and self._made:
@@ -89,19 +115,40 @@ class NcclTransport(Transport):
     def start(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> list[Any]:
-        members = self._members(turn.group)
-        group, place, batch = self._communicator(turn.lane, members), members.index, []
-        for source, tensors in receives:
-            batch += [dist.P2POp(dist.irecv, _flat(x), group=group, group_peer=place(source)) for x in tensors]
-        for target, tensors in sends:
+        batches: dict[tuple[int, Members, Part], list[Any]] = {}
+        uses: dict[tuple[int, Members, Part], set[tuple[str, int]]] = {}
+        keys = self._parts(turn.lane, self._members(turn.group))
+        for _, tensors in sends:
             self.count(tensors, counted_as)
-            batch += [dist.P2POp(dist.isend, _flat(x), group=group, group_peer=place(target)) for x in tensors]
-        # torch rejects an empty batch, which is what a group of one has.
-        return list(dist.batch_isend_irecv(batch)) if batch else []
+        messages = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
+        for operation, peer, tensors in messages:
+            key = next(key for key in keys if peer in key[1])
+            group, place = self._communicator(*key), key[1].index(peer)
+            batches.setdefault(key, []).extend(
+                dist.P2POp(operation, _flat(x), group=group, group_peer=place) for x in tensors
+            )
+            uses.setdefault(key, set()).add((operation.__name__, peer))
+        works = []
+        for key in reversed(keys):  # what takes longest first
+            if batches.get(key):  # torch rejects an empty batch, which is what a group of one has
+                self._before_use(key, uses[key])
+                works += dist.batch_isend_irecv(batches[key])
+        return works
 
     def collective(self, turn: Turn, call: Call) -> None:
-        for work in begin(call, self._communicator(turn.lane, self._members(call.group)), coalesce=True):
+        key = (turn.lane, self._members(call.group), Part.WHOLE)
+        group = self._communicator(*key)
+        self._before_use(key, [call.kind])
+        for work in begin(call, group, coalesce=True):
             work.wait()
+
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        return tuple(f"lane {lane}: {len(members)} ranks{_IN_WORDS[part]}" for (lane, members, part) in self._made)
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self.group)
 
     def _members(self, group: object) -> Members:
         """The ranks of this rank's group; all for pairs of ranks that exchange."""
@@ -109,10 +156,24 @@ class NcclTransport(Transport):
             return members_of(group, dist.get_rank(self.group))
         return tuple(range(dist.get_world_size(self.group)))
 
-    def _communicator(self, lane: int, members: Members) -> Any:
-        if (lane, members) not in self._made:
-            self._made[lane, members] = self.communicator(lane, members)
-        return self._made[lane, members]
+    def _parts(self, lane: int, members: Members) -> list[tuple[int, Members, Part]]:
+        """The communicators of a lane's messages among these ranks. A message takes the first that has its peer."""
+        nodes = [self.nodes[member] for member in members] if self.nodes else []
+        if not 1 < len(set(nodes)) < len(members):  # on one node, or each on its own
+            return [(lane, members, Part.WHOLE)]
+        mine = self.nodes[self._rank]
+        near = tuple(member for member, node in zip(members, nodes, strict=True) if node == mine)
+        return [(lane, near, Part.NEAR)] * (len(near) > 1) + [(lane, members, Part.FAR)]
+
+    def _communicator(self, lane: int, members: Members, part: Part) -> Any:
+        key = (lane, members, part)
+        if key not in self._made:
+            self._made[key] = self.communicator(*key)
+        return self._made[key]
+
+    def _before_use(self, key: tuple[int, Members, Part], uses: Iterable[Hashable]) -> None:
+        if self.timeout is not None:
+            before_use(self._made[key], uses, self.timeout)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -159,25 +220,29 @@ def lane_communicator(
     ctas: int,
     lane: int,
     members: Members,
+    part: Part = Part.WHOLE,
     *,
     cta_policy: str | None = None,
 ) -> dist.ProcessGroup:
     """A connected, high-priority NCCL communicator of a lane of `ctas` CTAs among some ranks of `group`, made once.
 
     Its members must call this, in the same order of calls. The connection to a peer opens at the first message to it.
+    It is made with the timeout of first uses.
     Raises RequestError for a second lane with an NCCL that can't run several at once, and for a policy that it lacks.
     """
     if lane:
         refuse_several(library.version())
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if VARIABLE not in os.environ:  # NCCL reads it itself
-        options.config.max_ctas = ctas
+        options.config.max_ctas = part.ctas(ctas)
     if cta_policy is not None:
         config: Any = options.config  # torch's stubs lack the policy
         config.cta_policy = cta_policy_value(cta_policy, library.version())
     if timeout is not None:
+        timeout = first_timeout(timeout)
         options._timeout = timeout  # torch uses the argument below, and warns if this one differs
-    purpose = f"lane {lane} of {ctas} CTAs on GPU {device.index}"
+    purpose = f"lane {lane} of {part.ctas(ctas)} CTAs on GPU {device.index}"
+    purpose += f" for {part.value}" if part is not Part.WHOLE else ""
     purpose += f" with cta_policy={cta_policy}" if cta_policy else ""
     return own_group(group, members, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
@@ -199,7 +264,8 @@ def nccl_transport(
         lane_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
     communicator = partial(lane_communicator, group, device, timeout, lane_ctas, cta_policy=options.cta_policy)
     registered = Registered(device, library.version()) if options.registered_buffers else None
-    return NcclTransport(group, communicator=communicator, registered=registered)
+    nodes = gathered(boot_id(), group)
+    return NcclTransport(group, communicator=communicator, registered=registered, nodes=nodes, timeout=timeout)
 
 
 def transport_for(

@@ -116,6 +116,10 @@ class OneSidedTransport(Transport):
         for work in works:
             work.wait()
 
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        return self.remote.communicators
+
     def collective(self, turn: Turn, call: Call) -> None:
         self.remote.collective(turn, call)
 

@@ -123,6 +123,11 @@ class Transport(ABC):
         """A buffer that chunks are received into or sent from. All ranks make the same ones in the same order."""
         return torch.empty(shape, dtype=dtype, device=device)
 
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        """NCCL's communicators that it uses, in words."""
+        return ()
+
     def allocated(self) -> None:  # noqa: B027  # most transports need nothing
         """Take note that the buffers of a plan have been made."""
 

@@ -51,6 +51,16 @@ class AttentionStep:
         return self._engine.kernel_name
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its times must know of its kernels."""
+        return self._engine.notes
+
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        """NCCL's communicators that its attention uses, in words."""
+        return self._engine.transport.communicators
+
+    @property
     def shares(self) -> SmShares | None:
         """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
         return self._engine.shares

@@ -48,6 +48,16 @@ class Step(Protocol):
         ...
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its times must know of its kernels."""
+        ...
+
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        """NCCL's communicators that its attention uses, in words; empty without NCCL, or for a peer."""
+        ...
+
+    @property
     def shares(self) -> SmShares | None:
         """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
         ...

@@ -83,6 +83,16 @@ class TrainStep:
         return self._attention.engine.kernel_name
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its times must know of its kernels."""
+        return self._attention.engine.notes
+
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        """NCCL's communicators that its attention uses, in words."""
+        return self._attention.engine.transport.communicators
+
+    @property
     def shares(self) -> SmShares | None:
         """What lanes and blocks take of the GPU; None on a CPU."""
         return self._attention.engine.shares

@@ -158,7 +158,8 @@ def test_an_old_flash_attn_4_under_the_same_name_is_passed_over_with_a_word(monk
     lacks = "_flash_attn_fwd takes no return_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
     assert lacks in refusal("flash_attn_4")
     with pytest.warns(UserWarning, match=r"kernel=auto passes over flash_attn_4, which is there: .*return_lse"):
-        assert choose("auto", "cuda", "bfloat16", 128).name == "cudnn"
+        chosen = choose("auto", "cuda", "bfloat16", 128)
+    assert chosen.name == "cudnn" and lacks in chosen.notes[0], "for the record"
     with pytest.raises(RequestError, match="of another release"):
         choose("flash_attn_4", "cuda", "bfloat16", 128)
 

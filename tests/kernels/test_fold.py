@@ -156,10 +156,10 @@ def test_triton_is_tried_by_compiling_once(broken: bool, monkeypatch: pytest.Mon
     module = ModuleType("sp_bench.kernels.fold_triton")
     module.fold_fused_ = fused  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "sp_bench.kernels.fold_triton", module)
-    fold._triton_compiles.cache_clear()
+    fold.triton_fails.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [fold._triton_compiles(torch.device("cpu")) for _ in range(2)] == [not broken] * 2
-    fold._triton_compiles.cache_clear()
+        assert [bool(fold.triton_fails(torch.device("cpu"))) for _ in range(2)] == [broken] * 2
+    fold.triton_fails.cache_clear()
     assert tried == [torch.bfloat16]
     assert [str(warning.message)[:34] for warning in said] == ["triton can't compile the fold, whi"] * broken

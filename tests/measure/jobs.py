@@ -18,6 +18,9 @@ from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure import job
 from sp_bench.measure.pool import report
 from sp_bench.measure.spec import Spec
+from sp_bench.measure.start import Start
+from sp_bench.run.devices import HostClock
+from sp_bench.run.groups import own_group
 from sp_bench.workload import GateErrors
 
 BAD = 1
@@ -33,6 +36,23 @@ def total() -> float:
     x = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(x)
     return float(x)
+
+
+def connect_slowly(seconds: float) -> int:
+    """Rank 0 says that it connects, and all are then silent for so long."""
+    report("connecting", connecting=not dist.get_rank())
+    time.sleep(seconds)
+    return dist.get_rank()
+
+
+def begin_together(on_a_stream: bool) -> list[float | None]:
+    """What ranks waited for each other before phases: by gloo, which blocks where a GPU's stream would wait."""
+    group = own_group(dist.group.WORLD, range(dist.get_world_size()), "start", backend="gloo") if on_a_stream else None
+    start, found = Start(HostClock(), torch.device("cpu"), group), []
+    for _ in range(3):
+        began = start.together()
+        found.append(start.waited_s(began))
+    return found
 
 
 def report_often(times: int, seconds: float) -> int:

@@ -77,6 +77,15 @@ def test_ranks_that_report_are_not_hung() -> None:
         assert pool.run(jobs.report_often, 6, SHORT_S / 4) == [6, 6]
 
 
+def test_ranks_that_connect_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if one of them says something else meanwhile."""
+    with RankPool(2, timeout_s=SHORT_S) as pool:
+        assert pool.run(jobs.connect_slowly, 1.5 * SHORT_S) == [0, 1]
+    monkeypatch.setattr(pools, "CONNECT_S", 0.0)
+    with RankPool(2, timeout_s=SHORT_S) as pool, pytest.raises(RankHang):
+        pool.run(jobs.connect_slowly, LONG_S)
+
+
 @pytest.mark.parametrize("who", [0, 2, None])
 def test_a_rank_that_raises(shared: RankPool, who: int | None) -> None:
     """All answer, so the pool can go on, with the same processes."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from sp_bench.lower import SHARED
 from sp_bench.measure.devices import device_here, transport_here
 from sp_bench.measure.pool import report
+from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
 from sp_bench.run.attention import Engine
-from sp_bench.run.groups import own_group
-from sp_bench.run.nccl import NcclTransport
+from sp_bench.run.groups import own_group, timeout_of
+from sp_bench.run.nccl import NcclTransport, Part
 from sp_bench.run.sharding import shard
 from sp_bench.run.shared_memory import shared_transport
-from sp_bench.run.transport import GlooTransport, HostTransport, Members, Transport
+from sp_bench.run.transport import Call, GlooTransport, HostTransport, Members, Transport, Turn
 from tests.support.attention_cases import Case, Difference, difference
 from tests.support.ranks import group_of
 
@@ -61,9 +63,9 @@ class Inline:
         pass
 
 
-def of_gloo(group: Any, lane: int, members: Members) -> Any:
+def of_gloo(group: Any, lane: int, members: Members, part: Part) -> Any:
     """A group of gloo for each communicator of NCCL, which takes the same batches and collectives."""
-    return own_group(group, members, f"as NCCL's lane {lane}", backend="gloo")
+    return own_group(group, members, f"as NCCL's lane {lane}, {part.value}", backend="gloo")
 
 
 def made(group: Any, kind: str) -> Transport:
@@ -75,7 +77,31 @@ def made(group: Any, kind: str) -> Transport:
     if kind.startswith("shared memory"):  # of all ranks, or of two "nodes" by parity or halves
         halves = dist.get_rank(group) >= dist.get_world_size(group) // 2
         return shared_transport(group, f"half {halves}" if "two nodes" in kind else "")
-    return NcclTransport(group, communicator=partial(of_gloo, group))
+    ranks = range(dist.get_world_size(group))
+    nodes = [2 * rank // len(ranks) for rank in ranks] if kind.endswith("node") else ()
+    return NcclTransport(group, communicator=partial(of_gloo, group), nodes=nodes)
+
+
+def timeouts_of_uses(seconds: float) -> list[float]:
+    """Seconds that the operations of a lane's group have had, one after the other, with such a timeout."""
+    world = dist.group.WORLD
+    assert world is not None
+    transport = NcclTransport(world, communicator=partial(of_gloo, world), timeout=timedelta(seconds=seconds))
+    n, rank, x, found = dist.get_world_size(), dist.get_rank(), torch.zeros(2), []
+    everyone = Group(1, n)
+
+    def used(number: int, shift: int | None) -> None:
+        turn, into = Turn(0, number), torch.empty(2 if shift is not None else 2 * n)
+        if shift is None:
+            transport.collective(turn, Call("all_gather", everyone, [into], [x]))
+        else:
+            transport.exchange(turn, [((rank - shift) % n, [into])], [((rank + shift) % n, [x])], [("", "", "")])
+        (group,) = set(transport._made.values())
+        found.append(timeout_of(group).total_seconds())
+
+    for number, shift in enumerate((1, 1, 2, 1, None, None, 2)):
+        used(number, shift)
+    return found
 
 
 def in_plan_order(cases: Sequence[Case], kind: str) -> dict[Case, tuple[tuple[Difference, ...], dict]]:

@@ -21,7 +21,8 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
 from sp_bench.run import nccl
-from sp_bench.run.nccl import NcclTransport, transport_for
+from sp_bench.run.nccl import NcclTransport, Part, transport_for
+from sp_bench.run.patience import first_timeout
 from sp_bench.run.sms import most_ctas
 from sp_bench.run.transport import AloneTransport, GlooTransport, Turn
 from tests.run import device_jobs
@@ -59,6 +60,7 @@ def assert_exact(wanted: Iterable[Case], answers: list[dict[Case, Any]]) -> None
         (4, "through the host"),
         (4, "a group for each lane"),
         (6, "a group for each lane"),
+        (4, "a group for each lane and node"),
         (4, "shared memory"),
         (6, "shared memory of two nodes"),
     ],
@@ -94,9 +96,9 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group: 8)
     asked: list[tuple[int, tuple[int, ...]]] = []
 
-    def communicator(lane: int, members: tuple[int, ...]) -> str:
+    def communicator(lane: int, members: tuple[int, ...], part: Part) -> str:
         asked.append((lane, members))
-        return f"lane {lane}"
+        return f"lane {lane}" if part is Part.WHOLE else part.name
 
     transport = NcclTransport(None, communicator=communicator)
     x = torch.zeros(2, 3)
@@ -109,6 +111,15 @@ def test_a_batch_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     transport.exchange(Turn(1, 1, Group(2, 2)), [(4, (x,))], [(4, (x,))], keys[:1])
     assert [peer for _, _, peer, _ in batches[0]] == [0, 0], "by their number among those that the group has"
     assert asked == [(1, tuple(range(8))), (1, (4, 6))]
+    transport.nodes = (0, 0, 0, 0, 1, 1, 1, 1)
+    batches.clear()
+    transport.exchange(Turn(1, 2), [(7, (x,))], [(1, (x,)), (5, (x,))], keys[:1])
+    assert batches == [
+        [("isend", "FAR", 1, (2, 3))], [("irecv", "NEAR", 3, (2, 3)), ("isend", "NEAR", 1, (2, 3))],
+    ], "inside a node by a communicator of its own"  # fmt: skip
+    assert transport.communicators == (
+        "lane 1: 8 ranks", "lane 1: 2 ranks", "lane 1: 4 ranks of a node", "lane 1: 8 ranks, between nodes",
+    )  # fmt: skip
     with pytest.raises(ValueError, match=r"\(3, 2\) would be sent in the order of its strides \(1, 3\)"):
         transport.exchange(Turn(0, 1), [], [(7, (x.T,))], keys[:1])
 
@@ -119,7 +130,7 @@ def test_communicators_are_made_in_one_order_and_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "get_rank", lambda group: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 8)
     problem = splittable_problem(8)
-    transport = NcclTransport(None, communicator=lambda lane, members: made.append((lane, members)) or len(made))
+    transport = NcclTransport(None, communicator=lambda *key: made.append(key[:2]) or len(made))
     rings = build("mesh", {"tile": (4, 2)})
     plans = [rings.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES]
     transport.prepare(plans)
@@ -128,8 +139,30 @@ def test_communicators_are_made_in_one_order_and_once(monkeypatch: pytest.Monkey
     made.clear()
     method = build("startrail", {"team": 2})
     plan = method.plan(problem, "forward", COMPUTE_BOUND)
-    NcclTransport(None, communicator=lambda lane, members: made.append((lane, members))).prepare([plan])
+    NcclTransport(None, communicator=lambda *key: made.append(key[:2])).prepare([plan])
     assert made == [(0, (4, 5)), (1, (4, 5)), (1, tuple(range(8))), (1, (1, 5))], "all for pairs that exchange"
+
+
+def test_messages_keep_their_channels_inside_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan's messages reach beyond them. Collectives, and ranks that have no node in common, need only one."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 8)
+    problem, (near, far) = splittable_problem(8), (Part.NEAR, Part.FAR)
+
+    def made(method: str, nodes: tuple[int, ...], **options: object) -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
+        transport = NcclTransport(None, communicator=lambda *key: found.append(key) or 0, nodes=nodes)
+        chosen = build(method, options).candidates(problem)[0]
+        transport.prepare([chosen.plan(problem, "forward", COMPUTE_BOUND)])
+        return found
+
+    two_nodes, everyone = (0, 0, 0, 0, 1, 1, 1, 1), tuple(range(8))
+    assert made("ring", two_nodes) == [(0, (4, 5, 6, 7), near), (0, everyone, far)]
+    assert made("ring", everyone) == made("ring", (0,) * 8) == [(0, everyone, Part.WHOLE)]
+    assert made("ring", (0, 0, 0, 1, 1, 2, 3, 3)) == [(0, everyone, far)], "alone on its node"
+    assert made("all_gather", two_nodes) == [(0, everyone, Part.WHOLE)]
+    for ctas in range(2, 33):
+        assert near.ctas(ctas) + far.ctas(ctas) <= ctas == Part.WHOLE.ctas(ctas)
 
 
 def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +181,12 @@ def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyP
     nccl.lane_communicator("world", device, timedelta(seconds=9), 26, 2, (0, 1))  # pyright: ignore
     assert (asked[0]["of"], asked[0]["backend"]) == (("world", (0, 1), "lane 2 of 26 CTAs on GPU 1"), "nccl")
     assert asked[0]["device"] == device and asked[0]["options"].is_high_priority_stream
-    assert asked[0]["options"]._timeout == asked[0]["timeout"] == timedelta(seconds=9)
+    assert asked[0]["options"]._timeout == asked[0]["timeout"] == first_timeout(timedelta(seconds=9))
     assert asked[0]["options"].config.max_ctas == 26
+    nccl.lane_communicator("world", device, None, 26, 1, (0, 1), Part.FAR)  # pyright: ignore
+    far = asked.pop()
+    assert far["of"][2] == "lane 1 of 6 CTAs on GPU 1 for messages between nodes, where ranks share nodes"
+    assert far["options"].config.max_ctas == 6
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     nccl.lane_communicator("world", device, None, 8, 0, (0, 1))  # pyright: ignore
     assert asked[1]["options"].config.max_ctas == -1, "NCCL reads the environment's"

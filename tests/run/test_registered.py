@@ -82,7 +82,7 @@ def test_buffers_are_registered_with_every_communicator(monkeypatch: pytest.Monk
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in ("forward", "backward")}
     groups: dict[tuple, Nccl] = {}
 
-    def communicator(lane: int, members: tuple[int, ...]) -> Nccl:
+    def communicator(lane: int, members: tuple[int, ...], part: object) -> Nccl:
         return groups.setdefault((lane, members), Nccl(f"lane {lane} of {members}", log))
 
     transport = NcclTransport(None, communicator=communicator, registered=Registered(CPU, (2, 28, 9)))
@@ -147,6 +147,7 @@ def test_lanes_have_the_policy(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: asked.append((ranks, how)))
     options = TransportOptions(name="nccl", cta_policy=policy) if policy else DEFAULT_TRANSPORT
+    monkeypatch.setattr(nccl, "gathered", lambda mine, group: [mine])
     transport = nccl.nccl_transport(None, torch.device("cuda", 0), {}, None, None, options)  # pyright: ignore
     transport.communicator(0, (0, 1))
     ((_, _, name), how) = asked[0]
