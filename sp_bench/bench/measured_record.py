@@ -23,6 +23,7 @@ from sp_bench.bench.timed import (
     traffic_of_peer,
     training_step,
 )
+from sp_bench.measure.gpu_watch import gpu_state
 from sp_bench.measure.samples import Samples
 from sp_bench.measure.spec import RankResult
 from sp_bench.records.parts import Breakdown, Exactness, Setup
@@ -74,6 +75,8 @@ def outcome_of(
         found = [times, cores(inside, samples, machines), traffic, held]
         found.append(rates(request, times.step_ms_median, setup.device_name))
         found.append(training_step(request.workload, samples, ranks))
+    state, remarks = gpu_state([rank.gpu for rank in ranks])
+    found, notes = [*found, state], [*notes, *remarks]
     status = "incorrect" if wrong else "ok"
     parts = (asked, setup, exactness, *found)
     return Outcome(request.record(status, wrong or None, *parts, notes=notes, provenance=provenance), choice, samples)

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 from sp_bench.diagnosing.findings import Finding, finding
+from sp_bench.measure.gpu_watch import OBSTACLES, reasons_in_words
 
 FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm",
@@ -15,12 +16,6 @@ FIELDS = (
 )  # fmt: skip
 REASONS_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The field of why clocks are held down, by its name since driver 535 and before."""
-HELD_DOWN = {
-    0x2: "clocks set by a user", 0x4: "software power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
-    0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
-}  # fmt: skip
-"""NVML's bits of why clocks are held down; idle, 0x1, and the display's, 0x100, are no obstacle."""
-ALARMS = 0x8 | 0x20 | 0x40 | 0x80
 USED_MIB = 1024
 """Memory that a driver and a few contexts may take on an idle GPU."""
 HOT_C = 85
@@ -136,9 +131,9 @@ def _pcie(gpu: Gpu) -> str:
 
 
 def _clock(gpu: Gpu) -> str:
-    why = [text for bit, text in HELD_DOWN.items() if reasons(gpu) & bit]
+    why = ", ".join(reasons_in_words(reasons(gpu)))
     now, most = gpu["clocks.sm"], gpu["clocks.max.sm"]
-    return f"SM clock {now} of {most} MHz: {', '.join(why)}" if reasons(gpu) & (ALARMS | 0x2 | 0x10) else ""
+    return f"SM clock {now} of {most} MHz: {why}" if reasons(gpu) & OBSTACLES else ""
 
 
 def _hot(gpu: Gpu) -> str:

@@ -16,7 +16,7 @@ from sp_bench.records import code_version
 PROJECT = "sp-bench"
 USES = {
     "run": "measuring", "analysis": "reports and studies", "wandb": "uploads to W&B", "slurm": "job arrays",
-    "peers": "other packages' attention", "flash-attn": "FlashAttention-2",
+    "peers": "other packages' attention", "flash-attn": "FlashAttention-2", "gpu": "clocks and power of GPUs",
 }  # fmt: skip
 """The extras that users choose among, and what each is for."""
 TORCH, _RUN = "torch", "extra run"

@@ -11,10 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, SHARED, SYMMETRIC, TransportOptions
+from sp_bench.machine import gpus_and_driver
+from sp_bench.records.identity import GPU_PACKAGES, gpu_environment, version
 
 if TYPE_CHECKING:
     import torch
@@ -134,15 +137,25 @@ def local_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def device_versions() -> dict[str, str]:
-    """The name of this rank's device and, for a GPU, the versions of CUDA and NCCL."""
+    """The name of this rank's device and, for a GPU, its software and the variables that change what is measured."""
     device = device_here()
     if device.type == "cpu":
         return {"device": "CPU"}
     import torch
+
+    return {"device": torch.cuda.get_device_name(device), **_gpu_versions(), **gpu_environment()}
+
+
+@cache
+def _gpu_versions() -> dict[str, str]:
+    """The versions of the driver, of CUDA, cuDNN and NCCL, and of the packages that are installed."""
+    import torch
     from torch.cuda import nccl
 
-    found = {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or ""}
+    drivers = {line.rpartition(", ")[2] for line in gpus_and_driver()}
+    found = {"driver": ", ".join(sorted(drivers)), "cuda": torch.version.cuda or ""}
+    found["cudnn"] = str(torch.backends.cudnn.version() or "")
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, nccl.version()))
-    found |= {name: os.environ[name] for name in SETTINGS if name in os.environ}
-    return found
+    packages = {name: version(name) for name in ("torch", *GPU_PACKAGES)}
+    return found | {name: number for name, number in packages.items() if number}

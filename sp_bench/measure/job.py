@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from sp_bench.machine import boot_id, busy_s
 from sp_bench.measure.devices import device_here, device_versions, start_here, transport_here
+from sp_bench.measure.gpu_watch import gpu_watch
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
 from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, START, STEP, Row, Samples
@@ -80,7 +81,7 @@ class TimedPoint:
         self._actions = tuple(Action) if spec.parts else (Action.EVERYTHING,)
         self._on_cpu = context.device.type == "cpu"
         self._clock, memory = clock_of(context.device), MemoryWatch(context.device)
-        self._start = start_here(self._clock)
+        self._start, self._watch = start_here(self._clock), gpu_watch(context.device)
         self._rows: list[Row] = []
         self._link_sent_bytes: list[int] = []
         self._sent_bytes: dict[str, Counter[tuple[str, ...]]] = {}
@@ -125,6 +126,7 @@ class TimedPoint:
             communicators=self._step.communicators,
             lane_ctas=shares.lane_ctas if shares else None,
             sm_margin=shares.margin if shares else None,
+            gpu=self._watch.taken() if self._watch else None,
             device=device_versions(),
             machine=boot_id(),
         )
@@ -139,6 +141,8 @@ class TimedPoint:
             start = self._start.together()
             self._step.run(phase, action, live)
             end = self._clock.mark()
+            if self._watch and action is Action.EVERYTHING and iteration is not None:
+                self._watch.sample()
             self._clock.synchronize()
             if iteration is not None:
                 self._keep(iteration, phase, action, start, end)

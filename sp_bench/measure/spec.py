@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions
+from sp_bench.measure.gpu_watch import GpuLoad
 from sp_bench.measure.samples import Samples
 from sp_bench.workload import GateErrors, Workload
 
@@ -63,6 +64,8 @@ class RankResult:
     """What a reader of the times must know of the kernels."""
     communicators: tuple[str, ...] = ()
     """NCCL's communicators of the point, in words."""
+    gpu: GpuLoad | None = None
+    """Clocks and power of the rank's GPU while it was timed; None on a CPU, or without NVML."""
     device: Mapping[str, str] = field(default_factory=dict)
     """The rank's device and its software (devices.device_versions)."""
     machine: str = ""

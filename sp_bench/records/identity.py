@@ -23,7 +23,15 @@ SIMULATED_CODE = (
 MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run")
 """Those of a measured point. Simulation is part of it: it chooses the variant."""
 SIMULATED_PACKAGES = ("numpy", "numba")
-KERNEL_PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "triton")
+GPU_PACKAGES = (
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "triton"),
+    *("transformer-engine", "ring-flash-attn", "yunchang", "deepspeed"),
+)
+"""Packages whose kernels, or own transfers, a point on GPUs may use."""
+GPU_VARIABLES = ("NCCL_", "TORCH_NCCL_", "NVTE_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_")
+"""Prefixes of variables that change what is measured on GPUs."""
+LOGS = ("NCCL_DEBUG_FILE",)
+"""Variables with such a prefix that change nothing, and often differ from job to job."""
 
 
 def run_id(config: Mapping[str, Any], *, measured: bool, on_gpus: bool = False) -> str:
@@ -81,7 +89,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def gpu_software() -> dict[str, Any]:
-    """The GPUs that a number measured on them depends on: models, driver, CUDA, NCCL, cuDNN, kernel packages."""
+    """What a number measured on GPUs depends on: models, driver, CUDA, NCCL, cuDNN, packages, and their variables."""
     import torch
     from torch.cuda import nccl
 
@@ -90,8 +98,17 @@ def gpu_software() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": nccl.version() if torch.distributed.is_nccl_available() else None,
         "cudnn": torch.backends.cudnn.version(),
-        "packages": {name: version(name) for name in KERNEL_PACKAGES},
+        "packages": {name: version(name) for name in GPU_PACKAGES},
+        "environment": gpu_environment(),
     }
+
+
+def gpu_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that change what is measured on GPUs."""
+    return {
+        name: value for name, value in sorted(environment.items())
+        if name.startswith(GPU_VARIABLES) and name not in LOGS
+    }  # fmt: skip
 
 
 def version(package: str) -> str | None:

@@ -202,6 +202,20 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuState:
+    """Measured on GPUs where NVML is installed (extra gpu): samples of all ranks' GPUs, one in each timed phase."""
+
+    sm_mhz_min: int | None = None
+    """The lowest SM clock of any GPU."""
+    sm_mhz_median: float | None = None
+    sm_mhz_most: int | None = None
+    """The highest SM clock that the cards have."""
+    gpu_power_w_median: float | None = None
+    clocks_held_down: list[str] | None = None
+    """What held clocks down in any sample; the software power cap is usual under full load."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exactness:
     """Relative L2 errors against fp64 on the scaled-down problem of the correctness gate."""
 

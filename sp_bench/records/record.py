@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sp_bench.records.parts import Asked, Breakdown, Exactness, Memory, Rates, Setup, Timing, Traffic, TrainingStep
+from sp_bench.records.parts import (
+    Asked,
+    Breakdown,
+    Exactness,
+    GpuState,
+    Memory,
+    Rates,
+    Setup,
+    Timing,
+    Traffic,
+    TrainingStep,
+)
 from sp_bench.records.workloads import workload_id
 
 SCHEMA_VERSION = 4
@@ -16,11 +27,11 @@ MODES = ("measure", "alone", "simulate")
 REPORTED = "report"
 """The mode of a record that holds what others published about their own code on their own machines."""
 
-Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | Exactness | TrainingStep
+Part = Asked | Setup | Timing | Rates | Traffic | Breakdown | Memory | GpuState | Exactness | TrainingStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(TrainingStep, Exactness, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked):
+class Record(TrainingStep, Exactness, GpuState, Memory, Breakdown, Traffic, Rates, Timing, Setup, Asked):
     """One benchmark point: the fields of all parts, and the point's identity. None means not known.
 
     The fields have the order of the file: a dataclass takes those of its last base first. Raises ValueError for an

@@ -97,6 +97,17 @@ def test_versions_and_machines_change_the_ids_of_what_depends_on_them(monkeypatc
     assert changed("gpu_software", lambda: {"gpus": ["H200, 580.2"], "nccl": (2, 27)}) == [False, False, True]
 
 
+def test_variables_of_gpus_are_part_of_the_id() -> None:
+    given = {
+        "NCCL_ALGO": "Ring",
+        "NCCL_DEBUG_FILE": "/job/7",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "HOME": "/",
+        "NVTE_FLASH_ATTN": "0",
+    }
+    assert identity.gpu_environment(given) == {"NCCL_ALGO": "Ring", "NVTE_FLASH_ATTN": "0"}
+
+
 def test_the_order_of_keys_changes_no_id() -> None:
     assert identity.digest({"a": 1, "b": {2: 3, "x": 4}}) == identity.digest({"b": {"x": 4, "2": 3}, "a": 1})
 
