@@ -79,7 +79,7 @@ striped.whole_model(runs)
 # %% [markdown]
 # ## Training steps
 #
-# Whole steps of the 1B model, without tensor parallelism (table 5): forward, backward, loss, update.
+# Whole steps of all models and meshes on A100 (tables 2, 3 and 5): forward, backward, loss, update.
 
 # %%
 striped.training(runs)

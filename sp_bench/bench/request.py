@@ -178,14 +178,15 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     name = config["method"]["name"]
     method = peers.build(config["impl"], options, mask=mask) if name == peers.METHOD else methods.build(name, options)
     peer = method if isinstance(method, Peer) else None
-    problem = _problem(config, values, method, mask)
+    tensor_parallel = kind.tensor_parallel(config)
+    problem = _problem(config, values, method, mask, tensor_parallel)
     section = read(KernelSection, config["kernel"], "kernel")
     kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
     workload = kind.build(config, problem, phases=phases, peer=peer, kernel=kernel, sm_margin=margin, seed=values.seed)
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
-    cluster.refuse(problem.n)
-    mode = resolve_mode(config, problem.n, cluster, launch, of_a_peer=peer is not None)
+    cluster.refuse(values.gpus)
+    mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse_run(mode.name)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     cluster = replace(cluster, transport_options=transport)
@@ -223,12 +224,23 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     )
 
 
-def _problem(config: Mapping[str, Any], values: Values, method: Method | Peer, mask: Mask) -> Problem:
-    """The problem in the method's layout. Raises RequestError if the method refuses it."""
-    layout, dtype = method.layout_of(mask, values.gpus), str(config["dtype"])
-    wire_dtype = str(config["wire_dtype"] or "")
+def _problem(
+    config: Mapping[str, Any], values: Values, method: Method | Peer, mask: Mask, tensor_parallel: int
+) -> Problem:
+    """The problem in the method's layout, with the heads of one of the GPUs that share a rank's tokens.
+
+    Raises RequestError if the method refuses it, or the GPUs can't share the heads.
+    """
     shape = {key: getattr(values, key) for key in SHAPE}
-    problem = Problem(n=values.gpus, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
+    for key in ("gpus", "heads", "kv_heads"):
+        if getattr(values, key) % tensor_parallel:
+            rule = f"must divide {key}={getattr(values, key)}"
+            raise RequestError(f"train.tensor_parallel={tensor_parallel}", rule, "train.tensor_parallel=1 would work")
+    n = values.gpus // tensor_parallel
+    shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
+    layout, dtype = method.layout_of(mask, n), str(config["dtype"])
+    wire_dtype = str(config["wire_dtype"] or "")
+    problem = Problem(n=n, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
     method.refuse(problem)
     return method.dealt(problem) if isinstance(method, Peer) else problem
 

@@ -7,6 +7,7 @@ have. The first layer's parameters, and those outside the layers, are waited for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from sp_bench.bench.choose import Choice, DeviceMemoryError, choose
 from sp_bench.bench.counted import counted, executions, rates
 from sp_bench.bench.request import Request
 from sp_bench.check import check_all
+from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
 from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic
@@ -26,6 +28,7 @@ from sp_bench.workload import Train
 from sp_bench.workload.costs import TrainingCosts, costs_of, too_large
 
 ALONG = "each layer's parameters are gathered, and gradients reduced, beside the layer before it (FSDP)"
+TENSOR = "tensor parallel: each layer's sums of activations over {} consecutive GPUs are hidden by nothing"
 FUSED = "matrix products at their best rate or memory speed, elementwise operations once through memory"
 
 
@@ -39,11 +42,13 @@ class Layer:
     busy_s: float
     """Blocks and folds of the busiest rank."""
     dense_s: float
+    summed_s: float
+    """Sums over tensor-parallel GPUs."""
 
     @property
     def waits_s(self) -> float:
-        """The part of it that neither computes nor waits for its attention: a collective that ends later."""
-        return self.whole_s - self.attention_s - self.dense_s
+        """The part of it that neither computes nor waits for its attention or sums: a collective that ends later."""
+        return self.whole_s - self.attention_s - self.dense_s - self.summed_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,8 @@ class StepTimes:
     """Matrix products and elementwise operations of all layers."""
     sync_s: float
     """Sums of gradients, and gathers that nothing hides."""
+    summed_s: float
+    """Sums of activations over tensor-parallel GPUs."""
     computed_s: float
     """All that computes."""
 
@@ -72,13 +79,17 @@ def simulate_training(request: Request) -> Record:
     assert isinstance(request.workload, Train)
     costs = costs_of(request.workload, request.cluster.device)
     _refuse(request)
+    degree, whole = request.workload.training.tensor_parallel, request.cluster
+    parts = whole.tensor_parts(request.workload.gpus, degree)
+    request = replace(request, cluster=parts[0])
     held = costs.held_bytes()
     choice = _choose(request, costs, held)
     check_all(choice.plans, choice.problem)
     held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem)}
-    times = _times(request, choice, costs)
+    sum_s = alone_s([whole.network(costs.workload.gpus)], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
+    times = _times(choice, costs, parts, sum_s)
     step_ms = 1e3 * sum(times.phases_s.values())
-    by_link, bound_s, bound_by = _bound(request, choice, costs, times.computed_s)
+    by_link, bound_s, bound_by = _bound(choice, costs, parts, whole, times.computed_s)
     plans = counted(request, choice)
     step = replace(
         costs.workload.described(),
@@ -88,10 +99,11 @@ def simulate_training(request: Request) -> Record:
         dense_ms=1e3 * times.dense_s,
         loss_ms=1e3 * costs.loss_s(),
         gradient_sync_ms=1e3 * times.sync_s,
+        tensor_sum_ms=1e3 * times.summed_s,
         optimizer_ms=1e3 * costs.optimizer_s(),
         **{f"{kind}_bytes": size for kind, size in held.items()},
     )
-    parts = (
+    fields = (
         request.asked(),
         replace(plans.setup, kernel=request.cluster.device.figures(choice.problem)),
         Timing(step_ms_median=step_ms, **{f"{name}_ms_median": 1e3 * s for name, s in times.phases_s.items()}),
@@ -111,7 +123,8 @@ def simulate_training(request: Request) -> Record:
         step,
     )
     notes = [*request.notes, *request.cluster.device.notes(choice.problem), FUSED, *[ALONG] * costs.sharded]
-    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *parts, notes=notes)
+    notes += [TENSOR.format(degree)] * (degree > 1)
+    return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes)
 
 
 def _refuse(request: Request) -> None:
@@ -123,31 +136,37 @@ def _refuse(request: Request) -> None:
         raise RequestError(what, rule, "workload=attention would work")
 
 
-def _times(request: Request, choice: Choice, costs: TrainingCosts) -> StepTimes:
-    """The step of the chosen plans: layer by layer, and what stands around the layers."""
+def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], sum_s: float) -> StepTimes:
+    """The step of the chosen plans: layer by layer, and what stands around the layers.
+
+    `parts` are the clusters of all tensor-parallel places, `sum_s` is one sum of activations over a group.
+    """
     layers, full = costs.workload.model.layers, costs.workload.training.recompute == "full"
     before_s, after_s = costs.before_s(), costs.after_s()
-    forward = _layer(request, choice, "forward", costs.gathered_bytes, 1, before_s, after_s)
+    sums = costs.tensor_sums
+    forward = _layer(choice, "forward", parts, costs.gathered_bytes, 1, (before_s, after_s), (0.0, 2 * sum_s))
     again_s = 0.0 if costs.workload.training.recompute == "none" else before_s + after_s
     backward = _layer(
-        request,
         choice,
         "backward",
+        parts,
         costs.gathered_bytes + costs.reduced_bytes,
         2,
-        again_s + forward.attention_s * full + costs.after_backward_s(),
-        costs.before_backward_s(),
+        (again_s + forward.attention_s * full + costs.after_backward_s(), costs.before_backward_s()),
+        ((sums["backward"] - 1) * sum_s, sum_s),
     )
-    network, n = request.cluster.network(choice.problem.n), choice.problem.n
-    first_s = alone_s(network, n, costs.gathered_bytes, n - 1)
-    outside_s = alone_s(network, n, costs.outside_bytes, 3 * (n - 1))
-    sync_s = alone_s(network, n, costs.summed_bytes, 2 * (n - 1))
+    n = choice.problem.n
+    networks = [part.network(n) for part in parts]
+    first_s = alone_s(networks, n, costs.gathered_bytes, n - 1)
+    outside_s = alone_s(networks, n, costs.outside_bytes, 3 * (n - 1))
+    sync_s = alone_s(networks, n, costs.summed_bytes, 2 * (n - 1))
+    edge_s = sums["outside"] * sum_s
     busy_s = layers * ((1 + full) * forward.busy_s + backward.busy_s)
     dense_s = layers * (forward.dense_s + backward.dense_s - full * forward.attention_s)
     gathers_s = first_s + outside_s + layers * (forward.waits_s + backward.waits_s)
     return StepTimes(
         phases_s={
-            "forward": first_s + layers * forward.whole_s + costs.loss_s(),
+            "forward": first_s + layers * forward.whole_s + costs.loss_s() + edge_s,
             "backward": outside_s + layers * backward.whole_s,
             "update": sync_s + costs.optimizer_s(),
         },
@@ -155,6 +174,7 @@ def _times(request: Request, choice: Choice, costs: TrainingCosts) -> StepTimes:
         busy_s=busy_s,
         dense_s=dense_s,
         sync_s=sync_s + gathers_s,
+        summed_s=layers * (forward.summed_s + backward.summed_s) + edge_s,
         computed_s=busy_s + dense_s + costs.loss_s() + costs.optimizer_s(),
     )
 
@@ -166,12 +186,12 @@ def _choose(request: Request, costs: TrainingCosts, held: dict[str, int]) -> Cho
         return choose(request)
     rest = device.memory_bytes - sum(held.values())
     if rest <= 0:
-        raise too_large(request.problem, device, held)
+        raise too_large(costs.workload, device, held)
     cluster = replace(request.cluster, device=replace(device, memory_bytes=rest))
     try:
         return choose(replace(request, cluster=cluster))
     except DeviceMemoryError:
-        raise too_large(request.problem, device, held | {"attention": least_attention_bytes(request)}) from None
+        raise too_large(costs.workload, device, held | {"attention": least_attention_bytes(request)}) from None
 
 
 def least_attention_bytes(request: Request) -> int:
@@ -185,24 +205,32 @@ def least_attention_bytes(request: Request) -> int:
 
 
 def _layer(
-    request: Request, choice: Choice, phase: str, sent_bytes: float, collectives: int, before_s: float, after_s: float
+    choice: Choice,
+    phase: str,
+    parts: Sequence[Cluster],
+    sent_bytes: float,
+    collectives: int,
+    dense_s: tuple[float, float],
+    summed_s: tuple[float, float],
 ) -> Layer:
-    """One layer of a phase beside the collectives of others; `before_s` and `after_s` stand around its attention."""
-    problem, cluster = choice.problem, request.cluster
-    graph = build_graph(choice.plans[phase], problem, cluster, use_symmetry=False)
-    steps = collectives * (problem.n - 1)
-    found = beside(graph, cluster.network(problem.n), sent_bytes, steps, before_s)
+    """One layer of a phase beside the collectives of others; `dense_s` and `summed_s` stand before and after its
+    attention."""
+    problem, before_s = choice.problem, dense_s[0] + summed_s[0]
+    graphs = [build_graph(choice.plans[phase], problem, part, use_symmetry=False) for part in parts]
+    networks = [part.network(problem.n) for part in parts]
+    found = beside(graphs, networks, sent_bytes, collectives * (problem.n - 1), before_s)
     return Layer(
-        whole_s=max(found.attention_s + after_s, found.collective_s),
+        whole_s=max(found.attention_s + dense_s[1] + summed_s[1], found.collective_s),
         attention_s=found.attention_s - before_s,
         busy_s=float(found.busy_s.max()),
-        dense_s=before_s + after_s,
+        dense_s=sum(dense_s),
+        summed_s=sum(summed_s),
     )
 
 
 def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) -> Traffic:
     """The attention's bytes, and those of the collectives in place of a summation of all gradients."""
-    otherwise = _collective_bytes(costs) - sum(costs.workload.sent_otherwise("update").values())
+    otherwise = _collective_bytes(costs) + _tensor_bytes(costs) - sum(costs.workload.sent_otherwise("update").values())
     assert traffic.comm_bytes_per_gpu is not None
     expected = traffic.comm_bytes_expected
     return replace(
@@ -217,28 +245,38 @@ def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) 
 
 
 def _collective_bytes(costs: TrainingCosts) -> float:
-    """What each rank sends in a step beside the attention."""
+    """What each GPU sends in a step to those with its place in other tensor-parallel groups, beside the attention."""
     layers = costs.workload.model.layers
     return layers * (2 * costs.gathered_bytes + costs.reduced_bytes) + costs.outside_bytes + costs.summed_bytes
 
 
+def _tensor_bytes(costs: TrainingCosts) -> float:
+    """What each GPU sends in a step within its tensor-parallel group."""
+    layers, sums = costs.workload.model.layers, costs.tensor_sums
+    return costs.tensor_sum_bytes * (layers * (sums["forward"] + sums["backward"]) + sums["outside"])
+
+
 def _bound(
-    request: Request, choice: Choice, costs: TrainingCosts, computed_s: float
+    choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole: Cluster, computed_s: float
 ) -> tuple[dict[str, float], float, str]:
     """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
-    n = choice.problem.n
-    network, times = request.cluster.network(n), executions(request.workload)
+    problem, gpus, degree = choice.problem, costs.workload.gpus, len(parts)
+    network, times = whole.network(gpus), executions(costs.workload)
     crossed = np.zeros(network.link_bytes_per_s.size)
-    for phase, plan in choice.plans.items():
-        crossed += times[phase] * link_bytes(network, account.traffic(plan, choice.problem, request.cluster))
-    if n > 1:
-        crossed += link_bytes(network, ring_traffic(network, n, _collective_bytes(costs)))
+    for part in parts:
+        own = part.network(problem.n)
+        for phase, plan in choice.plans.items():
+            crossed += times[phase] * link_bytes(own, account.traffic(plan, problem, part))
+        if problem.n > 1:
+            crossed += link_bytes(own, ring_traffic(own, problem.n, _collective_bytes(costs)))
+    if degree > 1:
+        crossed += link_bytes(network, ring_traffic(network, degree, _tensor_bytes(costs)))
     bounds_s = {"compute": computed_s} | {
         name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
         for name, links in link_classes(network).items()
     }
     bound_by = max(bounds_s, key=lambda name: bounds_s[name])
-    by_link = {name: size / n for name, size in by_link_class(network, crossed).items()}
+    by_link = {name: size / gpus for name, size in by_link_class(network, crossed).items()}
     return by_link, bounds_s[bound_by], bound_by
 
 
@@ -262,7 +300,7 @@ def longest(request: Request) -> int:
         asked = replace(request, problem=problem, workload=replace(request.workload, problem=problem))
         assert isinstance(asked.workload, Train)
         held = costs_of(asked.workload, device).held_bytes() | {"attention": least_attention_bytes(asked)}
-        return too_large(problem, device, held) if sum(held.values()) > memory_bytes else None
+        return too_large(asked.workload, device, held) if sum(held.values()) > memory_bytes else None
 
     if error := missing(1):
         raise error

@@ -231,6 +231,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("matrix products and the rest", lambda r: _share(r.dense_ms, r)),
     ("head and loss", lambda r: _share(r.loss_ms, r)),
     ("gradients and parameters moved", lambda r: _share(r.gradient_sync_ms, r)),
+    ("sums over tensor-parallel GPUs", lambda r: _share(r.tensor_sum_ms or None, r)),
     ("optimizer", lambda r: _share(r.optimizer_ms, r)),
     ("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
     ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),

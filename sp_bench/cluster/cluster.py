@@ -102,6 +102,18 @@ class Cluster:
         latency_s = inter.latency_s + self.hosts.crowd_latency_s_of(gpus / cores)
         return self.topology.replace(inter=inter.replace(latency_s=latency_s))
 
+    def tensor_parts(self, gpus: int, degree: int) -> tuple[Cluster, ...]:
+        """For each place in a tensor-parallel group, the cluster whose ranks are the GPUs there.
+
+        Groups are `degree` consecutive ranks of this cluster. The parts have the same links.
+        """
+        if degree == 1:
+            return (self,)
+        placed, node = self.topology.place(gpus), self.topology.gpus_per_node or gpus
+        parts = [tuple(placed[place::degree].tolist()) for place in range(degree)]
+        topologies = [self.topology.replace(gpus_per_node=node, placement=part) for part in parts]
+        return tuple(replace(self, topology=topology) for topology in topologies)
+
     def node_of(self, gpus: int) -> np.ndarray:
         """The node of each rank: (gpus,)."""
         return self.network(gpus).node_of(np.arange(gpus))

@@ -203,7 +203,11 @@ class Topology(Section, frozen=True, kw_only=True):
 
     def neighbours(self, n: int) -> int:
         """How many consecutive ranks are on one node; 1 if ranks don't fill node after node."""
-        return (self.gpus_per_node or n) if self.placement == "block" else 1
+        if isinstance(self.placement, str):
+            return (self.gpus_per_node or n) if self.placement == "block" else 1
+        node = self.place(n) // (self.gpus_per_node or n)
+        together = int((node == node[0]).sum())
+        return together if np.array_equal(node, np.repeat(node[::together], together)[:n]) else 1
 
     def crowded_bytes_per_s(self, n: int) -> tuple[float, float]:
         """(inside a node, across nodes): bytes/s that a rank gets if all ranks send one transfer at once."""

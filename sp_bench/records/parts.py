@@ -242,6 +242,8 @@ class TrainingStep:
     """What of a layer the backward computes again: none, attention (all but the attention), full."""
     sharded: bool | None = None
     """Whether parameters, gradients and the optimizer's state are split over the ranks."""
+    tensor_parallel: int | None = None
+    """How many GPUs share the tokens of a rank, with a part of the heads each."""
     attention_ms: float | None = None
     """The attention of all layers, waits for its transfers included."""
     attention_exposed_ms: float | None = None
@@ -252,6 +254,8 @@ class TrainingStep:
     """The head and the loss, with their gradients (losses.cross_entropy)."""
     gradient_sync_ms: float | None = None
     """The summation of gradients over the ranks and, simulated, gathers of parameters, as far as nothing hides them."""
+    tensor_sum_ms: float | None = None
+    """Simulated: sums of activations over tensor-parallel GPUs, which nothing hides."""
     optimizer_ms: float | None = None
     parameters_bytes: int | None = None
     gradients_bytes: int | None = None

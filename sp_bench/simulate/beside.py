@@ -5,6 +5,7 @@ The collectives go by NCCL's rings (cluster.collectives). Latencies of a ring's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +17,12 @@ from sp_bench.simulate.flows import TaskGraph, Timing, solve
 from sp_bench.simulate.graph import PlanGraph
 
 
-def ring_traffic(network: Network, n: int, sent_bytes: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """[((n,) target, bytes), ...] by sender (account.traffic), where each rank sends `sent_bytes` in all."""
-    return [(flow.target, flow.share * sent_bytes) for flow in rings(Group(1, n), network).flows]
+def ring_traffic(network: Network, size: int, sent_bytes: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """[((n,) target, bytes), ...] by sender (account.traffic), where each rank sends `sent_bytes` in all.
+
+    Rings are of `size` consecutive ranks.
+    """
+    return [(flow.target, flow.share * sent_bytes) for flow in rings(Group(1, size), network).flows]
 
 
 @dataclass(frozen=True)
@@ -32,25 +36,35 @@ class Together:
     """Seconds that each rank computes in the attention: (n,)."""
 
 
-def beside(graph: PlanGraph, network: Network, sent_bytes: float, steps: int, before_s: float) -> Together:
-    """Run a plan's graph of all its ranks, `before_s` after a collective of so many steps has begun.
+def beside(
+    graphs: Sequence[PlanGraph], networks: Sequence[Network], sent_bytes: float, steps: int, before_s: float
+) -> Together:
+    """Run plans' graphs of all their ranks, `before_s` after a collective of so many steps has begun.
 
-    Each rank sends `sent_bytes` in the collective; 0 for none.
+    Each rank sends `sent_bytes` in the collective of its graph's ranks; 0 for none. Several graphs run at one time
+    over the same links: each has a network of its own ranks.
     """
-    n, tasks = graph.quotient.ranks.size, graph.tasks.delay_s.size
-    assert n == graph.quotient.orbit.size, "the collective sees every rank"
-    legs = ring_traffic(network, n, sent_bytes) if sent_bytes else []
-    timing = solve(_added(graph.tasks, n, network, legs, steps, before_s))
-    own = Timing(start_s=timing.start_s[:tasks], finish_s=timing.finish_s[:tasks])
-    flows = timing.finish_s[tasks + n :]
-    return Together(own.makespan_s, float(flows.max(initial=0.0)), graph.busy_s(own))
+    parts = []
+    for graph, network in zip(graphs, networks, strict=True):
+        n = graph.quotient.ranks.size
+        assert n == graph.quotient.orbit.size, "the collective sees every rank"
+        legs = ring_traffic(network, n, sent_bytes) if sent_bytes else []
+        parts.append(_added(graph.tasks, n, network, legs, steps, before_s))
+    timing, first, found = solve(_joined(parts)), 0, []
+    for graph, part in zip(graphs, parts, strict=True):
+        n, tasks, end = graph.quotient.ranks.size, first + graph.tasks.delay_s.size, first + part.delay_s.size
+        own = Timing(start_s=timing.start_s[first:tasks], finish_s=timing.finish_s[first:tasks])
+        ended = float(timing.finish_s[tasks + n : end].max(initial=0.0))
+        found.append((own.makespan_s, ended, graph.busy_s(own)))
+        first = end
+    attention_s, collective_s, busy_s = zip(*found, strict=True)
+    return Together(max(attention_s), max(collective_s), np.max(busy_s, axis=0))
 
 
-def alone_s(network: Network, n: int, sent_bytes: float, steps: int) -> float:
-    """Seconds of a collective by itself."""
+def alone_s(networks: Sequence[Network], size: int, sent_bytes: float, steps: int) -> float:
+    """Seconds of a collective of `size` consecutive ranks, in all such groups and networks at one time."""
     if not sent_bytes:
         return 0.0
-    legs = ring_traffic(network, n, sent_bytes)
     nothing = TaskGraph(
         delay_s=np.empty(0),
         flow_bytes=np.empty(0),
@@ -61,9 +75,33 @@ def alone_s(network: Network, n: int, sent_bytes: float, steps: int) -> float:
         dep_tasks=np.empty(0, np.int32),
         rate_cap=np.empty(0),
         weight=np.empty(0),
-        link_bytes_per_s=network.link_bytes_per_s,
+        link_bytes_per_s=networks[0].link_bytes_per_s,
     )
-    return solve(_added(nothing, n, network, legs, steps, 0.0)).makespan_s
+    parts = [
+        _added(nothing, network.gpu.size, network, ring_traffic(network, size, sent_bytes), steps, 0.0)
+        for network in networks
+    ]
+    return solve(_joined(parts)).makespan_s
+
+
+def _joined(parts: Sequence[TaskGraph]) -> TaskGraph:
+    """Graphs over the same links as one."""
+    if len(parts) == 1:
+        return parts[0]
+    tasks, crossed, deps = (
+        np.cumsum([0, *(getattr(part, name).size for part in parts)]) for name in ("delay_s", "path_links", "dep_tasks")
+    )
+    own = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("delay_s", "flow_bytes", "path_links", "path_loads", "rate_cap", "weight")
+    }
+    return TaskGraph(
+        **own,
+        path_start=np.concatenate([[0], *(part.path_start[1:] + crossed[i] for i, part in enumerate(parts))]),
+        dep_start=np.concatenate([[0], *(part.dep_start[1:] + deps[i] for i, part in enumerate(parts))]),
+        dep_tasks=np.concatenate([part.dep_tasks + tasks[i] for i, part in enumerate(parts)]).astype(np.int32),
+        link_bytes_per_s=parts[0].link_bytes_per_s,
+    )
 
 
 def _added(

@@ -133,6 +133,11 @@ class Workload(ABC):
         return cls.phase_choices[phase]
 
     @classmethod
+    def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+        """How many GPUs share the tokens of each rank of the attention, with a part of the heads each."""
+        return 1
+
+    @classmethod
     @abstractmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
         """The phases that ranks execute if `phases` are timed: a backward needs its forward."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.workload.train import MOMENTS, Train
+from sp_bench.workload.train import MOMENTS, Train, ring_bytes
 
 ELEMENTWISE_BACKWARD = 2.0
 """Memory moved by the backward of elementwise operations over that of their forward."""
@@ -23,7 +23,7 @@ OPTIMIZER_MOVES = 9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCosts:
-    """A training step on one rank, which owns the most tokens."""
+    """A training step on one GPU of the rank that owns the most tokens."""
 
     workload: Train
     device: DeviceCosts
@@ -54,7 +54,7 @@ class TrainingCosts:
     def dense_s(self, names: tuple[str, ...], *, times: float = 1.0) -> float:
         """Seconds of a layer's matrix products of these names, `times` over (2 for their backward)."""
         found = 0.0
-        for name, (inputs, outputs) in self.workload.model.layer_matrices(self.problem).items():
+        for name, (inputs, outputs) in self.workload.share.layer_matrices(self.problem).items():
             if name in names:
                 found += times * self._product_s(inputs, outputs)
         return found
@@ -67,26 +67,26 @@ class TrainingCosts:
 
     def before_s(self) -> float:
         """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
-        problem, model = self.problem, self.workload.model
+        problem, model = self.problem, self.workload.share
         rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
         return self.dense_s(("q", "k", "v")) + self._through_memory_s(2 * model.width + rotated, kernels=3)
 
     def after_s(self) -> float:
         """Seconds of a layer's forward after its attention: o, residuals, norm, feed-forward."""
-        model = self.workload.model
+        model = self.workload.share
         elements = 8 * model.width + (3 if model.kind == "decoder" else 2) * model.ffn
         return self.dense_s(("o", "gate", "up", "down")) + self._through_memory_s(elements, kernels=4)
 
     def before_backward_s(self) -> float:
         """Seconds of the backward of what is before the attention, in place of the forward's."""
-        problem, model = self.problem, self.workload.model
+        problem, model = self.problem, self.workload.share
         rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
         elements = ELEMENTWISE_BACKWARD * (2 * model.width + rotated)
         return self.dense_s(("q", "k", "v"), times=2) + self._through_memory_s(elements, kernels=6)
 
     def after_backward_s(self) -> float:
         """The same of what is after the attention."""
-        model = self.workload.model
+        model = self.workload.share
         elements = ELEMENTWISE_BACKWARD * (8 * model.width + (3 if model.kind == "decoder" else 2) * model.ffn)
         return self.dense_s(("o", "gate", "up", "down"), times=2) + self._through_memory_s(elements, kernels=8)
 
@@ -95,7 +95,7 @@ class TrainingCosts:
 
         The embedding is read and its gradient written.
         """
-        model = self.workload.model
+        model = self.workload.share
         logits_s = self.device.copy_s(2 * self._wide * self._tokens * model.outputs)
         return 3 * self._product_s(model.width, model.outputs) + logits_s + self._through_memory_s(4 * model.width)
 
@@ -118,17 +118,17 @@ class TrainingCosts:
     @property
     def gathered_bytes(self) -> float:
         """Sent to gather the parameters of a layer in the compute dtype; 0 if they are not split."""
-        return self.sharded * self._others * self._element * self.workload.model.layer_parameters(self.problem)
+        return self.sharded * self._others * self._element * self.workload.share.layer_parameters(self.problem)
 
     @property
     def reduced_bytes(self) -> float:
         """Sent to reduce the gradients of a layer to the ranks that own them; 0 if they are not split."""
-        return self.sharded * self._others * self._wide * self.workload.model.layer_parameters(self.problem)
+        return self.sharded * self._others * self._wide * self.workload.share.layer_parameters(self.problem)
 
     @property
     def _outside(self) -> int:
         """Parameters outside the layers."""
-        model = self.workload.model
+        model = self.workload.share
         return model.parameters(self.problem) - model.layers * model.layer_parameters(self.problem)
 
     @property
@@ -141,16 +141,33 @@ class TrainingCosts:
         """Sent to sum all gradients over the ranks where each has all of them."""
         return (not self.sharded) * sum(self.workload.sent_otherwise("update").values())
 
+    @property
+    def tensor_sum_bytes(self) -> int:
+        """Sent in one sum of a hidden state, or its gradient, over a tensor-parallel group (Shoeybi et al. 2019)."""
+        return ring_bytes(
+            self._element * self._tokens * self.workload.share.width, self.workload.training.tensor_parallel
+        )
+
+    @property
+    def tensor_sums(self) -> dict[str, int]:
+        """How many such sums there are: in a layer's forward and backward, and outside the layers.
+
+        Two follow row-parallel matrices in the forward, two column-parallel ones in the backward, which has the
+        forward's again if it is recomputed. Outside, they are of the embedding and of the head's input gradient.
+        """
+        again = 0 if self.workload.training.recompute == "none" else 2
+        return {"forward": 2, "backward": 2 + again, "outside": 2}
+
     # Memory
 
     @property
     def _own_parameters(self) -> float:
-        whole = self.workload.model.parameters(self.problem)
+        whole = self.workload.share.parameters(self.problem)
         return whole / self.problem.n if self.sharded else whole
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes on a rank by kind, without the transient ones of the attention."""
-        own, model = self._own_parameters, self.workload.model
+        own, model = self._own_parameters, self.workload.share
         chunk = min(self.workload.training.loss_chunk, self._tokens)
         loss = (2 * self._wide + self._element) * chunk * model.outputs
         gathered = 2 * model.layer_parameters(self.problem) + self._outside
@@ -165,7 +182,7 @@ class TrainingCosts:
 
     def _activation_bytes(self) -> int:
         """What the backward keeps from the forward (transformer.Recompute)."""
-        problem, model = self.problem, self.workload.model
+        problem, model = self.problem, self.workload.share
         q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         lse = DTYPE_BYTES[problem.accumulate_dtype] * problem.heads / self._element
         attention = 2 * q + 2 * kv + lse
@@ -189,7 +206,7 @@ def costs_of(workload: Train, device: DeviceCosts) -> TrainingCosts:
     return TrainingCosts(workload=workload, device=device, sharded=sharded and workload.problem.n > 1)
 
 
-def too_large(problem: Problem, device: DeviceCosts, held: Mapping[str, int]) -> RequestError:
+def too_large(workload: Train, device: DeviceCosts, held: Mapping[str, int]) -> RequestError:
     """The error for a step that doesn't fit the device: how much is missing, and of what kinds it is."""
     need, have = sum(held.values()), device.memory_bytes or 0
     kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size)
@@ -201,4 +218,4 @@ def too_large(problem: Problem, device: DeviceCosts, held: Mapping[str, int]) ->
         "gathered": "a smaller model",
         "loss": "a smaller train.loss_chunk",
     }.get(max(held, key=lambda kind: held[kind]), "train.parameters=sharded on more GPUs")
-    return RequestError(f"seqlen={problem.seqlen} on gpus={problem.n}", rule, f"{would_work} would work")
+    return RequestError(f"seqlen={workload.problem.seqlen} on gpus={workload.gpus}", rule, f"{would_work} would work")

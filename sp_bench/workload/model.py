@@ -81,6 +81,21 @@ class Model(Section, frozen=True, kw_only=True):
         per_token += self.outputs * self.width * (2 if self.modulated else 1)
         return 2.0 * per_token * problem.batch * problem.seqlen
 
+    def part(self, degree: int) -> Model:
+        """What each of `degree` tensor-parallel GPUs has of it (Shoeybi et al. 2019); heads are those of the problem.
+
+        Raises RequestError if its matrices can't be split.
+        """
+        if degree == 1:
+            return self
+        if self.vocab is None:
+            rule = f"splits a decoder, and {self.name} is a {self.kind}"
+            raise RequestError(f"train.tensor_parallel={degree}", rule, "train.tensor_parallel=1 would work")
+        for name, size in (("ffn", self.ffn), ("vocab", self.vocab)):
+            if size % degree:
+                raise RequestError(f"train.tensor_parallel={degree}", f"must divide {name}={size}", "1 would work")
+        return structs.replace(self, ffn=self.ffn // degree, vocab=self.vocab // degree)
+
     def small(self) -> Model:
         """The model of the correctness gate: as this one, but narrow and of two layers."""
         sizes = {name: min(getattr(self, name) or 64, 64) for name in ("width", "ffn")}

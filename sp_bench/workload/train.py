@@ -7,7 +7,8 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from msgspec import Meta
@@ -16,7 +17,7 @@ from sp_bench import account
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.reading import Positive, Section, Tokens, read
+from sp_bench.reading import Count, Positive, Section, Tokens, read
 from sp_bench.records.parts import TrainingStep
 from sp_bench.workload.base import RankContext, Step, Workload
 from sp_bench.workload.gate import GateErrors
@@ -39,6 +40,8 @@ class Training(Section, frozen=True, kw_only=True):
     """What of a layer the backward computes again (transformer.Recompute)."""
     parameters: Literal["auto", "replicated", "sharded"]
     """sharded: parameters, gradients and moments are split over all ranks (FSDP). auto: only where they don't fit."""
+    tensor_parallel: Count = 1
+    """How many GPUs share the tokens of a rank of the attention: each has a part of the heads and of the matrices."""
     loss_chunk: Tokens
     """The tokens whose logits exist at a time."""
     learning_rate: Positive
@@ -47,7 +50,10 @@ class Training(Section, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Workload):
-    """Forward, backward and update of a decoder (conf/model) on a seeded task."""
+    """Forward, backward and update of a decoder (conf/model) on a seeded task.
+
+    With tensor parallelism, the problem is that of one GPU of each group: it has the GPU's heads, and a rank a group.
+    """
 
     name: ClassVar[str] = "train"
     kind: ClassVar[str] = "decoder"
@@ -73,7 +79,23 @@ class Train(Workload):
             raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
         if training.task not in ("recall", "copy"):
             raise RequestError(f"train.task={training.task}", "there is no such task", "recall or copy would work")
+        model.part(training.tensor_parallel)
         return cls(problem=problem, model=model, training=training, **common)
+
+    @classmethod
+    def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
+        """train.tensor_parallel."""
+        return read(Training, config["train"], "train").tensor_parallel
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs: those of all tensor-parallel groups."""
+        return self.problem.n * self.training.tensor_parallel
+
+    @cached_property
+    def share(self) -> Model:
+        """What a GPU has of the model before parameters are split over the ranks."""
+        return self.model.part(self.training.tensor_parallel)
 
     @classmethod
     def executed(cls, phases: tuple[str, ...]) -> tuple[str, ...]:
@@ -96,16 +118,19 @@ class Train(Workload):
         n = self.problem.n
         if phase != UPDATE or n == 1:
             return {}
-        size = (self.model.parameters(self.problem) + 1) * DTYPE_BYTES[self.problem.accumulate_dtype]
+        size = (self.share.parameters(self.problem) + 1) * DTYPE_BYTES[self.problem.accumulate_dtype]
         return {SYNC: ring_bytes(size, n)}
 
     def described(self) -> TrainingStep:
-        """The model, and what is recomputed."""
+        """The model, and what is recomputed and split."""
+        degree = self.training.tensor_parallel
+        heads = {"heads": self.problem.heads * degree, "kv_heads": self.problem.kv_heads * degree}
         return TrainingStep(
             model=self.model.name,
-            parameters=self.model.parameters(self.problem),
+            parameters=self.model.parameters(replace(self.problem, **heads)),
             recompute=self.training.recompute,
             sharded=False,
+            tensor_parallel=degree,
         )
 
     def refuse_run(self, mode: str) -> None:
@@ -113,6 +138,11 @@ class Train(Workload):
         if self.peer:
             rule = f"workload={self.name} trains with the suite's own methods"
             raise RequestError(f"method=peer impl={self.peer.impl}", rule, "method=ring would work")
+        if mode != "simulate" and self.training.tensor_parallel > 1:
+            rule = "is simulated only: measured ranks have whole matrices"
+            raise RequestError(
+                f"train.tensor_parallel={self.training.tensor_parallel}", rule, "mode=simulate would work"
+            )
         if mode != "simulate" and self.training.parameters == "sharded":
             rule = "is simulated only: measured ranks have all parameters"
             raise RequestError("train.parameters=sharded", rule, "train.parameters=auto would work")
@@ -121,10 +151,13 @@ class Train(Workload):
             raise RequestError("mode=alone", rule, "mode=measure would work")
 
     def flops(self, phase: str) -> float:
-        """6 N D, and the attention's as account.model_flops counts them. What is recomputed doesn't count."""
+        """6 N D, and the attention's as account.model_flops counts them. What is recomputed doesn't count.
+
+        With tensor parallelism, of one GPU of each group.
+        """
         if phase == UPDATE:
             return 0.0
-        dense = self.model.dense_flops(self.problem) * (1 if phase == "forward" else DENSE_BACKWARD)
+        dense = self.share.dense_flops(self.problem) * (1 if phase == "forward" else DENSE_BACKWARD)
         return dense + self.model.layers * account.model_flops(self.problem, phase)
 
     def gate(self, context: RankContext) -> GateErrors:

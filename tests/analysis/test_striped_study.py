@@ -24,7 +24,7 @@ from sp_bench.analysis.studies.striped_model import (
     tiles_computed,
 )
 from sp_bench.analysis.studies.striped_simulated import ask_pairs, estimates, pair
-from sp_bench.analysis.studies.striped_training import chosen, training
+from sp_bench.analysis.studies.striped_training import chosen, speedups, training
 from sp_bench.analysis.studies.striped_work import as_the_paper, planned, work, work_by_round
 from tests.support.sections import tables_of
 
@@ -128,13 +128,26 @@ def test_notebook_runs_and_what_was_measured_is_said_to_be(tmp_path: Path) -> No
         assert row[4].value / row[5].value == pytest.approx(speedup.value)
 
 
+def test_a_cell_with_tensor_parallelism_is_below_the_maximum_and_above_one(tmp_path: Path) -> None:
+    """The 3B cell of table 2, shortened."""
+    cell = Cell("a100", "3B", 2, 4, 2**17, 1.67, 1.36)
+    ((ring, striped, speedup),) = speedups(Runs(tmp_path, workers=1), [cell])
+    assert speedup.known == pytest.approx(ring.known / striped.known)
+    assert 1 < speedup.known < maximum_speedup(cell)
+
+
 @pytest.mark.exhaustive
-def test_training_steps_stand_beside_every_cell_without_tensor_parallelism(tmp_path: Path) -> None:
-    """Table 5's and appendix A's; Striped gains with the number of GPUs and with the length, below the maximum."""
+def test_training_steps_stand_beside_every_cell(tmp_path: Path) -> None:
+    """Those of tables 2, 3, 5 and appendix A; Striped gains with the number of GPUs and with the length."""
     section = training(Runs(tmp_path))
     (table,) = tables_of(section).values()
-    assert len(table.rows) == len(chosen()) == 17
-    speedups = {(cell.n, cell.seqlen): row[-4].known for cell, row in zip(chosen(), table.rows, strict=True)}
-    assert all(1 < speedup < attention_limit(n) for (n, _), speedup in speedups.items())
-    assert speedups[2, 2**17] < speedups[4, 2**17] < speedups[8, 2**17]
-    assert speedups[8, 2**15] < speedups[8, 2**16] < speedups[8, 2**17]
+    assert len(table.rows) == len(chosen())
+    found = {cell: row[-4].known for cell, row in zip(chosen(), table.rows, strict=True)}
+    assert all(1 < speedup < attention_limit(cell.n) for cell, speedup in found.items())
+    for cell, speedup in found.items():
+        longer = [
+            other
+            for other in found
+            if (other.model, other.mesh) == (cell.model, cell.mesh) and other.seqlen > cell.seqlen
+        ]
+        assert all(found[other] > speedup for other in longer)

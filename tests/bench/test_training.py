@@ -67,7 +67,7 @@ def cluster_and_graph(nodes: int) -> tuple:
 def test_beside_nothing_an_attention_takes_as_long_as_alone(nodes: int) -> None:
     cluster, problem, plan, graph = cluster_and_graph(nodes)
     alone = simulate(plan, problem, cluster)
-    found = beside(graph, cluster.network(problem.n), 0.0, 1, 0.25)
+    found = beside([graph], [cluster.network(problem.n)], 0.0, 1, 0.25)
     assert found.attention_s == pytest.approx(0.25 + alone.makespan_s)
     assert found.collective_s == 0
     np.testing.assert_allclose(found.busy_s, alone.busy_s)
@@ -78,8 +78,8 @@ def test_what_shares_links_slows_both_and_no_more_than_one_after_the_other(nodes
     cluster, problem, plan, graph = cluster_and_graph(nodes)
     network = cluster.network(problem.n)
     alone, sent = simulate(plan, problem, cluster).makespan_s, 2e9
-    gather = alone_s(network, problem.n, sent, problem.n - 1)
-    found = beside(graph, network, sent, problem.n - 1, 0.0)
+    gather = alone_s([network], problem.n, sent, problem.n - 1)
+    found = beside([graph], [network], sent, problem.n - 1, 0.0)
     assert alone <= found.attention_s <= alone + gather
     assert gather <= found.collective_s <= alone + gather
     assert found.attention_s > alone * 1.01 or found.collective_s > gather * 1.01
@@ -92,7 +92,7 @@ def test_a_ring_leaves_a_node_from_every_gpu() -> None:
     sent = [(target.tolist(), size.tolist()) for target, size in ring_traffic(network, 8, 8.0)]
     assert sent == [([1, 2, 3, 0, 5, 6, 7, 4], [6.0] * 8), ([4, 5, 6, 7, 0, 1, 2, 3], [2.0] * 8)]
     latency_s = 7 * (0.75 * 5e-6 + 0.25 * 20e-6)
-    assert alone_s(network, 8, 8e9, 7) == pytest.approx(latency_s + max(6e9 / 3.7e11, 2e9 / 4.7e10))
+    assert alone_s([network], 8, 8e9, 7) == pytest.approx(latency_s + max(6e9 / 3.7e11, 2e9 / 4.7e10))
 
 
 def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
@@ -147,3 +147,61 @@ def test_it_imports_no_torch() -> None:
         "assert simulate_training(request).status == 'ok'; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def split(*overrides: str) -> Record:
+    return simulate_training(point("model=llama_1b", *LLAMA[1:], "method=ring", "seqlen=64k", *overrides))
+
+
+def test_with_tensor_parallelism_a_gpu_has_a_part_of_the_heads_and_matrices() -> None:
+    whole, record = split("gpus=4"), split("gpus=8", "train.tensor_parallel=2")
+    assert (record.gpus, record.heads, record.tensor_parallel) == (8, 16, 2)
+    assert record.parameters == whole.parameters
+    norms = 4 * (22 * 2 + 1) * 2048
+    assert record.parameters_bytes == pytest.approx((whole.parameters_bytes + norms) / 2, abs=4)
+    parts = (record.attention_ms, record.dense_ms, record.loss_ms, record.gradient_sync_ms, record.optimizer_ms)
+    assert record.step_ms_median == pytest.approx(sum(parts) + record.tensor_sum_ms)
+    assert record.exposed_comm_ms == pytest.approx(
+        record.attention_exposed_ms + record.gradient_sync_ms + record.tensor_sum_ms
+    )
+    assert record.mfu == pytest.approx(whole.mfu * whole.step_ms_median / record.step_ms_median / 2, rel=1e-3)
+    assert record.comm_bytes_per_gpu == record.comm_bytes_expected
+    assert record.bound_ms <= record.step_ms_median
+
+
+def test_sums_over_tensor_parallel_gpus_are_rings_of_the_hidden_state() -> None:
+    """Six in each layer with recomputation, one of the embedding and one of the head's input gradient."""
+    record = split("gpus=8", "train.tensor_parallel=4")
+    one = 2 * (2**16 / 2) * 2048 * 2 * 3 / 4
+    assert record.tensor_sum_ms == pytest.approx((22 * 6 + 2) * 1e3 * (one / 3.7e11 + 6 * 5e-6), rel=1e-3)
+    none = split("gpus=8", "train.tensor_parallel=4", "train.recompute=none")
+    assert none.tensor_sum_ms == pytest.approx(record.tensor_sum_ms * (22 * 4 + 2) / (22 * 6 + 2))
+
+
+def test_the_attentions_of_tensor_parallel_gpus_share_links() -> None:
+    """One NIC for a node carries the transfers of all eight, at least two of each in a layer."""
+    nodes = ("gpus=16", "cluster.gpus_per_node=8", "train.tensor_parallel=8", "heads=16", "seqlen=16k")
+    own, one = split(*nodes), split(*nodes, "cluster.inter.nics_per_node=1")
+    sent = 2 * 2**13 * 2048 / 8 * 2  # K and V of half the tokens
+    waited = [record.attention_exposed_ms for record in (own, one)]
+    assert waited[1] - waited[0] > 22 * 1e3 * 2 * (8 - 1) * sent / 4.7e10
+    assert one.comm_bytes_per_gpu == own.comm_bytes_per_gpu
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("train.tensor_parallel=3",), "train.tensor_parallel=3: must divide gpus=8"),
+        (("train.tensor_parallel=8", "kv_heads=4"), "train.tensor_parallel=8: must divide kv_heads=4"),
+        (("train.tensor_parallel=8", "model.ffn=5500"), "train.tensor_parallel=8: must divide ffn=5500"),
+        (("train.tensor_parallel=0",), "train.tensor_parallel=0: must be a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        split("gpus=8", *overrides)
+
+
+def test_tensor_parallelism_is_not_measured() -> None:
+    with pytest.raises(RequestError, match="train.tensor_parallel=2: is simulated only"):
+        point("gpus=2", "method=ring", "train.tensor_parallel=2", "dtype=float32", "mode=measure", "cluster=local")
