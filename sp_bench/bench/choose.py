@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -45,8 +46,8 @@ def choose(request: Request) -> Choice:
     """The variant with the shortest simulated time over the request's phases.
 
     Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
-    best time so far, or that don't fit in memory, are not simulated. Cores and links are shared evenly meanwhile, so
-    that no variant is chosen by its random draw.
+    best time so far, or that don't fit in memory, are not simulated. Cores and links are shared evenly and there is no
+    noise meanwhile, so that no variant is chosen by its random draw. The one chosen is simulated again with them.
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
@@ -55,9 +56,12 @@ def choose(request: Request) -> Choice:
         for problem in _dealings(request.method, request.problem)
         for method in request.method.candidates(problem)
     ]
-    bounded = sorted((_bound_s(request, choice), i) for i, choice in enumerate(planned))
+    # A single variant needn't be chosen.
+    asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
+    bounded = sorted((_bound_s(asked, choice), i) for i, choice in enumerate(planned))
     memory = request.cluster.device.memory_bytes
     best: Choice | None = None
+    timed: list[tuple[float, int]] = []
     rows: dict[int, dict[str, Any]] = {}
     refused: RequestError | None = None
     for bound_s, i in bounded:
@@ -73,20 +77,31 @@ def choose(request: Request) -> Choice:
         if best and bound_s >= best.total_s:
             continue
         try:
-            here = _simulated(here, request.cluster.even)
+            here = _simulated(here, asked.cluster)
         except RequestError as error:
             refused = error
             rows[i]["refused"] = str(error)
             continue
         rows[i]["step_ms"] = here.total_s * 1e3
+        timed.append((here.total_s, i))
         if best is None or here.total_s < best.total_s:
             best = here
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
-    ordered = [rows[i] for i in sorted(rows)]
+    if len(planned) == 1:
+        return best
     if not request.cluster.is_even(best.problem.n):
-        best = _simulated(best, request.cluster)
-    return replace(best, candidates=ordered) if len(planned) > 1 else best
+        best = _first_simulated([planned[i] for _, i in sorted(timed)], request.cluster)
+    return replace(best, candidates=[rows[i] for i in sorted(rows)])
+
+
+def _first_simulated(choices: Sequence[Choice], cluster: Cluster) -> Choice:
+    """The first one that isn't too large to simulate; the last one's RequestError if all are."""
+    *others, last = choices
+    for choice in others:
+        with suppress(RequestError):
+            return _simulated(choice, cluster)
+    return _simulated(last, cluster)
 
 
 class Traded(NamedTuple):

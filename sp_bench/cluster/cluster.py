@@ -134,8 +134,8 @@ class Cluster:
         return self.hosts.effects(network, simulated, self.cores, self.stragglers.seed, phase)
 
     def is_even(self, ranks: int) -> bool:
-        """Whether blocks and messages have no random differences other than `stragglers`."""
-        return self.hosts is None or self.hosts.is_even(ranks, self.cores)
+        """Whether blocks and messages have no random differences: no noise, and cores and links shared evenly."""
+        return not self.stragglers.jitter and (self.hosts is None or self.hosts.is_even(ranks, self.cores))
 
     @property
     def transport(self) -> TransportKind:
@@ -148,8 +148,8 @@ class Cluster:
 
     @property
     def even(self) -> Cluster:
-        """This cluster with cores and links that are shared evenly."""
-        return replace(self, hosts=self.hosts.even) if self.hosts else self
+        """This cluster without noise, and with cores and links that are shared evenly."""
+        return replace(self, hosts=self.hosts and self.hosts.even, stragglers=replace(self.stragglers, jitter=0.0))
 
     def least_compute_s(self, work_s: np.ndarray) -> float:
         """A lower bound on the seconds that ranks compute, from each rank's seconds alone on a core or device, (n,)."""

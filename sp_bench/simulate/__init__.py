@@ -164,11 +164,11 @@ def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bo
 
 def settle(graph: PlanGraph, slowdown: float, solver: Solver = "auto") -> tuple[Timing, TaskGraph]:
     """When the tasks of a graph run, and the tasks with the delays that transfers leave them, if these slow blocks."""
-    tasks = graph.tasks
-    timing = solve(tasks, solver)
+    tasks, least_s = graph.tasks, float(graph.work_s(graph.tasks).max())
+    timing = solve(tasks, solver, least_s=least_s)
     for _ in range(SLOWDOWN_ROUNDS if slowdown else 0):
         tasks = slowed_by_transfers(graph, timing, slowdown)
-        timing, before = solve(tasks, solver), timing
+        timing, before = solve(tasks, solver, least_s=least_s), timing
         if abs(timing.makespan_s - before.makespan_s) <= SLOWDOWN_SETTLED * before.makespan_s:
             break
     return timing, tasks

@@ -67,7 +67,7 @@ class Graph(NamedTuple):
     link_bytes_per_s: Floats
     link_seat_start: Ints
     same_instant: Floats
-    """Of one entry: events closer than this, relative to the time since the start, share one solve of the rates."""
+    """Of two entries: events closer than this, relative to the time since the start or in seconds, share one solve."""
 
 
 class Tasks(NamedTuple):
@@ -140,7 +140,7 @@ def run(g: Graph, tasks: Tasks, links: Links, seats: Seats, events: Heaps, held:
             _start(g, tasks, events, task, 0.0)
     while events.size[0] > 0:
         now = events.key[events.items[0]]
-        latest = now * (1.0 + g.same_instant[0])
+        latest = max(now * (1.0 + g.same_instant[0]), now + g.same_instant[1])
         n_joined = 0
         while events.size[0] > 0 and events.key[events.items[0]] <= latest:
             item = events.items[0]

@@ -13,7 +13,8 @@ congestion-control transients do not exist here.
 Rates are solved again once per instant, and only where they change. Events closer together than 1e-12 of the time since
 the start count as one instant, so that rounding cannot split the simultaneous ends of a symmetric workload into
 hundreds of solves. Every task still ends at its own time; only the links' rates may change late, by at most that
-fraction of the time. With more than 100,000 flows that fraction is 1e-6.
+fraction of the time. With more than 100,000 flows, events within a millionth of the time, or of a lower bound on the
+makespan, count as one.
 
 Both solvers run the same functions: `numba` compiles them, `python` runs them as they are on lists. Results are
 bitwise equal. Importing this module does not import numba.
@@ -33,7 +34,7 @@ Solver = Literal["auto", "numba", "python"]
 Floats = NDArray[np.float64]
 SAME_INSTANT, ABOUT_AN_INSTANT, MANY_FLOWS = 1e-12, 1e-6, 100_000
 """Events closer than this, relative to the time since the start, share one solve of the rates; with many flows, whose
-ends lie closer together than that matters, by a millionth."""
+events lie closer together than that matters, a millionth of the time and of a lower bound on the makespan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,8 +121,8 @@ class Timing:
         return float(self.finish_s.max(initial=0.0))
 
 
-def solve(graph: TaskGraph, solver: Solver = "auto") -> Timing:
-    """Simulate the graph from time 0.
+def solve(graph: TaskGraph, solver: Solver = "auto", *, least_s: float = 0.0) -> Timing:
+    """Simulate the graph from time 0. `least_s` is a lower bound on the makespan, if the caller has one.
 
     `auto` takes numba where it can be imported and plain Python elsewhere; the results are bitwise equal. ValueError
     on an unknown solver, and on a dependency cycle, naming tasks that never started. ImportError where `numba` is asked
@@ -129,7 +130,7 @@ def solve(graph: TaskGraph, solver: Solver = "auto") -> Timing:
     """
     if solver not in ("auto", "numba", "python"):
         raise ValueError(f"solver is {solver!r}: must be 'auto', 'numba' or 'python'")
-    arguments = _kernel_arguments(graph)
+    arguments = _kernel_arguments(graph, least_s)
     if solver == "numba" or (solver == "auto" and kernel.has_numba()):
         kernel.compiled_run()(*arguments)
     else:
@@ -171,7 +172,16 @@ def _check_all(name: str, array: NDArray[Any], good: NDArray[np.bool_], rule: st
         raise ValueError(f"{name}[{first}] is {array[first]}: {rule}")
 
 
-def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
+def _same_instant(graph: TaskGraph, least_s: float) -> Floats:
+    """How close events that count as one instant are: relative to the time since the start, and in seconds."""
+    if np.count_nonzero(graph.flow_bytes) <= MANY_FLOWS:
+        return np.array([SAME_INSTANT, 0.0])
+    crossing = graph.path_loads * np.repeat(graph.flow_bytes, np.diff(graph.path_start))
+    busy_s = np.bincount(graph.path_links, crossing, graph.link_bytes_per_s.size) / graph.link_bytes_per_s
+    return ABOUT_AN_INSTANT * np.array([1.0, max(least_s, float(busy_s.max(initial=0.0)))])
+
+
+def _kernel_arguments(graph: TaskGraph, least_s: float) -> tuple[Any, ...]:
     tasks = graph.delay_s.size
     hop_task, path_links, hop_load, link_bytes_per_s = _hops(graph)
     links, hops, dep_count = link_bytes_per_s.size, hop_task.size, np.diff(graph.dep_start)
@@ -190,7 +200,7 @@ def _kernel_arguments(graph: TaskGraph) -> tuple[Any, ...]:
         next_tasks=successors,
         link_bytes_per_s=link_bytes_per_s,
         link_seat_start=link_seat_start,
-        same_instant=np.array([SAME_INSTANT if np.count_nonzero(graph.flow_bytes) <= MANY_FLOWS else ABOUT_AN_INSTANT]),
+        same_instant=_same_instant(graph, least_s),
     )
     task_state = kernel.Tasks(
         start_s=np.full(tasks, np.nan),

@@ -157,8 +157,8 @@ class _Builder:
         self.wanted = demand(plan, problem)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
-        noisy = cluster.stragglers.jitter > 0 or not cluster.is_even(problem.n)
-        moves = that_leave(rotations(plan, self.network), [slow]) if use_symmetry and not noisy else []
+        is_even = use_symmetry and cluster.is_even(problem.n)
+        moves = that_leave(rotations(plan, self.network), [slow]) if is_even else []
         moves = [move for move in moves if self._keeps_carriages(move)]
         for index, op in plan if moves else ():
             moves = that_leave(moves, self._costs(index, op))

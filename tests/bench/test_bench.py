@@ -10,17 +10,22 @@ import pytest
 
 from sp_bench import records
 from sp_bench.bench import Request, resolve, run_points
+from sp_bench.bench import choose as choosing
 from sp_bench.bench.choose import DeviceMemoryError, choose
 from sp_bench.bench.simulated import simulate_point
 from sp_bench.bench.timed import cores
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import _cores, _overlap
+from sp_bench.cluster import Cluster
 from sp_bench.cluster.topology import Fabric
 from sp_bench.errors import RequestError
 from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORES, STEP, Row, Samples
 from sp_bench.measure.spec import RankResult
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.records import identity
 from sp_bench.records.parts import Breakdown
+from sp_bench.simulate import Run, simulate
 from sp_bench.workload import GateErrors
 from tests.support.made_records import made
 
@@ -88,6 +93,25 @@ def test_bounds_are_bounds(overrides: str) -> None:
     assert choice.total_s * 1e3 == pytest.approx(min(row["step_ms"] for row in rows if row["step_ms"]))
     assert choice.total_s * 1e3 in [row["step_ms"] for row in rows if row["variant"] == taken]
     assert choice.problem == choice.method.dealt(choice.problem), "the problem is as the variant deals it out"
+
+
+def test_noise_is_drawn_for_the_chosen_variant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variants are compared without noise, where few ranks stand for all. One that is asked for is simulated once."""
+    noisy: list[bool] = []
+
+    def counted(plan: Plan, problem: Problem, cluster: Cluster) -> Run:
+        noisy.append(cluster.stragglers.jitter > 0)
+        return simulate(plan, problem, cluster)
+
+    monkeypatch.setattr(choosing, "simulate", counted)
+    asked = ("method=usp", "gpus=16", "seqlen=64k")
+    plain, found = choose(point(*asked)), choose(point(*asked, "stragglers.jitter=0.05"))
+    assert noisy.count(True) == len(found.runs) == 2
+    assert (found.method, found.problem, found.candidates) == (plain.method, plain.problem, plain.candidates)
+    assert found.total_s != plain.total_s
+    noisy.clear()
+    alone = choose(point(*asked, "method.ulysses=2", "method.layout=striped", "stragglers.jitter=0.05"))
+    assert noisy == [True, True] and alone.candidates is None
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "mesh method.tile=[4,4]", "all_gather"])
