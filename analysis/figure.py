@@ -32,6 +32,12 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X", "p", "<", "$u$", "d", ">", "8", "H
 WIDTH, HEIGHT = 6.5, 3.6
 """Inches: the width of a page's text."""
 FORMATS = ("pdf", "svg", "png")
+VOLUME_BOUNDS = {
+    "comm_bytes_lower_bound": ("bound, heads whole", (0, (4, 2))),
+    "comm_bytes_least": ("bound, any split of heads", (0, (1, 1.5))),
+}
+"""Fields of records, with legend and dashes, of the least that can be sent: the first where a record's method leaves
+heads whole."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,15 @@ class Figure:
     sources: tuple[Source, ...]
     note: str = ""
 
-    def save(self, folder: Path) -> None:
-        """Write <name>.pdf, .svg and .png to `folder`."""
+    def save(self, folder: Path, formats: Sequence[str] = FORMATS) -> None:
+        """Write <name>.pdf, .svg and .png to `folder`, or some of them."""
         folder.mkdir(parents=True, exist_ok=True)
-        for ending in FORMATS:
+        for ending in formats:
             (folder / f"{self.name}.{ending}").write_bytes(self._bytes(ending))
+
+    def to_markdown(self) -> str:
+        """A link to <name>.svg, and the note."""
+        return "\n\n".join(filter(None, (f"![{self.title}]({self.name}.svg)", self.note)))
 
     def to_html(self) -> str:
         """The picture, its caption and links to its sources."""

@@ -47,7 +47,8 @@ Forward volume that a GPU sends in units of N * d, full attention, k = 1, for th
 paper's formula, and counted from the plans of all ranks (mean, and of the rank that sends most). Of StarTrail the paper
 has two formulas. Table 2's, (4C-4)/n + 2/C, is what the four stages in its text add up to, and what a rank sends that
 has to exchange its KV at the start; one rank in C has it already, so that the mean is 2/n below. The text's own sum,
-(4C-1)/n + 2/C, is 3/n above it and holds for no rank.
+(4C-1)/n + 2/C, is 3/n above it and holds for no rank. The last two columns are the least that any method sends with
+the same split of heads, which is none but in Ulysses, and with any split.
 """
 
 
@@ -95,6 +96,7 @@ def describe(overrides: Sequence[str]) -> str:
         lines += [
             f"\n{phase}: each rank sends {volume.payload_bytes / unit:g} units (chunks of Q), all of them "
             f"{gpus * volume.payload_bytes / unit:g}",
+            _bounds(plan, problem, unit),
             *_schedule(choice.method.schedule_time(problem, phase, request.cluster.profile(request.problem))),
             f"\nassignment matrix: the rank that computes each block{split}",
             draw.grid(draw.assignment(plan, problem), "Q", "KV"),
@@ -105,6 +107,14 @@ def describe(overrides: Sequence[str]) -> str:
             *draw.steps(plan),
         ]
     return "\n".join([*lines, *_front(request)])
+
+
+def _bounds(plan: Plan, problem: Problem, unit: int) -> str:
+    """The least that ranks can send in a phase, in units of so many bytes."""
+    least = account.lower_bound_bytes(problem, plan.phase, kept=bool(plan.kept)) / unit
+    any_split = account.least_bytes(problem, plan.phase)
+    said = f"with this split of heads no method sends less than {least:.4g}"
+    return said if any_split is None else f"{said}, with any split {any_split / unit:.4g}"
 
 
 def _front(request: Request) -> list[str]:
@@ -152,7 +162,7 @@ def methods_table() -> str:
     """A Markdown page on all methods, computed from the code: volume, memory, limit, layouts, masks and source."""
     head = "method, volume forward, backward, memory forward, with backward, GPUs, layouts, masks, source".split(", ")
     methods = markdown.table(head, map(_row, REGISTRY))
-    head = ["method", "formula", "n", "variant", "by formula", "counted, mean", "busiest"]
+    head = ["method", "formula", "n", "variant", "by formula", "counted, mean", "busiest", "bound", "any split"]
     papers = markdown.table(head, [_paper_row(paper, n) for paper in PAPERS_VOLUMES for n in (16, 64, 256)])
     sections = ["# Methods", ABOUT_METHODS, methods, "## Table 2 of Mesh-Attention, counted", ABOUT_TABLE_2, papers]
     return "\n\n".join(section.strip() for section in sections)
@@ -176,12 +186,16 @@ PAPERS_VOLUMES = (
 
 
 class Volumes(NamedTuple):
-    """The forward volume of a variant in units of N * d: by the paper's formula, and counted from all ranks' plans."""
+    """The forward volume of a variant in units of N * d: by the paper's formula, counted from all ranks' plans, and the
+    least with the same and with any split of heads.
+    """
 
     variant: str
     paper: float
     mean: float
     busiest: float
+    bound: float
+    any_split: float
 
 
 def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
@@ -193,7 +207,9 @@ def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
     whole = problem.chunk_bytes("q", wire=True) * n
     statistics = volume.total_bytes - volume.payload_bytes
     formula = eval(paper.formula, {"__builtins__": {}}, {"n": n, **method.symbols(problem)})
-    return Volumes(method.variant(n), formula, volume.payload_bytes / whole, (volume.max_bytes - statistics) / whole)
+    counted = volume.payload_bytes, volume.max_bytes - statistics
+    bounds = account.lower_bound_bytes(problem, "forward"), account.least_bytes(problem, "forward") or 0.0
+    return Volumes(method.variant(n), formula, *(size / whole for size in (*counted, *bounds)))
 
 
 def _paper_row(paper: PaperVolume, n: int) -> list[str]:

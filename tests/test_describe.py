@@ -69,6 +69,9 @@ def test_table_2_of_the_mesh_paper_is_what_is_counted() -> None:
         found = {paper.method: counted_volumes(paper, n) for paper in PAPERS_VOLUMES}
         for name in ("ring", "ulysses", "mesh"):
             assert found[name].mean == found[name].busiest == pytest.approx(found[name].paper, rel=1e-12)
+        for name in ("ulysses", "mesh"):
+            assert found[name].mean == pytest.approx(found[name].bound, rel=1e-12)
+        assert all(one.any_split <= one.bound <= one.mean * (1 + 1e-12) for one in found.values())
         startrail = found["startrail"]
         assert startrail.busiest == pytest.approx(startrail.paper, rel=1e-12)
         assert startrail.mean == pytest.approx(startrail.paper - 2 / n, rel=1e-12)

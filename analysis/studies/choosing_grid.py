@@ -93,10 +93,10 @@ def _plan(record: Record) -> tuple[float | None, float | None, int | None]:
     return record.step_ms_median, record.comm_bytes_per_gpu, record.peak_mem_bytes_max
 
 
-def payload_over_bound(record: Record) -> Number:
-    """The bytes of a GPU without the lse, over the fewest that a method with the same head split can send."""
+def payload_over_bound(record: Record, field: str = "comm_bytes_lower_bound") -> Number:
+    """The bytes of a GPU without the lse, over a bound: the fewest that a method with the same head split can send."""
     sent, lse = of_record(record, "comm_bytes_per_gpu"), of_record(record, "comm_bytes_statistics")
-    bound = of_record(record, "comm_bytes_lower_bound")
+    bound = of_record(record, field)
     if not bound.value:
         return Number(None, "computed", sent.sources, record.error or "the bound is zero")
     return derived(lambda a, b, c: (a - b) / c, sent, lse, bound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sp_bench.analysis.figure import Figure, Panels, log2_ticks, styles
+from sp_bench.analysis.figure import VOLUME_BOUNDS, Figure, Panels, log2_ticks, styles
 from sp_bench.analysis.mesh_fit import Cell, paper_s
 from sp_bench.analysis.number import count, least, most, of_record
 from sp_bench.analysis.runs import Runs
@@ -69,6 +69,9 @@ def _volumes(found: dict[Cell, Record]) -> Table:
         records = [found[Cell(True, cells.LONG, gpus, method)] for gpus in cells.GPUS]
         variant = next((record.variant for record in reversed(records) if record.variant), "")
         made.append([method, variant, *(of_record(r, "comm_bytes_per_gpu").times(1e-9) for r in records)])
+    meshes = [found[Cell(True, cells.LONG, gpus, "mesh")] for gpus in cells.GPUS]
+    for field, (name, _) in VOLUME_BOUNDS.items():
+        made.append([name, "", *(of_record(record, field).times(1e-9) for record in meshes)])
     heads = columns("; ".join(["method", "variant on 256 GPUs", *(f"{gpus} GPUs | GB | .2f" for gpus in cells.GPUS)]))
     return Table("mesh-others-volume", "Sent by each GPU, 1M causal, forward + backward", heads, made)
 

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from sp_bench import account, methods
-from sp_bench.analysis.figure import Figure, Panels, colours, labelled
+from sp_bench.analysis.figure import VOLUME_BOUNDS, Figure, Panels, colours, labelled
 from sp_bench.analysis.mesh_fit import Cell
 from sp_bench.analysis.number import Number, Source, computed, count, derived, formula, mean, most, of_record
 from sp_bench.analysis.runs import Runs
@@ -201,7 +201,7 @@ def choices_that_match() -> tuple[int, int]:
 def _by_gpus(runs: Runs) -> Table:
     made, printed = [], tiles_of_table5()
     long = cells.long_cells("mesh")
-    ours = our_tiles(runs, long)
+    ours, found = our_tiles(runs, long), cells.cell_records(runs, long)
     for cell in long:
         row: list = [cell.gpus]
         for tile_of, accounting in ((ours[cell], PAYLOAD), (printed[cell], WIDE)):
@@ -209,11 +209,12 @@ def _by_gpus(runs: Runs) -> Table:
             ring = volume(replace(cell, method="ring"), {}, accounting).times(1e-9)
             row += [", ".join(names), ring, volume(cell, tile_of, accounting).times(1e-9)]
             row.append(reduced(cell, tile_of, accounting))
-        made.append(row)
+        made.append([*row, *(of_record(found[cell], field).times(1e-9) for field in VOLUME_BOUNDS)])
     heads = ["GPUs"]
     for name, dtype in (("our tile", PAYLOAD.gradients), ("table 5's tiles", WIDE.gradients)):
         heads.append(f"{name}; Ring, {dtype} gradients | GB | .2f; Mesh, {dtype} gradients | GB | .2f")
         heads.append("reduction | % | .2f")
+    heads += [f"{name}, bfloat16 | GB | .2f" for name, _ in VOLUME_BOUNDS.values()]
     title = "Volume per GPU at 1M, causal, forward + backward"
     return Table("mesh-figure9b-values", title, columns("; ".join(heads)), made)
 
@@ -287,10 +288,7 @@ def _figure(runs: Runs) -> Figure:
 
 def _bounds(panels: Panels, mesh: Mapping[int, Record]) -> None:
     """The fewest bytes that can be sent at each number of GPUs: with heads whole, and with any split of them."""
-    for field, name, dashes in (
-        ("comm_bytes_lower_bound", "bound, heads whole", (0, (4, 2))),
-        ("comm_bytes_least", "bound, any split of heads", (0, (1, 1.5))),
-    ):
+    for field, (name, dashes) in VOLUME_BOUNDS.items():
         for i, (gpus, record) in enumerate(mesh.items()):
             place, bound = cells.GPUS.index(gpus), of_record(record, field).times(1e-9)
             ends = {place - 0.42: bound, place + 0.42: bound}

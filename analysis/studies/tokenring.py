@@ -5,6 +5,9 @@ The paper has one profile: a forward pass on four GPUs. All our times are simula
 
 from __future__ import annotations
 
+from itertools import product
+
+from sp_bench.analysis.figure import VOLUME_BOUNDS
 from sp_bench.analysis.number import Number, computed, count, derived, formula, least, most, of_record
 from sp_bench.analysis.paper_tables import rows
 from sp_bench.analysis.runs import Point, Runs, point
@@ -38,6 +41,10 @@ def table1(runs: Runs) -> Section:
         paper, counted = words[WORDS[method]], [sent[method, kv_heads, gpus] for gpus in COUNTED_GPUS]
         lines.append([paper["parallelism"], paper["communication"], paper["limitation"] or "none named", kv_heads])
         lines[-1] += [number if number.value is not None else "refused" for number in counted]
+    for kv_heads, (field, (name, _)) in product(dict.fromkeys(kv for _, kv in COUNTED), VOLUME_BOUNDS.items()):
+        rings = [found["ring", kv_heads, gpus] for gpus in COUNTED_GPUS]
+        lines.append([f"{name} (ours)", "", "", kv_heads])
+        lines[-1] += [of_record(record, field).over(_chunk_bytes(record)) for record in rings]
     heads = columns(
         "parallelism; communication; limitation; KV heads; "
         + "; ".join(f"sent on {gpus} GPUs | chunks" for gpus in COUNTED_GPUS)
@@ -50,7 +57,8 @@ def table1(runs: Runs) -> Section:
         text(
             "The words of the first three columns are the paper's. The other columns are counted from our plans: the"
             " payload that a GPU sends in the forward pass, with full attention and 32 heads, without the lse. The unit"
-            " is a chunk of Q: a GPU's tokens times heads times head dim."
+            " is a chunk of Q: a GPU's tokens times heads times head dim. Below are the least that any method sends"
+            " with whole heads, and with any split of them."
         ),
         Table("tokenring-table1", "Communication and limitation (paper), and volume (ours)", heads, lines),
         text(
@@ -74,10 +82,13 @@ def table1(runs: Runs) -> Section:
 
 def _chunks_sent(record: Record) -> Number:
     """The payload of a GPU in chunks of Q."""
-    chunk = formula("tokenring-chunk", "bytes of a chunk of Q: seqlen / gpus * heads * head_dim * 2", "section 3.1")
-    size = computed(2.0 * record.seqlen / record.gpus * record.heads * record.head_dim, chunk)
     sent, lse = of_record(record, "comm_bytes_per_gpu"), of_record(record, "comm_bytes_statistics")
-    return derived(lambda a, b, c: (a - b) / c, sent, lse, size)
+    return derived(lambda a, b, c: (a - b) / c, sent, lse, _chunk_bytes(record))
+
+
+def _chunk_bytes(record: Record) -> Number:
+    chunk = formula("tokenring-chunk", "bytes of a chunk of Q: seqlen / gpus * heads * head_dim * 2", "section 3.1")
+    return computed(2.0 * record.seqlen / record.gpus * record.heads * record.head_dim, chunk)
 
 
 def nodes(runs: Runs) -> Section:

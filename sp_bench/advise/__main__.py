@@ -28,6 +28,7 @@ from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.evidence import backing
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.cli.arguments import run_command
+from sp_bench.cli.report import over_least
 from sp_bench.errors import RequestError
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
@@ -101,12 +102,21 @@ def heading(found: Answer) -> list[str]:
 
 def ranking(found: Answer) -> Table:
     """Everything that can run, the fastest first."""
-    table = Table("method", "layout", "step, ms", "interval", "MFU", "sent a GPU", "of the least", "memory", "bound by")
+    heads = (
+        "method",
+        "layout",
+        "step, ms",
+        "interval",
+        "MFU",
+        "sent a GPU",
+        "of the least",
+        "with any split",
+        "memory",
+    )
+    table = Table(*heads, "bound by")
     tied = len(found.tied)
     for i, each in enumerate(found.feasible):
         r = each.record
-        least = r.comm_bytes_lower_bound
-        payload = (r.comm_bytes_per_gpu or 0) - (r.comm_bytes_statistics or 0)
         table.add_row(
             each.name,
             r.layout or "-",
@@ -114,7 +124,8 @@ def ranking(found: Answer) -> Table:
             f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}",
             f"{r.mfu:.1%}" if r.mfu is not None else "-",
             f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB",
-            f"{payload / least:.2f}x" if least else "-",
+            over_least(r, r.comm_bytes_lower_bound),
+            over_least(r, r.comm_bytes_least),
             f"{(r.peak_mem_bytes_max or 0) / 1e9:,.2f} GB",
             r.bound_by or "-",
             style="bold" if i < tied else None,

@@ -30,6 +30,10 @@ def write(path: Path, found: Answer, memory_bytes: float | None) -> None:
     volume.barh(names, sent, color="#ddaa33")
     bounds = [(each.record.comm_bytes_lower_bound or 0) / 1e9 for each in best]
     volume.plot(bounds, range(len(best)), "k|", markersize=12, label="fewest with the same head split")
+    least = [each.record.comm_bytes_least for each in best]
+    if known := [size / 1e9 for size in least if size is not None]:
+        places = [i for i, size in enumerate(least) if size is not None]
+        volume.plot(known, places, "kx", markersize=5, label="fewest with any split of heads")
     volume.set_xlabel("sent, GB a GPU")
     volume.legend()
     figure.savefig(path)

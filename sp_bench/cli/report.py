@@ -155,11 +155,17 @@ def _over_least(record: Record) -> str:
 
 
 def _share_of_sent(record: Record, bound: float | None) -> str:
-    sent = record.comm_bytes_per_gpu
-    if bound is None or sent is None:
+    if bound is None or record.comm_bytes_per_gpu is None:
         return "-"
-    payload = sent - (record.comm_bytes_statistics or 0)
-    return amount(bound) + (f"  ({payload / bound:.2f}x sent)" if bound else "")
+    return amount(bound) + (f"  ({over_least(record, bound)} sent)" if bound else "")
+
+
+def over_least(record: Record, least: float | None) -> str:
+    """The payload sent over a lower bound on it in bytes; a dash where either is unknown, or the bound is zero."""
+    if not least or record.comm_bytes_per_gpu is None:
+        return "-"
+    payload = record.comm_bytes_per_gpu - (record.comm_bytes_statistics or 0)
+    return f"{payload / least:.2f}x"
 
 
 def _bound(record: Record) -> str:
@@ -399,6 +405,8 @@ FIGURE_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("tokens/s", lambda r: number(r.tokens_per_s, 4)),
     ("MFU", lambda r: "-" if r.mfu is None else f"{r.mfu:.1%}"),
     ("sent/GPU", lambda r: amount(r.comm_bytes_per_gpu)),
+    ("/ bound", lambda r: over_least(r, r.comm_bytes_lower_bound)),
+    ("/ any split", lambda r: over_least(r, r.comm_bytes_least)),
     ("exposed", lambda r: _share(r.exposed_comm_ms, r)),
     ("peak mem", lambda r: amount(r.peak_mem_bytes_max)),
 )
