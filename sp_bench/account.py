@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,8 +18,8 @@ from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.documents import PackBlocks
-from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Collective, Plan, RowSums, Transfer
-from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_partial
+from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Op, Plan, RowSums, Transfer
+from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_of_keys, is_partial
 from sp_bench.plan.transfers import messages, peers
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -217,7 +217,7 @@ def model_flops(problem: Problem, phase: str) -> float:
 def over_blocks(plan: Plan, problem: Problem, by_class: np.ndarray) -> np.ndarray:
     """A quantity of each class of `Problem.blocks`, (classes,), added up over the blocks of each rank: (n,)."""
     ranks, total = np.arange(problem.n), np.zeros(problem.n, by_class.dtype)
-    computed = [op for op in plan.ops if isinstance(op, Attend | AttendBackward)]
+    computed = [block for op in plan.ops if isinstance(op, Block) for block in op.blocks]
     owner = {chunk: chunk.owner(ranks) for chunk in {c for op in computed for c in (op.q, op.kv)}}
     for op in computed:
         total += by_class[problem.blocks.of(owner[op.q], owner[op.kv])]
@@ -266,7 +266,7 @@ def buffer_bytes(plans: Iterable[Plan], problem: Problem, transport: TransportKi
 def _buffers(plan: Plan, problem: Problem, transport: TransportKind) -> Counter[TensorSpec]:
     """How many receive and staging buffers of each shape and dtype a plan needs."""
     lowering = lower(plan, problem, transport)
-    received = (lowering.received_specs(buffer) for buffer in set(lowering.receive_buffers.values()))
+    received = (specs for _, specs in lowering.allocations())
     return Counter(spec for specs in (*received, *lowering.staging_buffers.values()) for spec in specs)
 
 
@@ -303,7 +303,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
         change[flow.first_use[value]] += size
         change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
-    result = np.array([_block_result_bytes(op, index, flow, problem, unsummed) for index, op in plan])
+    result = np.array([_block_result_bytes(op, index, flow, problem, lowering) for index, op in plan])
     copied = [c for c in plan.outputs if c not in lowering.views and (sliced or is_partial(c.tensor))]
     narrow = problem.dtype != problem.accumulate_dtype
     cast = [c for c in plan.ends_with if narrow and is_partial(c.tensor) and c not in unsummed]
@@ -333,10 +333,33 @@ def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
     return released | {index: end for lane in pending.values() for index in lane}
 
 
-def _block_result_bytes(op: object, index: int, flow: Dataflow, problem: Problem, unsummed: Container[Chunk]) -> int:
-    """Bytes of the tensors that a kernel returns, without those that become the held chunk."""
-    if not isinstance(op, Attend | AttendBackward):
+def _block_result_bytes(op: Op, index: int, flow: Dataflow, problem: Problem, lowering: Lowering) -> int:
+    """Bytes of the tensors that a kernel returns, without those that become the held chunk, and of copied operands."""
+    if not isinstance(op, Block):
         return 0
     as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows
-    fresh = [chunk for chunk in op.writes if chunk not in unsummed and not (as_held and flow.starts(index, chunk))]
-    return sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in fresh)
+    cut = _cut(op) if isinstance(op, Fused) else frozenset()
+    fresh = [
+        chunk
+        for chunk in op.writes
+        if chunk in cut or (chunk not in lowering.unsummed and not (as_held and flow.starts(index, chunk)))
+    ]
+    results = sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in fresh)
+    return results + (_joined_bytes(op, index, problem, lowering) if isinstance(op, Fused) else 0)
+
+
+def _cut(op: Fused) -> frozenset[Chunk]:
+    """The chunks whose parts are cut out of the result of several."""
+    of_keys = {False: len(op.queries) > 1, True: len(op.keys) > 1}
+    return frozenset(chunk for chunk in op.writes if of_keys[is_of_keys(chunk.tensor)])
+
+
+def _joined_bytes(op: Fused, index: int, problem: Problem, lowering: Lowering) -> int:
+    """At most how many bytes of operands are copied together for one kernel call (lower.joined.copied_bytes)."""
+    return sum(
+        len(chunks) * problem.field_bytes(field, wire=False)
+        for keys, chunks in ((False, op.queries), (True, op.keys))
+        if len(chunks) > 1
+        for field in FIELDS[chunks[0].tensor]
+        if field.kind is Kind.STATISTIC or problem.blocks.narrows or (index, keys) not in lowering.in_place
+    )

@@ -3,7 +3,7 @@
 The check executes the plan on facts instead of tensors. For each chunk on each rank it tracks whose tokens the chunk
 holds and which of their rows, and for a partial, the set of blocks folded into it. It proves:
 
-    each send meets its receive, of the same tensor           (with backward-only waits: no deadlock: lower.schedule)
+    each send meets its receive, of the same tensor           (with backward-only waits: no deadlock: plan.schedule)
     nothing is read before it has arrived
     a chunk is what the index map says it is                   (Mesh paper, table 1; see Chunk)
     each unmasked Q-KV block is computed exactly once
@@ -16,6 +16,7 @@ the tokens of all ranks that share the owner's layout chunk.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -35,6 +36,7 @@ from sp_bench.plan.ops import (
     Bundle,
     Chunk,
     Fold,
+    Fused,
     Join,
     Op,
     Pass,
@@ -409,6 +411,17 @@ def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
     _count_block(facts, op.dkv, q, op.odoq.heads % facts.problem.query_parts, visible, where)
 
 
+def _fused(facts: _Facts, op: Fused, where: str) -> None:
+    """Its blocks must be of one kind, and each of its query chunks must have one with each of its key chunks."""
+    pairs = [(block.q, block.kv) for block in op.blocks]
+    if len({type(block) for block in op.blocks}) > 1 or Counter(pairs) != Counter(product(op.queries, op.keys)):
+        raise PlanError(f"{where}: is not a block of each of its query chunks with each of its key chunks")
+    if len({chunk.heads for chunk in op.queries}) > 1 or len({chunk.heads for chunk in op.keys}) > 1:
+        raise PlanError(f"{where}: mixes slices of heads")
+    for block in op.blocks:
+        _RULES[type(block)](facts, block, where)
+
+
 def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: str) -> tuple[Ranks, Ranks, np.ndarray]:
     """The content of a block's chunks, and on which ranks it has anything unmasked: there both must have been sent."""
     owners, keys = q.owner(facts.ranks), kv.owner(facts.ranks)
@@ -462,6 +475,7 @@ def _join(facts: _Facts, op: Join, where: str) -> None:
 _RULES: dict[type[Op], Callable] = {
     Attend: _attend,
     AttendBackward: _attend_backward,
+    Fused: _fused,
     AllToAll: _all_to_all,
     AllGather: _all_gather,
     ReduceScatter: _reduce_scatter,

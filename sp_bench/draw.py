@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sp_bench.plan.ops import Attend, AttendBackward, Join, Plan
+from sp_bench.plan.ops import Block, Join, Plan
 from sp_bench.plan.problem import Problem
 
 SHADES = " ░▒▓█"
@@ -72,8 +72,8 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
     degree = problem.layout.head_parallel
     ranks, matrix = np.arange(0, plan.n, degree), np.full((plan.n // degree, plan.n // degree), -1)
     for op in plan.ops:
-        if isinstance(op, Attend | AttendBackward):
-            matrix[op.q.owner(ranks) // degree, op.kv.owner(ranks) // degree] = ranks
+        for block in op.blocks if isinstance(op, Block) else ():
+            matrix[block.q.owner(ranks) // degree, block.kv.owner(ranks) // degree] = ranks
     if not problem.mask.sends_unseen:
         matrix[np.asarray(problem.blocks.pairs).reshape(matrix.shape) == 0] = -1
     return matrix
@@ -82,7 +82,10 @@ def assignment(plan: Plan, problem: Problem) -> np.ndarray:
 def block_steps(plan: Plan) -> np.ndarray:
     """The step of each block of a rank's tile, (head slices, local queries, local keys); -1 for blocks outside it."""
     blocks = [
-        (op, step) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Attend | AttendBackward)
+        (block, step)
+        for op, step in zip(plan.ops, plan.steps, strict=True)
+        if isinstance(op, Block)
+        for block in op.blocks
     ]
     where = [(op.q.heads, op.q.index, op.kv.index) for op, _ in blocks]
     steps = np.full([1 + max(indices) for indices in zip(*where, strict=True)], -1)

@@ -17,6 +17,7 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.simulate import Run, simulate
+from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
 BALANCED = {"causal": ("striped", "zigzag")}
@@ -198,7 +199,7 @@ def _bound_s(request: Request, choice: Choice) -> float:
 def bounds_s(request: Request, choice: Choice, phase: str) -> dict[str, float]:
     """Lower bounds on the time of a phase, by what sets them (simulate.bounds). Compute counts the blocks alone."""
     problem, cluster, plan = choice.problem, request.cluster, choice.plans[phase]
-    blocks_s = account.over_blocks(plan, problem, cluster.device.block_s(problem, phase))
+    blocks_s = kernels_s(plan, problem, cluster)
     least_s = cluster.least_compute_s(blocks_s * cluster.stragglers.slow_ranks(problem.n))
     # Noise may make blocks faster than their figures.
     compute_s = 0.0 if cluster.stragglers.jitter else least_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
@@ -189,7 +189,11 @@ class DeviceCosts:
         if isinstance(blocks, PackBlocks):
             return self._pack_s(problem, phase, blocks)
         classes = map(blocks.regions_of, range(blocks.classes))
-        return np.array([sum(self._region_s(problem, phase, region) for region in regions) for regions in classes])
+        return np.array([self.regions_s(problem, phase, regions) for regions in classes])
+
+    def regions_s(self, problem: Problem, phase: str, regions: Iterable[Region]) -> float:
+        """Seconds of kernel calls, one for each region."""
+        return sum(self._region_s(problem, phase, region) for region in regions)
 
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
         """A block of many documents is one call of a kernel for variable lengths, at the rate of its mean piece."""

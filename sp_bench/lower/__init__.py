@@ -2,7 +2,6 @@
 
 from sp_bench.lower.early import PrepostedReceive
 from sp_bench.lower.lowering import Lowering, lower
-from sp_bench.lower.schedule import ReceiveBuffer, Waits
 from sp_bench.lower.staging import StagingUse, TensorSpec
 from sp_bench.lower.transports import (
     ALONE,
@@ -15,6 +14,7 @@ from sp_bench.lower.transports import (
     TransportKind,
     TransportOptions,
 )
+from sp_bench.plan.schedule import ReceiveBuffer, Waits
 
 __all__ = [
     "ALONE",

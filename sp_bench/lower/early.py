@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from sp_bench.lower.schedule import Schedule, Waits
 from sp_bench.lower.staging import StagingBuffers, StagingUse
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import AllToAll, Bundle, Chunk, Collective, Op, Pass, Plan, Transfer
 from sp_bench.plan.problem import is_partial
+from sp_bench.plan.schedule import Schedule, Waits
 from sp_bench.plan.transfers import peers
 
 

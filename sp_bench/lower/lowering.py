@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from sp_bench.lower.early import PrepostedReceive, pipelined_sends, preposted_receives
-from sp_bench.lower.schedule import ReceiveBuffer, Waits, schedule
+from sp_bench.lower.joined import read_in_place, side_by_side_rows
 from sp_bench.lower.staging import (
     StagingBuffers,
     TensorSpec,
@@ -22,6 +22,7 @@ from sp_bench.lower.staging import (
 from sp_bench.lower.transports import NCCL, TransportKind
 from sp_bench.plan.ops import AllToAll, Chunk, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.schedule import ReceiveBuffer, Waits, schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,16 @@ class Lowering:
     """Transfers whose receives are posted ahead of their turn."""
     pipelined: Mapping[int, int]
     """{transfer: the transfer before it on its lane}, where the first begins, tensor by tensor, during the second."""
+    rows: tuple[tuple[ReceiveBuffer, ...], ...] = ()
+    """Receive buffers that lie side by side in one allocation, in order (lower.joined)."""
+    in_place: frozenset[tuple[int, bool]] = frozenset()
+    """(fused block, whether its keys) whose chunks on that side lie end to end in their buffers."""
+
+    def allocations(self) -> list[tuple[tuple[ReceiveBuffer, ...], tuple[TensorSpec, ...]]]:
+        """The receive buffers that are allocated together, and the tensors to allocate for them."""
+        rows = [(row, side_by_side(self.received_specs(row[0]), len(row))) for row in self.rows]
+        others = dict.fromkeys(self.receive_buffers.values()).keys() - {buffer for row in self.rows for buffer in row}
+        return [*rows, *(((buffer,), self.received_specs(buffer)) for buffer in sorted(others))]
 
     def received_specs(self, buffer: ReceiveBuffer) -> tuple[TensorSpec, ...]:
         """Shape and dtype of the tensors of a receive buffer, one per field; several chunks are side by side."""
@@ -71,7 +82,8 @@ _CACHE: WeakKeyDictionary[Plan, dict[tuple[Problem, TransportKind], Lowering]] =
 def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowering:
     """The lowering of a plan for a dealt problem, cached. Raises PlanError as `dataflow` does.
 
-    Transports differ in `preposted`, `pipelined`, and the staging buffers of reduce-scatters and of results.
+    Transports differ in `preposted`, `pipelined`, `rows`, `in_place`, and the staging buffers of reduce-scatters
+    and of results.
     """
     found = _CACHE.setdefault(plan, {})
     if (problem, transport) not in found:
@@ -88,5 +100,7 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
             staging_buffers=staging,
             preposted=preposted_receives(plan, order, staging) if transport.preposts else {},
             pipelined=pipelined_sends(plan, order) if transport.pipelines else {},
+            rows=side_by_side_rows(plan, transport),
+            in_place=read_in_place(plan, transport),
         )
     return found[problem, transport]

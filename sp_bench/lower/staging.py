@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan.dataflow import Value, dataflow
-from sp_bench.plan.ops import AllToAll, Attend, AttendBackward, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
+from sp_bench.plan.ops import AllToAll, Block, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import FIELDS, Kind, Problem, is_partial
 from sp_bench.plan.transfers import adds_up, by_heads, piece_bytes
 
@@ -153,4 +153,4 @@ def _makes_all(op: Op, problem: Problem) -> bool:
     """Whether an operation alone makes the whole of the partial that it writes."""
     if isinstance(op, AllToAll):
         return not any(adds_up(op, problem, field) for field in by_heads(op))
-    return isinstance(op, Attend | AttendBackward) and not problem.blocks.narrows
+    return isinstance(op, Block) and not problem.blocks.narrows

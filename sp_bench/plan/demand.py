@@ -18,6 +18,7 @@ from sp_bench.plan.ops import (
     AllToAll,
     Attend,
     AttendBackward,
+    Block,
     Bundle,
     Chunk,
     Fold,
@@ -59,10 +60,11 @@ def _of_operands(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
         wanted[chunk] = wanted.get(chunk, False) | where
 
     for index, op in reversed([*plan]):
-        if isinstance(op, Attend | AttendBackward):
-            visible = _visible(op, problem, ranks)
-            want(op.q, visible)
-            want(op.kv, visible)
+        if isinstance(op, Block):
+            for block in op.blocks:
+                visible = _visible(block, problem, ranks)
+                want(block.q, visible)
+                want(block.kv, visible)
         elif isinstance(op, Bundle):
             for part in op.parts:
                 want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
@@ -80,9 +82,10 @@ def _of_partials(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
     none = np.zeros(plan.n, bool)
     filled: dict[Chunk, np.ndarray] = {}
     for index, op in plan:
-        if isinstance(op, Attend | AttendBackward):
-            for chunk in op.writes:
-                filled[chunk] = filled.get(chunk, none) | _visible(op, problem, ranks)
+        if isinstance(op, Block):
+            for block in op.blocks:
+                for chunk in block.writes:
+                    filled[chunk] = filled.get(chunk, none) | _visible(block, problem, ranks)
         elif isinstance(op, Pass) and op.send and op.recv and is_partial(op.carries):
             filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
         elif isinstance(op, ReduceScatter):

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.fuse import fuse
 from sp_bench.plan.layout import DEALERS, LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.ops import Plan
@@ -45,6 +46,8 @@ class Method(ABC):
 
     layout: str = "auto"
     """The layout's name; auto is the layout that balances the mask, search stands for every one of `dealings`."""
+    fuse: bool = False
+    """Whether blocks that are ready together are one operation where the mask allows (plan.fuse)."""
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -65,6 +68,8 @@ class Method(ABC):
         return cls(**options)  # pyright: ignore[reportArgumentType]  # each subclass checks its values
 
     def __post_init__(self) -> None:
+        if type(self.fuse) is not bool:
+            raise RequestError(f"method.fuse={self.fuse}", "must be true or false", "method.fuse=true would work")
         if self.layout not in (*self.dealings(), *OPEN_LAYOUTS):
             if self.layout not in (*LAYOUTS, *DEALERS):
                 raise unknown("method.layout", str(self.layout), [*LAYOUTS, *DEALERS, *OPEN_LAYOUTS])
@@ -133,7 +138,8 @@ class Method(ABC):
         """The plan of one phase, for the dealt problem. `costs` are for blocks with all heads, not one slice."""
         problem = self.dealt(problem)
         costs = costs.of_a_slice(problem)
-        return self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
+        found = self.forward(problem, costs) if phase == "forward" else self.backward(problem, costs)
+        return fuse(found, problem) if self.fuse else found
 
     @abstractmethod
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:

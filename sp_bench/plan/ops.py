@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from sp_bench.plan.chunks import Chunk, Place
@@ -19,8 +20,9 @@ from sp_bench.plan.groups import Exchange, Grid, Group
 from sp_bench.plan.problem import FIELDS, Field, is_partial
 
 __all__ = [
-    "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Bundle", "Chunk", "Collective", "Fold", "Join",
-    "Line", "Op", "Pass", "Place", "Plan", "PlanError", "ReduceScatter", "Steps", "Transfer", "inner", "outer",
+    "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Block", "Bundle", "Chunk", "Collective", "Fold",
+    "Fused", "Join", "Line", "Op", "Pass", "Place", "Plan", "PlanError", "ReduceScatter", "Steps", "Transfer", "inner",
+    "outer",
 ]  # fmt: skip
 
 BLOCKS = "blocks"
@@ -202,6 +204,11 @@ class Attend:
     stream = BLOCKS
 
     @property
+    def blocks(self) -> tuple[Attend, ...]:
+        """The blocks that it computes: itself."""
+        return (self,)
+
+    @property
     def reads(self) -> tuple[Chunk, ...]:
         return (self.q, self.kv)
 
@@ -225,6 +232,11 @@ class AttendBackward:
     stream = BLOCKS
 
     @property
+    def blocks(self) -> tuple[AttendBackward, ...]:
+        """The blocks that it computes: itself."""
+        return (self,)
+
+    @property
     def q(self) -> Chunk:
         return self.odoq
 
@@ -238,6 +250,46 @@ class AttendBackward:
 
     def __str__(self) -> str:
         return f"AttendBackward {self.odoq} x {self.kv} into {self.dq}, {self.dkv}"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several blocks as one: attention of query chunks, end to end, to key chunks, end to end.
+
+    Each of its query chunks has a block with each of its key chunks. What the mask leaves of them is computed by as few
+    kernel calls as possible (plan.union), and each call's result is folded once into each chunk that it belongs to.
+    """
+
+    blocks: tuple[Attend, ...] | tuple[AttendBackward, ...]
+
+    stream = BLOCKS
+
+    @property
+    def forward(self) -> bool:
+        """Whether its blocks are those of a forward."""
+        return isinstance(self.blocks[0], Attend)
+
+    @cached_property
+    def queries(self) -> tuple[Chunk, ...]:
+        """The query chunks, in the order of their concatenation."""
+        return tuple(dict.fromkeys(block.q for block in self.blocks))
+
+    @cached_property
+    def keys(self) -> tuple[Chunk, ...]:
+        """The key chunks, in the order of their concatenation."""
+        return tuple(dict.fromkeys(block.kv for block in self.blocks))
+
+    @cached_property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (*self.queries, *self.keys)
+
+    @cached_property
+    def writes(self) -> tuple[Chunk, ...]:
+        return tuple(dict.fromkeys(chunk for block in self.blocks for chunk in block.writes))
+
+    def __str__(self) -> str:
+        queries, keys, written = (", ".join(map(str, x)) for x in (self.queries, self.keys, self.writes))
+        return f"{type(self.blocks[0]).__name__} ({queries}) x ({keys}) into {written}"
 
 
 @dataclass(frozen=True)
@@ -314,7 +366,8 @@ class Join:
 
 Collective = AllToAll | AllGather | ReduceScatter
 Transfer = Pass | Collective
-Op = Transfer | Attend | AttendBackward | Fold | Bundle | Join
+Block = Attend | AttendBackward | Fused
+Op = Transfer | Block | Fold | Bundle | Join
 
 
 class Line(NamedTuple):

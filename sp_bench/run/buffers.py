@@ -25,8 +25,10 @@ class Buffers:
         def tensors(specs: tuple[TensorSpec, ...]) -> Tensors:
             return tuple(self._take(spec, taken) for spec in specs)
 
-        buffers = dict.fromkeys(lowering.receive_buffers.values())
-        receiving = {buffer: tensors(lowering.received_specs(buffer)) for buffer in buffers}
+        receiving: dict[ReceiveBuffer, Tensors] = {}
+        for row, specs in lowering.allocations():
+            made = tensors(specs)
+            receiving |= {b: tuple(x[i] for x in made) if len(row) > 1 else made for i, b in enumerate(row)}
         staging = {use: tensors(specs) for use, specs in lowering.staging_buffers.items()}
         self._transport.allocated()
         return receiving, staging

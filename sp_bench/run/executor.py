@@ -21,12 +21,15 @@ from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
 from sp_bench.lower import lower
 from sp_bench.plan.dataflow import row_sums_released
-from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Op, Place, Plan, RowSums, Transfer
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Op, Place, Plan, RowSums, Transfer
 from sp_bench.plan.problem import FIELDS, Problem
 from sp_bench.plan.regions import RegionKind
+from sp_bench.plan.union import Pieces as UnionPieces
+from sp_bench.plan.union import kernel_calls
 from sp_bench.run.annotations import annotation
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock, Device
+from sp_bench.run.fused import cut, operands
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.lanes import Lanes
 from sp_bench.run.partials import Rows, Tensors, tokens_of
@@ -98,6 +101,7 @@ class Executor:
         self._lanes = Lanes(plan, lowering, problem, rank, transport, buffers, self._streams, device)
         self._mark = self._streams.clock.mark
         self._buffers, self._windows = buffers, cache(self._find_windows)
+        self._calls = cache(lambda op: kernel_calls(op, problem, rank))
         self._unsummed = lowering.unsummed
         self._released = row_sums_released(plan)
         self._live: LiveBytes | None = None
@@ -205,6 +209,8 @@ class Executor:
                 self._attend(op)
             case AttendBackward():
                 self._attend_backward(op)
+            case Fused():
+                self._fused(op)
             case Fold():
                 started, held = self._mark(), self._holdings
                 if not held.holds(op.part):  # no block was folded into it
@@ -253,6 +259,27 @@ class Executor:
             self._see(dq, dk, dv)
             held.partials.add_gradients(op.dq, rows, (dq,))
             held.partials.add_gradients(op.dkv, columns, (dk, dv))
+            self._marks.add("kernels_s", started, ended)
+            self._marks.add("folds_s", ended, self._mark())
+
+    def _fused(self, op: Fused) -> None:
+        held, into = self._holdings, {chunk: block.writes for block in op.blocks for chunk in block.reads}
+        for call in self._calls(op):
+            queries, (k, v) = operands(held, op.queries, call.q), operands(held, op.keys, call.kv)
+            started = self._mark()
+            if op.forward:
+                results = self._kernel.forward(queries[0], k, v, call.kind)
+                sides: list[tuple[int, tuple[Chunk, ...], UnionPieces, Tensors]] = [(0, op.queries, call.q, results)]
+            else:
+                q, out, dout, lse = queries
+                results = self._kernel.backward(dout, q, k, v, out, lse, call.kind)
+                sides = [(0, op.queries, call.q, results[:1]), (1, op.keys, call.kv, results[1:])]
+            ended = self._mark()
+            self._see(*queries, k, v, *results)
+            for side, chunks, pieces, of_side in sides:
+                parts = zip(*(cut(x, pieces) for x in of_side), strict=True)
+                for (number, rows), part in zip(pieces, parts, strict=True):
+                    held.partials.add_part(into[chunks[number]][side], rows, part, alone=len(pieces) == 1)
             self._marks.add("kernels_s", started, ended)
             self._marks.add("folds_s", ended, self._mark())
 

@@ -53,6 +53,22 @@ class Partials:
             else:
                 into.index_add_(1, rows, gradient.to(into.dtype))
 
+    def add_part(self, chunk: Chunk, rows: range, part: Tensors, *, alone: bool) -> None:
+        """Fold what one kernel call has of a chunk's tokens `rows`; unless `alone`, it is cut out of a larger result.
+
+        A part of a larger one can't become the accumulator, as it would keep all of it alive.
+        """
+        if not alone and chunk not in self._held:
+            uncast = (x.ndim == 3 or x.dtype == self._dtype(chunk) for x in part)
+            part = tuple(
+                x.clone(memory_format=torch.contiguous_format) if as_is else x
+                for x, as_is in zip(part, uncast, strict=True)
+            )
+        if _is_output(chunk):
+            self.add_output(chunk, rows, *part)
+        else:
+            self.add_gradients(chunk, rows, part)
+
     def add(self, chunk: Chunk, rows: range, part: Tensors) -> None:
         """Fold a peer's partial of the chunk's tokens `rows` into the accumulator."""
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.

@@ -15,9 +15,10 @@ import numpy as np
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.plan.ops import BLOCKS, AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.simulate.flows import Solver, TaskGraph, Timing, solve
-from sp_bench.simulate.graph import Item, PlanGraph, Segment, build_graph
+from sp_bench.simulate.graph import Item, PlanGraph, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
 __all__ = ["WAITING", "Run", "Span", "simulate"]

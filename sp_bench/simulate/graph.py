@@ -8,7 +8,7 @@ nobody waits for, may follow it. Tasks come in rows of n, by rank.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -18,30 +18,29 @@ from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.collectives import Carriage
 from sp_bench.cluster.emulation import Carried, Message
 from sp_bench.errors import RequestError
-from sp_bench.lower import Lowering, Waits, lower
-from sp_bench.plan.dataflow import dataflow
+from sp_bench.lower import Waits, lower
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import (
     BLOCKS,
     AllGather,
     AllToAll,
-    Attend,
-    AttendBackward,
+    Block,
     Chunk,
     Collective,
     Fold,
     Op,
     Pass,
-    Place,
     Plan,
     ReduceScatter,
     RowSums,
     Transfer,
 )
-from sp_bench.plan.problem import FIELDS, Problem, is_of_keys, is_partial
+from sp_bench.plan.problem import FIELDS, Problem, is_partial
+from sp_bench.plan.schedule import Segment, segments
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate import collectives
+from sp_bench.simulate.blocks import BlockCosts
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows
@@ -51,15 +50,6 @@ MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
 LATER_WEIGHT = 1e3
 """Of bytes that links carry after their message (Carried.later_bytes), beside messages of about 1: they go first."""
-
-
-@dataclass(eq=False)
-class Segment:
-    """Blocks and folds that run without a wait between them."""
-
-    ops: list[int] = field(default_factory=list)
-    waits: dict[str, int] = field(default_factory=dict)
-    """The last transfer of each lane that it waits for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,25 +104,6 @@ def build_graph(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry:
     return _Builder(plan, problem, cluster, use_symmetry).build()
 
 
-def segments(plan: Plan, lowering: Lowering) -> dict[int, Segment]:
-    """The segments of a plan, by the index of their first operation."""
-    awaited = {index for waits in lowering.waits for stream, index in waits if stream == BLOCKS}
-    found: dict[int, Segment] = {}
-    current: Segment | None = None
-    satisfied: dict[str, int] = {}
-    for index, op in plan:
-        if isinstance(op, Transfer):
-            continue
-        new = {lane: last for lane, last in lowering.waits[index] if last > satisfied.get(lane, -1)}
-        if current is None or new:
-            current = found[index] = Segment(waits=new)
-            satisfied |= new
-        current.ops.append(index)
-        if index in awaited:
-            current = None
-    return found
-
-
 class PipelinedStart(NamedTuple):
     """How a pipelined send begins while the transfer before on its lane is under way.
 
@@ -148,12 +119,11 @@ class PipelinedStart(NamedTuple):
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.cluster, self.device = plan, problem, cluster, cluster.device
-        self.flow, self.lowering = dataflow(plan), lower(plan, problem, cluster.transport)
+        self.lowering = lower(plan, problem, cluster.transport)
         self.unsummed = self.lowering.unsummed
-        self.case_s = cluster.device.block_s(problem, plan.phase)
+        self.block_costs = BlockCosts(plan, problem, cluster.device, self.lowering)
         # A plan has thousands of operations, of few kinds.
-        self.block_s, self.fold_s, self.cast_s = cache(self._block_s), cache(self._fold_s), cache(self._cast_s)
-        self._carriage = cache(self._find_carriage)
+        self.cast_s, self._carriage = cache(self._cast_s), cache(self._find_carriage)
         self.wanted = demand(plan, problem)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
@@ -178,7 +148,7 @@ class _Builder:
         """After which messages links carry how many bytes, and over what."""
 
     def build(self) -> PlanGraph:
-        starts = segments(self.plan, self.lowering)
+        starts = segments(self.plan, self.lowering.waits)
         wanted = [starts.get(i, i) for i, op in self.plan if i in starts or isinstance(op, Transfer)]
         self._refuse(wanted)
         last = next(item for item in reversed(wanted) if isinstance(item, Segment))
@@ -223,8 +193,8 @@ class _Builder:
 
     def _costs(self, index: int, op: Op) -> list[np.ndarray]:
         """What an operation costs that may differ by rank: [(n,), ...]."""
-        if isinstance(op, Attend | AttendBackward):
-            return [self.block_s(op.q.place, op.kv.place)]
+        if isinstance(op, Block):
+            return self.block_costs.by_rank(index, op)
         if isinstance(op, Transfer):
             everyone = np.arange(self.problem.n)
             wanted = self.wanted.get(index)
@@ -270,7 +240,7 @@ class _Builder:
             op = self.plan.ops[index]
             taken_s = self._op_s(index, op, merged)
             seconds += taken_s
-            if isinstance(op, Attend | AttendBackward):
+            if isinstance(op, Block):
                 calls += (np.asarray(taken_s) > 0) * (op.writes[0] not in merged)
                 merged |= {*op.writes} if implementation.joins_blocks else set()
         return np.maximum(seconds, calls * implementation.host_s_per_block)
@@ -289,16 +259,10 @@ class _Builder:
             return self.device.fold_s(self.problem, op.into.tensor, arriving=True) * self._wants(index)
         if isinstance(op, RowSums):
             return self._row_sums_s(op)
-        if not isinstance(op, Attend | AttendBackward):
+        if not isinstance(op, Block):
             return 0.0
-        block_s = self.block_s(op.q.place, op.kv.place)[self.ranks]
-        classes = self._classes(op.q.place, op.kv.place)
-        folds_s = sum(
-            self.fold_s(chunk.tensor, self.flow.starts(index, chunk), chunk not in self.unsummed)[classes]
-            for chunk in op.writes
-            if chunk not in merged
-        )
-        return block_s + (block_s > 0) * folds_s
+        kernels_s = self.block_costs.kernels_s(index, op, self.ranks)
+        return kernels_s + (kernels_s > 0) * self.block_costs.folds_s(index, op, self.ranks, merged)
 
     def _row_sums_s(self, op: RowSums) -> float:
         """O or its row sums are computed in one pass over O and dO, as fast as memory."""
@@ -309,22 +273,6 @@ class _Builder:
     def _wants(self, index: int) -> np.ndarray | float:
         """Whether each simulated rank has something to receive or to fold in an operation: (q,), or 1 for all."""
         return self.wanted[index][self.ranks] if index in self.wanted else 1.0
-
-    def _block_s(self, q: Place, kv: Place) -> np.ndarray:
-        """What the block of two chunks takes on each rank: (n,)."""
-        everyone = np.arange(self.problem.n)
-        return self.case_s[self.problem.blocks.of(q.owner(everyone), kv.owner(everyone))]
-
-    def _classes(self, q: Place, kv: Place) -> np.ndarray:
-        """The class of the block of two chunks on each simulated rank: (q,)."""
-        return self.problem.blocks.of(q.owner(self.ranks), kv.owner(self.ranks))
-
-    def _fold_s(self, tensor: str, first: bool, summed: bool) -> np.ndarray:
-        """What the fold of a block's result into a chunk costs, by class of block: (classes,)."""
-        parts = self.problem.blocks.parts(keys=is_of_keys(tensor))
-        fold_s = partial(self.device.fold_s, self.problem, tensor, first=first, summed=summed)
-        costs = {part: fold_s(share=part.share, sliced=part.sliced) for part in set(parts)}
-        return np.array([costs[part] for part in parts])
 
     def _cast_s(self, tensor: str, summed: bool) -> float:
         return self.device.cast_s(self.problem, tensor, wire=True, summed=summed)

@@ -16,10 +16,10 @@ from sp_bench.calibrating.speed import at_speed
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import Transfer
+from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.run.annotations import Mark
 from sp_bench.simulate import Run, simulate
-from sp_bench.simulate.graph import Segment
 from sp_bench.tracing.kineto import Trace
 
 BLOCKS, INSIDE, ACROSS = "blocks", "inside nodes", "across nodes"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sp_bench.lower.schedule import schedule
 from sp_bench.methods import build
 from sp_bench.plan import Attend, AttendBackward, Pass
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import BLOCKS, AllGather, Fold, ReduceScatter
+from sp_bench.plan.schedule import schedule
 from tests.support.problems import splittable_problem
 
 

@@ -21,8 +21,8 @@ from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.plan.problem import FIELDS
+from sp_bench.plan.schedule import Segment, segments
 from sp_bench.simulate import WAITING, simulate
-from sp_bench.simulate.graph import Segment, segments
 from tests.support.clusters import block_s, cluster, problem
 
 
@@ -187,7 +187,7 @@ def test_segments_hold_every_block_once_and_end_where_others_wait(data: st.DataO
     method = data.draw(st.sampled_from([build("ring", {}), *build("mesh", {}).candidates(p)]))
     plan = method.plan(p, data.draw(st.sampled_from(PHASES)), cluster().profile(p))
     lowering = lower(plan, method.dealt(p))
-    found = segments(plan, lowering)
+    found = segments(plan, lowering.waits)
     ops = [index for segment in found.values() for index in segment.ops]
     assert ops == [index for index, op in plan if not isinstance(op, Pass)]
     last_of = {segment.ops[-1] for segment in found.values()}
@@ -201,7 +201,7 @@ def test_many_blocks_are_few_tasks() -> None:
     p = Problem(n=4096, seqlen=4096 * 256, heads=4, kv_heads=4, head_dim=64, layout=CAUSAL.layout("auto"))
     plan = build("mesh", {"tile": (64, 64)}).plan(p, "forward", cluster().profile(p))
     assert len(plan.ops) > 4096
-    assert len(segments(plan, lower(plan, p))) < 400
+    assert len(segments(plan, lower(plan, p).waits)) < 400
 
 
 def test_folds_and_casts_cost_memory_traffic() -> None:

@@ -18,8 +18,8 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import Transfer
+from sp_bench.plan.schedule import Segment
 from sp_bench.run.annotations import Mark, annotation, marked
-from sp_bench.simulate.graph import Segment
 from sp_bench.traces import main
 from sp_bench.tracing.compared import ACROSS, BLOCKS, INSIDE, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Sample, Trace, read_trace

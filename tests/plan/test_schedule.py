@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from sp_bench.lower.schedule import Schedule, schedule
 from sp_bench.methods import build
 from sp_bench.plan import AllToAll, Attend, AttendBackward, Bundle, Chunk, Group, Join, Pass, Plan, Steps, receive_next
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import AllGather, Transfer
+from sp_bench.plan.schedule import Schedule, schedule
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
 from tests.support.tiny_plans import chunks, tiny, uses
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
-from sp_bench.plan.ops import AllGather, Chunk, Join, Op, Plan, Transfer
+from sp_bench.plan.ops import BLOCKS, AllGather, Chunk, Join, Op, Plan, Transfer
 
 Values = tuple[Value, ...]
 Waits = tuple[tuple[str, int], ...]
@@ -59,6 +59,34 @@ def schedule(plan: Plan) -> Schedule:
         buffers, before = _receive_buffers(plan, flow)
         _CACHE[plan] = Schedule(*_waits(plan, flow, before), buffers)
     return _CACHE[plan]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Blocks and folds that run without a wait between them, and of which nothing waits but for the last."""
+
+    ops: list[int] = field(default_factory=list)
+    waits: dict[str, int] = field(default_factory=dict)
+    """The last transfer of each lane that it waits for."""
+
+
+def segments(plan: Plan, waits: Sequence[Waits]) -> dict[int, Segment]:
+    """The segments of a plan, by the index of their first operation, given the waits of each operation."""
+    awaited = {index for of_op in waits for stream, index in of_op if stream == BLOCKS}
+    found: dict[int, Segment] = {}
+    current: Segment | None = None
+    satisfied: dict[str, int] = {}
+    for index, op in plan:
+        if isinstance(op, Transfer):
+            continue
+        new = {lane: last for lane, last in waits[index] if last > satisfied.get(lane, -1)}
+        if current is None or new:
+            current = found[index] = Segment(waits=new)
+            satisfied |= new
+        current.ops.append(index)
+        if index in awaited:
+            current = None
+    return found
 
 
 def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffer], dict[int, Values]]:

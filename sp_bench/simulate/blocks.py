@@ -1,0 +1,115 @@
+"""What the blocks of a plan cost on each rank: kernel calls, copies of what they read, and folds of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import cache, partial
+
+import numpy as np
+
+from sp_bench.cluster.cluster import Cluster
+from sp_bench.cluster.device import DeviceCosts
+from sp_bench.lower import Lowering, lower
+from sp_bench.lower.joined import copied_bytes
+from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.ops import Block, Chunk, Fused, Place, Plan
+from sp_bench.plan.problem import FIELDS, Problem, is_of_keys
+from sp_bench.plan.union import Calls, Pieces, calls_of, classes
+
+
+class BlockCosts:
+    """The costs of the blocks of one plan on a device, for ranks that have it to themselves."""
+
+    def __init__(self, plan: Plan, problem: Problem, device: DeviceCosts, lowering: Lowering) -> None:
+        self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
+        self._flow = dataflow(plan)
+        self._case_s = device.block_s(problem, plan.phase)
+        # A plan has thousands of operations, of few kinds.
+        self._of_places, self._fold_s = cache(self._find_of_places), cache(self._find_fold_s)
+
+    def kernels_s(self, index: int, op: Block, ranks: np.ndarray) -> np.ndarray:
+        """Seconds of the kernel calls of operation `index`, with copies of what lies apart: (ranks,)."""
+        if isinstance(op, Fused):
+            in_place = ((index, False) in self._lowering.in_place, (index, True) in self._lowering.in_place)
+            return self._by_union(op, ranks, lambda calls: self._calls_s(op, calls, in_place))
+        return self._of_places(op.q.place, op.kv.place)[ranks]
+
+    def folds_s(self, index: int, op: Block, ranks: np.ndarray, merged: Container[Chunk] = ()) -> np.ndarray:
+        """Seconds of folding its results into all chunks but those that are `merged` already: (ranks,)."""
+        into = [chunk for chunk in op.writes if chunk not in merged]
+        if isinstance(op, Fused):
+            fresh = {chunk for chunk in into if self._flow.starts(index, chunk)}
+            return self._by_union(op, ranks, lambda calls: sum(self._folds_of(op, calls, c, c in fresh) for c in into))
+        kinds = self._problem.blocks.of(op.q.owner(ranks), op.kv.owner(ranks))
+        return sum(
+            (
+                self._fold_s(c.tensor, self._flow.starts(index, c), c not in self._lowering.unsummed)[kinds]
+                for c in into
+            ),
+            np.zeros(ranks.size),
+        )
+
+    def by_rank(self, index: int, op: Block) -> list[np.ndarray]:
+        """What may differ by rank: [(n,), ...]."""
+        everyone = np.arange(self._problem.n)
+        found = [self.kernels_s(index, op, everyone)]
+        return [*found, self.folds_s(index, op, everyone)] if isinstance(op, Fused) else found
+
+    def _find_of_places(self, q: Place, kv: Place) -> np.ndarray:
+        """What the kernel calls of the block of two chunks take on each rank: (n,)."""
+        everyone = np.arange(self._problem.n)
+        return self._case_s[self._problem.blocks.of(q.owner(everyone), kv.owner(everyone))]
+
+    def _find_fold_s(self, tensor: str, first: bool, summed: bool) -> np.ndarray:
+        """What the fold of a block's result into a chunk costs, by class of block: (classes,)."""
+        parts = self._problem.blocks.parts(keys=is_of_keys(tensor))
+        fold_s = partial(self._device.fold_s, self._problem, tensor, first=first, summed=summed)
+        costs = {part: fold_s(share=part.share, sliced=part.sliced) for part in set(parts)}
+        return np.array([costs[part] for part in parts])
+
+    def _by_union(self, op: Fused, ranks: np.ndarray, cost_s) -> np.ndarray:
+        """A cost of an operation's kernel calls, computed once for each combination of classes: (ranks,)."""
+        columns = len(op.keys)
+        kinds, kind = np.unique(
+            np.array(classes(op, self._problem, ranks)).reshape(-1, ranks.size), axis=1, return_inverse=True
+        )
+        combinations = (tuple(map(int, each)) for each in kinds.T)
+        rows = (tuple(each[i : i + columns] for i in range(0, len(each), columns)) for each in combinations)
+        return np.array([cost_s(calls_of(self._problem, found)) for found in rows], float)[kind.ravel()]
+
+    def _calls_s(self, op: Fused, calls: Calls, in_place: tuple[bool, bool]) -> float:
+        kernels_s = self._device.regions_s(self._problem, self._plan.phase, (call.region for call in calls))
+        copied = (copied_bytes(call, self._problem, op, in_place=in_place) for call in calls)
+        return kernels_s + sum(self._device.copy_s(size) for size in copied if size)
+
+    def _folds_of(self, op: Fused, calls: Calls, chunk: Chunk, fresh: bool) -> float:
+        """Seconds of folding what calls have of one chunk; the first result is only written, and copied if it is cut
+        out of a larger one."""
+        keys = is_of_keys(chunk.tensor)
+        read = next(block.kv if keys else block.q for block in op.blocks if chunk in block.writes)
+        number = (op.keys if keys else op.queries).index(read)
+        rows = self._problem.field_tokens(FIELDS[chunk.tensor][0])
+        summed, total_s = chunk not in self._lowering.unsummed, 0.0
+        for call in calls:
+            side: Pieces = call.kv if keys else call.q
+            share = sum(len(piece.rows) for piece in side if piece.chunk == number) / rows
+            if not share:
+                continue
+            fold_s = self._device.fold_s(
+                self._problem, chunk.tensor, first=fresh, summed=summed, share=share, sliced=share < 1
+            )
+            if fresh and not fold_s and len(side) > 1:
+                fold_s = self._device.copy_s(self._problem.chunk_bytes(chunk.tensor, wire=False, summed=summed))
+            total_s += fold_s
+            fresh = False
+        return total_s
+
+
+def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
+    """Seconds of all kernel calls of a plan on each rank, without folds: (n,)."""
+    costs = BlockCosts(plan, problem, cluster.device, lower(plan, problem, cluster.transport))
+    everyone, total_s = np.arange(problem.n), np.zeros(problem.n)
+    for index, op in plan:
+        if isinstance(op, Block):
+            total_s += costs.kernels_s(index, op, everyone)
+    return total_s
