@@ -9,7 +9,7 @@ from typing import Any
 
 from sp_bench.analysis.number import Number, of_record
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.bench.backing import known
+from sp_bench.bench.backing import Interval, interval
 from sp_bench.records import Record
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")
@@ -44,14 +44,11 @@ def asked(name: str, **more: Any) -> Point:
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step with the interval that two of three measurements like it are in."""
+    """A simulated step with the interval that two of three measurements like it are in (bench.backing)."""
 
     name: str
     record: Record
-    error: float
-    """The relative error of the simulation: of its own kind of transfers, or the widest over such links."""
-    backed: bool
-    """Whether others' measurements of that kind were compared with their simulation."""
+    interval: Interval
 
     @property
     def ms(self) -> Number:
@@ -59,32 +56,25 @@ class Step:
         return of_record(self.record, "step_ms_median")
 
     @property
+    def backed(self) -> bool:
+        """Whether others' measurements of that kind were compared with their simulation."""
+        return self.interval.backed
+
+    @property
     def low(self) -> float:
         """The lower end of the interval in ms."""
-        return self.ms.known / (1 + self.error)
+        return self.interval.low_ms
 
     @property
     def high(self) -> float:
         """The upper end of the interval in ms."""
-        return self.ms.known / (1 - self.error)
+        return self.interval.high_ms
 
 
 def steps(found: Mapping[str, Record]) -> list[Step]:
     """The steps that can be served, the fastest first."""
-    served = [_step(name, record) for name, record in found.items() if record.status == "ok"]
+    served = [Step(name, record, interval(record)) for name, record in found.items() if record.status == "ok"]
     return sorted(served, key=lambda step: step.ms.known)
-
-
-def _step(name: str, record: Record) -> Step:
-    if record.validation_error is not None:
-        return Step(name, record, record.validation_error, True)
-    links = "several nodes" if (record.nodes or 1) > 1 else "NVLink"
-    return Step(name, record, widest(links), False)
-
-
-def widest(links: str) -> float:
-    """The largest error that two of three points are within, over all kinds of transfers over such links."""
-    return max(row.two_of_three for (_, over), row in known().items() if over == links)
 
 
 def tied(ranked: Iterable[Step]) -> list[Step]:

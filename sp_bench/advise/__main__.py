@@ -1,7 +1,7 @@
 """python -m sp_bench.advise gpus=64 seqlen=1M model=llama3_8b cluster=h100_ndr400 [memory=60GB] [key=value ...]
 
 Which sequence-parallel attention, at which degrees? Every method is simulated at the degrees that are its fastest, and
-ranked with the intervals that nine of ten measured steps were in. Methods whose intervals overlap
+ranked with the interval that two of three measurements like it are in. Methods whose intervals overlap
 that of the fastest are tied: the answer names all of them. Then: why the others can't run, what would change the
 answer, and the settings of frameworks that have the method.
 
@@ -25,7 +25,6 @@ from rich.table import Table
 from sp_bench.advise import plots
 from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.changes import Change, changes
-from sp_bench.advise.evidence import backing
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.report import over_least
@@ -90,13 +89,23 @@ def heading(found: Answer) -> list[str]:
     lines = [f"{asked}, on {record.gpus} GPUs of {record.cluster}. All times are simulated.", ""]
     tied = found.tied
     if len(tied) == 1:
-        lines.append(f"{first.name} comes first, by more than the simulator's usual error.")
+        lines.append(f"{first.name} comes first: no other interval reaches its own.")
     else:
         names = ", ".join(each.name for each in tied)
-        lines.append(f"One of {names}: which of them is the fastest is within the simulator's usual error.")
-    device = found.config["cluster"]["device"]
-    rates = {rate.get("figures", "of unknown origin") for rate in (device.get("rates") or {}).values()}
-    lines.append(f"Backed by {backing(record.cluster, ' and '.join(sorted(rates)) or 'of unknown origin')}.")
+        lines.append(f"Too close to call: {names}. Their intervals overlap that of the fastest.")
+    return [*lines, "", *backing(found)]
+
+
+def backing(found: Answer) -> list[str]:
+    """What the intervals of the fastest methods are from, and which of them nothing backs."""
+    lines = ["An interval has two of three measurements of such transfers over such links in it:"]
+    of_backed = dict.fromkeys(each.record.validation for each in found.tied if each.time.backed)
+    lines += [f"  {validation}" for validation in of_backed]
+    unbacked = [each.name for each in found.tied if not each.time.backed]
+    if unbacked:
+        rule = "nothing measured backs them; theirs is the widest interval over such links"
+        lines.append(f"  {', '.join(unbacked)}: {rule}")
+    lines.append(f"Kernel rates: {found.feasible[0].record.kernel}. Measure the first two on your machine.")
     return lines
 
 
@@ -121,7 +130,7 @@ def ranking(found: Answer) -> Table:
             each.name,
             r.layout or "-",
             f"{each.time.step_ms:,.1f}",
-            f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}",
+            f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}" + ("" if each.time.backed else " (unbacked)"),
             f"{r.mfu:.1%}" if r.mfu is not None else "-",
             f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB",
             over_least(r, r.comm_bytes_lower_bound),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sp_bench.advise.evidence import Interval, interval
 from sp_bench.bench import resolve
+from sp_bench.bench.backing import Interval, interval
 from sp_bench.bench.simulated import simulate_point
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -34,8 +34,7 @@ class Feasible:
     @property
     def time(self) -> Interval:
         """The step, with its interval."""
-        assert self.record.step_ms_median is not None
-        return interval(self.record.step_ms_median)
+        return interval(self.record)
 
 
 @dataclass

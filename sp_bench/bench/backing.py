@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +16,11 @@ from typing import NamedTuple
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.topology import FullMesh, PcieTree
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
+from sp_bench.records import Record
 
 FILE = Path(__file__).with_name("backing.json")
+OVER = " x "
+"""Between transfers and links in a record's validation."""
 
 
 class Backing(NamedTuple):
@@ -33,7 +37,22 @@ class Backing(NamedTuple):
 
     def __str__(self) -> str:
         where = ", ".join(self.clusters)
-        return f"{self.transfers} x {self.links}: median {self.median:.1%}, n={self.points} ({where})"
+        return f"{self.transfers}{OVER}{self.links}: median {self.median:.1%}, n={self.points} ({where})"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A simulated step with what would be measured in two of three cases, in ms."""
+
+    low_ms: float
+    step_ms: float
+    high_ms: float
+    backed: bool
+    """Whether measurements of its own kind say so; else the widest error over such links is taken."""
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two could be in either order."""
+        return self.low_ms <= other.high_ms and other.low_ms <= self.high_ms
 
 
 def transfers_of(plans: Iterable[Plan]) -> str:
@@ -62,3 +81,28 @@ def known() -> dict[tuple[str, str], Backing]:
     """The rows of backing.json."""
     rows = [Backing(**row) for row in json.loads(FILE.read_text())] if FILE.exists() else []
     return {(row.transfers, row.links): row for row in rows}
+
+
+def described(transfers: str, links: str) -> str:
+    """What a record says of its validation (field `validation`)."""
+    backing = known().get((transfers, links))
+    return str(backing) if backing else f"{transfers}{OVER}{links}: none"
+
+
+def widest(links: str) -> float:
+    """The largest error that two of three points are within, over all kinds of transfers over such links.
+
+    Over all links where none of those was measured.
+    """
+    rows = known().values()
+    return max(row.two_of_three for row in ([row for row in rows if row.links == links] or rows))
+
+
+def interval(record: Record) -> Interval:
+    """The interval of a simulated record: of its validation, or the widest over its links where nothing backs it."""
+    assert not record.measured and record.step_ms_median is not None and record.validation is not None
+    step_ms, error = record.step_ms_median, record.validation_error
+    backed = error is not None
+    if error is None:
+        error = widest(record.validation.partition(OVER)[2].partition(":")[0])
+    return Interval(step_ms / (1 + error), step_ms, step_ms / (1 - error), backed)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sp_bench import account, draw
-from sp_bench.bench.backing import known, links_of, transfers_of
+from sp_bench.bench.backing import described, known, links_of, transfers_of
 from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.counted import counted, rates
 from sp_bench.bench.request import Request
@@ -66,7 +66,7 @@ def _setup(request: Request, choice: Choice, setup: Setup) -> Setup:
         setup,
         kernel=device.figures(choice.problem),
         implementation=device.implementation.name,
-        validation=str(backing) if backing else f"{' x '.join(kinds)}: none",
+        validation=described(*kinds),
         validation_error=backing.two_of_three if backing else None,
     )
 

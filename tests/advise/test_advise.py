@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from sp_bench.advise import evidence
 from sp_bench.advise.__main__ import heading, how_to, main, size, what_changes
-from sp_bench.advise.candidates import Answer, Feasible, answer
+from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS, settings
+from sp_bench.bench import backing
 from sp_bench.methods import REGISTRY, build
 
-ROOT = Path(__file__).parents[2]
 ASKED = ["gpus=16", "seqlen=32k", "model=llama3_8b", "cluster=h100_ndr400"]
 
 
@@ -24,21 +21,23 @@ def found() -> Answer:
     return answer(ASKED)
 
 
-def test_errors_are_those_of_the_measured_points() -> None:
-    with (ROOT / "docs/results/validation.csv").open() as file:
-        errors = [abs(float(row["step_error"])) for row in csv.DictReader(file) if row["status"] == "ok"]
-    assert len(errors) == evidence.POINTS
-    assert round(float(np.percentile(errors, 90)), 3) == evidence.USUAL_ERROR
-    assert round(max(errors), 2) == evidence.LARGEST_ERROR
+def test_an_interval_is_what_would_be_measured(found: Answer) -> None:
+    """With simulated / measured - 1 at either end of the error of the record's own validation."""
+    for each in found.feasible:
+        time, record = each.time, each.record
+        error = record.validation_error if time.backed else backing.widest("several nodes")
+        assert time.step_ms == record.step_ms_median
+        assert time.step_ms / time.low_ms - 1 == pytest.approx(error)
+        assert time.step_ms / time.high_ms - 1 == pytest.approx(-error)
+    names = {each.method.name: each.time.backed for each in found.feasible}
+    assert names["zigzag"] and names["ulysses"] and not names["mesh"]
+    one, reached, beyond = (backing.Interval(x - 2, x, x + 2, True) for x in (10.0, 14.0, 14.1))
+    assert one.overlaps(reached) and reached.overlaps(one) and not one.overlaps(beyond)
 
 
-def test_an_interval_is_what_would_be_measured() -> None:
-    """With simulated / measured - 1 at either end of the usual error."""
-    found = evidence.interval(100.0)
-    assert found.step_ms / found.low_ms - 1 == pytest.approx(evidence.USUAL_ERROR)
-    assert found.step_ms / found.high_ms - 1 == pytest.approx(-evidence.USUAL_ERROR)
-    assert found.overlaps(evidence.interval(110.0))
-    assert not found.overlaps(evidence.interval(120.0))
+def test_links_that_nobody_measured_have_the_widest_interval_of_all() -> None:
+    assert backing.widest("cables") == max(row.two_of_three for row in backing.known().values())
+    assert backing.described("all-to-alls", "cables") == "all-to-alls x cables: none"
 
 
 def test_all_methods_are_ranked_or_refused(found: Answer) -> None:
@@ -60,15 +59,18 @@ def test_memory_rules_methods_out(found: Answer) -> None:
 
 
 def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
-    """A tie names everybody in it, and an unmeasured cluster says so, also where there is no tie."""
-    first = found.feasible[0]
-    tied = "\n".join(heading(Answer(found.config, [first, Feasible(first.method, first.record)])))
-    assert f"One of {first.name}, {first.name}: which of them is the fastest is within" in tied
-    alone = "\n".join(heading(Answer(found.config, [first])))
-    assert f"{first.name} comes first, by more than the simulator's usual error." in alone
+    """A tie names everybody in it, and says of each what backs it, or that nothing does."""
+    by_name = {each.method.name: each for each in found.feasible}
+    zigzag, mesh = by_name["zigzag"], by_name["mesh"]
+    tied = "\n".join(heading(Answer(found.config, [zigzag, zigzag])))
+    assert f"Too close to call: {zigzag.name}, {zigzag.name}." in tied
+    alone = "\n".join(heading(Answer(found.config, [zigzag])))
+    assert f"{zigzag.name} comes first: no other interval reaches its own." in alone
     for text in (tied, alone):
         assert "All times are simulated." in text
-        assert "No step was measured on h100_ndr400, whose kernel rates are assumed and published" in text
+        assert f"  {zigzag.record.validation}\n" in text and "nothing measured" not in text
+        assert f"Kernel rates: {zigzag.record.kernel}. Measure the first two on your machine." in text
+    assert f"{mesh.name}: nothing measured backs them" in "\n".join(heading(Answer(found.config, [mesh])))
 
 
 def test_what_would_change_the_answer(found: Answer) -> None:
