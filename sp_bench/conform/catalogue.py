@@ -135,13 +135,14 @@ def _tensor(name: str, looks_for: str, published: tuple[str, ...]) -> Check:
     return Check(name=name, looks_for=looks_for, function=f"tensor:{name}", cases=_sizes_and_masks, published=published)
 
 
+GATHERED = "pytorch/pytorch#120386"
 STALE_KV = ("huggingface/diffusers#14265", "NVIDIA/TransformerEngine#1557")
 
 CHECKS = (
     _tensor("out", "the forward, on every number of ranks, with each mask", ("pytorch/pytorch#141429",)),
     _tensor("dq", "the gradient of q", STALE_KV),
-    _tensor("dk", "the gradient of k", STALE_KV),
-    _tensor("dv", "the gradient of v", (*STALE_KV, "feifeibear/long-context-attention#149")),
+    _tensor("dk", "the gradient of k", (*STALE_KV, GATHERED)),
+    _tensor("dv", "the gradient of v", (*STALE_KV, GATHERED, "feifeibear/long-context-attention#149")),
     Check(
         name="kv_heads",
         looks_for="grouped queries (GQA, MQA), also fewer key heads than ranks",

@@ -134,7 +134,7 @@ class Function(Subject):
 
 @dataclass(frozen=True, kw_only=True)
 class Package(Subject):
-    """A package that the registry of peers knows. It runs on all ranks."""
+    """A package that the registry of peers knows."""
 
     dtypes: tuple[str, ...] = ()
     """In place of the dtypes that the package is made for."""
@@ -145,7 +145,10 @@ class Package(Subject):
 
     @property
     def claims(self) -> Claims:
-        return Claims(dtypes=self.dtypes or PEERS[self.name].dtypes, masks=self._masks(), sub_groups=False)
+        masks = self._masks()
+        peer = self.peer(Case(mask=masks[0]))
+        dtypes = self.dtypes or peer.dtypes
+        return Claims(dtypes=dtypes, masks=masks, sub_groups=peer.takes_group, documents=peer.takes_documents)
 
     def _masks(self) -> tuple[str, ...]:
         found = []
@@ -169,7 +172,7 @@ class Package(Subject):
 
         peer, layout, rank = self.peer(case), self.layout(case), group.rank()
         return Instance(
-            peer.attention(case.problem(layout)),
+            peer.attention(case.problem(layout), group if peer.takes_group else None),
             lambda x: sharding.shard(x, layout, rank, case.n),
             lambda x: sharding.unshard(x, layout, group, case.n),
         )

@@ -16,6 +16,8 @@ from sp_bench.peers.peer import Peer, refuse_uneven_heads
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sp_bench.peers.peer import Attention
 
 HEADS_DIM, TOKENS_DIM, BATCH_DIM = 2, 1, 0
@@ -37,7 +39,7 @@ class DeepSpeedUlysses(Peer):
         super().refuse(problem)
         refuse_uneven_heads(self, problem, problem.n)
 
-    def attention(self, problem: Problem) -> Attention:
+    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
         from sp_bench.peers import stand_in
 
         stand_in.install()
@@ -50,6 +52,6 @@ class DeepSpeedUlysses(Peer):
         # Without this DeepSpeed looks which C++ extensions it can compile here, and compiles one. None is used.
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore
         deepspeed.init_distributed(dist_backend="gloo")
-        everyone: Any = dist.group.WORLD  # the package declares its own class of groups
-        attention = DistributedAttention(flash_attn_func, everyone, HEADS_DIM, TOKENS_DIM)
+        ranks: Any = group or dist.group.WORLD  # the package declares its own class of groups
+        attention = DistributedAttention(flash_attn_func, ranks, HEADS_DIM, TOKENS_DIM)
         return lambda q, k, v: attention(q, k, v, BATCH_DIM, causal=self.causal)

@@ -17,6 +17,7 @@ from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
     """This rank's q (B, S, H, D), k and v (B, S, kv_heads, D), S = seqlen / n -> out (B, S, H, D), differentiable."""
@@ -104,9 +105,17 @@ class Peer(ABC):
     def wanted_layout(self) -> str:
         """The name of the layout that the algorithm needs."""
 
+    @property
+    def takes_group(self) -> bool:
+        """Whether it runs on a part of the ranks. If not, `attention` must not be given a group."""
+        return True
+
     @abstractmethod
-    def attention(self, problem: Problem) -> Attention:
-        """The package's attention function. Call it inside a rank of the default group: it imports the package."""
+    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+        """The package's attention function on the ranks of a group, the default group if None.
+
+        Call it inside these ranks: it imports the package.
+        """
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a problem that the algorithm can't compute."""

@@ -26,6 +26,8 @@ from sp_bench.plan.documents import Documents
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sp_bench.peers.peer import Attention
 
 NAME = "ring_flash_attn"
@@ -80,15 +82,15 @@ class RingFlashAttn(Peer):
                 choices = f"a multiple of {unit}, or method.algorithm=llama3, would work"
                 raise RequestError(f"document {number} has length {length}", rule, choices)
 
-    def attention(self, problem: Problem) -> Attention:
+    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
         from sp_bench.peers import stand_in
 
         stand_in.install()
         _without_transformers()
         if self.algorithm == "llama3":
-            return _llama3(problem, self.causal)
+            return _llama3(problem, self.causal, group)
         if isinstance(problem.mask, Documents):
-            return _varlen(problem, problem.mask)
+            return _varlen(problem, problem.mask, group)
         match self.algorithm:
             case "zigzag":
                 from ring_flash_attn.zigzag_ring_flash_attn import (  # pyright: ignore[reportMissingImports]
@@ -102,10 +104,10 @@ class RingFlashAttn(Peer):
                 from ring_flash_attn.ring_flash_attn import (  # pyright: ignore[reportMissingImports]
                     ring_flash_attn_func as function,
                 )
-        return lambda q, k, v: function(q, k, v, causal=self.causal)
+        return lambda q, k, v: function(q, k, v, causal=self.causal, group=group)
 
 
-def _varlen(problem: Problem, documents: Documents) -> Attention:
+def _varlen(problem: Problem, documents: Documents, group: ProcessGroup | None) -> Attention:
     """The variable-length form of zigzag (causal) or ring (full): a rank has 1/n of each document."""
     import torch
 
@@ -119,10 +121,10 @@ def _varlen(problem: Problem, documents: Documents) -> Attention:
         )
     ends = torch.tensor(documents.edges // problem.n, dtype=torch.int32)
     longest = max(documents.lengths) // problem.n
-    return lambda q, k, v: function(q[0], k[0], v[0], ends, longest, causal=documents.causal)[None]
+    return lambda q, k, v: function(q[0], k[0], v[0], ends, longest, causal=documents.causal, group=group)[None]
 
 
-def _llama3(problem: Problem, causal: bool) -> Attention:
+def _llama3(problem: Problem, causal: bool, group: ProcessGroup | None) -> Attention:
     import torch
     import torch.distributed as dist
     from ring_flash_attn.llama3_flash_attn_varlen import (  # pyright: ignore[reportMissingImports]
@@ -133,12 +135,12 @@ def _llama3(problem: Problem, causal: bool) -> Attention:
     edges = problem.mask.edges if isinstance(problem.mask, Documents) else [0, problem.seqlen]
     ends = torch.tensor(edges, dtype=torch.int32)
     q_ends, kv_ends, most_q, most_kv, kv = llama3_flash_attn_prepare_cu_seqlens(
-        ends, causal, dist.get_rank(), problem.n
+        ends, causal, dist.get_rank(group), problem.n
     )
     own = (q_ends, kv_ends, most_q, most_kv, HEADS_STRIDE, kv)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return llama3_flash_attn_varlen_func(q[0], k[0], v[0], *own, causal=causal)[None]
+        return llama3_flash_attn_varlen_func(q[0], k[0], v[0], *own, causal=causal, group=group)[None]
 
     return attend
 

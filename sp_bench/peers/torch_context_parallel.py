@@ -20,6 +20,8 @@ from sp_bench.peers.peer import Peer
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sp_bench.peers.peer import Attention
 
 
@@ -52,7 +54,8 @@ class TorchContextParallel(Peer):
     def notes(self) -> list[str]:
         return [f"{self.name} is torch {self.version}'s private template, with the CPU kernel of our own methods"]
 
-    def attention(self, problem: Problem) -> Attention:
-        from sp_bench.peers.torch_ring import TorchRing
+    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+        from sp_bench.peers.torch_ring import TorchRing, everyone
 
-        return lambda q, k, v: TorchRing.apply(q, k, v, self.causal, self.algorithm)
+        ranks = group or everyone()
+        return lambda q, k, v: TorchRing.apply(q, k, v, self.causal, self.algorithm, ranks)

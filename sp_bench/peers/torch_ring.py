@@ -18,17 +18,22 @@ KERNEL = KERNELS["aten_cpu"]()
 
 
 class TorchRing(torch.autograd.Function):
-    """Ring attention of q, k, v, out (B, S, H, D). `rotate` is the name of one of torch's rotate methods."""
+    """Ring attention of q, k, v, out (B, S, H, D) on the ranks of a group.
+
+    `rotate` is the name of one of torch's rotate methods.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, rotate: str) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, rotate: str, group: dist.ProcessGroup
+    ) -> Tensor:
         _choose(causal, rotate)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = context_parallel._templated_ring_attention(
-            _world(), TOKENS_DIM, _forward_block, q, k, v, is_causal=causal
+            group, TOKENS_DIM, _forward_block, q, k, v, is_causal=causal
         )
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal, ctx.rotate = causal, rotate
+        ctx.causal, ctx.rotate, ctx.group = causal, rotate, group
         return out.transpose(1, 2)
 
     @staticmethod
@@ -37,9 +42,9 @@ class TorchRing(torch.autograd.Function):
         _choose(ctx.causal, ctx.rotate)
         dout = grad_outputs[0].transpose(1, 2)
         dq, dk, dv = context_parallel._templated_ring_attention_backward(
-            _world(), TOKENS_DIM, _backward_block, dout, "grad_out", *ctx.saved_tensors, is_causal=ctx.causal
+            ctx.group, TOKENS_DIM, _backward_block, dout, "grad_out", *ctx.saved_tensors, is_causal=ctx.causal
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), None, None, None
 
 
 def _choose(causal: bool, rotate: str) -> None:
@@ -49,7 +54,8 @@ def _choose(causal: bool, rotate: str) -> None:
     options.rotate_method = context_parallel._RotateMethod[rotate.upper()]
 
 
-def _world() -> dist.ProcessGroup:
+def everyone() -> dist.ProcessGroup:
+    """The default group."""
     group = dist.group.WORLD
     assert group is not None, "a peer runs inside ranks"
     return group

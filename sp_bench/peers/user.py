@@ -25,6 +25,8 @@ from sp_bench.plan.mask import Mask
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sp_bench.peers.peer import Attention
 
 
@@ -74,7 +76,7 @@ class User(Peer):
     def notes(self) -> list[str]:
         return [f"{self.function} is the user's own code; the hash of its file is {self.version}"]
 
-    def attention(self, problem: Problem) -> Attention:
+    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
         import torch.distributed as dist
 
         module_name, _, name = self.function.partition(":")
@@ -83,7 +85,7 @@ class User(Peer):
             names = sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
             raise RequestError(f"impl={self.function}", f"{module_name} has no function {name}", nearest(name, names))
         return lambda q, k, v: function(  # pyright: ignore[reportReturnType]
-            q, k, v, causal=self.causal, group=dist.group.WORLD
+            q, k, v, causal=self.causal, group=group or dist.group.WORLD
         )
 
     def _file(self) -> Path | None:

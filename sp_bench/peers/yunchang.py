@@ -26,6 +26,8 @@ from sp_bench.peers.peer import (
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sp_bench.peers.peer import Attention
 
 LAYOUTS = {"zigzag": "zigzag", "ring": "contiguous", "stripe": "striped", "ulysses": "contiguous"}
@@ -77,7 +79,12 @@ class Yunchang(Peer):
         u = self.head_parallel(problem)
         return f"{self.algorithm} {u}x{problem.n // u}"
 
-    def attention(self, problem: Problem) -> Attention:
+    @property
+    def takes_group(self) -> bool:
+        """LongContextAttention has its groups from a global of the package, which are of all ranks."""
+        return self.algorithm == "ulysses"
+
+    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
         from sp_bench.peers import stand_in
 
         stand_in.install()
@@ -85,8 +92,7 @@ class Yunchang(Peer):
         from yunchang import LongContextAttention, UlyssesAttention  # pyright: ignore
 
         if self.algorithm == "ulysses":
-            assert dist.group.WORLD is not None
-            attention = UlyssesAttention(dist.group.WORLD)
+            attention = UlyssesAttention(group or dist.group.WORLD)  # pyright: ignore[reportArgumentType]
         else:
             _make_groups(self.head_parallel(problem), problem.n)
             attention = LongContextAttention(ring_impl_type=RING_IMPLEMENTATIONS[self.algorithm])

@@ -6,12 +6,14 @@ All of them gather K and V of all ranks. Each wrong one replaces a part of `atte
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn import functional
 
 from sp_bench.conform import claims
 from sp_bench.plan.problem import Problem
@@ -166,6 +168,16 @@ head_dim = wrong(scale=lambda q: 1 / math.sqrt(min(q.shape[3], 64)))
 batch = wrong(join_k=joined_as_one)
 large_scores = wrong(softmax=naive)
 determinism = wrong(softmax=noisy)
+
+
+def gathered_by_torch(x: Tensor, group: Group) -> Tensor:
+    """On gloo its backward takes gradients for contiguous, and ranks of the group for those of the world."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.cat(functional.all_gather(x, group=group), dim=1)
+
+
+torch_gather = wrong(join_k=gathered_by_torch, join_v=gathered_by_torch)
 
 
 @claims(layout="contiguous", dtypes=("float32", "bfloat16"))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import scaled_dot_product_attention
 
 from sp_bench import SequenceParallelAttention
@@ -193,12 +192,29 @@ def _ring(x: Tensor, rank: int, n: int) -> list[dist.P2POp]:
     ]
 
 
+class Gather(torch.autograd.Function):
+    """The tokens of all ranks, (B, S / n, H, D) -> (B, S, H, D); gradients of all ranks are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, x = group, x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x, group=group)
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        gradient = grad_outputs[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].clone(), None
+
+
 def gathered(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
     """A user's attention on the striped layout, or any if the mask is full: all of K and V on every rank."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     heads_first = [
         x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
-        for x in (q, *(torch.cat(all_gather(y.contiguous(), group), dim=1) for y in (k, v)))
+        for x in (q, *(Gather.apply(y, group) for y in (k, v)))
     ]
     seqlen, layout = q.shape[1] * n, LAYOUTS["striped"]
     keys = torch.cat([positions(layout, r, n, seqlen) for r in range(n)])
