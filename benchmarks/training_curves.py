@@ -1,9 +1,9 @@
 """Loss curves of every method against one process: `python -m benchmarks.training_curves`.
 
-`model=tiny` is trained for 200 steps on 4 ranks with each method, and on one process with `method=reference`, from the
-same parameters and on the same batches, in fp32. Nothing is random but what the seed makes, so that the curves may
-differ by rounding only. A label that is shifted after tokens are dealt, a loss divided by a rank's own tokens, a wrong
-position or a wrong block would be larger than that from the first steps on.
+`model=tiny` is trained for 200 steps on 4 ranks with each method, once with sharded parameters (FSDP2), and on one
+process with `method=reference`, from the same parameters and on the same batches, in fp32. Nothing is random but what
+the seed makes, so that the curves may differ by rounding only. A label that is shifted after tokens are dealt, a loss
+divided by a rank's own tokens, a wrong position or a wrong block would be larger than that from the first steps on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ POINT = ("model=tiny", "cluster=local", "dtype=float32", "seqlen=64", "batch=2",
 METHODS = tuple(name for name in REGISTRY if name != "reference")
 
 
+SHARDED = ("method=mesh", "train.parameters=sharded")
+
+
+def name(record: Record) -> str:
+    """The method, and whether parameters are sharded."""
+    return f"{record.method}, sharded" if record.sharded else record.method
+
+
 def row(record: Record, one: np.ndarray) -> dict[str, str]:
     """A method's row: its first and last loss, and where it is furthest from one process."""
     losses = np.array(record.losses)
     apart = np.abs(losses / one - 1)
     return {
-        "method": f"`{record.method}`",
+        "method": name(record),
         "variant": record.variant or "",
         "first loss": f"{losses[0]:.6f}",
         "last loss": f"{losses[-1]:.6f}",
@@ -48,7 +56,7 @@ def plot(records: list[Record], one: np.ndarray) -> None:
     steps = np.arange(1, STEPS + 1)
     for record in records:
         losses = np.array(record.losses)
-        above.plot(steps, losses, lw=0.8, label=record.method)
+        above.plot(steps, losses, lw=0.8, label=name(record))
         below.plot(steps, np.maximum(np.abs(losses / one - 1), 1e-9), lw=0.6)
     above.plot(steps, one, "k:", lw=1, label="one process")
     below.axhline(1e-5, color="k", lw=0.6, ls="--")
@@ -63,7 +71,8 @@ def main() -> None:
     steps = f"iters={STEPS - 1}"
     (alone,) = run_ok([(*POINT, steps, "gpus=1", "method=reference")], folder)
     one = np.array(alone.losses)
-    records = run_ok([(*POINT, steps, f"gpus={RANKS}", f"method={name}") for name in METHODS], folder)
+    points = [*((f"method={method}",) for method in METHODS), SHARDED]
+    records = run_ok([(*POINT, steps, f"gpus={RANKS}", *point) for point in points], folder)
     rows = [row(record, one) for record in records]
     plot(records, one)
     text = f"""# Training: loss curves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -60,8 +61,12 @@ def _measure_together(
     first = requests[0]
     processes = 1 if first.alone else first.problem.n
     here = first.launch.ranks_here if first.launch else processes
-    rank_bytes = 0 if first.devices.kind == "cuda" else sum(map(_least_bytes, requests, choices))
-    refuse_what_does_not_fit(here, rank_bytes, first.config)
+    held: Counter[str] = Counter()
+    if first.devices.kind == "cpu":
+        for request, choice in zip(requests, choices, strict=True):
+            held.update({"attention": _least_bytes(request, choice)})
+            held.update(dict(request.workload.held_bytes(request.cluster.device)))
+    refuse_what_does_not_fit(here, held, first.config)
     specs = [spec for pair in zip(requests, choices, strict=True) for spec in _specs(*pair)]
     each = len(specs) // len(requests)
     started = datetime.now(UTC).isoformat()

@@ -38,6 +38,8 @@ NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", 
 """Keys that don't affect a point's numbers, and so are left out of its run_id."""
 SHAPE = ("seqlen", "batch", "heads", "kv_heads", "head_dim")
 """Fields of a problem that have the same names in a config and in a record."""
+LEAST_STEP = 128
+"""seqlen=max is found to so many tokens of a rank, and refused if not even these fit."""
 RANKS_PER_CORE = 64
 RANK_OVERHEAD_BYTES = 150 * 2**20
 """Resident memory of a rank's process without the attention's own."""
@@ -196,9 +198,10 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)
-    else:
+    workload = workload.on(cluster.device)
+    if mode.name != "simulate":
         refuse_others(implementation)
-        notes += _refuse_measuring(config, problem, cluster, mode, launch)
+        notes += _refuse_measuring(config, workload, cluster, mode, launch)
     return Request(
         method=method,
         problem=problem,
@@ -253,9 +256,10 @@ def refuse_others(implementation: Implementation) -> None:
 
 
 def _refuse_measuring(
-    config: Mapping[str, Any], problem: Problem, cluster: Cluster, mode: Mode, launch: Launch | None
+    config: Mapping[str, Any], workload: Workload, cluster: Cluster, mode: Mode, launch: Launch | None
 ) -> list[str]:
     """The notes of a measured point. Raises RequestError for a point that can't be measured."""
+    problem = workload.problem
     require("run", f"measuring on cluster={cluster.name}")
     if cluster.stragglers:
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
@@ -263,7 +267,8 @@ def _refuse_measuring(
     here = 1 if mode.alone else here
     on_cpu = mode.devices.kind == "cpu"
     inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False) if on_cpu else 0
-    refuse_what_does_not_fit(here, inputs, config)
+    held = workload.held_bytes(cluster.device) if on_cpu else {}
+    refuse_what_does_not_fit(here, {"attention": inputs, **held}, config)
     if cluster.hosts and not mode.alone:
         refuse_hosts(cluster.hosts)
     crowded = on_cpu and here > cores
@@ -271,7 +276,13 @@ def _refuse_measuring(
 
 
 def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
-    """The record of a point that `resolve` refused. Raises RequestError if its numbers are invalid."""
+    """The record of a point that `resolve` refused. Raises RequestError if its numbers are invalid.
+
+    With seqlen=max it has the shortest sequence that was tried.
+    """
+    if config["seqlen"] == "max":
+        ranks = read(Count, config["gpus"], "gpus") // workload_named(str(config["workload"])).tensor_parallel(config)
+        config = {**config, "seqlen": LEAST_STEP * max(ranks, 1)}
     measured = config["mode"] == "auto" and config["cluster"].get("this_machine") is True
     mode = config["mode"] if config["mode"] in MODES else "measure" if measured else "simulate"
     return Record(
@@ -345,17 +356,21 @@ def _point_id(
     return records.run_id(kept, measured=mode != "simulate", on_gpus=on_gpus)
 
 
-def refuse_what_does_not_fit(n: int, rank_bytes: int, config: Mapping[str, Any]) -> None:
-    """Raise RequestError if this machine can't hold n ranks of `rank_bytes` each."""
+def refuse_what_does_not_fit(n: int, rank_bytes: Mapping[str, int], config: Mapping[str, Any]) -> None:
+    """Raise RequestError if this machine can't hold n ranks of `rank_bytes` each, which are by kind."""
     most = RANKS_PER_CORE * cores_here()
     if n > most:
         raise RequestError(
             f"gpus={n}", f"{cores_here()} cores hold at most {most} ranks", f"gpus={most}, or mode=simulate, would work"
         )
-    need, free = n * (RANK_OVERHEAD_BYTES + rank_bytes), free_bytes()
+    kinds = {**rank_bytes, "processes": RANK_OVERHEAD_BYTES}
+    need, free = n * sum(kinds.values()), free_bytes()
     if need > free:
+        largest = sorted(((n * size / 2**30, kind) for kind, size in kinds.items()), reverse=True)
         raise RequestError(
             f"gpus={n}, seqlen={config['seqlen']}",
-            f"its ranks need about {need / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} free",
+            f"its ranks need about {need / 2**30:.1f} GiB and this machine has {free / 2**30:.1f} free: "
+            f"{(need - free) / 2**30:.1f} are missing. In GiB: "
+            + ", ".join(f"{kind} {size:.1f}" for size, kind in largest if size >= 0.05),
             "a shorter seqlen, fewer ranks, or mode=simulate, would work",
         )

@@ -114,7 +114,8 @@ def training_step(workload: Workload, samples: Samples, ranks: Sequence[RankResu
         return described
     times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in TRAINING}
     whole_s = sum(samples.by_rank(STEP, phase) for phase in PHASES)
-    dense_s = whole_s - samples.by_rank("attention") - samples.by_rank("loss")
+    inside = [samples.by_rank(part, phase) for part in ("attention", "loss", "gradient_sync") for phase in PHASES]
+    dense_s = whole_s - sum(seconds for seconds in inside if seconds.size)
     kinds = {f"{kind}_bytes": max(rank.memory.kinds[kind] for rank in ranks) for kind in ranks[0].memory.kinds}
     return replace(
         described,

@@ -2,7 +2,8 @@
 
 A layer begins on all ranks together. While it computes, the parameters of the next one are gathered over the same links
 as its attention's transfers, and in the backward the gradients of the last one are reduced; a layer ends when both
-have. The first layer's parameters, and those outside the layers, are waited for.
+have. The first layer's parameters, and those outside the layers, are waited for. On ranks that share cores, what all of
+them compute takes as many times longer, and collectives are waited for, as gloo's are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from sp_bench import account
 from sp_bench.bench.choose import Choice, DeviceMemoryError, choose
 from sp_bench.bench.counted import counted, executions, rates
-from sp_bench.bench.request import Request
+from sp_bench.bench.request import LEAST_STEP, Request
 from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
@@ -25,10 +26,11 @@ from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes
 from sp_bench.simulate.graph import build_graph
 from sp_bench.workload import Train
-from sp_bench.workload.costs import TrainingCosts, costs_of, too_large
+from sp_bench.workload.costs import TrainingCosts, too_large
 
 ALONG = "each layer's parameters are gathered, and gradients reduced, beside the layer before it (FSDP)"
 TENSOR = "tensor parallel: each layer's sums of activations over {} consecutive GPUs are hidden by nothing"
+WAITED = "each layer's parameters are gathered, and gradients reduced, while nothing computes (FSDP over gloo)"
 FUSED = "matrix products at their best rate or memory speed, elementwise operations once through memory"
 
 
@@ -41,6 +43,8 @@ class Layer:
     """From its beginning to its last block."""
     busy_s: float
     """Blocks and folds of the busiest rank."""
+    least_s: float
+    """The same without messages, which take time of cores that ranks share."""
     dense_s: float
     summed_s: float
     """Sums over tensor-parallel GPUs."""
@@ -69,31 +73,35 @@ class StepTimes:
     """Sums of activations over tensor-parallel GPUs."""
     computed_s: float
     """All that computes."""
+    least_s: float
+    """The same without messages, which take time of cores that ranks share."""
 
 
-def simulate_training(request: Request) -> Record:
+def simulate_training(request: Request, cluster: Cluster | None = None) -> Record:
     """The record of a simulated training step. Raises RequestError if it doesn't fit the device's memory.
 
-    Slow ranks and shared cores are refused: only the attention's model knows them.
+    Slow ranks are refused: only the attention's model knows them. With a `cluster`, the plans that the request's own
+    chooses are simulated on that one.
     """
     assert isinstance(request.workload, Train)
-    costs = costs_of(request.workload, request.cluster.device)
+    costs = _costs(request)
     _refuse(request)
-    degree, whole = request.workload.training.tensor_parallel, request.cluster
-    parts = whole.tensor_parts(request.workload.gpus, degree)
-    request = replace(request, cluster=parts[0])
     held = costs.held_bytes()
-    choice = _choose(request, costs, held)
+    choice = _choose(replace(request, cluster=_parts(request)[0]), costs, held)
     check_all(choice.plans, choice.problem)
-    held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem)}
-    sum_s = alone_s([whole.network(costs.workload.gpus)], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
-    times = _times(choice, costs, parts, sum_s)
+    if cluster:
+        request = replace(request, cluster=cluster)
+        costs = _costs(request)
+    whole, parts = request.cluster, _parts(request)
+    degree = len(parts)
+    request = replace(request, cluster=parts[0])
+    times = _times(choice, costs, parts, whole)
+    held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)}
     step_ms = 1e3 * sum(times.phases_s.values())
     by_link, bound_s, bound_by = _bound(choice, costs, parts, whole, times.computed_s)
     plans = counted(request, choice)
     step = replace(
         costs.workload.described(),
-        sharded=costs.sharded,
         attention_ms=1e3 * times.attention_s,
         attention_exposed_ms=1e3 * (times.attention_s - times.busy_s),
         dense_ms=1e3 * times.dense_s,
@@ -122,25 +130,50 @@ def simulate_training(request: Request) -> Record:
         ),
         step,
     )
-    notes = [*request.notes, *request.cluster.device.notes(choice.problem), FUSED, *[ALONG] * costs.sharded]
+    along = [] if not costs.sharded else [WAITED] if request.cluster.cores else [ALONG]
+    device = request.cluster.device
+    fused = [FUSED] if device.elementwise_bytes_per_s == device.memory_bytes_per_s else []
+    notes = [*request.notes, *device.notes(choice.problem), *fused, *along]
     notes += [TENSOR.format(degree)] * (degree > 1)
     return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes)
+
+
+def least_training_s(request: Request) -> float:
+    """Seconds that the ranks compute in a step, without transfers. Raises RequestError if it doesn't fit the device."""
+    assert isinstance(request.workload, Train)
+    costs, parts = _costs(request), _parts(request)
+    choice = _choose(replace(request, cluster=parts[0]), costs, costs.held_bytes())
+    return _times(choice, costs, parts, request.cluster).least_s
+
+
+def _parts(request: Request) -> tuple[Cluster, ...]:
+    """The cluster of each tensor-parallel place."""
+    assert isinstance(request.workload, Train)
+    return request.cluster.tensor_parts(request.workload.gpus, request.workload.training.tensor_parallel)
+
+
+def _costs(request: Request) -> TrainingCosts:
+    """The costs beside the attention on the request's cluster."""
+    workload, cluster = request.workload, request.cluster
+    assert isinstance(workload, Train)
+    return TrainingCosts(workload=workload, device=cluster.device, crowding=cluster.crowding(workload.gpus))
 
 
 def _refuse(request: Request) -> None:
     """Raise RequestError for what isn't known of a training step on this cluster."""
     request.cluster.device.matmul_flops_per_s(request.problem.dtype)
-    if request.cluster.stragglers or request.cluster.cores:
-        what = "stragglers" if request.cluster.stragglers else f"cluster={request.cluster.name}"
-        rule = "slow ranks and shared cores are simulated for the attention only"
-        raise RequestError(what, rule, "workload=attention would work")
+    if request.cluster.stragglers:
+        rule = "slow ranks are simulated for the attention only"
+        raise RequestError("stragglers", rule, "workload=attention would work")
 
 
-def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], sum_s: float) -> StepTimes:
+def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole: Cluster) -> StepTimes:
     """The step of the chosen plans: layer by layer, and what stands around the layers.
 
-    `parts` are the clusters of all tensor-parallel places, `sum_s` is one sum of activations over a group.
+    `parts` are the clusters of all tensor-parallel places, `whole` is that of all GPUs.
     """
+    degree = len(parts)
+    sum_s = alone_s([whole.network(costs.workload.gpus)], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
     layers, full = costs.workload.model.layers, costs.workload.training.recompute == "full"
     before_s, after_s = costs.before_s(), costs.after_s()
     sums = costs.tensor_sums
@@ -158,11 +191,12 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], sum_s
     n = choice.problem.n
     networks = [part.network(n) for part in parts]
     first_s = alone_s(networks, n, costs.gathered_bytes, n - 1)
-    outside_s = alone_s(networks, n, costs.outside_bytes, 3 * (n - 1))
+    outside_s = alone_s(networks, n, costs.outside_bytes, 2 * (n - 1))
     sync_s = alone_s(networks, n, costs.summed_bytes, 2 * (n - 1))
     edge_s = sums["outside"] * sum_s
     busy_s = layers * ((1 + full) * forward.busy_s + backward.busy_s)
     dense_s = layers * (forward.dense_s + backward.dense_s - full * forward.attention_s)
+    around_s = dense_s + costs.loss_s() + costs.optimizer_s()
     gathers_s = first_s + outside_s + layers * (forward.waits_s + backward.waits_s)
     return StepTimes(
         phases_s={
@@ -175,7 +209,8 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], sum_s
         dense_s=dense_s,
         sync_s=sync_s + gathers_s,
         summed_s=layers * (forward.summed_s + backward.summed_s) + edge_s,
-        computed_s=busy_s + dense_s + costs.loss_s() + costs.optimizer_s(),
+        computed_s=busy_s + around_s,
+        least_s=layers * ((1 + full) * forward.least_s + backward.least_s) + around_s,
     )
 
 
@@ -186,20 +221,22 @@ def _choose(request: Request, costs: TrainingCosts, held: dict[str, int]) -> Cho
         return choose(request)
     rest = device.memory_bytes - sum(held.values())
     if rest <= 0:
-        raise too_large(costs.workload, device, held)
+        raise too_large(costs, held)
     cluster = replace(request.cluster, device=replace(device, memory_bytes=rest))
     try:
         return choose(replace(request, cluster=cluster))
     except DeviceMemoryError:
-        raise too_large(costs.workload, device, held | {"attention": least_attention_bytes(request)}) from None
+        raise too_large(costs, held | {"attention": least_attention_bytes(request)}) from None
 
 
 def least_attention_bytes(request: Request) -> int:
     """The peak of the attention's variant that holds least."""
     problem, method = request.problem, request.method
-    profile = request.cluster.profile(problem)
+    profile, transport = request.cluster.profile(problem), request.cluster.transport
     return min(
-        account.peak_bytes([m.plan(problem, phase, profile) for phase in request.plan_phases], m.dealt(problem))
+        account.peak_bytes(
+            [m.plan(problem, phase, profile) for phase in request.plan_phases], m.dealt(problem), transport
+        )
         for m in method.candidates(problem)  # pyright: ignore[reportAttributeAccessIssue]  # no peer trains
     )
 
@@ -215,39 +252,41 @@ def _layer(
 ) -> Layer:
     """One layer of a phase beside the collectives of others; `dense_s` and `summed_s` stand before and after its
     attention."""
-    problem, before_s = choice.problem, dense_s[0] + summed_s[0]
+    problem, before_s, steps = choice.problem, dense_s[0] + summed_s[0], collectives * (choice.problem.n - 1)
     graphs = [build_graph(choice.plans[phase], problem, part, use_symmetry=False) for part in parts]
-    networks = [part.network(problem.n) for part in parts]
-    found = beside(graphs, networks, sent_bytes, collectives * (problem.n - 1), before_s)
+    networks, waited_s = [part.network(problem.n) for part in parts], 0.0
+    if parts[0].cores:
+        waited_s, sent_bytes = alone_s(networks, problem.n, sent_bytes, steps), 0.0
+    found = beside(graphs, networks, sent_bytes, steps, before_s)
     return Layer(
-        whole_s=max(found.attention_s + dense_s[1] + summed_s[1], found.collective_s),
+        whole_s=max(found.attention_s + dense_s[1] + summed_s[1], found.collective_s) + waited_s,
         attention_s=found.attention_s - before_s,
         busy_s=float(found.busy_s.max()),
+        least_s=max(part.least_compute_s(graph.work_s(graph.tasks)) for part, graph in zip(parts, graphs, strict=True)),
         dense_s=sum(dense_s),
         summed_s=sum(summed_s),
     )
 
 
 def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) -> Traffic:
-    """The attention's bytes, and those of the collectives in place of a summation of all gradients."""
-    otherwise = _collective_bytes(costs) + _tensor_bytes(costs) - sum(costs.workload.sent_otherwise("update").values())
+    """What is sent, with the sums within tensor-parallel groups."""
+    within, expected = _tensor_bytes(costs), traffic.comm_bytes_expected
     assert traffic.comm_bytes_per_gpu is not None
-    expected = traffic.comm_bytes_expected
     return replace(
         traffic,
-        comm_bytes_per_gpu=round(traffic.comm_bytes_per_gpu + otherwise),
+        comm_bytes_per_gpu=round(traffic.comm_bytes_per_gpu + within),
         comm_bytes_busiest_gpu=None,
-        comm_bytes_expected=None if expected is None else round(expected + otherwise),
+        comm_bytes_expected=None if expected is None else round(expected + within),
         comm_bytes_by_lane=None,
         comm_bytes_across_nodes_max=None,
         comm_bytes_by_link=by_link,
     )
 
 
-def _collective_bytes(costs: TrainingCosts) -> float:
+def _collective_bytes(costs: TrainingCosts) -> int:
     """What each GPU sends in a step to those with its place in other tensor-parallel groups, beside the attention."""
-    layers = costs.workload.model.layers
-    return layers * (2 * costs.gathered_bytes + costs.reduced_bytes) + costs.outside_bytes + costs.summed_bytes
+    workload = costs.workload
+    return sum(sum(workload.sent_otherwise(phase).values()) for phase in workload.phases)
 
 
 def _tensor_bytes(costs: TrainingCosts) -> float:
@@ -280,10 +319,6 @@ def _bound(
     return by_link, bounds_s[bound_by], bound_by
 
 
-LEAST_STEP = 128
-"""seqlen=max is found to so many tokens of a rank."""
-
-
 def longest(request: Request) -> int:
     """The longest sequence whose training step fits the device: a multiple of LEAST_STEP tokens for each rank.
 
@@ -299,8 +334,9 @@ def longest(request: Request) -> int:
         problem = request.problem.scaled(count * step)
         asked = replace(request, problem=problem, workload=replace(request.workload, problem=problem))
         assert isinstance(asked.workload, Train)
-        held = costs_of(asked.workload, device).held_bytes() | {"attention": least_attention_bytes(asked)}
-        return too_large(asked.workload, device, held) if sum(held.values()) > memory_bytes else None
+        costs = _costs(asked)
+        held = costs.held_bytes() | {"attention": least_attention_bytes(asked)}
+        return too_large(costs, held) if sum(held.values()) > memory_bytes else None
 
     if error := missing(1):
         raise error

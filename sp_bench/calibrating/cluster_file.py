@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from sp_bench.calibrating.layer_figures import layer_rates
 from sp_bench.calibrating.setting import Costs, Links, Samples, Setting
-from sp_bench.cluster.device import FLOPS_PER_PAIR
+from sp_bench.cluster.device import FLOPS_PER_PAIR, DeviceCosts
 from sp_bench.cluster.kernel_table import RATES
 
 DIGITS = 4
@@ -53,12 +54,15 @@ def cluster_config(
 def device_rates(setting: Setting, costs: Costs) -> dict[str, Any]:
     """The keys of a cluster file for the device's kernels and memory."""
     launch_s = _median(costs.launch_s)
-    return {
+    found = {
         "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
         "memory_bytes_per_s": rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
         "fold_bytes_per_s": rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
         "launch_s": rounded(launch_s),
     }
+    layers = layer_rates(setting, costs, DeviceCosts.build({"name": "", "peak_tflops": {}, **found}))
+    matmul = {dtype: rounded(rate) for dtype, rate in layers.pop("matmul_tflops").items()}
+    return found | {"matmul_tflops": matmul} | {name: rounded(figure) for name, figure in layers.items()}
 
 
 def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
@@ -66,7 +70,7 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
     heads = (
         f"{setting.heads} heads" if setting.kv_heads == setting.heads else f"{setting.heads}/{setting.kv_heads} heads"
     )
-    tokens = setting.launch_tokens
+    tokens, (rows, inputs, outputs) = setting.launch_tokens, costs.product_shape
     return {
         "spread": "half of the interquartile range over the median",
         "rates": f"medians of {setting.repetitions} blocks of {heads} {how}, less launch_s; "
@@ -75,6 +79,11 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
         "memory_bytes_per_s, fold_bytes_per_s": f"medians of {setting.repetitions} copies of {costs.copy_bytes // 2} "
         f"bytes in fp32 and folds of as many elements in {setting.dtypes[0]} into them, spread "
         f"{max(_spreads([costs.copy_s, costs.fold_s])):.1%}",
+        "matmul_tflops": f"medians of {setting.repetitions} products of {rows} rows, {inputs} inputs and {outputs} "
+        f"outputs, spread {max(_spreads(costs.products_s.values())):.1%}",
+        "elementwise_bytes_per_s, layer_launch_s": f"fitted to forward and backward of a decoder's layer {inputs} wide "
+        f"without its attention, of {', '.join(map(str, setting.sizes))} tokens in {setting.dtypes[0]}, less its "
+        f"matrix products; spread {max(_spreads(costs.layers_s.values())):.1%}",
     }
 
 
@@ -82,6 +91,18 @@ def scaled(table: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """A table of kernel rates, all multiplied by `factor`."""
     rated = [name for name in RATES if name in table]
     return {**table} | {name: {size: rounded(x * factor) for size, x in table[name].items()} for name in rated}
+
+
+def scaled_device(device: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """A section `device` whose kernels and matrix products are `factor` times as fast. Its memory is unchanged."""
+    found = {**device, "rates": {name: scaled(table, factor) for name, table in device["rates"].items()}}
+    if device.get("matmul_tflops"):
+        found["matmul_tflops"] = {dtype: rounded(rate * factor) for dtype, rate in device["matmul_tflops"].items()}
+    if device.get("elementwise_bytes_per_s"):
+        found["elementwise_bytes_per_s"] = rounded(device["elementwise_bytes_per_s"] * factor)
+    if device.get("layer_launch_s"):
+        found["layer_launch_s"] = rounded(device["layer_launch_s"] / factor)
+    return found
 
 
 def blocks_spread(costs: Costs) -> float:

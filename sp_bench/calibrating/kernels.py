@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.calibrating.clock import CLOCKS
+from sp_bench.calibrating.layers import measure_layers
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.errors import RequestError
 from sp_bench.kernels import BlockKernel, choose, fold_
@@ -43,6 +44,7 @@ def measure_kernels(setting: Setting) -> Costs | None:
         _blocks(setting, dtype, costs)
     _launches(setting, costs)
     _memory(setting, costs)
+    measure_layers(setting, costs)
     return costs
 
 

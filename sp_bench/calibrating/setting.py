@@ -52,6 +52,11 @@ class Costs:
     fold_s: Samples = field(default_factory=list)
     fold_bytes: int = 0
     """Bytes that a fold reads and writes."""
+    products_s: dict[str, Samples] = field(default_factory=dict)
+    """Seconds of a matrix product by dtype: `product_shape` rows, inputs and outputs."""
+    product_shape: tuple[int, int, int] = (0, 0, 0)
+    layers_s: dict[tuple[str, int], Samples] = field(default_factory=dict)
+    """Seconds of a decoder's layer without its attention by (phase, tokens), in the first dtype."""
     copy_s: Samples = field(default_factory=list)
     copy_bytes: int = 0
     """Bytes that a copy reads and writes."""

@@ -6,24 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sp_bench.bench.choose import choose
+from sp_bench.bench import least_compute_s
 from sp_bench.bench.request import Request
-from sp_bench.calibrating.cluster_file import scaled
+from sp_bench.calibrating.cluster_file import scaled_device
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.emulation import hosts_of
 from sp_bench.records import Record
 
 
 def speed_of(request: Request, record: Record) -> float:
-    """The time of a point's blocks and folds by the cluster's figures, over their measured time without transfers.
+    """The time that a point computes by the cluster's figures, over its measured time without transfers.
 
     `record` is that of the point, measured with parts=true. The speed also includes how well the figures fit blocks of
     this size on so many ranks, and cores that idle when few ranks have work left.
     """
     assert record.compute_only_ms_median, "its parts were timed"
-    cluster = request.cluster
-    least_s = sum(cluster.least_compute_s(run.work_s) for run in choose(request).runs.values())
-    return 1e3 * least_s / record.compute_only_ms_median
+    return 1e3 * least_compute_s(request) / record.compute_only_ms_median
 
 
 def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:
@@ -36,8 +34,7 @@ def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:
 
 def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:
     """The config of a cluster with cores `speed` times as fast, to 4 digits. Its links are unchanged."""
-    device, hosts = dict(cluster["device"]), hosts_of(cluster)
-    device["rates"] = {name: scaled(table, speed) for name, table in device["rates"].items()}
+    device, hosts = scaled_device(cluster["device"], speed), hosts_of(cluster)
     for rate in ("memory_bytes_per_s", "fold_bytes_per_s"):
         if device.get(rate):
             device[rate] *= speed

@@ -156,12 +156,16 @@ class Cluster:
         cores = self.shared_cores(work_s.size)
         return max(float(work_s.max()), float(work_s.sum()) / cores if cores else 0.0)
 
+    def crowding(self, ranks: int) -> float:
+        """How many times longer work takes that all ranks do at once: 1 where each has a device or a core."""
+        return max(1.0, ranks / (self.shared_cores(ranks) or ranks))
+
     def profile(self, problem: Problem) -> CostProfile:
         """The costs of this cluster that a schedule may use."""
         topology = self.topology_of(problem.n)
         intra, inter = topology.intra, topology.inter or topology.intra
         intra_rate, inter_rate = self.topology.crowded_bytes_per_s(problem.n)
-        crowded = max(1.0, problem.n / (self.shared_cores(problem.n) or problem.n))
+        crowded = self.crowding(problem.n)
 
         def block_s(phase: str, *folded: str) -> float:
             folds_s = sum(self.device.fold_s(problem, tensor) for tensor in folded)

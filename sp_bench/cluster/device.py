@@ -46,6 +46,10 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     fold_bytes_per_s: Positive | None = None
     """None: memory_bytes_per_s."""
     launch_s: NotNegative
+    elementwise_bytes_per_s: Positive | None = None
+    """None: memory_bytes_per_s."""
+    layer_launch_s: NotNegative | None = None
+    """None: launch_s."""
     transfer_slowdown: NotNegative = 0.0
 
     def __post_init__(self) -> None:
@@ -79,6 +83,10 @@ class DeviceCosts:
     """Bandwidth of merging partial outputs, arithmetic included; on a GPU equal to memory_bytes_per_s."""
     launch_s: float
     """Launch overhead of each kernel."""
+    elementwise_bytes_per_s: float
+    """Bandwidth of norms, rotations and activations, as if all between two matrix products were one kernel."""
+    layer_launch_s: float
+    """Launch overhead of a matrix product, or of what is between two."""
     transfer_slowdown: float
     """How much longer kernels take while their rank's transfers are in flight: 0.19 is 19%."""
     implementation: Implementation = OURS
@@ -102,6 +110,8 @@ class DeviceCosts:
             memory_bytes_per_s=section.memory_bytes_per_s,
             fold_bytes_per_s=section.fold_bytes_per_s or section.memory_bytes_per_s,
             launch_s=section.launch_s,
+            elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
+            layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
             transfer_slowdown=section.transfer_slowdown,
         )
 

@@ -253,7 +253,8 @@ class TrainingStep:
     loss_ms: float | None = None
     """The head and the loss, with their gradients (losses.cross_entropy)."""
     gradient_sync_ms: float | None = None
-    """The summation of gradients over the ranks and, simulated, gathers of parameters, as far as nothing hides them."""
+    """The summation of gradients over the ranks, and gathers of sharded parameters, as far as nothing hides them.
+    Measured on GPUs: without what the layers' own collectives cost, which is in dense_ms."""
     tensor_sum_ms: float | None = None
     """Simulated: sums of activations over tensor-parallel GPUs, which nothing hides."""
     optimizer_ms: float | None = None
@@ -265,7 +266,8 @@ class TrainingStep:
     attention_bytes: int | None = None
     """The peak of one attention: its inputs, buffers, accumulators and results."""
     gathered_bytes: int | None = None
-    """Simulated: gathered parameters in the compute dtype: those of two layers, and outside the layers."""
+    """Gathered parameters in the compute dtype: those of two layers, and outside the layers. Measured: the most at a
+    gather, with the buffer that it fills."""
     loss_bytes: int | None = None
     """Simulated: the logits of a chunk of tokens."""
     losses: list[float] | None = None

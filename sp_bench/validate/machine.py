@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sp_bench import markdown, records
-from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
-from sp_bench.bench.choose import choose
+from sp_bench.bench import Outcome, Request, resolve, run_points, simulated_ms, work_of
 from sp_bench.bench.request import setting_of
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.cli.arguments import config_dir, run_command, writable_folder
@@ -37,7 +36,6 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
 from sp_bench.records import Record
-from sp_bench.simulate import simulate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -183,8 +181,7 @@ def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
 
     Raises RequestError if no plan fits in memory, or it is too large to simulate.
     """
-    choice, cluster = choose(request), cluster_at(request, speed)
-    return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
+    return simulated_ms(request, cluster_at(request, speed))
 
 
 def row(measured: Record, simulated: Record, speed: float | None, simulated_ms: Mapping[str, float]) -> dict[str, Any]:

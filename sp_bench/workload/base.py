@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import unknown
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
@@ -125,6 +126,10 @@ class Workload(ABC):
         """The workload of a config. Raises RequestError for its invalid keys. `common` are the fields above."""
         return cls(problem=problem, **common)
 
+    def on(self, device: DeviceCosts) -> Self:
+        """The workload on such a device, with what the device's memory decides."""
+        return self
+
     @classmethod
     def phases_of(cls, phase: str) -> tuple[str, ...]:
         """The phases that are timed for a value of the key `phase`. Raises RequestError if it is unknown."""
@@ -161,6 +166,10 @@ class Workload(ABC):
     def described(self) -> TrainingStep:
         """The fields of a record that describe a training step."""
         return TrainingStep()
+
+    def held_bytes(self, device: DeviceCosts) -> Mapping[str, int]:
+        """Bytes that a rank holds beside its attention, by kind."""
+        return {}
 
     @abstractmethod
     def flops(self, phase: str) -> float:

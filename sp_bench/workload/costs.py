@@ -1,8 +1,8 @@
 """What a training step computes and holds beside its attention, from its shapes. Imports no torch.
 
 Time: matrix products at the device's rate for them or at memory speed, whichever is longer (a roofline); everything
-else at memory speed, each operation once through memory; a launch for each. Memory: what trainer.py and transformer.py
-hold, tensor by tensor.
+else at memory speed, each operation once through memory, or at the speed that a calibration has found; a launch for
+each. Memory: what trainer.py and transformer.py hold, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.workload.train import MOMENTS, Train, ring_bytes
+from sp_bench.workload.model import shard_elements
+from sp_bench.workload.train import MOMENTS, UPDATE, Train, ring_bytes
 
 ELEMENTWISE_BACKWARD = 2.0
 """Memory moved by the backward of elementwise operations over that of their forward."""
@@ -27,8 +28,13 @@ class TrainingCosts:
 
     workload: Train
     device: DeviceCosts
-    sharded: bool
-    """Whether parameters, gradients and moments are split over all ranks."""
+    crowding: float = 1.0
+    """How many times longer all takes because ranks share cores."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters, gradients and moments are split over all ranks."""
+        return self.workload.sharded
 
     @property
     def problem(self) -> Problem:
@@ -63,7 +69,13 @@ class TrainingCosts:
         rate = self.device.matmul_flops_per_s(self.problem.dtype)
         moved = self._element * (self._tokens * (inputs + outputs) + inputs * outputs)
         computed_s = 2.0 * self._tokens * inputs * outputs / rate
-        return self.device.launch_s + max(computed_s, moved / self.device.memory_bytes_per_s)
+        return self.crowding * (self.device.layer_launch_s + max(computed_s, moved / self.device.memory_bytes_per_s))
+
+    def layer_s(self, phase: str) -> float:
+        """Seconds of a layer's forward or backward without its attention, and without what is recomputed."""
+        if phase == "forward":
+            return self.before_s() + self.after_s()
+        return self.before_backward_s() + self.after_backward_s()
 
     def before_s(self) -> float:
         """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
@@ -96,50 +108,50 @@ class TrainingCosts:
         The embedding is read and its gradient written.
         """
         model = self.workload.share
-        logits_s = self.device.copy_s(2 * self._wide * self._tokens * model.outputs)
+        logits_s = self._moved_s(4 * self._wide * self._tokens * model.outputs)
         return 3 * self._product_s(model.width, model.outputs) + logits_s + self._through_memory_s(4 * model.width)
 
     def optimizer_s(self) -> float:
         """Seconds of clipping and the optimizer on this rank's parameters."""
         moved = OPTIMIZER_MOVES * self._wide * self._own_parameters
-        return self.device.launch_s + moved / self.device.memory_bytes_per_s
+        return self.crowding * (self.device.launch_s + moved / self.device.memory_bytes_per_s)
 
     def _through_memory_s(self, elements: float, kernels: int = 1) -> float:
         """Seconds of elementwise operations that read and write so many elements of each token."""
-        moved = elements * self._element * self._tokens
-        return kernels * self.device.launch_s + moved / self.device.memory_bytes_per_s
+        return self._moved_s(elements * self._element * self._tokens, kernels)
+
+    def _moved_s(self, moved_bytes: float, kernels: int = 1) -> float:
+        device = self.device
+        return self.crowding * (kernels * device.layer_launch_s + moved_bytes / device.elementwise_bytes_per_s)
 
     # Collectives: bytes that each rank sends in a ring
 
     @property
-    def _others(self) -> float:
-        return (self.problem.n - 1) / self.problem.n
+    def _layer_sent(self) -> int:
+        """Elements that each rank sends in a collective of a layer's parameters; 0 if they are not split."""
+        n, shapes = self.problem.n, self.workload.share.layer_shapes(self.problem)
+        return self.sharded * (n - 1) * shard_elements(shapes, n)
 
     @property
     def gathered_bytes(self) -> float:
         """Sent to gather the parameters of a layer in the compute dtype; 0 if they are not split."""
-        return self.sharded * self._others * self._element * self.workload.share.layer_parameters(self.problem)
+        return self._element * self._layer_sent
 
     @property
     def reduced_bytes(self) -> float:
         """Sent to reduce the gradients of a layer to the ranks that own them; 0 if they are not split."""
-        return self.sharded * self._others * self._wide * self.workload.share.layer_parameters(self.problem)
-
-    @property
-    def _outside(self) -> int:
-        """Parameters outside the layers."""
-        model = self.workload.share
-        return model.parameters(self.problem) - model.layers * model.layer_parameters(self.problem)
+        return self._wide * self._layer_sent
 
     @property
     def outside_bytes(self) -> float:
-        """Sent to gather and reduce the parameters outside the layers, forward and backward."""
-        return self.sharded * self._others * (2 * self._element + self._wide) * self._outside
+        """Sent to gather and reduce the parameters outside the layers, which are kept from forward to backward."""
+        n, shapes = self.problem.n, self.workload.share.outside_shapes()
+        return self.sharded * (n - 1) * (self._element + self._wide) * shard_elements(shapes, n)
 
     @property
     def summed_bytes(self) -> float:
         """Sent to sum all gradients over the ranks where each has all of them."""
-        return (not self.sharded) * sum(self.workload.sent_otherwise("update").values())
+        return (not self.sharded) * sum(self.workload.sent_otherwise(UPDATE).values())
 
     @property
     def tensor_sum_bytes(self) -> int:
@@ -161,16 +173,18 @@ class TrainingCosts:
     # Memory
 
     @property
-    def _own_parameters(self) -> float:
-        whole = self.workload.share.parameters(self.problem)
-        return whole / self.problem.n if self.sharded else whole
+    def _own_parameters(self) -> int:
+        model, n = self.workload.share, self.problem.n if self.sharded else 1
+        return model.layers * shard_elements(model.layer_shapes(self.problem), n) + shard_elements(
+            model.outside_shapes(), n
+        )
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes on a rank by kind, without the transient ones of the attention."""
         own, model = self._own_parameters, self.workload.share
         chunk = min(self.workload.training.loss_chunk, self._tokens)
         loss = (2 * self._wide + self._element) * chunk * model.outputs
-        gathered = 2 * model.layer_parameters(self.problem) + self._outside
+        gathered = 2 * model.layer_parameters(self.problem) + model.outside_parameters()
         return {
             "parameters": round(self._wide * own),
             "gradients": round(self._wide * own),
@@ -197,25 +211,24 @@ class TrainingCosts:
         return round(self._element * self._tokens * (model.layers * layer + last) + head)
 
 
-def costs_of(workload: Train, device: DeviceCosts) -> TrainingCosts:
-    """The costs of a workload, with its parameters split if it says so, or doesn't say and they wouldn't fit."""
-    asked = workload.training.parameters
-    whole = TrainingCosts(workload=workload, device=device, sharded=False)
-    states = sum(whole.held_bytes()[kind] for kind in ("parameters", "gradients", "optimizer"))
-    sharded = asked == "sharded" or (asked == "auto" and (device.memory_bytes or states) < states)
-    return TrainingCosts(workload=workload, device=device, sharded=sharded and workload.problem.n > 1)
+def too_large(costs: TrainingCosts, held: Mapping[str, int]) -> RequestError:
+    """The error for a step that doesn't fit the device: how much is missing, of what kinds it is, and what would help.
 
-
-def too_large(workload: Train, device: DeviceCosts, held: Mapping[str, int]) -> RequestError:
-    """The error for a step that doesn't fit the device: how much is missing, and of what kinds it is."""
-    need, have = sum(held.values()), device.memory_bytes or 0
+    `held` has the bytes of a rank by kind.
+    """
+    need, have, device = sum(held.values()), costs.device.memory_bytes or 0, costs.device
     kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size)
     rule = f"a rank needs {need / 1e9:.4g} GB and {device.name} has {have / 1e9:.4g}: {(need - have) / 1e9:.3g} GB are "
     rule += f"missing. In GB: {kinds}"
+    recompute, shorter = costs.workload.training.recompute, "a shorter seqlen, or more GPUs,"
     would_work = {
-        "activations": "a shorter seqlen, more GPUs, or train.recompute=full",
-        "attention": "a shorter seqlen, or more GPUs",
+        "activations": shorter if recompute == "full" else "a shorter seqlen, more GPUs, or train.recompute=full",
+        "attention": shorter,
         "gathered": "a smaller model",
         "loss": "a smaller train.loss_chunk",
-    }.get(max(held, key=lambda kind: held[kind]), "train.parameters=sharded on more GPUs")
+    }.get(
+        max(held, key=lambda kind: held[kind]),
+        "more GPUs" if costs.sharded else "train.parameters=sharded on more GPUs",
+    )
+    workload = costs.workload
     return RequestError(f"seqlen={workload.problem.seqlen} on gpus={workload.gpus}", rule, f"{would_work} would work")

@@ -19,21 +19,23 @@ IGNORED = -100
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TM: Tensor, weight_VM: Tensor, labels_T: Tensor, count: int, chunk: int) -> Tensor:
-        total = torch.zeros((), dtype=weight_VM.dtype, device=hidden_TM.device)
-        dhidden_TM, dweight_VM = torch.empty_like(hidden_TM), torch.zeros_like(weight_VM)
+        wide = torch.promote_types(weight_VM.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden_TM.device)
+        dhidden_TM, dweight_VM = torch.empty_like(hidden_TM), torch.zeros_like(weight_VM, dtype=wide)
         weight = weight_VM.to(hidden_TM.dtype)
         for begin in range(0, hidden_TM.shape[0], chunk):
             part = slice(begin, begin + chunk)
             hidden, labels = hidden_TM[part], labels_T[part]
-            probabilities = F.log_softmax((hidden @ weight.T).to(weight_VM.dtype), dim=-1)
+            probabilities = F.log_softmax((hidden @ weight.T).to(wide), dim=-1)
             total += F.nll_loss(probabilities, labels, ignore_index=IGNORED, reduction="sum")
             kept = labels != IGNORED
             dlogits = probabilities.exp_()
             dlogits[torch.arange(len(labels), device=labels.device), labels.where(kept, 0)] -= 1
             dlogits = (dlogits * (kept / count)[:, None]).to(hidden.dtype)
             dhidden_TM[part] = dlogits @ weight
-            dweight_VM += (dlogits.T @ hidden).to(weight_VM.dtype)
+            dweight_VM += (dlogits.T @ hidden).to(wide)
         ctx.save_for_backward(dhidden_TM, dweight_VM)
+        ctx.weight_dtype = weight_VM.dtype
         return total / count
 
     @staticmethod
@@ -41,7 +43,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_TM, dweight_VM = ctx.saved_tensors
         scale = grad_outputs[0]
-        return dhidden_TM * scale.to(dhidden_TM.dtype), dweight_VM * scale, None, None, None
+        dhidden_TM, dweight_VM = dhidden_TM * scale.to(dhidden_TM.dtype), dweight_VM * scale
+        return dhidden_TM, dweight_VM.to(ctx.weight_dtype), None, None, None
 
 
 def cross_entropy(hidden_BSM: Tensor, weight_VM: Tensor, labels_BS: Tensor, count: int, chunk: int) -> Tensor:
@@ -69,4 +72,4 @@ def next_tokens(tokens_BS: Tensor, lengths: tuple[int, ...] | None = None) -> Te
 def squared_error(hidden_BSM: Tensor, head_CM: Tensor, wanted_BSC: Tensor, count: int) -> Tensor:
     """The squared error of this rank's patches, over the `count` of elements of all ranks."""
     found_BSC = F.linear(hidden_BSM, head_CM.to(hidden_BSM.dtype))
-    return (found_BSC.to(head_CM.dtype) - wanted_BSC).square().sum() / count
+    return (found_BSC.to(wanted_BSC.dtype) - wanted_BSC).square().sum() / count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import structs
@@ -61,19 +63,32 @@ class Model(Section, frozen=True, kw_only=True):
         found = {"q": (self.width, q), "k": (self.width, kv), "v": (self.width, kv), "o": (q, self.width)}
         return found | dict.fromkeys(mlp, (self.width, self.ffn)) | {"down": (self.ffn, self.width)}
 
+    def layer_shapes(self, problem: Problem) -> list[tuple[int, int]]:
+        """(rows, elements of a row) of each parameter of one layer."""
+        matrices = [(outputs, inputs) for inputs, outputs in self.layer_matrices(problem).values()]
+        return matrices + (self._with_bias(6) if self.modulated else [(self.width, 1)] * 2)
+
+    def outside_shapes(self) -> list[tuple[int, int]]:
+        """The same of the parameters outside the layers: embedding, head, the last norm, the diffusion time's."""
+        head = (self.outputs, self.width)
+        if self.modulated:
+            return [(self.width, self.outputs), head, *self._with_bias(1), *self._with_bias(1), *self._with_bias(2)]
+        return [head, head, (self.width, 1)]
+
+    def _with_bias(self, widths: int) -> list[tuple[int, int]]:
+        return [(widths * self.width, self.width), (widths * self.width, 1)]
+
     def layer_parameters(self, problem: Problem) -> int:
         """Parameters of one layer."""
-        matrices = sum(a * b for a, b in self.layer_matrices(problem).values())
-        return matrices + (6 * self.width * (self.width + 1) if self.modulated else 2 * self.width)
+        return shard_elements(self.layer_shapes(problem), 1)
+
+    def outside_parameters(self) -> int:
+        """Parameters outside the layers."""
+        return shard_elements(self.outside_shapes(), 1)
 
     def parameters(self, problem: Problem) -> int:
         """Parameters of the whole model."""
-        if self.modulated:
-            time, patches = 2 * self.width * (self.width + 1), self.outputs * self.width
-            outside = time + 2 * patches + 2 * self.width * (self.width + 1)
-        else:
-            outside = 2 * self.outputs * self.width + self.width
-        return self.layers * self.layer_parameters(problem) + outside
+        return self.layers * self.layer_parameters(problem) + self.outside_parameters()
 
     def dense_flops(self, problem: Problem) -> float:
         """FLOPs of the forward pass's matrices on all tokens: 2 N D, N without embeddings that are looked up."""
@@ -101,3 +116,8 @@ class Model(Section, frozen=True, kw_only=True):
         sizes = {name: min(getattr(self, name) or 64, 64) for name in ("width", "ffn")}
         own = {"vocab": 64} if self.kind == "decoder" else {"channels": 16}
         return structs.replace(self, layers=min(self.layers, 2), **sizes, **own)
+
+
+def shard_elements(shapes: Sequence[tuple[int, int]], n: int) -> int:
+    """Elements of the largest of n shards of parameters, (rows, elements of a row) each, that are split by rows."""
+    return sum(math.ceil(rows / n) * elements for rows, elements in shapes)

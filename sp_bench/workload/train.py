@@ -1,7 +1,7 @@
 """workload=train and workload=dit: a training step of a transformer with sequence-parallel attention.
 
-All ranks share one sequence (or `batch` of them). Their parameters are the same; gradients are summed over all ranks.
-Imports no torch.
+All ranks share one sequence (or `batch` of them). Each rank has all parameters, or a shard of each (FSDP); gradients
+are summed over all ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from msgspec import Meta
 
 from sp_bench import account
+from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
@@ -21,12 +22,18 @@ from sp_bench.reading import Count, Positive, Section, Tokens, read
 from sp_bench.records.parts import TrainingStep
 from sp_bench.workload.base import RankContext, Step, Workload
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, Model
+from sp_bench.workload.model import NONE, Model, shard_elements
 
 UPDATE = "update"
 """The phase after the backward: gradients are summed over the ranks, and the optimizer steps."""
 SYNC = ("gradients", "all_reduce", "sum")
 """The key of what the summation of gradients sends."""
+GATHER = ("parameters", "all_gather", "shards")
+"""The key of what gathers of sharded parameters send."""
+REDUCE = ("gradients", "reduce_scatter", "sum")
+"""The key of what the summation of gradients sends to the ranks that own their shards."""
+NORM = ("norm", "all_reduce", "sum")
+"""The key of what the loss and the norm of sharded gradients send."""
 DENSE_BACKWARD = 2.0
 """FLOPs of the backward of a matrix product over those of its forward."""
 MOMENTS = 2
@@ -62,6 +69,8 @@ class Train(Workload):
 
     model: Model
     training: Training
+    sharded: bool = False
+    """Whether parameters, gradients and moments are split over all ranks (`on`)."""
 
     @classmethod
     def build(cls, config: Mapping[str, Any], problem: Problem, **common: Any) -> Self:
@@ -81,6 +90,18 @@ class Train(Workload):
             raise RequestError(f"train.task={training.task}", "there is no such task", "recall or copy would work")
         model.part(training.tensor_parallel)
         return cls(problem=problem, model=model, training=training, **common)
+
+    def on(self, device: DeviceCosts) -> Self:
+        """With parameters split if it says so, or doesn't say and they wouldn't fit the device's memory."""
+        asked, memory_bytes = self.training.parameters, device.memory_bytes
+        states = (2 + MOMENTS) * self._wide * self.share.parameters(self.problem)
+        sharded = asked == "sharded" or (asked == "auto" and memory_bytes is not None and memory_bytes < states)
+        return replace(self, sharded=sharded and self.problem.n > 1)
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of a parameter, a gradient or a moment."""
+        return DTYPE_BYTES[self.problem.accumulate_dtype]
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
@@ -114,12 +135,25 @@ class Train(Workload):
         )
 
     def sent_otherwise(self, phase: str) -> Mapping[tuple[str, ...], int]:
-        """Bytes each rank sends to sum the gradients and the loss, by a ring: 2 (n - 1) / n of them."""
-        n = self.problem.n
-        if phase != UPDATE or n == 1:
+        """Bytes each rank sends to sum the gradients and the loss, by a ring: 2 (n - 1) / n of them.
+
+        Where they are split: to gather each layer's parameters, forward and backward, and those outside the layers
+        once, n - 1 times a rank's shard; the same to reduce gradients, once each; and for the norm.
+        """
+        n, model, problem = self.problem.n, self.share, self.problem
+        if n == 1:
             return {}
-        size = (self.share.parameters(self.problem) + 1) * DTYPE_BYTES[self.problem.accumulate_dtype]
-        return {SYNC: ring_bytes(size, n)}
+        if not self.sharded:
+            size = (model.parameters(problem) + 1) * self._wide
+            return {SYNC: ring_bytes(size, n)} if phase == UPDATE else {}
+        if phase == UPDATE:
+            return {NORM: ring_bytes(2 * self._wide, n)}
+        layers = (n - 1) * model.layers * shard_elements(model.layer_shapes(problem), n)
+        outside = (n - 1) * shard_elements(model.outside_shapes(), n)
+        element = DTYPE_BYTES[problem.dtype]
+        if phase == "forward":
+            return {GATHER: element * (layers + outside)}
+        return {GATHER: element * layers, REDUCE: self._wide * (layers + outside)}
 
     def described(self) -> TrainingStep:
         """The model, and what is recomputed and split."""
@@ -129,7 +163,7 @@ class Train(Workload):
             model=self.model.name,
             parameters=self.model.parameters(replace(self.problem, **heads)),
             recompute=self.training.recompute,
-            sharded=False,
+            sharded=self.sharded,
             tensor_parallel=degree,
         )
 
@@ -143,12 +177,15 @@ class Train(Workload):
             raise RequestError(
                 f"train.tensor_parallel={self.training.tensor_parallel}", rule, "mode=simulate would work"
             )
-        if mode != "simulate" and self.training.parameters == "sharded":
-            rule = "is simulated only: measured ranks have all parameters"
-            raise RequestError("train.parameters=sharded", rule, "train.parameters=auto would work")
         if mode == "alone":
             rule = f"executes attention, not workload={self.name}"
             raise RequestError("mode=alone", rule, "mode=measure would work")
+
+    def held_bytes(self, device: DeviceCosts) -> Mapping[str, int]:
+        """Bytes of parameters, gradients, optimizer, activations and the loss (costs.TrainingCosts)."""
+        from sp_bench.workload.costs import TrainingCosts
+
+        return TrainingCosts(workload=self, device=device).held_bytes()
 
     def flops(self, phase: str) -> float:
         """6 N D, and the attention's as account.model_flops counts them. What is recomputed doesn't count.

@@ -18,7 +18,7 @@ from sp_bench.workload.attention_step import make_engine
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.exactness import relative_error, squared_norms
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.trainer import Trainer
+from sp_bench.workload.trainer import Trainer, group_on
 
 if TYPE_CHECKING:
     from sp_bench.workload.train import Train
@@ -50,25 +50,26 @@ def gate(workload: Train, context: RankContext) -> GateErrors:
     problem, model = workload.problem, workload.model.small()
     tokens, more = divmod(problem.seqlen, problem.n)
     small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more)
-    trainer = Trainer(model, small, workload.training, workload.seed, context.rank, context.device)
+    group = group_on(context.device) if problem.n > 1 else None
+    given = model, small, workload.training, workload.seed, context.rank, context.device, group
+    trainer = Trainer(*given, sharded=workload.sharded)
     engine = make_engine(workload, small, context)
     batch = trainer.batch(0)
     trainer.loss(trainer.hidden(batch, engine), batch).backward()
     engine.close()
     context.alive()
-    group = dist.group.WORLD if problem.n > 1 else None
-    if group is not None:
-        summed = trainer.summed.cpu()
-        dist.all_reduce(summed)
-        trainer.summed.copy_(summed)
+    trainer.states.synchronize()
     context.alive()
-    return compared(trainer, whole(workload, small, context))
+    errors = compared(trainer, whole(workload, small, context))
+    if group is not None and group is not dist.group.WORLD:
+        dist.destroy_process_group(group)
+    return errors
 
 
 def whole(workload: Train, problem: Problem, context: RankContext) -> Trainer:
     """The same model on one process, in fp64 and with exact attention, after its backward."""
     alone = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
-    trainer = Trainer(workload.model.small(), alone, workload.training, workload.seed, 0, context.device)
+    trainer = Trainer(workload.model.small(), alone, workload.training, workload.seed, 0, context.device, None)
     batch = trainer.batch(0)
     trainer.loss(trainer.hidden(batch, ExactAttention(alone.mask)), batch).backward()
     return trainer
@@ -78,12 +79,10 @@ def compared(found: Trainer, wanted: Trainer) -> GateErrors:
     """Relative L2 errors of the loss, of all gradients together, and of the gradient of each parameter."""
     loss = abs(found.global_loss / wanted.global_loss - 1)
     names = [name for name, _ in found.network.named_parameters()]
-    each = {}
-    for name, mine, exact_one in zip(names, found.parameters, wanted.parameters, strict=True):
-        assert mine.grad is not None
-        assert exact_one.grad is not None
-        squares = squared_norms(mine.grad, exact_one.grad)
-        each[f"gradient of {name}"] = float(relative_error(squares, mine.numel()))
-    all_of_them = squared_norms(found.summed[:-1], wanted.summed[:-1])
-    overall = {"loss": loss, "gradient": float(relative_error(all_of_them, found.summed.numel() - 1))}
+    each, squares, elements = {}, [], 0
+    for name, mine, exact_one in zip(names, found.states.gradients(), wanted.states.gradients(), strict=True):
+        squares.append(squared_norms(mine, exact_one))
+        elements += mine.numel()
+        each[f"gradient of {name}"] = float(relative_error(squares[-1], mine.numel()))
+    overall = {"loss": loss, "gradient": float(relative_error(torch.stack(squares).sum(0), elements))}
     return GateErrors(overall=overall, worst_head=each, factor=COMPOUNDED)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.plan.method import PHASES
@@ -20,8 +19,10 @@ from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares
 from sp_bench.workload.attention_step import make_engine, parts_of
 from sp_bench.workload.base import RankContext
+from sp_bench.workload.collectives import Call
+from sp_bench.workload.states import States
 from sp_bench.workload.train import UPDATE
-from sp_bench.workload.trainer import Batch, Trainer
+from sp_bench.workload.trainer import Batch, Trainer, group_on
 
 if TYPE_CHECKING:
     from sp_bench.workload.train import Train
@@ -62,11 +63,15 @@ class TrainStep:
         """Make model, optimizer and engine. All ranks must call it."""
         self._workload, self._clock = workload, clock_of(context.device)
         problem, model = workload.problem, workload.model
-        self._trainer = Trainer(model, problem, workload.training, workload.seed, context.rank, context.device)
+        group = group_on(context.device) if problem.n > 1 else None
+        given = model, problem, workload.training, workload.seed, context.rank, context.device, group
+        self._trainer = Trainer(*given, sharded=workload.sharded)
+        self._states = self._trainer.states
+        self._collectives = self._states.collectives
+        self._calls: dict[str, list[Call]] = {}
         engine = make_engine(workload, problem, context)
         assert isinstance(engine, Engine)
         self._attention = MarkedEngine(engine, self._clock)
-        self._group = _group(context.device) if problem.n > 1 else None
         self._sent: Counter[tuple[str, ...]] = Counter()
         self._marks: dict[str, list[tuple[Any, Any]]] = {}
         self._found: dict[str, dict[str, float]] = {}
@@ -99,8 +104,9 @@ class TrainStep:
 
     @property
     def sent_bytes(self) -> Counter[tuple[str, ...]]:
-        """Bytes sent so far by the attention, and to sum gradients."""
-        return self._attention.engine.transport.sent_bytes + self._sent
+        """Bytes sent so far by the attention, to gather parameters and to sum gradients."""
+        sharded = self._collectives.sent if self._collectives else Counter()
+        return self._attention.engine.transport.sent_bytes + self._sent + sharded
 
     def untimed(self) -> None:
         """Make the next batch."""
@@ -110,6 +116,8 @@ class TrainStep:
         """Execute a phase. Without transfers the optimizer gets no gradients, so that parameters stay equal."""
         self._attention.action, self._attention.live = action, LiveBytes() if live else None
         self._attention.marks, self._attention.readings, self._marks = [], [], {}
+        if self._collectives:
+            self._collectives.begin(executed=action is not Action.COMPUTE)
         if action is Action.COMMUNICATION:
             self._communicate(phase)
         elif phase == "forward":
@@ -120,6 +128,11 @@ class TrainStep:
             self._loss = None
         else:
             self._update(action)
+        if self._collectives:
+            self._calls.setdefault(phase, self._collectives.calls)
+            # On a GPU they run beside the rest, on streams of their own: what they cost isn't known.
+            if self._trainer.device.type == "cpu":
+                self._marks.setdefault("gradient_sync", []).extend(self._collectives.marks)
         self._pending = self._reading(phase)
         if live and self._attention.live:
             self._attention_bytes = max(self._attention_bytes, self._attention.live.peak)
@@ -136,15 +149,15 @@ class TrainStep:
 
     def finite(self) -> bool:
         """Whether all parameters are finite."""
-        return all(bool(p.isfinite().all()) for p in self._trainer.parameters)
+        return all(bool(self._states.local(p).isfinite().all()) for p in self._states.parameters)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
         self._attention.engine.close()
 
     def _forward(self, *, measured: bool) -> None:
-        self._trainer.forget()
-        kept = _Kept(self._trainer.parameters)
+        self._states.forget()
+        kept = _Kept(self._trainer.network, self._states)
         with kept.watch() if measured else nullcontext():
             hidden = self._trainer.hidden(self._batch, self._attention)
             start = self._clock.mark()
@@ -159,7 +172,7 @@ class TrainStep:
         if everything:
             self._synchronize()
         else:
-            self._trainer.forget()
+            self._states.forget()
         between = self._clock.mark()
         rate = self._workload.training.learning_rate if everything else 0.0
         for group in self._trainer.optimizer.param_groups:
@@ -171,7 +184,7 @@ class TrainStep:
             self._number += 1
 
     def _synchronize(self) -> None:
-        self._trainer.synchronize(self._group)
+        self._states.synchronize()
         self._sent.update(self._workload.sent_otherwise(UPDATE))
 
     def _communicate(self, phase: str) -> None:
@@ -179,6 +192,8 @@ class TrainStep:
         if phase == UPDATE:
             self._synchronize()
             return
+        if self._collectives:
+            self._collectives.again(self._calls[phase])
         (q, k, v, dout), saved = self._arbitrary()
         for name, times in self._workload.times_executed(phase).items():
             for _ in range(times):
@@ -216,27 +231,20 @@ class TrainStep:
 class _Kept:
     """Counts the bytes that autograd keeps for the backward, parameters aside; tensors of one storage count once."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._not = {p.untyped_storage().data_ptr() for p in parameters}
-        self._storages: dict[int, int] = {}
+    def __init__(self, network: torch.nn.Module, states: States) -> None:
+        self._network, self._states, self._storages = network, states, dict[int, int]()
 
     @property
     def bytes(self) -> int:
-        return sum(size for pointer, size in self._storages.items() if pointer not in self._not)
+        return sum(self._storages.values())
 
     def watch(self) -> torch.autograd.graph.saved_tensors_hooks:
         def see(x: Tensor) -> Tensor:
             storage = x.untyped_storage()
-            self._storages[storage.data_ptr()] = storage.nbytes()
+            # Gathered parameters come and go, and their memory is another's afterwards.
+            held = {self._states.local(p).untyped_storage().data_ptr() for p in self._network.parameters()}
+            if storage.data_ptr() not in held:
+                self._storages[storage.data_ptr()] = storage.nbytes()
             return x
 
         return torch.autograd.graph.saved_tensors_hooks(see, lambda x: x)
-
-
-def _group(device: torch.device) -> dist.ProcessGroup | None:
-    """The group that sums gradients. All ranks must call it."""
-    if device.type == "cpu":
-        return dist.group.WORLD
-    group = dist.new_group(backend="nccl")
-    assert isinstance(group, dist.ProcessGroup)
-    return group

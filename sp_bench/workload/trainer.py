@@ -10,15 +10,15 @@ from torch import Tensor
 
 from sp_bench.plan.problem import Problem
 from sp_bench.run.attention import Differentiable, attend
+from sp_bench.run.devices import clock_of
 from sp_bench.run.sharding import positions
 from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens, squared_error
 from sp_bench.workload.model import Model
+from sp_bench.workload.states import Replicated, States
 from sp_bench.workload.tasks import noisy, tokens
 from sp_bench.workload.train import Training
 from sp_bench.workload.transformer import Transformer
 
-BUCKET_BYTES = 64 * 2**20
-"""Gradients are summed in messages of at most so many bytes."""
 BETAS, EPSILON, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
@@ -38,22 +38,32 @@ class Trainer:
     """Model, optimizer and data of one rank."""
 
     def __init__(
-        self, model: Model, problem: Problem, training: Training, seed: int, rank: int, device: torch.device
+        self,
+        model: Model,
+        problem: Problem,
+        training: Training,
+        seed: int,
+        rank: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        *,
+        sharded: bool = False,
     ) -> None:
-        """Make the same parameters on every rank. `problem.layout` says which tokens are this `rank`'s."""
+        """Make the same parameters on every rank of the group, or a shard of them; None for one rank.
+
+        `problem.layout` says which tokens are this `rank`'s. All ranks must call it.
+        """
         self.model, self.problem, self.training, self.seed = model, problem, training, seed
         self.rank, self.device = rank, device
-        self.network = Transformer(model, problem, seed).to(device)
-        self.parameters = list(self.network.parameters())
-        kind = self.parameters[0].dtype
-        # Gradients are views of one buffer, which is summed as it is. The loss is its last element.
-        self.summed = torch.zeros(sum(p.numel() for p in self.parameters) + 1, dtype=kind, device=device)
-        first = 0
-        for parameter in self.parameters:
-            parameter.grad = self.summed[first : first + parameter.numel()].view_as(parameter)
-            first += parameter.numel()
+        self.network = Transformer(model, problem, seed)
+        if sharded and group is not None:
+            from sp_bench.workload.sharded import Sharded  # FSDP takes a second to import
+
+            self.states: States = Sharded(self.network, group, device, clock_of(device))
+        else:
+            self.states = Replicated(self.network.to(device), group)
         self.optimizer = torch.optim.AdamW(
-            self.parameters, training.learning_rate, BETAS, EPSILON, weight_decay=WEIGHT_DECAY
+            self.states.parameters, training.learning_rate, BETAS, EPSILON, weight_decay=WEIGHT_DECAY
         )
         lengths = getattr(problem.mask, "lengths", None) if problem.mask.name == "document" else None
         self._lengths = lengths
@@ -66,8 +76,7 @@ class Trainer:
         shape = self.problem.batch, self.problem.seqlen
         if self.model.modulated:
             noised, noise, times = noisy(self.model.outputs, *shape, generator)
-            wide = self.summed.dtype
-            mine, wanted = (x[:, self._mine].to(self.device, wide) for x in (noised, noise))
+            mine, wanted = (x[:, self._mine].to(self.device, self.network.wide) for x in (noised, noise))
             return Batch(mine, wanted, noise.numel(), times.to(self.device))
         whole = tokens(self.training.task, self.model.outputs, *shape, generator)
         labels = next_tokens(whole, self._lengths)
@@ -91,47 +100,32 @@ class Trainer:
             loss = squared_error(hidden_BSM, head, batch.wanted, batch.count)
         else:
             loss = cross_entropy(hidden_BSM, head, batch.wanted, batch.count, self.training.loss_chunk)
-        self.summed[-1] = loss.detach()
+        self.states.loss.copy_(loss.detach())
         return loss
 
-    def synchronize(self, group: dist.ProcessGroup | None) -> None:
-        """Sum gradients and loss over the group. All ranks must call it."""
-        if self.problem.n > 1:
-            for bucket in self.summed.split(BUCKET_BYTES // self.summed.element_size()):
-                dist.all_reduce(bucket, group=group)
-
     def update(self) -> None:
-        """Clip the gradients by their norm, which is that of the whole model, and step the optimizer."""
-        gradients = self.summed[:-1]
-        gradients.mul_((CLIP / gradients.norm()).clamp(max=1.0).nan_to_num(1.0))
+        """Clip the gradients by their norm, and step the optimizer."""
+        self.states.clip(CLIP)
         self.optimizer.step()
 
     @property
     def global_loss(self) -> float:
         """The loss of the last batch, once it is summed."""
-        return float(self.summed[-1])
+        return float(self.states.loss)
 
-    def forget(self) -> None:
-        """Begin new gradients."""
-        self.summed.zero_()
-
-    def step(self, number: int, attention: Differentiable, group: dist.ProcessGroup | None) -> float:
+    def step(self, number: int, attention: Differentiable) -> float:
         """Train on batch `number`; return its loss. All ranks must call it."""
-        self.forget()
+        self.states.forget()
         batch = self.batch(number)
         self.loss(self.hidden(batch, attention), batch).backward()
-        self.synchronize(group)
+        self.states.synchronize()
         self.update()
         return self.global_loss
 
     def bytes_held(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and the optimizer's state."""
+        """Bytes by kind: parameters, gradients, gathered, optimizer."""
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        return {
-            "parameters": sum(p.nbytes for p in self.parameters),
-            "gradients": self.summed.nbytes,
-            "optimizer": sum(x.nbytes for x in moments),
-        }
+        return {**self.states.bytes_held(), "optimizer": sum(self.states.local(x).nbytes for x in moments)}
 
 
 def _inside(positions_S: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
@@ -140,3 +134,12 @@ def _inside(positions_S: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
         return positions_S
     ends = torch.tensor(lengths).cumsum(0)
     return positions_S - (ends - torch.tensor(lengths))[torch.searchsorted(ends, positions_S, right=True)]
+
+
+def group_on(device: torch.device) -> dist.ProcessGroup | None:
+    """A group of all ranks that sums gradients: gloo's on CPUs, a new one of NCCL. All ranks must call it."""
+    if device.type == "cpu":
+        return dist.group.WORLD
+    group = dist.new_group(backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

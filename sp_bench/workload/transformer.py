@@ -1,7 +1,7 @@
 """A transformer in plain torch whose attention is injected, so that any method computes it.
 
 Shapes: B batch, S the rank's tokens, M width, H heads, D head_dim, F ffn. Parameters are fp32 (fp64 if the compute
-dtype is) and are cast where they are used.
+dtype is) and are cast where they are used. Sharded ones are gathered in the compute dtype (sharded.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x), scaled; computed in fp32 at least."""
+    """x / rms(x), scaled; computed in fp32 at least, whatever dtype the weight has been gathered in."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+        self.weight, self.wide = nn.Parameter(torch.ones(width, dtype=dtype)), dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, EPSILON).to(x.dtype)
+        return F.rms_norm(x.to(self.wide), self.weight.shape, self.weight.to(self.wide), EPSILON).to(x.dtype)
 
 
 def rotary(positions_S: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
@@ -79,6 +79,21 @@ class Layer(nn.Module):
             self.modulation = Linear(model.width, 6 * model.width, dtype=dtype)
         else:
             self.norms = nn.ModuleList(RMSNorm(model.width, dtype) for _ in range(2))
+
+    def forward(
+        self, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None, attend: Attend, recompute: Recompute
+    ) -> Tensor:
+        """The layer's output, (B, S, M). It keeps for the backward what `recompute` leaves."""
+
+        def whole(x_BSM: Tensor) -> Tensor:
+            return self.rest(x_BSM, attend(*self.heads(x_BSM, rotary_2S1D, time_BM)), time_BM)
+
+        if recompute == "none":
+            return whole(x_BSM)
+        if recompute == "full":
+            return _again(whole, x_BSM)
+        q, k, v = _again(self.heads, x_BSM, rotary_2S1D, time_BM)
+        return _again(self.rest, x_BSM, attend(q, k, v), time_BM)
 
     def heads(self, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, (B, S, heads, D) each, with positions."""
@@ -118,7 +133,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.model, self.problem = model, problem
         self.compute_dtype = getattr(torch, problem.dtype)
-        dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
+        self.wide = dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if model.modulated:
             self.embed = Linear(model.outputs, model.width, bias=False, dtype=dtype)
             self.time = nn.ModuleList(Linear(model.width, model.width, dtype=dtype) for _ in range(2))
@@ -152,11 +167,9 @@ class Transformer(nn.Module):
         """The hidden states before the head, (B, S, M), of tokens (B, S) or patches (B, S, channels)."""
         found = self.embed(inputs if times_B is None else inputs.to(self.compute_dtype))
         x_BSM, time_BM = found.to(self.compute_dtype), None if times_B is None else self._time(times_B)
-        wide = self.head.weight.dtype
-        rotary_2S1D = rotary(positions_S, self.problem.head_dim, self.model.rope_theta, wide)
+        rotary_2S1D = rotary(positions_S, self.problem.head_dim, self.model.rope_theta, self.wide)
         for layer in self.layers:
-            assert isinstance(layer, Layer)
-            x_BSM = _through(layer, x_BSM, rotary_2S1D, time_BM, attend, recompute)
+            x_BSM = layer(x_BSM, rotary_2S1D, time_BM, attend, recompute)
         if time_BM is None:
             return self.norm(x_BSM)
         shift, scale = self.modulation(F.silu(time_BM))[:, None].chunk(2, dim=-1)
@@ -170,22 +183,6 @@ class Transformer(nn.Module):
         waves_BM = F.pad(torch.cat((angles.cos(), angles.sin()), dim=-1), (0, self.model.width % 2))
         first, second = self.time
         return second(F.silu(first(waves_BM.to(self.compute_dtype))))
-
-
-def _through(
-    layer: Layer, x_BSM: Tensor, rotary_2S1D: Tensor, time_BM: Tensor | None, attend: Attend, recompute: Recompute
-) -> Tensor:
-    """One layer, keeping for the backward what `recompute` leaves."""
-
-    def whole(x_BSM: Tensor) -> Tensor:
-        return layer.rest(x_BSM, attend(*layer.heads(x_BSM, rotary_2S1D, time_BM)), time_BM)
-
-    if recompute == "none":
-        return whole(x_BSM)
-    if recompute == "full":
-        return _again(whole, x_BSM)
-    q, k, v = _again(layer.heads, x_BSM, rotary_2S1D, time_BM)
-    return _again(layer.rest, x_BSM, attend(q, k, v), time_BM)
 
 
 def _again(function: Callable[..., Any], *arguments: Tensor | None) -> Any:

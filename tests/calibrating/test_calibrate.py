@@ -218,6 +218,8 @@ class OneGpu:
     def costs(self, setting: Setting) -> Costs:
         costs = Costs(kernel="cudnn", launch_s=[5e-6] * 3, fold_bytes=2000, fold_s=[6e-6] * 3)
         costs.copy_bytes, costs.copy_s = 3000, [6e-6] * 3
+        costs.product_shape, costs.products_s = (8192, 4096, 8192), {dtype: [1e-3] * 3 for dtype in setting.dtypes}
+        costs.layers_s = {(phase, n): [n * 1e-6] * 3 for phase in PHASES for n in setting.sizes}
         for dtype, phase in itertools.product(setting.dtypes, PHASES):
             for q, kv in itertools.product(setting.sizes, repeat=2):
                 costs.blocks_s[dtype, f"{phase}_full", q, kv] = [1e-3 * q * kv / 512**2] * 3

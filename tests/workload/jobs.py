@@ -25,33 +25,34 @@ def context_of(group: dist.ProcessGroup | None, rank: int) -> RankContext:
     return RankContext(rank, CPU, lambda plans, _: transport_for(group, CPU, plans), alive=lambda: None)
 
 
-def trainer_of(workload: Train, rank: int) -> Trainer:
-    return Trainer(workload.model, workload.problem, workload.training, workload.seed, rank, CPU)
+def trainer_of(workload: Train, rank: int, group: dist.ProcessGroup | None = None) -> Trainer:
+    given = workload.model, workload.problem, workload.training, workload.seed, rank, CPU, group
+    return Trainer(*given, sharded=workload.sharded)
 
 
 def alone(workload: Train) -> Train:
     """The same on one process in fp64."""
     problem = workload.problem
     whole = replace(problem, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"], head_slices=1)
-    return replace(workload, problem=whole, plans={})
+    return replace(workload, problem=whole, plans={}, sharded=False)
 
 
-def _prepared(workloads: Sequence[Train]) -> Iterator[tuple[Train, Trainer, Engine | PeerEngine, dist.ProcessGroup]]:
-    """Each workload that this rank takes part in, with its trainer, engine and group."""
+def _prepared(workloads: Sequence[Train]) -> Iterator[tuple[Train, Trainer, Engine | PeerEngine]]:
+    """Each workload that this rank takes part in, with its trainer and engine."""
     for workload in workloads:
         if group := group_of(workload.problem.n, workload.problem):
             engine = make_engine(workload, workload.problem, context_of(group, dist.get_rank()))
-            yield workload, trainer_of(workload, dist.get_rank()), engine, group
+            yield workload, trainer_of(workload, dist.get_rank(), group), engine
 
 
 def gradient_errors(workloads: Sequence[Train]) -> list[dict[str, float]]:
     """For each: the relative error of each parameter's gradient, and of the loss, against one process in fp64."""
     found = []
-    for workload, trainer, engine, group in _prepared(workloads):
+    for workload, trainer, engine in _prepared(workloads):
         batch = trainer.batch(0)
         trainer.loss(trainer.hidden(batch, engine), batch).backward()
         engine.close()
-        trainer.synchronize(group)
+        trainer.states.synchronize()
         one = trainer_of(alone(workload), 0)
         whole = one.batch(0)
         one.loss(one.hidden(whole, ExactAttention(one.problem.mask)), whole).backward()
@@ -63,7 +64,7 @@ def gradient_errors(workloads: Sequence[Train]) -> list[dict[str, float]]:
 def losses(workloads: Sequence[Train], steps: int) -> list[list[float]]:
     """For each: the loss at each step of training."""
     found = []
-    for _, trainer, engine, group in _prepared(workloads):
-        found.append([trainer.step(number, engine, group) for number in range(steps)])
+    for _, trainer, engine in _prepared(workloads):
+        found.append([trainer.step(number, engine) for number in range(steps)])
         engine.close()
     return found

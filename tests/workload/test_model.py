@@ -12,6 +12,8 @@ from sp_bench.workload.tasks import tokens
 from sp_bench.workload.transformer import Transformer
 from tests.workload.requests import point
 
+SIMULATED = ("gpus=2", "method=ring", "cluster=h100_ndr400", "dtype=bfloat16")
+"""On GPUs, as models of billions of parameters may not fit this machine."""
 MODELS = [name for name in conf_files("model") if name != NONE]
 
 
@@ -28,13 +30,13 @@ def test_parameters_are_those_of_the_module(name: str) -> None:
 )
 def test_published_sizes(name: str, billions: float) -> None:
     """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper)."""
-    workload = point(f"model={name}", "gpus=2", "method=ring").workload
+    workload = point(f"model={name}", *SIMULATED).workload
     assert workload.model.parameters(workload.problem) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_flops_are_six_times_parameters_and_tokens() -> None:
     """Of the matrices; the attention's stand beside them."""
-    workload = point("model=llama_7b", "gpus=2", "method=ring", "seqlen=1k", "mask=causal").workload
+    workload = point("model=llama_7b", *SIMULATED, "seqlen=1k", "mask=causal").workload
     problem, model = workload.problem, workload.model
     matrices = model.parameters(problem) - model.vocab * model.width - (2 * model.layers + 1) * model.width
     attention = 3.5 * 2 * 1024**2 * problem.heads * problem.head_dim * model.layers

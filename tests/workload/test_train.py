@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from sp_bench.errors import RequestError
-from sp_bench.workload.costs import costs_of
 from tests.support.ranks import Ranks
 from tests.workload import jobs
 from tests.workload.requests import METHODS, point, training
@@ -25,6 +24,9 @@ OTHERS = (
     "method=mesh method.layout=contiguous mask=window window=[9,0]",
     "method=ring model=tiny_dit batch=2",
     "method=ulysses model=tiny_dit train.recompute=full",
+    "method=mesh train.parameters=sharded",
+    "method=zigzag train.parameters=sharded train.recompute=none model.ffn=70",
+    "method=ring train.parameters=sharded train.recompute=full model=tiny_dit batch=2",
 )
 """What is not the same for all methods, with one of them."""
 
@@ -49,7 +51,8 @@ def test_gradients_of_other_models_masks_lengths_and_recomputations(ranks: Ranks
 def curves(ranks: Ranks, steps: int, methods: tuple[str, ...], *overrides: str) -> None:
     """Losses on 4 ranks are those of one process."""
     asked = ("dtype=float32", *overrides)
-    one = np.array(ranks.run(jobs.losses, [training("gpus=1", "method=reference", *asked)], steps)[0][0])
+    alone = training("gpus=1", "method=reference", *asked)
+    one = np.array(ranks.run(jobs.losses, [alone], steps)[0][0])
     assert steps < 100 or one[-5:].mean() < one[:5].mean() - 0.5, "it learns"
     found = ranks.run(jobs.losses, [training("gpus=4", f"method={name}", *asked) for name in methods], steps)[0]
     for name, curve in zip(methods, found, strict=True):
@@ -59,6 +62,10 @@ def curves(ranks: Ranks, steps: int, methods: tuple[str, ...], *overrides: str) 
 
 def test_loss_curves_of_every_method_begin_alike(ranks: Ranks) -> None:
     curves(ranks, 5, METHODS)
+
+
+def test_loss_curves_with_sharded_parameters_begin_alike(ranks: Ranks) -> None:
+    curves(ranks, 5, ("mesh", "zigzag"), "train.parameters=sharded")
 
 
 @pytest.mark.exhaustive
@@ -94,7 +101,6 @@ def test_another_seed_is_another_curve(ranks: Ranks) -> None:
         ("model.layers=0", "model.layers=0: must be a whole number of at least 1"),
         ("gpus=3 method=ulysses", "heads=4"),
         ("head_dim=15", "head_dim=15: RoPE turns pairs of elements"),
-        ("train.parameters=sharded", "train.parameters=sharded: is simulated only"),
         ("mode=alone device=cpu", "mode=alone: executes attention, not workload=train"),
     ],
 )
@@ -121,10 +127,26 @@ def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     held = ("parameters", "gradients", "optimizer", "activations", "attention")
     assert record.peak_mem_bytes_max == sum(getattr(record, f"{name}_bytes") for name in held)
     assert record.parameters_bytes == 4 * record.parameters
-    wanted = costs_of(request.workload, request.cluster.device).held_bytes()
+    wanted = request.workload.held_bytes(request.cluster.device)
     assert record.activations_bytes == pytest.approx(wanted["activations"], rel=0.05)
     for kind in ("parameters", "gradients", "optimizer"):
         assert getattr(record, f"{kind}_bytes") == pytest.approx(wanted[kind], rel=0.01)
     assert len(record.losses) == 3 + 1, "the first step, which measures memory, and three iterations"
     assert record.err_loss < 1e-6
     assert record.err_gradient < 1e-6
+
+
+def test_sharded_points_count_what_fsdp_sends_and_hold(tmp_path) -> None:
+    from sp_bench.bench import run_points
+
+    common = ("gpus=4", "method=ring", "dtype=float32", "iters=1", "warmup=0", "seqlen=128", "model.ffn=70")
+    points = [point(*common, f"train.parameters={kind}") for kind in ("sharded", "replicated")]
+    sharded, whole = (run_points([p], folder=tmp_path, reuse=False)[0].record for p in points)
+    assert (sharded.status, sharded.sharded, whole.sharded) == ("ok", True, False), sharded.error
+    assert sharded.comm_bytes_per_gpu == sharded.comm_bytes_expected
+    np.testing.assert_allclose(sharded.losses, whole.losses, rtol=CURVE)
+    wanted = points[0].workload.held_bytes(points[0].cluster.device)
+    for kind in ("parameters", "gradients", "optimizer", "gathered"):
+        assert getattr(sharded, f"{kind}_bytes") == pytest.approx(wanted[kind], rel=0.02), kind
+    assert sharded.activations_bytes == pytest.approx(whole.activations_bytes, rel=0.02)
+    assert 0 < sharded.gradient_sync_ms < sharded.step_ms_median

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from sp_bench.calibrating.cluster_file import rounded, scaled
+from sp_bench.calibrating.cluster_file import rounded, scaled_device
 from sp_bench.calibrating.setting import Setting
 from sp_bench.labs.shaped.description import Hosts
 from sp_bench.labs.shaped.hosts import make
@@ -107,10 +107,12 @@ def with_hosts(
     )
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
     sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}
-    sources["rates"] += (
-        f"; then all divided by {crowding:.3f}, the factor by which a block takes longer than its share of the cores "
+    crowded = (
+        f"; then divided by {crowding:.3f}, the factor by which a block takes longer than its share of the cores "
         f"explains when {len(at)} ranks compute at once"
     )
+    for figure in ("rates", "matmul_tflops", "elementwise_bytes_per_s, layer_launch_s"):
+        sources[figure] += crowded
     values = {key: rounded(value) for figures in found for key, value in figures.values.items()}
     return {
         **kept,
@@ -118,8 +120,7 @@ def with_hosts(
         "hosts": structs.asdict(hosts.replace(**values)),
         "intra": config["intra"],
         "device": {
-            **config["device"],
-            "rates": {name: scaled(table, 1 / crowding) for name, table in config["device"]["rates"].items()},
+            **scaled_device(config["device"], 1 / crowding),
             "transfer_slowdown": 0.0,  # apart from the core time that transfers take
         },
         "sources": {**sources, **{key: source for figures in found for key, source in figures.sources.items()}},

@@ -1,0 +1,160 @@
+"""Training steps on shaped hosts, simulated and measured: `python -m benchmarks.training_hosts`.
+
+`model=tiny` is trained on hosts of this machine whose links are shaped, with eight methods on 4 and 8 ranks, two
+lengths and two link rates. The figures behind the simulation are a calibration's (`python -m sp_bench.calibrate`, with
+the model's heads), which knows neither these steps nor their methods: rates of attention blocks, of matrix products,
+of what is between them in a layer, and of messages. In turn with the points of a setting, its first one is timed
+without transfers, and simulated cores have the speed that it shows, which holds the machine's other load. What the
+calibration's own figures give stands beside it. Needs root.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.reports import RESULTS, about, known, records_folder
+from sp_bench import calibrate, records
+from sp_bench.bench import resolve
+from sp_bench.bench.training import simulate_training
+from sp_bench.calibrating.speed import cluster_at
+from sp_bench.cli.compose import Composer
+from sp_bench.machine import cores_here
+from sp_bench.markdown import of_rows
+from sp_bench.records import Record
+from sp_bench.validate.machine import pairs_in_order, validate
+
+METHODS = (
+    ("method=ring",), ("method=striped",), ("method=mesh",), ("method=tokenring",), ("method=pass_q",),
+    ("method=all_gather",), ("method=startrail", "method.team=2"), ("method=usp", "method.ulysses=2"),
+)  # fmt: skip
+GPUS, SEQLENS, RATES = (4, 8), ("2k", "4k"), (25e6, 12.5e6)
+COMMON = ("model=tiny", "dtype=float32", "iters=5", "warmup=1", "parts=false", "logger=none", "timeout_s=180")
+NAME, LINK = "tiny_hosts", "cluster.hosts.link_bytes_per_s"
+CALIBRATION = ("cluster=shaped", "heads=4", "kv_heads=2", "head_dim=16", f"ranks={max(GPUS)}", "repetitions=3")
+PARTS = ("attention", "dense", "loss", "gradient_sync", "optimizer")
+"""The parts of a step, as in records."""
+
+
+def points(folder: Path) -> list[Mapping[str, Any]]:
+    """The configs of all points, on the cluster whose file is in the folder."""
+    settings = itertools.product(GPUS, SEQLENS, RATES)
+    with Composer(folder) as composer:
+        return [
+            composer.compose(
+                [*COMMON, f"cluster={NAME}", *method, f"gpus={gpus}", f"seqlen={seqlen}", f"{LINK}={rate}"]
+            )
+            for gpus, seqlen, rate in settings
+            for method in METHODS
+        ]
+
+
+def simulated(measured: Record, speed: float) -> Record:
+    """The simulation of a measured point with cores of that speed."""
+    request = resolve({**known_config(measured), "mode": "simulate"})
+    return simulate_training(request, cluster_at(request, speed))
+
+
+def known_config(record: Record) -> Mapping[str, Any]:
+    """The config of a record, which every finished point has."""
+    assert record.config is not None
+    return record.config
+
+
+def errors(name: str, found: Sequence[float]) -> dict[str, str]:
+    """A row of absolute errors: the median, the 90th percentile, the largest."""
+    sizes = np.abs(found)
+    return {
+        "": name,
+        "median error": f"{np.median(sizes):.1%}",
+        "90th percentile": f"{np.percentile(sizes, 90):.1%}",
+        "largest": f"{sizes.max():.1%}",
+        "median of simulated / measured": f"{1 + np.median(found):.2f}",
+    }
+
+
+def by_part(pairs: Sequence[tuple[Record, Record]]) -> list[dict[str, str]]:
+    """A row for each part of the step: its share of the measured step, and the errors of its time."""
+    rows = []
+    for part in PARTS:
+        shares = [getattr(one, f"{part}_ms") / known(one.step_ms_median) for one, _ in pairs]
+        off = [getattr(other, f"{part}_ms") / getattr(one, f"{part}_ms") - 1 for one, other in pairs]
+        rows.append({"part": part.replace("_", " "), "of the step": f"{np.median(shares):.0%}", **errors("", off)})
+        del rows[-1][""]
+    return rows
+
+
+def row(point: Mapping[str, Any], measured: Record, other: Record) -> dict[str, str]:
+    """The row of a point."""
+    return {
+        "ranks": str(point["gpus"]),
+        "tokens": f"{point['seqlen']:,}",
+        "Mbit/s": f"{point['link_mbit_per_s']:.0f}",
+        "method": " ".join(filter(None, (measured.method, measured.variant))),
+        "measured, ms [95%]": f"{point['step_measured_ms']:.0f} [{point['low_ms']:.0f}, {point['high_ms']:.0f}]",
+        "simulated, ms": f"{point['step_simulated_ms']:.0f}",
+        "error": f"{point['step_error']:+.1%}",
+        "as calibrated": f"{point['step_error_as_calibrated']:+.1%}",
+        "tokens/s": f"{known(measured.tokens_per_s):,.0f}",
+        "attention": f"{known(measured.attention_ms):.0f}, {known(other.attention_ms):.0f}",
+        "products and the rest": f"{known(measured.dense_ms):.0f}, {known(other.dense_ms):.0f}",
+        "gradients": f"{known(measured.gradient_sync_ms):.0f}, {known(other.gradient_sync_ms):.0f}",
+    }
+
+
+def report(table: pd.DataFrame, folder: Path) -> str:
+    """The page of the points that were measured."""
+    done = table.dropna(subset=["step_error"]).to_dict("records")
+    measured = [records.read(folder / "records" / f"{point['measured_run_id']}.json") for point in done]
+    pairs = [(one, simulated(one, point["speed"] or 1)) for one, point in zip(measured, done, strict=True)]
+    steps = [errors("step", [point["step_error"] for point in done])]
+    steps += [errors(phase, [point[f"{phase}_error"] for point in done]) for phase in ("forward", "backward")]
+    steps.append(errors("step, with the calibration's figures alone", [p["step_error_as_calibrated"] for p in done]))
+    alike, compared, wrong = pairs_in_order(table)
+    failed = [point for point in table.to_dict("records") if point["status"] != "ok"]
+    speeds = [point["speed"] for point in done if point["speed"]]
+    lines = [f"- {point['method']} on {point['gpus']} ranks: {point['status']}: {point['why']}" for point in failed]
+    order = f"Ordered alike: {alike} of {compared} pairs of methods whose measured intervals don't overlap."
+    return (
+        f"""# Training steps on shaped hosts
+
+Made by `python -m benchmarks.training_hosts` on {cores_here()} cores ({records.machine()["cpu"]}).
+
+{about(__doc__)}
+
+{len(done)} points; cores were {min(speeds):.2f} to {max(speeds):.2f} times as fast as calibrated. {order}
+{"Not: " + ", ".join(wrong) + "." if wrong else ""}
+
+{of_rows(steps)}
+
+By part of the step:
+
+{of_rows(by_part(pairs))}
+
+Parts below are measured, simulated, in ms.
+
+{of_rows([row(point, *pair) for point, pair in zip(done, pairs, strict=True)])}
+
+{chr(10).join(lines)}
+""".rstrip()
+        + "\n"
+    )
+
+
+def main() -> None:
+    folder = records_folder(__doc__, "training_hosts")
+    file = folder / "cluster" / f"{NAME}.yaml"
+    if not file.exists() and calibrate.main([*CALIBRATION, f"out={file}"]):
+        raise SystemExit(1)
+    text = report(validate(points(folder), folder), folder)
+    (RESULTS / "training_hosts.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

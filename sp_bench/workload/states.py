@@ -1,0 +1,106 @@
+"""Parameters and gradients that every rank has in whole, summed over the ranks by one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sp_bench.workload.collectives import Collectives
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients are summed in messages of at most so many bytes."""
+
+
+class States(Protocol):
+    """The parameters of a model and their gradients, as a rank holds them."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What the optimizer steps, in the network's order."""
+        ...
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, a scalar that is this rank's part until `synchronize`. Assign to it in place."""
+        ...
+
+    @property
+    def collectives(self) -> Collectives | None:
+        """What gathers parameters and reduces gradients within the phases; None if nothing does."""
+        ...
+
+    def local(self, x: Tensor) -> Tensor:
+        """What this rank has of a parameter, or of something of its shape."""
+        ...
+
+    def forget(self) -> None:
+        """Begin new gradients."""
+
+    def synchronize(self) -> None:
+        """Sum what is not summed yet over the ranks. All ranks must call it."""
+
+    def clip(self, most: float) -> None:
+        """Scale the gradients so that their norm, which is that of the whole model, is at most `most`."""
+
+    def gradients(self) -> list[Tensor]:
+        """The whole gradient of each parameter, once it is summed. All ranks must call it."""
+        ...
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes of parameters and gradients, and of parameters gathered at one time."""
+        ...
+
+
+class Replicated:
+    """All parameters on every rank. Gradients are views of one buffer whose last element is the loss."""
+
+    def __init__(self, network: nn.Module, group: dist.ProcessGroup | None) -> None:
+        """Make gradients for the parameters. `group` has the ranks that share the sequence; None for one rank."""
+        self.parameters, self._group = list(network.parameters()), group
+        first = self.parameters[0]
+        size = sum(p.numel() for p in self.parameters) + 1
+        self._summed = torch.zeros(size, dtype=first.dtype, device=first.device)
+        begin = 0
+        for parameter in self.parameters:
+            parameter.grad = self._summed[begin : begin + parameter.numel()].view_as(parameter)
+            begin += parameter.numel()
+
+    @property
+    def loss(self) -> Tensor:
+        """The last element of the buffer."""
+        return self._summed[-1]
+
+    @property
+    def collectives(self) -> None:
+        """None: gradients are summed in the update."""
+
+    def local(self, x: Tensor) -> Tensor:
+        """All of it."""
+        return x
+
+    def forget(self) -> None:
+        self._summed.zero_()
+
+    def synchronize(self) -> None:
+        if self._group is not None:
+            for bucket in self._summed.split(BUCKET_BYTES // self._summed.element_size()):
+                dist.all_reduce(bucket, group=self._group)
+
+    def clip(self, most: float) -> None:
+        gradients = self._summed[:-1]
+        gradients.mul_(clipping(gradients.norm(), most))
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def bytes_held(self) -> dict[str, int]:
+        return {"parameters": sum(p.nbytes for p in self.parameters), "gradients": self._summed.nbytes, "gathered": 0}
+
+
+def clipping(norm: Tensor, most: float) -> Tensor:
+    """The factor that makes a norm at most `most`; 1 where there is nothing to scale."""
+    return (most / norm).clamp(max=1.0).nan_to_num(1.0)
