@@ -53,7 +53,7 @@ def resolve_mode(
         return Mode(name="simulate", why="mode=simulate asks for it")
     if asked == "alone":
         return _alone(config["alone"], gpus, launch, device, settings, of_a_peer=of_a_peer)
-    obstacle = _without_gpus(launch.ranks_here if launch else gpus, cluster, launch, of_a_peer)
+    obstacle = _without_gpus(launch.ranks_here if launch else gpus, cluster, launch)
     if device == "cuda" and obstacle:
         raise RequestError("device=cuda", obstacle, "device=cpu, or mode=simulate, would work")
     on_gpus = device != "cpu" and not obstacle
@@ -124,11 +124,9 @@ def nccl_settings(given: Any) -> dict[str, str]:
     return {name: str(value) for name, value in sorted(settings.items())}
 
 
-def _without_gpus(ranks_here: int, cluster: Cluster, launch: Launch | None, of_a_peer: bool) -> str:
+def _without_gpus(ranks_here: int, cluster: Cluster, launch: Launch | None) -> str:
     """Why a point's ranks can't have a GPU each; empty if they can, as far as this process knows."""
     here = gpus_here()
-    if of_a_peer:
-        return "peers run on CPUs only"
     if cluster.hosts:
         return f"the hosts of cluster={cluster.name} have CPUs only"
     # A launcher may show each process only one GPU.

@@ -192,9 +192,9 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     workload.refuse_run(mode.name)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     cluster = replace(cluster, transport_options=transport)
-    notes += peer.notes() if peer else []
+    notes += peer.notes(mode.devices.kind) if peer else []
     if peer:
-        peers.refuse_run(peer, mode=mode.name, kernel=kernel)
+        peers.refuse_run(peer, mode=mode.name, kernel=kernel, device=mode.devices.kind)
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)

@@ -160,6 +160,7 @@ class Package(Subject):
 
     def refuse(self, case: Case) -> None:
         peer = self.peer(case)
+        peer.refuse_device("cpu")
         refuse_pieces(peer.layout_of(case.whole_mask(), case.n), case)
         peer.refuse(case.problem(peer.layout_of(case.whole_mask(), case.n)))
 
@@ -168,11 +169,13 @@ class Package(Subject):
         return peer.dealt(case.problem(peer.layout_of(case.whole_mask(), case.n))).layout
 
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
+        import torch
+
         from sp_bench.run import sharding
 
         peer, layout, rank = self.peer(case), self.layout(case), group.rank()
         return Instance(
-            peer.attention(case.problem(layout), group if peer.takes_group else None),
+            peer.attention(case.problem(layout), torch.device("cpu"), group if peer.takes_group else None),
             lambda x: sharding.shard(x, layout, rank, case.n),
             lambda x: sharding.unshard(x, layout, group, case.n),
         )

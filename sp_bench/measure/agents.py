@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench.machine import oom_kills
-from sp_bench.measure.devices import CPUS, Devices, local_rank
+from sp_bench.measure.devices import CPUS, Devices, group_backend, local_rank
 from sp_bench.measure.launch import Launch, host_name, launched
 from sp_bench.measure.pool import (
     GRACE_S,
@@ -292,4 +292,4 @@ def _join_group(rank: int, n: int, address: str, request: StartRequest, driver: 
     store = TCPStore(address, port, n, is_master=not rank, timeout=timeout, wait_for_workers=False)
     if rank == 0:
         driver.send(store.port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timeout)
+    dist.init_process_group(group_backend(request.devices), store=store, rank=rank, world_size=n, timeout=timeout)

@@ -81,6 +81,14 @@ def set_up_device(devices: Devices, local_rank: int, group_timeout: timedelta) -
         torch.cuda.set_device(_Process.index)
 
 
+def group_backend(devices: Devices) -> str:
+    """The backend of the ranks' default group: gloo for the suite's own messages, beside NCCL for peers' on GPUs."""
+    import torch
+
+    own_gpus = devices.kind == "cuda" and not devices.shared
+    return "cpu:gloo,cuda:nccl" if own_gpus and torch.cuda.is_available() else "gloo"
+
+
 def device_here() -> torch.device:
     """This rank's device. Raises RequestError if it has none."""
     import torch

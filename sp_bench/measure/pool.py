@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sp_bench.machine import oom_kills
-from sp_bench.measure.devices import CPUS, Devices, set_up_device
+from sp_bench.measure.devices import CPUS, Devices, group_backend, set_up_device
 from sp_bench.measure.termination import deferred
 from sp_bench.measure.thread_dump import ThreadDump, dump, dumping
 from sp_bench.run.home import Home, move_to
@@ -251,7 +251,7 @@ def _run_rank(
         timeout = prepare_to_join(devices, rank, timeout_s)
         store = f"file://{folder}/store"
         try:
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n, timeout=timeout)
+            dist.init_process_group(group_backend(devices), init_method=store, rank=rank, world_size=n, timeout=timeout)
         except Exception:
             time.sleep(GRACE_S)  # a pool that closes ends its ranks one by one, and the others fail here meanwhile
             raise

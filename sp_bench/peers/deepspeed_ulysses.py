@@ -16,6 +16,7 @@ from sp_bench.peers.peer import Peer, refuse_uneven_heads
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from sp_bench.peers.peer import Attention
@@ -39,11 +40,11 @@ class DeepSpeedUlysses(Peer):
         super().refuse(problem)
         refuse_uneven_heads(self, problem, problem.n)
 
-    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+    def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
         from sp_bench.peers import stand_in
 
         stand_in.install()
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
         import deepspeed  # pyright: ignore[reportMissingImports]
         import torch.distributed as dist
         from deepspeed.sequence.layer import DistributedAttention  # pyright: ignore[reportMissingImports]
@@ -51,7 +52,7 @@ class DeepSpeedUlysses(Peer):
 
         # Without this DeepSpeed looks which C++ extensions it can compile here, and compiles one. None is used.
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore
-        deepspeed.init_distributed(dist_backend="gloo")
+        deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
         ranks: Any = group or dist.group.WORLD  # the package declares its own class of groups
         attention = DistributedAttention(flash_attn_func, ranks, HEADS_DIM, TOKENS_DIM)
         return lambda q, k, v: attention(q, k, v, BATCH_DIM, causal=self.causal)

@@ -18,6 +18,8 @@ from sp_bench.run.attention import Saved
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class Sent:
@@ -32,15 +34,15 @@ class Sent:
 class PeerEngine:
     """A peer on the ranks of the default group. It only runs as a whole, not its blocks or transfers alone."""
 
-    def __init__(self, peer: Peer, problem: Problem, phases: Sequence[str]) -> None:
+    def __init__(self, peer: Peer, problem: Problem, phases: Sequence[str], device: torch.device = CPU) -> None:
         """Run the peer once on zeros, to count bytes and to compile. `problem` has its layout. All ranks must call it.
 
         Raises RequestError if a user's function doesn't exist, or returns no attention.
         """
         warnings.filterwarnings("ignore", category=FutureWarning)  # from torch, about calls in the packages
         self.phases, self.problem = tuple(phases), problem
-        self.kernel_name, self.transport = peer.kernel_name, Sent()
-        self._peer, self._attention = peer, peer.attention(problem)
+        self.kernel_name, self.transport, self._device = peer.kernel_on(device.type), Sent(), device
+        self._peer, self._attention = peer, peer.attention(problem, device)
         self._sent_bytes = {phase: Counter() for phase in phases}
         """Bytes sent in one execution; none until they have been counted."""
         self._sent_bytes = self._count()
@@ -86,7 +88,7 @@ class PeerEngine:
         """Bytes sent by phase and operation, the same each time; empty if some operations can't be counted."""
         problem, dtype = self.problem, getattr(torch, self.problem.dtype)
         q, k, v = (
-            torch.zeros(problem.batch, problem.local_seqlen, heads, problem.head_dim, dtype=dtype)
+            torch.zeros(problem.batch, problem.local_seqlen, heads, problem.head_dim, dtype=dtype, device=self._device)
             for heads in (problem.heads, problem.kv_heads, problem.kv_heads)
         )
         with Traffic() as forward:

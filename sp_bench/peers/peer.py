@@ -16,6 +16,7 @@ from sp_bench.plan.mask import CAUSAL, MASKS, Mask
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -38,6 +39,8 @@ class Peer(ABC):
     """The package's name for pip."""
     module: ClassVar[str]
     """The package's name for import."""
+    install: ClassVar[str] = 'pip install "sp-bench[peers]"'
+    """The command that installs it."""
     algorithms: ClassVar[tuple[str, ...]]
     """The package's algorithms. Auto is the first, unless a subclass overrides `preferred`."""
     takes_documents: ClassVar[bool] = False
@@ -111,7 +114,7 @@ class Peer(ABC):
         return True
 
     @abstractmethod
-    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+    def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
         """The package's attention function on the ranks of a group, the default group if None.
 
         Call it inside these ranks: it imports the package.
@@ -133,7 +136,21 @@ class Peer(ABC):
         """Raise RequestError if the package is not installed."""
         if importlib.util.find_spec(self.module) is None:
             rule = f"{self.distribution} is not installed"
-            raise RequestError(f"impl={self.name}", rule, 'pip install "sp-bench[peers]" would work')
+            raise RequestError(f"impl={self.name}", rule, f"{self.install} would work")
+
+    def refuse_device(self, device: str) -> None:
+        """Raise RequestError if its kernel can't compute on cpu or cuda: a stand-in has flash_attn's place on CPUs."""
+        there = importlib.util.find_spec("flash_attn")
+        itself = there is not None and there.name == "flash_attn"
+        if device == "cpu" and itself:
+            rule = "flash_attn is installed here, and takes no tensors of a CPU"
+            would_work = (
+                "device=cuda, or an environment without flash_attn, where a stand-in takes its place, would work"
+            )
+            raise RequestError(f"impl={self.impl}", rule, would_work)
+        if device == "cuda" and not itself:
+            rule = "flash_attn is not installed, and what stands in for it computes on CPUs"
+            raise RequestError(f"impl={self.impl}", rule, "pip install flash-attn, or device=cpu, would work")
 
     @property
     def version(self) -> str:
@@ -162,16 +179,14 @@ class Peer(ABC):
         """The value of the key `impl`."""
         return self.name
 
-    @property
-    def kernel_name(self) -> str:
-        """The kernel of its blocks: flash_attn if it is installed, otherwise that of its stand-in (stand_in.py)."""
-        there = importlib.util.find_spec("flash_attn")
-        return "flash_attn" if there and there.name == "flash_attn" else "aten_cpu"
+    def kernel_on(self, device: str) -> str:
+        """The kernel of its blocks on cpu or cuda: flash_attn, or on CPUs that of its stand-in (stand_in.py)."""
+        return "flash_attn" if device == "cuda" else "aten_cpu"
 
-    def notes(self) -> list[str]:
+    def notes(self, device: str) -> list[str]:
         """Remarks that a reader of the numbers must know."""
         package = f"{self.name} is {self.distribution} {self.version}"
-        if self.kernel_name == "aten_cpu":
+        if self.kernel_on(device) == "aten_cpu":
             return [f"{package}, with the CPU kernel of our own methods in flash_attn's place"]
         return [package]
 

@@ -10,6 +10,7 @@ from sp_bench.peers.deepspeed_ulysses import DeepSpeedUlysses
 from sp_bench.peers.peer import Peer
 from sp_bench.peers.ring_flash_attn import RingFlashAttn
 from sp_bench.peers.torch_context_parallel import TorchContextParallel
+from sp_bench.peers.transformer_engine import TransformerEngine
 from sp_bench.peers.user import User
 from sp_bench.peers.yunchang import Yunchang
 from sp_bench.plan.mask import Mask
@@ -18,7 +19,7 @@ METHOD = "peer"
 """The value of the key `method` that runs the peer which `impl` names."""
 
 PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (TorchContextParallel, RingFlashAttn, Yunchang, DeepSpeedUlysses)
+    peer.name: peer for peer in (TorchContextParallel, RingFlashAttn, Yunchang, DeepSpeedUlysses, TransformerEngine)
 }
 """Every package by its `impl` name. A new one is imported above and listed here."""
 
@@ -37,17 +38,11 @@ def build(impl: str | None, options: Mapping[str, Any], *, mask: Mask) -> Peer:
     return PEERS[impl].build(options, mask=mask)
 
 
-def refuse_run(peer: Peer, *, mode: str, kernel: str) -> None:
-    """Raise RequestError for a run that a peer can't do: a simulation, one with another kernel, or with flash_attn.
-
-    Peers run on CPUs, for which flash_attn has no kernels.
-    """
+def refuse_run(peer: Peer, *, mode: str, kernel: str, device: str) -> None:
+    """Raise RequestError for a run that a peer can't do: a simulation, one on that device, or with another kernel."""
     if mode == "simulate":
         rule = f"{peer.name} has no plan that could be simulated"
         raise RequestError(f"method={METHOD} mode=simulate", rule, "cluster=local would work, which measures")
-    if peer.kernel_name == "flash_attn":
-        rule = "flash_attn is installed here, and takes no tensors of a CPU"
-        would_work = "an environment without flash_attn would work, where a stand-in takes its place"
-        raise RequestError(f"impl={peer.impl}", rule, would_work)
+    peer.refuse_device(device)
     if kernel != "auto":
         raise RequestError(f"kernel={kernel}", f"{peer.name} has its own kernel", "kernel=auto would work")

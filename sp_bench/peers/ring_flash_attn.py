@@ -26,6 +26,7 @@ from sp_bench.plan.documents import Documents
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from sp_bench.peers.peer import Attention
@@ -82,15 +83,15 @@ class RingFlashAttn(Peer):
                 choices = f"a multiple of {unit}, or method.algorithm=llama3, would work"
                 raise RequestError(f"document {number} has length {length}", rule, choices)
 
-    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+    def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
         from sp_bench.peers import stand_in
 
         stand_in.install()
         _without_transformers()
         if self.algorithm == "llama3":
-            return _llama3(problem, self.causal, group)
+            return _llama3(problem, self.causal, device, group)
         if isinstance(problem.mask, Documents):
-            return _varlen(problem, problem.mask, group)
+            return _varlen(problem, problem.mask, device, group)
         match self.algorithm:
             case "zigzag":
                 from ring_flash_attn.zigzag_ring_flash_attn import (  # pyright: ignore[reportMissingImports]
@@ -107,7 +108,7 @@ class RingFlashAttn(Peer):
         return lambda q, k, v: function(q, k, v, causal=self.causal, group=group)
 
 
-def _varlen(problem: Problem, documents: Documents, group: ProcessGroup | None) -> Attention:
+def _varlen(problem: Problem, documents: Documents, device: torch.device, group: ProcessGroup | None) -> Attention:
     """The variable-length form of zigzag (causal) or ring (full): a rank has 1/n of each document."""
     import torch
 
@@ -119,12 +120,12 @@ def _varlen(problem: Problem, documents: Documents, group: ProcessGroup | None) 
         from ring_flash_attn.ring_flash_attn_varlen import (  # pyright: ignore[reportMissingImports]
             ring_flash_attn_varlen_func as function,
         )
-    ends = torch.tensor(documents.edges // problem.n, dtype=torch.int32)
+    ends = torch.tensor(documents.edges // problem.n, dtype=torch.int32, device=device)
     longest = max(documents.lengths) // problem.n
     return lambda q, k, v: function(q[0], k[0], v[0], ends, longest, causal=documents.causal, group=group)[None]
 
 
-def _llama3(problem: Problem, causal: bool, group: ProcessGroup | None) -> Attention:
+def _llama3(problem: Problem, causal: bool, device: torch.device, group: ProcessGroup | None) -> Attention:
     import torch
     import torch.distributed as dist
     from ring_flash_attn.llama3_flash_attn_varlen import (  # pyright: ignore[reportMissingImports]
@@ -133,7 +134,7 @@ def _llama3(problem: Problem, causal: bool, group: ProcessGroup | None) -> Atten
     )
 
     edges = problem.mask.edges if isinstance(problem.mask, Documents) else [0, problem.seqlen]
-    ends = torch.tensor(edges, dtype=torch.int32)
+    ends = torch.tensor(edges, dtype=torch.int32, device=device)
     q_ends, kv_ends, most_q, most_kv, kv = llama3_flash_attn_prepare_cu_seqlens(
         ends, causal, dist.get_rank(group), problem.n
     )

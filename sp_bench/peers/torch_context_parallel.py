@@ -1,8 +1,9 @@
 """PyTorch's context parallel attention: torch.distributed.tensor.experimental, `context_parallel`.
 
 Its ring attention is a private template that takes a block kernel. The public `context_parallel()` passes CUDA kernels
-only, so on a CPU we call the template with the CPU kernel of our own methods. Everything else is torch's: transfers of
-KV, merging, load balance, the backward. Its tensors are (B, H, S, D). Source:
+only. We call the template: on a GPU with the flash attention that `context_parallel()` passes (kernel aten_flash), on a
+CPU with the CPU kernel of our own methods. Everything else is torch's: transfers of KV, merging, load balance, the
+backward. Its tensors are (B, H, S, D). Source:
 https://github.com/pytorch/pytorch, torch/distributed/tensor/experimental/_context_parallel/_attention.py.
 
 Layout: zigzag if causal, otherwise contiguous, as its load balancer needs. Accumulates in fp32 whatever the dtype.
@@ -20,9 +21,14 @@ from sp_bench.peers.peer import Peer
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from sp_bench.peers.peer import Attention
+
+
+BLOCK_KERNELS = {"cpu": "aten_cpu", "cuda": "aten_flash"}
+"""The kernel of its blocks, by device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +53,17 @@ class TorchContextParallel(Peer):
             rule = f"torch {self.version} has no {self.module}"
             raise RequestError(f"impl={self.name}", rule, "torch>=2.10 would work")
 
-    @property
-    def kernel_name(self) -> str:
-        return "aten_cpu"
+    def kernel_on(self, device: str) -> str:
+        return BLOCK_KERNELS[device]
 
-    def notes(self) -> list[str]:
-        return [f"{self.name} is torch {self.version}'s private template, with the CPU kernel of our own methods"]
+    def refuse_device(self, device: str) -> None:
+        """Refuse nothing: torch has kernels for both."""
 
-    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+    def notes(self, device: str) -> list[str]:
+        kernel = "torch's own flash attention" if device == "cuda" else "the CPU kernel of our own methods"
+        return [f"{self.name} is torch {self.version}'s private template, with {kernel}"]
+
+    def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
         from sp_bench.peers.torch_ring import TorchRing, everyone
 
         ranks = group or everyone()

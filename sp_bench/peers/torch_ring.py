@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 
-from sp_bench.kernels import KERNELS
+from sp_bench.kernels import KERNELS, BlockKernel
+from sp_bench.peers.torch_context_parallel import BLOCK_KERNELS
 from sp_bench.plan.regions import RegionKind
 
 TOKENS_DIM = 2
-KERNEL = KERNELS["aten_cpu"]()
 
 
 class TorchRing(torch.autograd.Function):
@@ -63,15 +64,20 @@ def everyone() -> dist.ProcessGroup:
 
 def _forward_block(query: Tensor, key: Tensor, value: Tensor, **kwargs: object) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = KERNEL.forward(q, k, v, _mask(kwargs))
+    out, lse = _kernel(q.device.type).forward(q, k, v, _mask(kwargs))
     return out.transpose(1, 2), lse
 
 
 def _backward_block(query: Tensor, key: Tensor, value: Tensor, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
     dout, out, lse = (cast(Tensor, kwargs[name]) for name in ("grad_out", "out", "logsumexp"))
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, query, key, value, out))
-    dq, dk, dv = KERNEL.backward(dout, q, k, v, out, lse, _mask(kwargs))
+    dq, dk, dv = _kernel(q.device.type).backward(dout, q, k, v, out, lse, _mask(kwargs))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+@cache
+def _kernel(device: str) -> BlockKernel:
+    return KERNELS[BLOCK_KERNELS[device]]()
 
 
 def _mask(kwargs: dict[str, object]) -> RegionKind:

@@ -25,6 +25,7 @@ from sp_bench.plan.mask import Mask
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from sp_bench.peers.peer import Attention
@@ -66,17 +67,19 @@ class User(Peer):
     def impl(self) -> str:
         return self.function
 
-    @property
-    def kernel_name(self) -> str:
+    def kernel_on(self, device: str) -> str:
         return "its own"
+
+    def refuse_device(self, device: str) -> None:
+        """Refuse nothing: the function may take tensors of any device."""
 
     def variant(self, problem: Problem) -> str:
         return self.function
 
-    def notes(self) -> list[str]:
+    def notes(self, device: str) -> list[str]:
         return [f"{self.function} is the user's own code; the hash of its file is {self.version}"]
 
-    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+    def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
         import torch.distributed as dist
 
         module_name, _, name = self.function.partition(":")

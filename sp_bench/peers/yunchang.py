@@ -26,6 +26,7 @@ from sp_bench.peers.peer import (
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
     from sp_bench.peers.peer import Attention
@@ -84,7 +85,7 @@ class Yunchang(Peer):
         """LongContextAttention has its groups from a global of the package, which are of all ranks."""
         return self.algorithm == "ulysses"
 
-    def attention(self, problem: Problem, group: ProcessGroup | None = None) -> Attention:
+    def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
         from sp_bench.peers import stand_in
 
         stand_in.install()

@@ -126,7 +126,7 @@ def make_engine(
 ) -> Engine | GraphedEngine | PeerEngine:
     """The engine of the workload's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it."""
     if workload.peer:
-        return PeerEngine(workload.peer, problem, workload.executed(workload.phases))
+        return PeerEngine(workload.peer, problem, workload.executed(workload.phases), context.device)
     plans = plans or workload.plans
     kernel = choose(workload.kernel, context.device.type, problem.dtype, problem.head_dim)
     shares = share(kernel, plans, context.device, workload.sm_margin)

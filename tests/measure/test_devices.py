@@ -23,7 +23,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import make_console, print_points, print_sweep
 from sp_bench.errors import RequestError
 from sp_bench.measure import devices
-from sp_bench.measure.devices import CPUS, Devices, device_here, local_rank, set_up_device
+from sp_bench.measure.devices import CPUS, Devices, device_here, group_backend, local_rank, set_up_device
 from sp_bench.measure.launch import Launch
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.spec import RankResult
@@ -72,7 +72,6 @@ def test_torch_here_is_what_its_version_says() -> None:
     [
         ("device=cuda cluster=local gpus=4", "this machine has 2 GPUs, and its ranks need 4, one each; device=cpu, or"),
         ("device=cuda cluster=shaped gpus=2", "the hosts of cluster=shaped have CPUs only"),
-        ("device=cuda cluster=local gpus=2 method=peer impl=torch_context_parallel", "peers run on CPUs only"),
         (
             "device=cpu mode=alone cluster=local gpus=2 method=peer impl=torch_context_parallel",
             "only plans can be executed without a rank's peers",
@@ -170,6 +169,21 @@ def test_a_rank_takes_its_gpu(
     assert environment == {
         "NCCL_ALGO": "Ring", "NCCL_LAUNCH_ORDER_IMPLICIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }, "what the user has set"  # fmt: skip
+
+
+def test_peers_find_nccl_in_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside gloo, where ranks have GPUs of their own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert group_backend(Devices(kind="cuda")) == "cpu:gloo,cuda:nccl"
+    assert group_backend(CPUS) == group_backend(Devices(kind="cuda", shared=True)) == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert group_backend(Devices(kind="cuda")) == "gloo", "so that a rank can say what it lacks"
+
+
+def test_a_peer_is_measured_on_gpus(eight_gpus: None) -> None:
+    found = point("method=peer", "impl=torch_context_parallel", "gpus=8", "cluster=local")
+    assert (found.mode, found.devices.kind) == ("measure", "cuda")
+    assert "with torch's own flash attention" in " ".join(found.notes)
 
 
 def test_ranks_share_gpus_only_where_told_to(monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any]) -> None:

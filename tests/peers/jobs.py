@@ -26,6 +26,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.run.sharding import positions, shard, unshard
+from tests.peers import engine_of_gpus
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, inputs, reference
 from tests.support.problems import mask_of
 
@@ -93,6 +94,13 @@ class Found:
     """Relative L2, over the whole sequence, against fp64."""
     sent_bytes: dict[str, dict[str, int]]
     """By phase and operation."""
+
+
+def on_the_gpus_path(cases: Sequence[Case]) -> dict[Case, Found]:
+    """`run` of Transformer Engine, which is not installed here."""
+    engine_of_gpus.install()
+    registry.PEERS["transformer_engine"].refuse_absence = lambda self: None  # pyright: ignore
+    return run(cases)
 
 
 def run(cases: Sequence[Case]) -> dict[Case, Found]:

@@ -67,6 +67,17 @@ def test_torch_is_no_float64(world: World) -> None:
     assert all(1e-9 < error < 1e-6 for error in errors.values()), errors
 
 
+def test_transformer_engine_is_asked_for_what_it_takes(world: World) -> None:
+    """In each of its forms, by a fake with its arguments; the ranks of a2a+p2p are where the package looks for them."""
+    algorithms = PEERS["transformer_engine"].algorithms
+    cases = [
+        Case(impl="transformer_engine", algorithm=algorithm, n=4, causal=causal, kv_heads=4, tokens=8)
+        for algorithm in algorithms for causal in (True, False)
+    ]  # fmt: skip
+    for case, found in world(4).run(jobs.on_the_gpus_path, cases)[0].items():
+        assert all(error <= TOLERANCE["float32"] for error in found.errors.values()), f"{case}: {found.errors}"
+
+
 @pytest.mark.parametrize("n", [1, 2, exhaustive(4)])
 def test_own_function(world: World, n: int) -> None:
     cases = [Case(impl=OWN, n=n, causal=causal, kv_heads=2, dtype="float64") for causal in (True, False)]

@@ -17,6 +17,7 @@ from sp_bench.peers.deepspeed_ulysses import DeepSpeedUlysses
 from sp_bench.peers.registry import PEERS, build, refuse_run
 from sp_bench.peers.ring_flash_attn import RingFlashAttn
 from sp_bench.peers.torch_context_parallel import TorchContextParallel
+from sp_bench.peers.transformer_engine import TransformerEngine
 from sp_bench.peers.user import User
 from sp_bench.peers.yunchang import Yunchang
 from sp_bench.plan import Problem
@@ -122,19 +123,29 @@ def test_auto_is_the_balanced_algorithm_or_the_default() -> None:
         ("yunchang", False): ("ring", "contiguous"),
         ("deepspeed_ulysses", True): ("ulysses", "contiguous"),
         ("deepspeed_ulysses", False): ("ulysses", "contiguous"),
+        ("transformer_engine", True): ("p2p", "zigzag"),
+        ("transformer_engine", False): ("p2p", "zigzag"),
     }
     own = {causal: User(function=OWN, mask=mask_of(causal)).layout for causal in (True, False)}
     assert own == {True: "striped", False: "contiguous"}
 
 
-def test_flash_attn_itself_takes_no_cpu_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_is_for_gpus_and_its_stand_in_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, device = DeepSpeedUlysses(mask=CAUSAL), {"mode": "measure", "kernel": "auto"}
+    assert (peer.kernel_on("cpu"), peer.kernel_on("cuda")) == ("aten_cpu", "flash_attn")
+    refuse_run(peer, device="cpu", **device)
+    with pytest.raises(RequestError, match="flash_attn is not installed, and what stands in .* pip install flash-attn"):
+        refuse_run(peer, device="cuda", **device)
     (tmp_path / "flash_attn.py").write_text("")
-    peer = DeepSpeedUlysses(mask=CAUSAL)
-    assert peer.kernel_name == "aten_cpu"
     monkeypatch.syspath_prepend(tmp_path)
-    assert peer.kernel_name == "flash_attn"
+    refuse_run(peer, device="cuda", **device)
     with pytest.raises(RequestError, match="impl=deepspeed_ulysses: flash_attn is installed here, and takes no"):
-        refuse_run(peer, mode="measure", kernel="auto")
+        refuse_run(peer, device="cpu", **device)
+    for either in ("cpu", "cuda"):
+        refuse_run(TorchContextParallel(mask=CAUSAL), device=either, **device)
+    with pytest.raises(RequestError, match="impl=transformer_engine: transformer-engine takes tensors of GPUs only"):
+        refuse_run(TransformerEngine(mask=CAUSAL), device="cpu", **device)
+    refuse_run(TransformerEngine(mask=CAUSAL), device="cuda", **device)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +173,13 @@ def test_flash_attn_itself_takes_no_cpu_tensors(tmp_path: Path, monkeypatch: pyt
         (Yunchang(mask=CAUSAL, ulysses=4), problem(), "method.ulysses=4: .*leave rings of two; one of 1, 2 would work"),
         (Yunchang(mask=CAUSAL, ulysses="2"), problem(), "method.ulysses=2: .*one of 1, 2 would work"),
         (Yunchang(mask=CAUSAL, algorithm="ulysses"), problem(heads=6, kv_heads=6), "heads=6: .* heads=8 would work"),
+        (TransformerEngine(mask=CAUSAL, algorithm="a2a"), problem(kv_heads=2), "kv_heads=2: .* kv_heads=4 would work"),
+        (TransformerEngine(mask=CAUSAL, algorithm="a2a+p2p"), problem(2), "gpus=2.*method.algorithm=p2p would work"),
+        (
+            TransformerEngine(mask=CAUSAL, algorithm="a2a+p2p", ulysses=3),
+            problem(),
+            "method.ulysses=3: .* one of 2 would work",
+        ),
         (DeepSpeedUlysses(mask=CAUSAL), problem(kv_heads=2), "kv_heads=2: .* kv_heads=4 would work"),
         (DeepSpeedUlysses(mask=CAUSAL), problem(wire_dtype="bfloat16"), "wire_dtype=bfloat16: .*null would work"),
         (TorchContextParallel(mask=CAUSAL), problem(wire_dtype="bfloat16"), "wire_dtype=bfloat16: .*null would work"),
@@ -184,11 +202,11 @@ def test_ulysses_ranks_of_yunchang_share_a_chunk() -> None:
 
 def test_no_simulation_and_no_other_kernel() -> None:
     peer = build("torch_context_parallel", DEFAULTS, mask=CAUSAL)
-    refuse_run(peer, mode="measure", kernel="auto")
+    refuse_run(peer, mode="measure", kernel="auto", device="cpu")
     with pytest.raises(RequestError, match="method=peer mode=simulate: .* cluster=local would work"):
-        refuse_run(peer, mode="simulate", kernel="auto")
+        refuse_run(peer, mode="simulate", kernel="auto", device="cpu")
     with pytest.raises(RequestError, match="kernel=reference: .* kernel=auto would work"):
-        refuse_run(peer, mode="measure", kernel="reference")
+        refuse_run(peer, mode="measure", kernel="reference", device="cpu")
 
 
 def test_the_version_of_an_own_function_is_that_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +217,7 @@ def test_the_version_of_an_own_function_is_that_of_its_file(tmp_path: Path, monk
         module.write_text(text)
         peer = build("mine_for_this_test:attention", DEFAULTS, mask=CAUSAL)
         versions.append(peer.version)
-        assert peer.notes() == [
+        assert peer.notes("cpu") == [
             f"mine_for_this_test:attention is the user's own code; the hash of its file is {peer.version}"
         ]
     assert versions[0] == versions[1] != versions[2]
