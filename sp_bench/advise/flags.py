@@ -1,5 +1,5 @@
 """The settings of frameworks that have a method, as of torchtitan 0.2, Megatron-LM core 0.14, DeepSpeed 0.19, diffusers
-0.36 and yunchang 0.6."""
+0.40 and yunchang 0.6."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ def deepspeed(method: Method, gpus: int, layout: str) -> str | None:
 
 
 def diffusers(method: Method, gpus: int, layout: str) -> str | None:
+    """Its rings gather: it refuses rotate_method="alltoall" (src/diffusers/models/_modeling_parallel.py)."""
     match method.name:
         case "ulysses":
             degrees = f"ulysses_degree={gpus}"
-        case "ring":
-            degrees = f'ring_degree={gpus}, rotate_method="alltoall"'
         case "all_gather":
-            degrees = f'ring_degree={gpus}, rotate_method="allgather"'
-        case "usp":
+            degrees = f"ring_degree={gpus}"
+        case "ulysses_all_gather":
             u = _ulysses(method)
             degrees = f"ulysses_degree={u}, ring_degree={gpus // u}"
         case _:
@@ -88,5 +87,5 @@ def settings(method: Method, gpus: int, layout: str) -> dict[str, str]:
 
 
 def _ulysses(method: Any) -> int:
-    """The head-parallel degree of USP."""
+    """The head-parallel degree of a method that splits heads and tokens."""
     return int(method.ulysses)

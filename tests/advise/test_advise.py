@@ -100,7 +100,8 @@ def test_what_would_change_the_answer(found: Answer) -> None:
         ("zigzag", {}, "torchtitan", "context_parallel_degree 8 --parallelism.context_parallel_rotate_method alltoall"),
         ("all_gather", {}, "torchtitan", "rotate_method allgather"),
         ("ulysses", {}, "DeepSpeed", "sequence_parallel_size=8"),
-        ("usp", {"ulysses": 2}, "diffusers", "ContextParallelConfig(ulysses_degree=2, ring_degree=4)"),
+        ("all_gather", {}, "diffusers", "ContextParallelConfig(ring_degree=8)"),
+        ("ulysses_all_gather", {"ulysses": 2}, "diffusers", "ContextParallelConfig(ulysses_degree=2, ring_degree=4)"),
         ("usp", {"ulysses": 2}, "yunchang", "set_seq_parallel_pg(2, 4, rank, world_size)"),
         ("striped", {}, "yunchang", 'ring_impl_type="strip"'),
         ("mesh", {"tile": (2, 4)}, "sp_bench", 'SequenceParallelAttention("mesh", tile=(2, 4)'),
@@ -109,6 +110,13 @@ def test_what_would_change_the_answer(found: Answer) -> None:
 def test_settings(name: str, options: dict[str, object], framework: str, says: str) -> None:
     layout = {"striped": "striped", "zigzag": "zigzag"}.get(name, "contiguous")
     assert says in settings(build(name, options), 8, layout)[framework]
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "usp"])
+def test_diffusers_passes_no_keys_round(name: str) -> None:
+    """Its ContextParallelConfig raises NotImplementedError for any rotate_method but allgather."""
+    options = {"ulysses": 2} if name == "usp" else {}
+    assert "diffusers" not in settings(build(name, options), 8, "contiguous")
 
 
 def test_a_method_that_no_framework_has_comes_with_the_best_that_one_has(found: Answer) -> None:
