@@ -3,7 +3,8 @@
 Measures the costs of this machine's block kernels, folds, copies and links between rank processes, and writes a cluster
 file. `python -m sp_bench cluster=NAME` then measures on this machine and chooses tiles by these figures; with
 mode=simulate it simulates the machine. cluster=shaped also makes that cluster's hosts and measures their links. With
-device=cuda one GPU is measured, and the figures of links come from another cluster file.
+device=cuda one GPU's kernels are measured, and the links of each pair of GPUs over NCCL; what else a cluster file says
+of its network comes from another one.
 
   name=calibrated   the cluster's name
   out=null          the file; null: cluster/NAME.yaml in $XDG_CONFIG_HOME/sp_bench, by default ~/.config/sp_bench,
@@ -16,7 +17,8 @@ device=cuda one GPU is measured, and the figures of links come from another clus
   head_dim=null     the head_dim of the measured blocks; null: 64, or 128 with device=cuda
   heads=null        null: 8, or 32 with device=cuda
   kv_heads=null     fewer than heads for GQA; null: as many
-  ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts
+  ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts. With
+                    device=cuda one for each GPU, of all hosts in a launch
   repetitions=null  null: 5, or 3 if quick
   quick=false       small blocks and messages, for a try: seconds instead of minutes
 """
@@ -29,7 +31,7 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from msgspec import Meta
@@ -38,17 +40,29 @@ from sp_bench import records
 from sp_bench.bench.mode import AskedDevice
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
 from sp_bench.calibrating.gpu_file import MARK, above_peak, base_cluster, gpu_cluster_config
-from sp_bench.calibrating.setting import Setting
+from sp_bench.calibrating.setting import Setting, pairs_of
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.emulation import EmulatedHosts, hosts_of, lab_module
 from sp_bench.errors import RequestError, unknown
 from sp_bench.extras import require
 from sp_bench.machine import cores_here, gpus_here
+from sp_bench.measure.devices import Devices
 from sp_bench.measure.homes import refuse_hosts
+from sp_bench.measure.launch import launched
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
+from sp_bench.measure.ranks import drive, open_ranks, ranks_by_host
+from sp_bench.methods import build
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL
+from sp_bench.plan.ops import Plan
+from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, read
 from sp_bench.resources import CONF, conf_content, conf_files, user_conf
+
+if TYPE_CHECKING:
+    from sp_bench.calibrating.pairs import PairRate
 
 DEFAULTS: dict[str, Any] = {
     "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
@@ -66,12 +80,19 @@ QUICK_SIZES = {"cpu": (64, 128), "cuda": (512, 1024)}
 HOSTED_RANKS = 16
 GPU_PATIENCE_S = 300.0
 """Seconds a rank may be silent: the first call of some kernels compiles them."""
+LANES, LARGE_BYTES = 2, 64 * 2**20
+"""The lanes on which each pair of GPUs is measured, and the bytes of a large message between them."""
 BUSY = 0.1
 """The spread of block times above which their medians can't be trusted."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line; return the exit code. Under srun or torchrun, rank 0 runs it, the others are its ranks."""
+    return drive(lambda: calibrate(argv))
+
+
+def calibrate(argv: list[str] | None = None) -> int:
+    """Run the command line in the process that drives the ranks; return the exit code."""
     return run_command("sp_bench.calibrate", __doc__ or "", _calibrate, argv)
 
 
@@ -140,7 +161,7 @@ def _device(options: dict[str, Any]) -> str:
         has = f"this machine has no GPU, but {cores} CPU core{'' if cores == 1 else 's'}"
         raise RequestError("device=cuda", has, "device=cpu would work")
     if device == "cuda" and options["ranks"] != "auto":
-        rule = "links between GPUs are not measured, and one rank measures one GPU"
+        rule = "on GPUs there is one rank for each"
         raise RequestError(f"ranks={options['ranks']}", rule, "ranks=auto would work")
     return device
 
@@ -218,12 +239,34 @@ def _measure_gpu(name: str, setting: Setting, cluster: Any, command: str) -> dic
         base = base_cluster(gpu.name, cluster, conf_files("cluster"))
         print(f"{gpu.name}: blocks of {setting.sizes[0]} to {setting.sizes[-1]} tokens, folds, copies", flush=True)
         costs = pool.run("sp_bench.calibrating.kernels:measure_kernels", setting)[0]
-    config = gpu_cluster_config(name, setting, costs, gpu, base, _provenance(command))
+    pairs, hosts = _measure_pairs(setting)
+    config = gpu_cluster_config(name, setting, costs, gpu, base, _provenance(command), pairs, hosts)
     if beyond := above_peak(config["device"]):
         print(
             f"rates above the peak of {gpu.name}, because launch_s is too large a part of the time: {', '.join(beyond)}"
         )
     return config
+
+
+def _measure_pairs(setting: Setting) -> tuple[list[PairRate], dict[str, list[int]]]:
+    """The rates of pairs of GPUs, of the launch or of this machine, and the ranks on each host; none of one GPU."""
+    launch = launched()
+    n = launch.n if launch else gpus_here()
+    if n == 1:
+        return [], {}
+    print(f"links between {n} GPUs, a pair at a time", flush=True)
+    with open_ranks(n, GPU_PATIENCE_S, launch, devices=Devices(kind="cuda")) as pool:
+        hosts, message_bytes = ranks_by_host(pool), LARGE_BYTES if setting.message_bytes > 2**20 else 2**20
+        job = "sp_bench.calibrating.pairs:pair_rates"
+        by_rank = pool.run(job, _two_lanes(n), pairs_of(n), message_bytes, LANES)
+    return [pair for of_rank in by_rank for pair in of_rank], hosts
+
+
+def _two_lanes(n: int) -> dict[str, Plan]:
+    """Plans with messages among all ranks on two lanes."""
+    problem = Problem(n=n, seqlen=128 * n, heads=1, kv_heads=1, head_dim=16, mask=FULL, layout=LAYOUTS["contiguous"])
+    method = build("tokenring", {}).candidates(problem)[0]
+    return {"forward": method.plan(method.dealt(problem), "forward", COMPUTE_BOUND)}
 
 
 def _provenance(command: str) -> dict[str, str]:
@@ -241,7 +284,7 @@ def _write(path: Path, config: dict[str, Any]) -> None:
     what = (
         "ranks are its processes"
         if config.get("this_machine")
-        else "one of its GPUs, with the links of another cluster"
+        else "one of its GPUs, and its links as far as sources say that they were"
     )
     text = f"# This machine, as sp_bench.calibrate measured it: {what}.\n"
     figures = {key: value for key, value in config.items() if key != "sources"}

@@ -73,7 +73,7 @@ QUICK_CPUS = Shape(keys=("heads=4", "head_dim=16", "dtype=float32"), exact_token
 SHAPES = {("cuda", False): GPUS, ("cpu", False): CPUS, ("cuda", True): QUICK_GPUS, ("cpu", True): QUICK_CPUS}
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "sp_bench.doctor": doctor.doctor, "sp_bench.calibrate": calibrate.main, "sp_bench": points.answer,
+    "sp_bench.doctor": doctor.doctor, "sp_bench.calibrate": calibrate.calibrate, "sp_bench": points.answer,
 }  # fmt: skip
 """The commands that steps run, by the module that `python -m` names."""
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sp_bench.calibrating.cluster_file import device_rates, device_sources
+import numpy as np
+
+from sp_bench.calibrating.cluster_file import device_rates, device_sources, rounded
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster.cluster import NETWORK_KEYS
 from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
 from sp_bench.resources import conf_content
+
+if TYPE_CHECKING:
+    from sp_bench.calibrating.pairs import PairRate
 
 MARK = "calibrated"
 """The source that marks a file of sp_bench.calibrate. Other files are not overwritten."""
@@ -22,17 +27,29 @@ TILE_TOKENS = 128
 
 
 def gpu_cluster_config(
-    name: str, setting: Setting, costs: Costs, gpu: Gpu, base: Mapping[str, Any], provenance: Mapping[str, str]
+    name: str,
+    setting: Setting,
+    costs: Costs,
+    gpu: Gpu,
+    base: Mapping[str, Any],
+    provenance: Mapping[str, str],
+    pairs: Sequence[PairRate] = (),
+    hosts: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """The content of a conf/cluster file for many of this GPU, with the links of the cluster `base`."""
+    """The content of a conf/cluster file for many of this GPU, with the links of the cluster `base`.
+
+    `pairs` were measured between the ranks of `hosts`; their rates take the place of the base's.
+    """
     rates = device_rates(setting, costs)
     for table in rates["rates"].values():
         table |= {"heads": setting.heads, "tile_tokens": TILE_TOKENS}
-    not_measured = [key for key in NETWORK_KEYS if key in base]
+    links, found = measured_links(base, pairs, hosts or {})
+    not_measured = [key for key in NETWORK_KEYS if key in base and key not in links]
     kept = {key: base["device"][key] for key in ("peak_tflops", "transfer_slowdown") if key in base["device"]}
     return {
         "name": name,
         **{key: base[key] for key in not_measured},
+        **links,
         "device": {"name": gpu.name, "sms": gpu.sms, "memory_bytes": gpu.memory_bytes, **kept, **rates},
         "sources": {
             **provenance,
@@ -40,9 +57,38 @@ def gpu_cluster_config(
             **device_sources(setting, costs, "between two CUDA events, launched ahead"),
             "sms, memory_bytes": "of this GPU, by the CUDA driver",
             "tile_tokens": "as FlashAttention-3 (an assumption)",
+            **found,
             ", ".join([*not_measured, *kept]): f"not measured: those of cluster={base['name']}",
         },
     }
+
+
+def measured_links(
+    base: Mapping[str, Any], pairs: Sequence[PairRate], hosts: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The keys of a cluster file that pairs of ranks have measured, intra and inter, and their sources.
+
+    A pair on a full mesh has one of a GPU's cables. On a tree of PCIe switches pairs differ, and none is measured.
+    """
+    host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
+    keys, sources = {}, {}
+    for key, inside in (("intra", True), ("inter", False)):
+        some = [pair for pair in pairs if (host_of[pair.a] == host_of[pair.b]) == inside]
+        kind = base.get(key, {}).get("kind", "switch") if base.get(key) else None
+        if not some or kind not in ("switch", "full_mesh"):
+            continue
+        cables = base["gpus_per_node"] - 1 if kind == "full_mesh" else 1
+        rates = [pair.bytes_per_s for pair in some]
+        latency_s = float(np.median([pair.latency_s for pair in some]))
+        keys[key] = {
+            **base[key], "bytes_per_s": rounded(cables * float(np.median(rates))), "latency_s": rounded(latency_s)
+        }  # fmt: skip
+        sources[key] = (
+            f"medians of {len(some)} exchanges between two ranks {'of a node' if inside else 'of different nodes'} over"
+            f" NCCL, one pair and one of {len({pair.lane for pair in some})} lanes at a time, from {min(rates):.3g} to"
+            f" {max(rates):.3g} bytes/s each way{f'; times {cables} cables' if cables > 1 else ''}"
+        )
+    return keys, sources
 
 
 def above_peak(device: Mapping[str, Any]) -> list[str]:

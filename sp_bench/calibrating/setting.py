@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
+ALL_PAIRS = 16
+"""Up to so many ranks all pairs are measured; beyond, each rank with the next and with the first."""
 Samples = list[float]
 """Seconds, or rates per second, one value for each repetition."""
 
@@ -76,3 +79,10 @@ class Links:
     """A block, while every rank computes one and nothing is sent."""
     beside_s: Samples = field(default_factory=list)
     """A block, while every rank computes and sends large messages round the ring."""
+
+
+def pairs_of(n: int) -> list[tuple[int, int]]:
+    """The pairs of ranks that are measured: all of few ranks, a chain and a star of many."""
+    if n <= ALL_PAIRS:
+        return list(itertools.combinations(range(n), 2))
+    return sorted({(rank, rank + 1) for rank in range(n - 1)} | {(0, rank) for rank in range(1, n)})

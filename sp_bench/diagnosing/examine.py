@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sp_bench.calibrating.setting import pairs_of
 from sp_bench.diagnosing.findings import Finding, finding
 from sp_bench.diagnosing.hosts import judge_allocation, judge_hosts
 from sp_bench.diagnosing.judged import SIMULATED, judge_kernels, judge_links, judge_uses
@@ -34,8 +34,6 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.workload import Attention
 
-ALL_PAIRS = 16
-"""Up to so many ranks all pairs are measured; beyond, each rank with the next and with the first."""
 MESSAGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 LOG = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 PATIENCE_S = 120.0
@@ -170,13 +168,6 @@ def with_callers_log(rank: RankFacts, environment: Mapping[str, str]) -> RankFac
     """The facts with the caller's own settings of NCCL's log in place of those that the ward made."""
     kept = {name: value for name, value in rank.environment.items() if name not in LOG}
     return replace(rank, environment=kept | {name: environment[name] for name in LOG if name in environment})
-
-
-def pairs_of(n: int) -> list[tuple[int, int]]:
-    """The pairs of ranks that are measured: all of few ranks, a chain and a star of many."""
-    if n <= ALL_PAIRS:
-        return list(itertools.combinations(range(n), 2))
-    return sorted({(rank, rank + 1) for rank in range(n - 1)} | {(0, rank) for rank in range(1, n)})
 
 
 def _gpus(ward: _Ward, hosts: Sequence[HostFacts], known: dict[str, Any]) -> list[Finding]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from sp_bench.calibrating.pairs import PairRate, pair_rates
 from sp_bench.diagnosing.nccl_log import NcclLog, read_log
 from sp_bench.diagnosing.nvidia_smi import gpus_state
 from sp_bench.diagnosing.seen import HostFacts, RankFacts, host_facts, rank_facts
@@ -24,15 +24,11 @@ from sp_bench.kernels.cuda import CudaKernel
 from sp_bench.measure.devices import device_here, device_versions, transport_here
 from sp_bench.measure.launch import host_name
 from sp_bench.measure.pool import report
-from sp_bench.plan.ops import Plan
 from sp_bench.run.devices import clock_of
-from sp_bench.run.transport import Transport, Turn
 from sp_bench.workload import RankContext, Workload
 
-TINY_BYTES = 4
-TRIES = 3
-"""Repetitions of each message; the fastest counts, as other work can only slow it down."""
-COUNTED_AS = (("doctor", "message", "message"),)
+__all__ = ["KernelRow", "PairRate", "gate", "kernels_here", "look", "nccl_log", "pair_rates", "under_load"]
+
 LOAD_S = 2.0
 SIDE = {"cuda": 8192, "cpu": 256}
 """The side of the square matrices that are multiplied under load."""
@@ -49,17 +45,6 @@ class KernelRow:
     """Whether no software would change that."""
     install: str
     """The command that installs it, if it needs a package."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairRate:
-    """A link between two ranks, used in both directions at once."""
-
-    a: int
-    b: int
-    bytes_per_s: float
-    """Of one direction."""
-    latency_s: float
 
 
 def look() -> tuple[RankFacts, HostFacts | None]:
@@ -96,38 +81,6 @@ def gate(workload: Workload) -> str:
     """Why the workload's plans fail the correctness gate; empty if they pass. All ranks must call it."""
     context = RankContext(dist.get_rank(), device_here(), transport_here, alive=lambda: report("gate", step=False))
     return workload.gate(context).wrong(workload.problem.dtype)
-
-
-def pair_rates(plans: Mapping[str, Plan], pairs: list[tuple[int, int]], message_bytes: int) -> list[PairRate]:
-    """The rates that this rank measured as the first of a pair, a pair at a time. All ranks must call it."""
-    transport, rank, found = transport_here(plans), dist.get_rank(), []
-    for a, b in pairs:
-        report((a, b))
-        dist.barrier()
-        if rank in (a, b):
-            peer = b if rank == a else a
-            latency_s = _exchange_s(transport, peer, TINY_BYTES, times=20)
-            seconds = _exchange_s(transport, peer, message_bytes, times=3)
-            if rank == a:
-                found.append(PairRate(a=a, b=b, bytes_per_s=message_bytes / seconds, latency_s=latency_s))
-    dist.barrier()
-    return found
-
-
-def _exchange_s(transport: Transport, peer: int, message_bytes: int, times: int) -> float:
-    """The time of one exchange with a peer, the best mean of a few tries. The first exchange opens the connection."""
-    device = device_here()
-    clock, tries = clock_of(device), []
-    ours, theirs = (torch.zeros(message_bytes // 4, device=device) for _ in range(2))
-    for attempt in range(1 + TRIES):
-        clock.synchronize()
-        start = clock.mark()
-        for _ in range(times if attempt else 1):
-            transport.exchange(Turn(0, 0), [(peer, (theirs,))], [(peer, (ours,))], COUNTED_AS)
-        end = clock.mark()
-        clock.synchronize()
-        tries.append(clock.seconds(start, end) / times)
-    return min(tries[1:])
 
 
 def under_load(seconds: float = LOAD_S) -> tuple[str, list[dict[str, str]]] | None:

@@ -17,11 +17,15 @@ from sp_bench.__main__ import main as bench
 from sp_bench.calibrate import main
 from sp_bench.calibrating.clock import CLOCKS
 from sp_bench.calibrating.cluster_file import block_flops, cluster_config
+from sp_bench.calibrating.gpu_file import measured_links
 from sp_bench.calibrating.kernels import describe_gpu, measure_kernels
 from sp_bench.calibrating.links import MOST_MESSAGES
+from sp_bench.calibrating.pairs import PairRate
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
+from sp_bench.measure.devices import Devices
+from sp_bench.measure.pool import RankPool
 from sp_bench.plan import Problem
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
@@ -289,12 +293,55 @@ def test_links_of_a_gpu_that_no_file_knows(
         ([], "cluster=null: no cluster file has the links of NVIDIA T4, .*h100_ndr400"),
         (["cluster=h100_ndr"], "cluster=h100_ndr: there is no such cluster; did you mean h100_ndr400"),
         (["cluster=local"], "cluster=local: has no GPUs, whose links the file could take; cluster=.* would work"),
-        (["ranks=2"], "ranks=2: links between GPUs are not measured"),
+        (["ranks=2"], "ranks=2: on GPUs there is one rank for each"),
     ):
         assert main(["device=cuda", "quick=true", out, *options]) == 2
         assert re.search(message, capsys.readouterr().err)
     assert main(["device=cuda", "quick=true", out, "cluster=a100_hdr200"]) == 0
     assert yaml.safe_load((tmp_path / "cluster" / "mine.yaml").read_text())["device"]["name"] == "NVIDIA T4"
+
+
+def test_links_between_gpus_are_those_of_their_pairs(
+    one_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo, between ranks in the place of GPUs; what pairs don't show is still the other cluster's."""
+    asked: list[Any] = []
+
+    def ranks(n: int, timeout_s: float, launch: object, *, devices: Devices) -> RankPool:
+        asked.append((n, launch, devices))
+        return RankPool(n, timeout_s)
+
+    monkeypatch.setattr("sp_bench.calibrate.gpus_here", lambda: 2)
+    monkeypatch.setattr("sp_bench.calibrate.open_ranks", ranks)
+    path = tmp_path / "cluster" / "mine.yaml"
+    assert main(["device=cuda", "quick=true", f"out={path}"]) == 0
+    assert asked == [(2, None, Devices(kind="cuda"))]
+    found, base = yaml.safe_load(path.read_text()), yaml.safe_load(conf_files("cluster")["h100_ndr400"].read_text())
+    assert found["intra"]["bytes_per_s"] != base["intra"]["bytes_per_s"] and found["inter"] == base["inter"]
+    assert found["sources"]["intra"].startswith("medians of 2 exchanges between two ranks of a node over NCCL")
+    assert "inter" in next(key for key, why in found["sources"].items() if why.startswith("not measured"))
+    Cluster.build(found)
+
+
+def test_rates_of_pairs_as_a_cluster_file_has_them() -> None:
+    pairs = [
+        PairRate(a=a, b=b, lane=lane, bytes_per_s=rate * (1 + lane / 8), latency_s=latency_s)
+        for a, b, rate, latency_s in ((0, 1, 3e11, 4e-6), (2, 3, 3e11, 4e-6), (0, 2, 4e10, 2e-5), (1, 3, 4e10, 2e-5))
+        for lane in (0, 1)
+    ]
+    hosts, inter = {"n1": [0, 1], "n2": [2, 3]}, {"bytes_per_s": 1.0, "latency_s": 1.0, "nics_per_node": 4}
+    base = {"gpus_per_node": 8, "intra": {"bytes_per_s": 1.0, "latency_s": 1.0}, "inter": inter}
+    keys, sources = measured_links(base, pairs, hosts)
+    assert keys["intra"] == {"bytes_per_s": 3.188e11, "latency_s": 4e-6}, "the median of both lanes"
+    assert keys["inter"] == {"bytes_per_s": 4.25e10, "latency_s": 2e-5, "nics_per_node": 4}
+    assert sources["inter"] == (
+        "medians of 4 exchanges between two ranks of different nodes over NCCL, one pair and one of 2 lanes at a time,"
+        " from 4e+10 to 4.5e+10 bytes/s each way"
+    )
+    cables = measured_links({**base, "intra": {"kind": "full_mesh", **base["intra"]}}, pairs[:2], hosts)[0]
+    assert cables["intra"]["bytes_per_s"] == pytest.approx(7 * 3.1875e11, rel=1e-3)
+    assert measured_links({**base, "intra": {"kind": "pcie_tree"}, "inter": None}, pairs, hosts) == ({}, {})
+    assert measured_links(base, [], {}) == ({}, {})
 
 
 def test_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
