@@ -1,16 +1,15 @@
 """Training steps on shaped hosts, simulated and measured: `python -m benchmarks.training_hosts`.
 
-`model=tiny` is trained on hosts of this machine whose links are shaped, with eight methods on 4 and 8 ranks, two
-lengths and two link rates. The figures behind the simulation are a calibration's (`python -m sp_bench.calibrate`, with
-the model's heads), which knows neither these steps nor their methods: rates of attention blocks, of matrix products,
-of what is between them in a layer, and of messages. In turn with the points of a setting, its first one is timed
-without transfers, and simulated cores have the speed that it shows, which holds the machine's other load. What the
-calibration's own figures give stands beside it. Needs root.
+`model=tiny` is trained on hosts of this machine whose links are shaped, with eight methods on 4 and 8 ranks, of two
+lengths and over two link rates. The figures behind the simulation are a calibration's (`python -m sp_bench.calibrate`,
+with the model's heads), which knows neither these steps nor their methods: rates of attention blocks, of matrix
+products, of what is between them in a layer, and of messages. In turn with the points of a setting, its first one is
+timed without transfers, and simulated cores have the speed that it shows, which holds the machine's other load. What
+the calibration's own figures give stands beside it. Needs root.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,23 +32,23 @@ METHODS = (
     ("method=ring",), ("method=striped",), ("method=mesh",), ("method=tokenring",), ("method=pass_q",),
     ("method=all_gather",), ("method=startrail", "method.team=2"), ("method=usp", "method.ulysses=2"),
 )  # fmt: skip
-GPUS, SEQLENS, RATES = (4, 8), ("2k", "4k"), (25e6, 12.5e6)
+SETTINGS = ((4, "1k", 25e6), (4, "2k", 12.5e6), (8, "1k", 12.5e6), (8, "2k", 25e6))
+"""Ranks, tokens, bytes/s of a link: each pair of values of two of them occurs."""
 COMMON = ("model=tiny", "dtype=float32", "iters=5", "warmup=1", "parts=false", "logger=none", "timeout_s=180")
 NAME, LINK = "tiny_hosts", "cluster.hosts.link_bytes_per_s"
-CALIBRATION = ("cluster=shaped", "heads=4", "kv_heads=2", "head_dim=16", f"ranks={max(GPUS)}", "repetitions=3")
+CALIBRATION = ("cluster=shaped", "heads=4", "kv_heads=2", "head_dim=16", "ranks=8", "repetitions=3")
 PARTS = ("attention", "dense", "loss", "gradient_sync", "optimizer")
 """The parts of a step, as in records."""
 
 
 def points(folder: Path) -> list[Mapping[str, Any]]:
     """The configs of all points, on the cluster whose file is in the folder."""
-    settings = itertools.product(GPUS, SEQLENS, RATES)
     with Composer(folder) as composer:
         return [
             composer.compose(
                 [*COMMON, f"cluster={NAME}", *method, f"gpus={gpus}", f"seqlen={seqlen}", f"{LINK}={rate}"]
             )
-            for gpus, seqlen, rate in settings
+            for gpus, seqlen, rate in SETTINGS
             for method in METHODS
         ]
 
