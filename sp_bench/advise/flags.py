@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from sp_bench.plan.method import Method
@@ -80,7 +81,8 @@ FRAMEWORKS: dict[str, Setting] = {
 
 def settings(method: Method, gpus: int, layout: str) -> dict[str, str]:
     """The settings of the frameworks that have the method, and of this suite."""
-    options = "".join(f", {key}={value!r}" for key, value in vars(method).items() if value != "auto")
+    given = [(f.name, vars(method)[f.name]) for f in fields(method) if vars(method)[f.name] not in (f.default, "auto")]
+    options = "".join(f", {name}={value!r}" for name, value in given)
     found = {name: setting(method, gpus, layout) for name, setting in FRAMEWORKS.items()}
     ours = {"sp_bench": f'SequenceParallelAttention("{method.name}"{options})'}
     return {name: text for name, text in found.items() if text} | ours
