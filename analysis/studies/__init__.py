@@ -1,4 +1,4 @@
-"""Studies: one for each paper, and three of our own. A study is a module with SECTIONS, which make its sections.
+"""Studies: one for each paper, and four of our own. A study is a module with SECTIONS, which make its sections.
 
 A section's function asks `runs` for records and returns a Section. A new study is imported and listed here, and has a
 notebook of the same name in analysis/notebooks.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section
-from sp_bench.analysis.studies import choosing, documents, honest, mesh, ring, striped, tokenring
+from sp_bench.analysis.studies import choosing, documents, honest, mesh, published, ring, striped, tokenring
 
 STUDIES: dict[str, tuple[str, tuple[Callable[[Runs], Section], ...]]] = {
     "ring": ("Ring Attention", ring.SECTIONS),
@@ -20,5 +20,6 @@ STUDIES: dict[str, tuple[str, tuple[Callable[[Runs], Section], ...]]] = {
     "choosing": ("Which method and tile to choose", choosing.SECTIONS),
     "documents": ("Packed documents", documents.SECTIONS),
     "honest": ("Which method, honestly", honest.SECTIONS),
+    "published": ("Published measurements", published.SECTIONS),
 }
 """Titles and section functions, by the name on the command line."""

@@ -7,6 +7,7 @@ send) and of links (what they send it over).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -83,6 +84,12 @@ def known() -> dict[tuple[str, str], Backing]:
     return {(row.transfers, row.links): row for row in rows}
 
 
+def kinds_of(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, str]:
+    """The key of `known` that plans on a cluster have: (transfers, links)."""
+    plans = list(plans)
+    return transfers_of(plans), links_of(cluster, plans[0].n)
+
+
 def described(transfers: str, links: str) -> str:
     """What a record says of its validation (field `validation`)."""
     backing = known().get((transfers, links))
@@ -100,9 +107,9 @@ def widest(links: str) -> float:
 
 def interval(record: Record) -> Interval:
     """The interval of a simulated record: of its validation, or the widest over its links where nothing backs it."""
-    assert not record.measured and record.step_ms_median is not None and record.validation is not None
+    assert not record.measured and record.step_ms_median is not None
     step_ms, error = record.step_ms_median, record.validation_error
     backed = error is not None
     if error is None:
-        error = widest(record.validation.partition(OVER)[2].partition(":")[0])
-    return Interval(step_ms / (1 + error), step_ms, step_ms / (1 - error), backed)
+        error = widest((record.validation or "").partition(OVER)[2].partition(":")[0])
+    return Interval(step_ms / (1 + error), step_ms, step_ms / (1 - error) if error < 1 else math.inf, backed)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sp_bench import account, draw
-from sp_bench.bench.backing import described, known, links_of, transfers_of
+from sp_bench.bench.backing import described, kinds_of, known
 from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.counted import counted, rates
 from sp_bench.bench.request import Request
@@ -59,8 +59,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
 
 def _setup(request: Request, choice: Choice, setup: Setup) -> Setup:
     """The setup, with the figures behind the times and the measurements that back them."""
-    device, plans = request.cluster.device, list(choice.plans.values())
-    kinds = transfers_of(plans), links_of(request.cluster, choice.problem.n)
+    device, kinds = request.cluster.device, kinds_of(choice.plans.values(), request.cluster)
     backing = known().get(kinds)
     return replace(
         setup,

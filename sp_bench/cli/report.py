@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sp_bench import draw
-from sp_bench.bench import Outcome
+from sp_bench.bench import Outcome, backing
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.records import Record
 from sp_bench.simulate import WAITING
@@ -98,28 +98,24 @@ def _median(record: Record) -> str:
         return "-"
     text = f"{number(record.step_ms_median, 5)} ms"
     digits = 4 if record.measured else 3
-    if interval := _interval(record):
-        text += f"  [{', '.join(number(end, digits) for end in interval)}]"
+    ends = interval(record) if record.measured or record.validation_error is not None else None
+    if ends:
+        text += f"  [{', '.join(number(end, digits) for end in ends)}]"
     return text
 
 
-UNBACKED = 0.15
-"""The error of simulated steps that no measurement backs, for what is too close to call: that of 9 in 10 of the
-published points over NVLink (docs/results/published.md) and more."""
+def interval(record: Record) -> tuple[float, float] | None:
+    """A measured step's 95% interval; of a simulated one what two of three measured times would be in (bench.backing).
 
-
-def _interval(record: Record, unbacked: float | None = None) -> tuple[float, float] | None:
-    """A measured step's 95% interval; of a simulated one what two of three measured times would be in.
-
-    Where nothing backs a simulated step, its error is taken to be `unbacked`, if that is given.
+    None for a measured step without samples, and where there is no step.
     """
-    low, high, error = record.step_ms_ci95_low, record.step_ms_ci95_high, record.validation_error
+    low, high = record.step_ms_ci95_low, record.step_ms_ci95_high
     if low is not None and high is not None:
         return low, high
-    error = unbacked if error is None else error
-    if record.measured or error is None or record.step_ms_median is None:
+    if record.measured or record.step_ms_median is None:
         return None
-    return record.step_ms_median / (1 + error), record.step_ms_median * (1 + error)
+    found = backing.interval(record)
+    return found.low_ms, found.high_ms
 
 
 def ratio(over: Record, under: Record) -> str:
@@ -127,10 +123,10 @@ def ratio(over: Record, under: Record) -> str:
     assert over.step_ms_median and under.step_ms_median
     value, square = over.step_ms_median / under.step_ms_median, 0.0
     for record in (over, under) if over is not under else ():
-        if interval := _interval(record, UNBACKED):
-            square += (math.log(interval[1] / interval[0]) / 2) ** 2
+        if ends := interval(record):
+            square += (math.log(ends[1] / ends[0]) / 2) ** 2
     off = value * math.sqrt(square)
-    places = min(2, max(0, -math.floor(math.log10(off)))) if off else 2
+    places = min(2, max(0, -math.floor(math.log10(min(off, 1.0))))) if off else 2
     return f"{value:.{places}f}x"
 
 
@@ -293,7 +289,7 @@ def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
 
 def _overlap(one: Record, other: Record) -> bool:
     """Whether two records can't be ranked: their intervals overlap, or the iterations are too few for one."""
-    first, second = (_interval(record, UNBACKED) for record in (one, other))
+    first, second = interval(one), interval(other)
     if one is other or first is None or second is None:
         return False
     if one.measured and min(one.iters or 0, other.iters or 0) < FEWEST_ITERATIONS:

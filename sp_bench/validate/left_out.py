@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
 from sp_bench.bench import resolve
+from sp_bench.bench.backing import kinds_of
 from sp_bench.bench.choose import choose
 from sp_bench.resources import PACKAGE
 
@@ -32,9 +33,24 @@ def fits() -> tuple[dict[str, Any], ...]:
     return tuple(yaml.safe_load(FITS.read_text()))
 
 
-def step_s(config: Mapping[str, Any]) -> float:
-    """The simulated seconds of a config's step."""
-    return choose(resolve(config)).total_s
+class Simulated(NamedTuple):
+    """What a simulated point takes and sends."""
+
+    step_s: float
+    transfers: str
+    links: str
+
+
+def simulation(config: Mapping[str, Any]) -> Simulated:
+    """The simulation of a config; equal ones are simulated once."""
+    return _simulation(json.dumps(_copy(config), sort_keys=True))
+
+
+@cache
+def _simulation(config: str) -> Simulated:
+    request = resolve(json.loads(config))
+    choice = choose(request)
+    return Simulated(choice.total_s, *kinds_of(choice.plans.values(), request.cluster))
 
 
 class LeftOut:
@@ -49,7 +65,7 @@ class LeftOut:
         """The config of a measurement without what was fitted to its source."""
         found = _copy(config)
         for index, fit in enumerate(fits()):
-            if fit["source"] not in row["source"] or config["cluster"]["name"] not in fit["clusters"]:
+            if not _concerns(fit, row, config):
                 continue
             section = _section(found, fit)
             for path, value in fit.get("points", {}).items():
@@ -90,9 +106,18 @@ class LeftOut:
                 section = _section(scaled, fit)
                 for table, prior in tables.items():
                     section[table] = {tokens: rate * prior * factor for tokens, rate in section[table].items()}
-                ratios.append(1e3 * step_s(scaled) / float(row["measured_ms"]))
+                ratios.append(1e3 * simulation(scaled).step_s / float(row["measured_ms"]))
             factor *= float(np.median(ratios))
         return factor
+
+
+def is_fitted(row: Mapping[str, str], config: Mapping[str, Any]) -> bool:
+    """Whether anything of a measurement's simulation was fitted to its own source."""
+    return any(_concerns(fit, row, config) for fit in fits())
+
+
+def _concerns(fit: Mapping[str, Any], row: Mapping[str, str], config: Mapping[str, Any]) -> bool:
+    return fit["source"] in row["source"] and config["cluster"]["name"] in fit["clusters"]
 
 
 def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
