@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sp_bench.cluster import Cluster
-from sp_bench.cluster.topology import FullMesh, PcieTree
+from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
 from sp_bench.records import Record
 
@@ -74,7 +74,7 @@ def links_of(cluster: Cluster, gpus: int) -> str:
         return "cores of a CPU"
     if cluster.nodes(gpus) > 1:
         return "several nodes"
-    return "PCIe" if isinstance(intra, PcieTree) else "cables" if isinstance(intra, FullMesh) else "NVLink"
+    return "PCIe" if isinstance(intra, PcieTree) else "cables" if isinstance(intra, FullMesh | Torus) else "NVLink"
 
 
 @cache

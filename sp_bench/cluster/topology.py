@@ -7,6 +7,7 @@ in this order where a cluster has them, with g GPUs to a node:
 | class | of each | number in its block |
 |---|---|---|
 | pair | GPU to each of its node (full_mesh) | from * g + to % g |
+| wire | GPU to its neighbours (torus) | sp_bench/cluster/torus.py |
 | port out, port in | GPU (switch, pcie_tree) | GPU |
 | uplink out, uplink in | PCIe switch (pcie_tree) | GPU // gpus_per_switch |
 | socket out, socket in | socket (pcie_tree) | GPU // gpus_per_socket |
@@ -25,6 +26,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from msgspec import Meta
 
+from sp_bench.cluster import torus
 from sp_bench.errors import RequestError
 from sp_bench.plan.patterns import divisors
 from sp_bench.reading import FINITE, Count, Natural, NotNegative, Positive, Section, read
@@ -125,7 +127,22 @@ class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
             raise RequestError(f"gpus_per_socket={self.gpus_per_socket}", rule, "both or neither would work")
 
 
-Intra = Switch | FullMesh | PcieTree
+class Torus(Tier, frozen=True, kw_only=True, tag_field="kind", tag="torus"):
+    """Cables of bytes_per_s each way join each GPU to its two neighbours in every dimension (TPU pods)."""
+
+    shape: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    """GPUs in each dimension; consecutive ones differ in the last."""
+    wrap: bool = True
+    """Whether the last GPU of each row is joined to its first; a mesh has no such cables."""
+
+    nvls_bytes_per_s: ClassVar[None] = None
+
+    def levels(self) -> list[Level]:
+        """An empty list: no link is shared by the GPUs below it."""
+        return []
+
+
+Intra = Switch | FullMesh | PcieTree | Torus
 """The network inside a node, by `kind`; switch if there is none."""
 
 
@@ -181,6 +198,9 @@ class Topology(Section, frozen=True, kw_only=True):
             _check_divides("intra.gpus_per_switch", intra.gpus_per_switch, "gpus_per_node", g)
             _check_divides("intra.gpus_per_socket", intra.gpus_per_socket, "gpus_per_node", g)
             _check_divides("intra.gpus_per_switch", intra.gpus_per_switch, "gpus_per_socket", intra.gpus_per_socket)
+        if isinstance(intra, Torus) and math.prod(intra.shape) != g:
+            rule, works = f"must have gpus_per_node={g} GPUs", f"gpus_per_node={math.prod(intra.shape)} would work"
+            raise RequestError(f"intra.shape={list(intra.shape)}", rule, works)
         _check_divides("inter.nics_per_node", nics, "gpus_per_node", g)
         if fabric and not self.inter:
             raise RequestError("fabric", "joins NICs, which inter gives", "both or neither would work")
@@ -239,6 +259,8 @@ class Topology(Section, frozen=True, kw_only=True):
         blocks = {}
         if isinstance(self.intra, FullMesh):
             blocks["pair"] = gpus * g, self.intra.bytes_per_s / max(g - 1, 1)
+        if isinstance(self.intra, Torus):
+            blocks["wire"] = gpus * torus.wires(self.intra.shape), self.intra.bytes_per_s
         for level in [*self.intra.levels(), *self.between(g)]:
             both = f"{level.name} out", f"{level.name} in"
             blocks |= dict.fromkeys(both, (-(-gpus // level.gpus), level.bytes_per_s))
@@ -297,6 +319,8 @@ class Network:
         near = ~apart & (a != b)
         latency_s, rate_cap = np.where(near, intra.latency_s, 0.0), np.where(near, intra.flow_bytes_per_s, math.inf)
         inside = [("pair", a * g + b % g)] if isinstance(intra, FullMesh) else climb(intra.levels(), a, b)
+        if isinstance(intra, Torus):
+            inside = [("wire", wire) for wire in torus.hops(intra.shape, intra.wrap, a, b)]
         across = []
         if inter:
             latency_s[apart], rate_cap[apart] = inter.latency_s, inter.flow_bytes_per_s
@@ -318,6 +342,8 @@ class Network:
         to = np.arange((int(self.gpu.max()) // self.gpus_per_node + 1) * self.gpus_per_node)
         to[self.gpu] = self.gpu[move]
         g, topology = self.gpus_per_node, self.topology
+        if isinstance(topology.intra, Torus):
+            return None
         if isinstance(topology.intra, PcieTree) and not np.array_equal(to % g, np.arange(to.size) % g):
             return None
         moved = np.arange(self.link_bytes_per_s.size)

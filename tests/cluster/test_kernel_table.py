@@ -25,7 +25,7 @@ from sp_bench.simulate import simulate
 from tests.support.problems import mask_of
 
 PRESETS = set(
-    "a10_pcie a100_hdr200 a800 ascend_oam b200 h20 h100_ndr400 h200_ndr400 h800 l20_pcie rtx4090_pcie".split()
+    "a10_pcie a100_hdr200 a800 ascend_oam b200 h20 h100_ndr400 h200_ndr400 h800 l20_pcie rtx4090_pcie tpuv4".split()
 )
 SIZES = [512, 1024, 2048, 4096]
 CURVE = dict(zip(SIZES, [300.0, 400.0, 480.0, 500.0], strict=True))
@@ -119,7 +119,7 @@ def test_every_preset_simulates(name: str) -> None:
         "intra",
         "memory_bytes_per_s",
         "launch_s",
-        "tile_tokens",
+        *(["tile_tokens"] if config["device"].get("sms") else []),
         *(["inter"] if cluster.topology.inter else []),
     ):
         assert any(key in source for source in cluster.sources), f"{key} has no source"
