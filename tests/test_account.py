@@ -18,6 +18,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
+from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, mask_of, splittable_problem
 
 
@@ -54,7 +55,7 @@ def test_lower_bound_is_the_formula_and_mesh_reaches_it(k: int) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 16, 60, 64])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 16, exhaustive(60), exhaustive(64)])
 def test_nothing_sends_less_than_the_lower_bound(n: int, causal: bool) -> None:
     """On zigzag, where a causal mask lets rows stay behind."""
     for kv_heads in (4 * n, n, 1):

@@ -117,7 +117,7 @@ def test_forward_alone_needs_no_gradient(world: World) -> None:
 
 
 @installed("ring_flash_attn")
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, exhaustive(4)])
 def test_ring_flash_attn(world: World, n: int) -> None:
     assert_right(world, n, cases_of("ring_flash_attn", n, "bfloat16", PEERS["ring_flash_attn"].algorithms))
     assert_right(world, n, cases_of("ring_flash_attn", n, "float32", ("llama3",)))

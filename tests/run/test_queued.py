@@ -29,7 +29,8 @@ from sp_bench.run.sharding import positions, shard
 from sp_bench.run.symmetric_memory import SymmetricMemory
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Stuck, Wires
 from tests.run.symmetric import SymmetricMemories
-from tests.support.problems import all_methods, cost_profiles, mask_of
+from tests.support.marks import exhaustive
+from tests.support.problems import all_methods, cost_profiles, mask_of, of_each_name
 
 BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 NAMES = ("out", "dq", "dk", "dv")
@@ -122,12 +123,15 @@ def fitting(method: Method, problem: Problem) -> Execution:
     return Execution(replace(method, layout=layout), replace(problem, layout=LAYOUTS[layout]))
 
 
+@pytest.mark.parametrize(
+    ("n", "every"), [(1, True), (2, True), (3, False), (4, False), exhaustive(3, True), exhaustive(4, True)]
+)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_method_is_exact(n: int, causal: bool) -> None:
-    """In every variant; from one to the next another layout, dtype and order of the devices' work."""
+def test_every_method_is_exact(n: int, every: bool, causal: bool) -> None:
+    """In every variant, or in one; from one to the next another layout, dtype and order of the devices' work."""
     kinds = itertools.cycle([("float64", ""), ("bfloat16", ""), ("float32", "bfloat16")])
-    for order, method in enumerate(all_methods(small(n, causal=causal))):
+    methods = all_methods(small(n, causal=causal))
+    for order, method in enumerate(methods if every else of_each_name(methods, turn=n + causal)):
         layout, (dtype, wire) = sorted(LAYOUTS)[order % 3], next(kinds)
         execution = fitting(method, small(n, causal=causal, layout=layout, dtype=dtype, wire=wire))
         assert replace(execution, order=order).wrong() == "", execution
@@ -198,7 +202,13 @@ def four(method: str, options: dict[str, object], *, wire: str = "bfloat16", lay
     return fitting(build(method, options), small(4, causal=True, layout=layout, dtype="float32", wire=wire))
 
 
-@pytest.mark.parametrize(("method", "options"), MUTATED, ids=str)
+SLOW = ("double_ring", "startrail")
+"""Methods that have the waits of others, and many of them."""
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [exhaustive(*each) if each[0] in SLOW else each for each in MUTATED], ids=str
+)
 def test_no_wait_can_be_left_out(monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, object]) -> None:
     """Without any one of the plan's waits something is wrong, or two accesses of the same memory are in no order."""
     execution, tried = four(method, options), 0

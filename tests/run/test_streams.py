@@ -24,6 +24,7 @@ from sp_bench.run import home, streams
 from sp_bench.run.attention import Engine
 from sp_bench.run.transport import AloneTransport, Call, GlooTransport, Key, Message, NextTransfer, Transport, Turn
 from tests.run import jobs
+from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import WORLD, Ranks
 
@@ -168,8 +169,8 @@ def step(engine: Engine, inputs: list[Tensor], transport: Overwriting | None = N
         (2, "striped", {}),
         (4, "zigzag", {"batch": 2}),
         (4, "contiguous", {"kv_heads": 1, "wire_dtype": "float32"}),
-        (8, "striped", {}),
-        (9, "zigzag", {}),
+        exhaustive(8, "striped", {}),
+        exhaustive(9, "zigzag", {}),
     ],
 )
 def test_nothing_is_expected_in_memory_that_is_in_use(n: int, layout: str, changes: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from sp_bench.simulate import _flows_numba as kernel
 from sp_bench.simulate import flows
 from sp_bench.simulate.flows import Solver, TaskGraph, solve
 from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
+from tests.support.marks import exhaustive
 
 # Coarse values make ties, fine ones make irregular times: both have to come up.
 durations = st.one_of(st.sampled_from([0.0, 0.0, 1.0, 2.0]), st.floats(1e-6, 3.0))
@@ -229,7 +230,7 @@ def ring_tasks(ranks: int, steps: int, block_bytes: float, latency_s: float, com
     return tasks
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [exhaustive(solver) if solver == "python" else solver for solver in SOLVERS])
 @pytest.mark.parametrize(("compute_s", "makespan_s"), [(100e-6, 43.8019008e-3), (300e-6, 76.5e-3)])
 def test_a_ring_of_256_takes_the_longer_of_transfer_and_compute(
     solver: Solver, compute_s: float, makespan_s: float

@@ -21,6 +21,7 @@ from sp_bench.plan.method import PHASES
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 from tests.support.clusters import NETWORKS, block_s, cluster, on_network, problem, split_problem
+from tests.support.marks import exhaustive
 from tests.support.problems import all_methods
 
 
@@ -132,7 +133,7 @@ def test_chrome_trace() -> None:
     assert names == {"rank 0", "rank 1", "blocks", "kv"}
 
 
-@pytest.mark.parametrize("n", [6, 8])
+@pytest.mark.parametrize("n", [6, exhaustive(8)])
 def test_slowdown_of_blocks_that_take_no_time(n: int) -> None:
     """Contiguous causal leaves ranks without work; rounding must not turn that into less than nothing."""
     p, where = split_problem(n, "contiguous", causal=True), cluster(gpus_per_node=2, transfer_slowdown=0.2)

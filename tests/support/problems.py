@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -56,6 +56,14 @@ def all_methods(problem: Problem) -> list[Method]:
     if problem.n <= FEW:
         by_messages |= {m.name: m for m in found if m.name == "startrail"}
     return found + [replace(m, collectives="messages") for m in by_messages.values()]  # pyright: ignore
+
+
+def of_each_name(methods: Iterable[Method], turn: int = 0) -> list[Method]:
+    """A variant of each method, another one for another `turn`."""
+    by_name: dict[str, list[Method]] = {}
+    for method in methods:
+        by_name.setdefault(method.name, []).append(method)
+    return [own[turn % len(own)] for own in by_name.values()]
 
 
 def _options(name: str, problem: Problem) -> list[dict[str, object]]:
