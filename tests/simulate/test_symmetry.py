@@ -17,7 +17,8 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.simulate import Run, simulate
 from tests.support.clusters import NETWORKS, on_network, split_problem
-from tests.support.problems import all_methods
+from tests.support.marks import exhaustive
+from tests.support.problems import all_methods, of_each_name
 
 
 def both(plan, dealt: Problem, where: Cluster) -> tuple[Run, Run]:
@@ -35,11 +36,13 @@ def assert_equal(one: Run, all_of_them: Run) -> None:
             assert (span.start_s, span.end_s) == pytest.approx((wanted.start_s, wanted.end_s), rel=1e-12, abs=1e-15)
 
 
+@pytest.mark.parametrize("every", [False, exhaustive(True)])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_every_method_on_every_network(network: str) -> None:
+def test_every_method_on_every_network(network: str, every: bool) -> None:
     """Full attention, where all ranks compute the same; n = 8 on two or four nodes."""
     p, where, alike = split_problem(8), on_network(network), 0
-    for method in all_methods(p):
+    methods = all_methods(p)
+    for method in methods if every else of_each_name(methods, [*NETWORKS].index(network)):
         dealt = method.dealt(p)
         for phase in PHASES:
             one, all_of_them = both(method.plan(p, phase, COMPUTE_BOUND), dealt, where)
