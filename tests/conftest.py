@@ -8,13 +8,14 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from sp_bench.measure import pool
 from tests.support.marks import NEEDS_A_GPU
 from tests.support.ranks import Ranks
 
-settings.register_profile("quick", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000, print_blob=True)
 # A change is judged by examples that depend on nothing but the test; new ones are looked for outside CI.
-settings.register_profile("ci", settings.get_profile("quick"), derandomize=True, database=None)
+settings.register_profile("ci", settings.get_profile("quick"), max_examples=60, derandomize=True, database=None)
 settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.get("SP_BENCH_CI") else "quick"))
 
 
@@ -52,6 +53,15 @@ def no_user_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """No cluster files of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_ranks() -> Iterator[None]:
+    """Modules of most jobs are imported once. The last one torch imports, with sympy, for a gradient that is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        modules = [*pool.PRELOADED, "tests.run.jobs", "torch.fx.experimental.symbolic_shapes"]
+        patch.setattr(pool, "PRELOADED", modules)
         yield
 
 

@@ -40,6 +40,10 @@ REAPED_S = 30.0
 """Seconds until the exit code of a dead rank is known at the latest, on a loaded machine."""
 
 
+PRELOADED = ["sp_bench.measure.job"]
+"""Modules that are imported once, in the server that ranks are forked from."""
+
+
 class RankFailure(RuntimeError):
     """A rank died, raised or hung. `rank` is None if no single rank is to blame."""
 
@@ -228,7 +232,7 @@ def report(value: Any, *, step: bool = True, connecting: bool = False) -> None:
 def forkserver() -> Any:
     """The context of multiprocessing that forks ranks from a process with torch imported."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sp_bench.measure.job"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -6,6 +6,8 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -219,6 +221,14 @@ def _fewest_bytes(method: Method, problem: Problem) -> Method:
     return min(method.candidates(problem), key=lambda m: sum(m.bytes_sent(problem, phase) for phase in PHASES))
 
 
+@lru_cache(maxsize=16)
+def _proven(method: Method, problem: Problem, costs: CostProfile) -> Mapping[str, Plan]:
+    """Checked plans by phase. Kept, since the layers of a model ask for the same ones."""
+    plans = {phase: method.plan(problem, phase, costs) for phase in PHASES}
+    check_all(plans, problem)
+    return MappingProxyType(plans)
+
+
 def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function as torch.compile of a caller must take it: whole, since it can't trace plans.
 
@@ -374,8 +384,7 @@ class SequenceParallelAttention(torch.nn.Module):
                     f"rank {self.rank} of {self.n} owns {problem.tokens(self.rank)} tokens of {seqlen}",
                     "what `shard` returns would work",
                 )
-            plans = {phase: method.plan(problem, phase, self.costs) for phase in PHASES}
-            check_all(plans, problem)
+            plans = _proven(method, problem, self.costs)
             group = (self.group or dist.group.WORLD) if self.n > 1 else None
             kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
             shares = share(kernel, plans, q.device)
