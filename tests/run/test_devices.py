@@ -26,8 +26,8 @@ from sp_bench.run.patience import first_timeout
 from sp_bench.run.sms import most_ctas
 from sp_bench.run.transport import AloneTransport, GlooTransport, Turn
 from tests.run import device_jobs
-from tests.support.attention_cases import BOUNDS, Case, of_one_batch_entry, relative
-from tests.support.marks import NEEDS_A_GPU
+from tests.support.attention_cases import BOUNDS, Case, of_each_method, of_one_batch_entry, relative
+from tests.support.marks import NEEDS_A_GPU, exhaustive
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import Ranks
 
@@ -53,25 +53,34 @@ def assert_exact(wanted: Iterable[Case], answers: list[dict[Case, Any]]) -> None
         assert max(errors) <= max(BOUNDS[case.dtype], BOUNDS[case.wire_dtype or case.dtype]), case
 
 
-@pytest.mark.parametrize(
-    ("n", "kind"),
-    [
-        (4, "gloo"),
-        (4, "through the host"),
-        (4, "a group for each lane"),
-        (6, "a group for each lane"),
-        (4, "a group for each lane and node"),
-        (4, "shared memory"),
-        (6, "shared memory of two nodes"),
-    ],
+TRANSPORTS = (
+    (4, "gloo"),
+    (4, "through the host"),
+    (4, "a group for each lane"),
+    (6, "a group for each lane"),
+    (4, "a group for each lane and node"),
+    (4, "shared memory"),
+    (6, "shared memory of two nodes"),
 )
+"""Ranks, and the transport between them by its name in device_jobs."""
+
+
+@pytest.mark.parametrize(("n", "kind"), TRANSPORTS)
+def test_a_variant_of_each_method_does_not_deadlock(ranks: Ranks, n: int, kind: str) -> None:
+    assert_plan_order_works(ranks, of_each_method(cases(n), turn=TRANSPORTS.index((n, kind))), kind)
+
+
+@pytest.mark.parametrize(("n", "kind"), [TRANSPORTS[0], *(exhaustive(*other) for other in TRANSPORTS[1:])])
 def test_plan_order_from_one_thread_does_not_deadlock(ranks: Ranks, n: int, kind: str) -> None:
+    assert_plan_order_works(ranks, cases(n), kind)
+
+
+def assert_plan_order_works(ranks: Ranks, wanted: list[Case], kind: str) -> None:
     """Though it waits in each transfer: the first operation that has not ended can always go on.
 
     In batches, as NCCL takes them, each lane has a group of its own. The bytes counted are the plan's.
     """
-    wanted = cases(n)
-    answers = ranks.run(device_jobs.in_plan_order, wanted, kind)[:n]
+    answers = ranks.run(device_jobs.in_plan_order, wanted, kind)[: wanted[0].n]
     assert_exact(wanted, [{case: errors for case, (errors, _) in answer.items()} for answer in answers])
     for case in wanted:
         volumes = [account.volume(case.built.plan(case.problem, p, case.costs), case.problem) for p in PHASES]

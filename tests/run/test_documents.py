@@ -16,8 +16,8 @@ from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.layout import DEALERS
 from sp_bench.plan.method import PHASES
 from tests.run import jobs
-from tests.run.test_exactness import assert_exact, everything, key_heads
-from tests.support.attention_cases import BOUNDS, Case
+from tests.run.matrix import assert_exact, everything, key_heads
+from tests.support.attention_cases import BOUNDS, Case, of_each_method
 from tests.support.marks import exhaustive
 from tests.support.packs import packs
 from tests.support.ranks import Ranks
@@ -56,7 +56,17 @@ def some_cases_of(n: int, pack: Packed, count: int, turn: int = 0) -> list[Case]
     return cases[turn % 7 :: -(-len(cases) // count)]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 6, 8])
+def test_each_method_on_each_dealing(ranks: Ranks) -> None:
+    """Once; from one to the next another variant or pack."""
+    by_pair: dict[tuple[str, str], list[Case]] = {}
+    for case in (case for pack in PACKS for case in cases_of(4, pack)):
+        by_pair.setdefault((case.method, case.layout), []).append(case)
+    wanted = {(name, dealing) for name, m in REGISTRY.items() if name != "reference" for dealing in m.dealings()}
+    assert {*by_pair} == wanted
+    assert_exact(ranks, (cases[11 * i % len(cases)] for i, cases in enumerate(by_pair.values())))
+
+
+@pytest.mark.parametrize("n", [2, 3, exhaustive(4), exhaustive(6), exhaustive(8)])
 def test_some_methods_and_dealings(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 5, turn)))
 
@@ -72,15 +82,16 @@ def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
     assert_exact(ranks, some_cases_of(n, pack, 3, turn))
 
 
-def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks) -> None:
+@pytest.mark.parametrize("all_variants", [False, exhaustive(True)])
+def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks, all_variants: bool) -> None:
     """Of the same tokens, in every dtype, for every method on its layouts."""
     for n in (2, 4):
-        plain = [
+        every = [
             replace(case, layout=layout, dtype=[*BOUNDS][turn % 3], causal=True)
             for turn, case in enumerate(everything(n))
             for layout in REGISTRY[case.method].layouts
-        ][::5]
-        plain = [_by_messages(case) for case in plain]
+        ]
+        plain = [_by_messages(case) for case in (every[::5] if all_variants else of_each_method(every, 6 - n, n))]
         packed = [replace(case, pack=Documents((case.seqlen,))) for case in plain]
         answers = ranks.run(jobs.results, [*plain, *packed])
         for one, other in zip(plain, packed, strict=True):

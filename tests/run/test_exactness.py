@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,6 @@ import torch
 from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
-from sp_bench.methods.mesh import tiles
-from sp_bench.methods.mesh_lean import ORDERS
-from sp_bench.methods.tasp import TASP
 from sp_bench.plan import CostProfile
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL
@@ -22,13 +18,33 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Transfer
 from sp_bench.plan.transfers import peers
 from tests.run import jobs
-from tests.support.attention_cases import BOUNDS, HEAD_DIM, HEADS, Case, inputs, of_one_batch_entry, reference, relative
+from tests.run.matrix import (
+    DTYPES,
+    LARGE,
+    assert_exact,
+    axes,
+    cover_of_the_matrix,
+    everything,
+    key_heads,
+    matrix,
+    measure,
+    others,
+    part_of_the_matrix,
+    variants,
+)
+from tests.support.attention_cases import (
+    BOUNDS,
+    HEAD_DIM,
+    HEADS,
+    Case,
+    inputs,
+    of_each_method,
+    of_one_batch_entry,
+    reference,
+)
 from tests.support.marks import exhaustive, exhaustive_from
-from tests.support.problems import all_methods, divisors, splittable_problem
+from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import SIZES, WORLD, Ranks
-
-DTYPES = tuple(BOUNDS)
-LARGE = tuple(n for n in SIZES if n > 2)
 
 UNEVEN = CostProfile(
     forward_block_s=1.0,
@@ -40,100 +56,6 @@ UNEVEN = CostProfile(
     inter_bytes_per_s=2e3,
 )
 """Costs of which no two are alike, for schedules that are less regular."""
-
-
-def variants(n: int) -> list[Case]:
-    """Ring, and every tile of mesh in every placement, and searched."""
-    meshes = [Case(n=n, method="mesh", tile=tile) for tile in tiles(n)]
-    placed = [replace(case, options=(("placement", "kv"),)) for case in meshes if case.tile and 1 not in case.tile]
-    searched = [replace(case, options=(("schedule", "searched"),)) for case in meshes]
-    lean = [
-        Case(n=n, method="mesh", tile=(2, n // 2), options=(("schedule", order),)) for order in ORDERS if n % 2 == 0
-    ]
-    return [Case(n=n, method="ring"), *meshes, *placed, *searched, *lean]
-
-
-def others(n: int) -> list[Case]:
-    """Every method but ring, all_gather, tasp and mesh with whole heads, in every variant. u ranks split 2u heads."""
-    cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q")]
-    cases += [
-        Case(n=n, method=method, options=(("inner", inner),))
-        for inner in divisors(n)
-        for method in ("double_ring", "burst_attention")
-    ]
-    cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
-    cases += [Case(n=n, method="startrail", options=(("team", c),)) for c in divisors(n) if n % c**2 == 0]
-    cases += [Case(n=n, method="ulysses", heads=n)]
-    staged = ((1, True), (2, True), (2, False), (4, True))
-    cases += [Case(n=n, method="upipe", heads=4 * n, options=(("stages", s), ("overlap", o))) for s, o in staged]
-    for u in divisors(n):
-        cases += [
-            Case(n=n, method=method, heads=2 * u, options=(("ulysses", u),)) for method in ("usp", "ulysses_all_gather")
-        ]
-        inner = [w for w in divisors(n // u) if w < n // u or u == n]
-        cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]
-    cases += [
-        Case(n=n, method="mesh", tile=tile, heads=2 * u, options=(("ulysses", u),))
-        for u in divisors(n)[1:]
-        for tile in tiles(n // u)
-    ]
-    return cases + [Case(n=n, method="reference")] * (n == 1)
-
-
-def key_heads(heads: int) -> list[int]:
-    """As many as heads, half as many (or the most below that divide them), one. Of 2u: above, equal to and below u."""
-    return sorted({heads, divisors(heads)[-2:][0], 1}, reverse=True)
-
-
-def grouped(cases: Iterable[Case]) -> list[Case]:
-    return [replace(case, kv_heads=kv_heads) for case in cases for kv_heads in key_heads(case.heads)]
-
-
-def everything(n: int) -> list[Case]:
-    """Every method in every variant, with all key_heads. Of n = 9, which is there for its root, what has a side of 3.
-
-    all_gather is there with all key heads at a time, and with one; mesh in slices where they divide; tasp on the most
-    rings that divide them.
-    """
-    cases = grouped([*variants(n), *others(n)])
-    sliced = (("schedule", "searched"), ("slices", 2))
-    for kv_heads in key_heads(HEADS):
-        if kv_heads % 2 == 0:
-            cases += [Case(n=n, method="mesh", tile=tile, kv_heads=kv_heads, options=sliced) for tile in tiles(n)]
-        problem = Case(n=n, method="ring", kv_heads=kv_heads).problem
-        cases += [
-            Case(n=n, method="tasp", kv_heads=kv_heads, options=(("inner", m.size), ("rings", m.rings)))
-            for m in TASP().candidates(problem)
-        ]
-        strides = sorted({1, kv_heads})
-        cases += [Case(n=n, method="all_gather", kv_heads=kv_heads, options=(("stride", s),)) for s in strides]
-    return [c for c in cases if n != 9 or c.method == "ring" or c.tile or 3 in dict(c.options).values()]
-
-
-def matrix(n: int, *, causal: bool) -> list[Case]:
-    """Everything on every layout, in every dtype on up to two ranks. On more, key heads and dtypes are rotated.
-
-    With each number of key heads goes one dtype, another one for the next n. From n = 6, where cases take longest, the
-    two smaller numbers of key heads take turns over layouts and masks.
-    """
-    cases = []
-    for case in everything(n):
-        place = key_heads(case.heads).index(case.kv_heads)
-        dtypes = DTYPES if n <= 2 else (DTYPES[(SIZES.index(n) + place) % 3],)
-        for i, layout in enumerate(REGISTRY[case.method].layouts):
-            if n < 6 or place == 0 or (i + causal + place) % 2:
-                cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
-    cases += of_one_batch_entry(cases)
-    trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
-    return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
-
-
-def part_of_the_matrix(n: int) -> list[Case]:
-    """Each variant on n ranks once: from one to the next another layout, mask, dtype and number of key heads."""
-    by_variant: dict[tuple, list[Case]] = {}
-    for case in matrix(n, causal=True) + matrix(n, causal=False):
-        by_variant.setdefault((case.method, str(case.method_options), case.batch), []).append(case)
-    return [cases[7 * i % len(cases)] for i, cases in enumerate(by_variant.values())]
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
@@ -164,7 +86,16 @@ def test_the_matrix_holds_every_combination_for_several_n() -> None:
     axes = ((True, False), (True, False), DTYPES)
     assert {*found} == {(*method, *rest) for method, *rest in itertools.product(methods, *axes)}
     assert all(len(sizes) > 1 for sizes in found.values())
-    assert all(sizes - {*LARGE} for sizes in found.values()), "also where it is not exhaustive"
+    assert all(sizes - {*LARGE} for sizes in found.values()), "also where ranks have one neighbour only"
+
+
+def test_the_cover_holds_each_method_with_all_axes() -> None:
+    """Also where it is not exhaustive: layouts with masks, MHA and GQA with dtypes."""
+    covered = {(case.method, *axis) for case in cover_of_the_matrix(2) for axis in axes(case)}
+    methods = [m for m in REGISTRY.values() if m.name != "reference"]
+    wanted = {(m.name, layout, causal) for m in methods for layout in m.layouts for causal in (True, False)}
+    wanted |= {(m.name, grouped, dtype) for m in methods for grouped in (True, False) for dtype in DTYPES}
+    assert covered == wanted
 
 
 @pytest.mark.parametrize("n", LARGE)
@@ -176,39 +107,21 @@ def test_a_part_of_the_matrix_holds_every_variant(n: int) -> None:
     assert found == wanted
 
 
-def measure(ranks: Ranks, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
-    """The relative L2 errors of out, dq, dk and dv over all ranks."""
-    answers = ranks.run(jobs.find_differences, list(cases))
-    errors = {}
-    for case in answers[0]:
-        by_tensor = zip(*(answer[case] for answer in answers[: case.n]), strict=True)
-        errors[case] = dict(zip(("out", "dq", "dk", "dv"), map(relative, by_tensor), strict=True))
-    return errors
+def test_a_cover_of_the_matrix(ranks: Ranks) -> None:
+    assert_exact(ranks, cover_of_the_matrix(2))
 
 
-def assert_exact(ranks: Ranks, cases: Iterable[Case]) -> None:
-    wanted = list(cases)
-    errors = measure(ranks, wanted)
-    assert list(errors) == wanted
-    for dtype in DTYPES:
-        worst = [max(by_tensor.values()) for case, by_tensor in errors.items() if case.dtype == dtype]
-        print(f"{len(worst)} cases in {dtype}, off by at most {max(worst, default=0):.1e}")
-    wrong = [
-        f"{case}: {tensor} is off by {error:.1e}"
-        for case, by_tensor in errors.items()
-        for tensor, error in by_tensor.items()
-        if not error <= BOUNDS[case.dtype]
-    ]
-    assert not wrong, f"{len(wrong)} results are wrong:\n" + "\n".join(wrong)
+def test_each_method_on_eight_ranks(ranks: Ranks) -> None:
+    assert_exact(ranks, of_each_method(part_of_the_matrix(8)))
 
 
-@pytest.mark.parametrize("n", [exhaustive(n) if n in (6, 9) else n for n in LARGE])
+@pytest.mark.parametrize("n", [1, *(exhaustive(n) if n > 4 else n for n in LARGE)])
 def test_a_part_of_the_matrix(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, part_of_the_matrix(n))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("n", exhaustive_from(LARGE[0]))
+@pytest.mark.parametrize("n", exhaustive_from(1))
 def test_the_matrix(ranks: Ranks, n: int, causal: bool) -> None:
     assert_exact(ranks, matrix(n, causal=causal))
 
@@ -261,13 +174,13 @@ def test_shares_of_a_zigzag_chunk_that_are_not_alike(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("lanes", ["one", "each"])
-@pytest.mark.parametrize("n", [6, exhaustive(9)])
+@pytest.mark.parametrize("n", [4, exhaustive(6), exhaustive(9)])
 def test_lanes_and_uneven_costs(ranks: Ranks, n: int, lanes: str) -> None:
     cases = [replace(variant, lanes=lanes, costs=UNEVEN, kv_heads=1) for variant in variants(n) if variant.tile]
     assert_exact(ranks, [replace(case, layout=layout) for case in cases for layout in LAYOUTS])
 
 
-@pytest.mark.parametrize("n", exhaustive_from(8))
+@pytest.mark.parametrize("n", exhaustive_from(6))
 def test_lanes_each(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (replace(v, lanes="each", dtype="float32") for v in variants(n) if v.tile))
 
@@ -316,10 +229,11 @@ def some_grouped(n: int, dtype: str) -> list[Case]:
     return [replace(case, dtype=dtype, layout=REGISTRY[case.method].layouts[-1]) for case in found]
 
 
-@pytest.mark.parametrize("n", [4, exhaustive(9)])
-def test_wider_wire_is_no_less_exact(ranks: Ranks, n: int) -> None:
+@pytest.mark.parametrize(("n", "every"), [(4, False), exhaustive(4, True), exhaustive(9, True)])
+def test_wider_wire_is_no_less_exact(ranks: Ranks, n: int, every: bool) -> None:
     """The partials of bf16 travel in bf16 or in fp32."""
     narrow = some_grouped(n, "bfloat16")
+    narrow = narrow if every else of_each_method(narrow, 2)
     wide = [replace(case, wire_dtype="float32") for case in narrow]
     errors = measure(ranks, [*narrow, *wide])
     helped = set()
@@ -341,9 +255,11 @@ ROUNDED_WITH |= {f"{tensor}_h": results for tensor, results in ROUNDED_WITH.item
 """By the tensor that travels in the wire dtype: the results that take its rounding. dv depends on the lse, not on O."""
 
 
-def test_the_wire_rounds_partials_and_nothing_else(ranks: Ranks) -> None:
+@pytest.mark.parametrize("every", [False, exhaustive(True)])
+def test_the_wire_rounds_partials_and_nothing_else(ranks: Ranks, every: bool) -> None:
     """fp32 with a bf16 wire."""
     cases = [replace(case, wire_dtype="bfloat16") for case in some_grouped(4, "float32")]
+    cases = cases if every else of_each_method(cases, 2)
     for case, by_tensor in measure(ranks, cases).items():
         plans = [case.built.plan(case.problem, phase, case.costs) for phase in PHASES]
         carried = {op.carries for plan in plans for op in plan.ops if isinstance(op, Transfer) and peers(op)}
@@ -372,19 +288,19 @@ def test_shard_unshard_and_positions(ranks: Ranks, layout: str) -> None:
 
 
 REUSED = [
-    Case(n=9, method="ring", dtype="bfloat16", kv_heads=2),
+    Case(n=3, method="ring", dtype="bfloat16", kv_heads=2),
     Case(n=9, method="mesh", tile=(3, 3), dtype="bfloat16", kv_heads=2),
     Case(n=6, method="mesh", tile=(3, 2), lanes="each", dtype="float32"),
-    Case(n=8, method="mesh", tile=(8, 1), layout="zigzag", dtype="float32"),
+    Case(n=4, method="mesh", tile=(4, 1), layout="zigzag", dtype="float32"),
     Case(n=4, method="mesh", tile=(2, 2), options=(("schedule", "searched"), ("slices", 2)), dtype="bfloat16"),
     Case(n=2, method="mesh", tile=(1, 2), layout="contiguous", causal=False, kv_heads=1),
-    Case(n=6, method="tokenring", options=(("nodes", 2),), kv_heads=2, dtype="float32"),
+    Case(n=4, method="tokenring", options=(("nodes", 2),), kv_heads=2, dtype="float32"),
     Case(n=4, method="tokenring", layout="zigzag", kv_heads=2, dtype="bfloat16"),
     Case(n=6, method="ulysses", layout="contiguous", heads=6, kv_heads=2, dtype="bfloat16"),
-    Case(n=6, method="usp", options=(("ulysses", 2),), layout="zigzag", kv_heads=2, dtype="bfloat16"),
+    Case(n=4, method="usp", options=(("ulysses", 2),), layout="zigzag", kv_heads=2, dtype="bfloat16"),
     Case(n=8, method="loongtrain", options=(("ulysses", 2), ("inner", 2)), kv_heads=2, dtype="bfloat16"),
-    Case(n=6, method="burst_attention", options=(("inner", 3),), kv_heads=2, dtype="bfloat16"),
-    Case(n=8, method="tasp", options=(("inner", 4), ("rings", 2)), kv_heads=2, dtype="bfloat16"),
+    Case(n=4, method="burst_attention", options=(("inner", 2),), kv_heads=2, dtype="bfloat16"),
+    Case(n=4, method="tasp", options=(("inner", 4), ("rings", 2)), kv_heads=2, dtype="bfloat16"),
     Case(n=4, method="startrail", options=(("team", 2),), dtype="bfloat16"),
     Case(n=4, method="all_gather", options=(("stride", 1),), kv_heads=2, dtype="float32"),
 ]

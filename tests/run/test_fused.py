@@ -13,7 +13,7 @@ from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Fused
 from tests.run import jobs
-from tests.run.test_exactness import assert_exact, everything
+from tests.run.matrix import assert_exact, everything
 from tests.support.attention_cases import Case
 from tests.support.marks import exhaustive
 from tests.support.ranks import SIZES, Ranks

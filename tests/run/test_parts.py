@@ -12,7 +12,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.run.executor import Action
 from tests.run import jobs
-from tests.support.attention_cases import Case, of_one_batch_entry
+from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry
 from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import Ranks
@@ -38,9 +38,16 @@ def cases(n: int) -> list[Case]:
     return every + [replace(case, dtype=dtype) for case in in_place for dtype in ("float32", "bfloat16")]
 
 
-@pytest.fixture(scope="module", params=[(1, 4), exhaustive((9,))], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=["a variant of each method", exhaustive((1, 4)), exhaustive((9,))],
+    ids=str,
+)
 def found(ranks: Ranks, request: pytest.FixtureRequest) -> Found:
-    wanted = [case for n in request.param for case in cases(n)]
+    if isinstance(request.param, str):
+        wanted = [*of_each_method(cases(1)), *of_each_method(cases(4), 2)]
+    else:
+        wanted = [case for n in request.param for case in cases(n)]
     answers = ranks.run(jobs.run_parts, wanted)
     return {case: [answer[case] for answer in answers[: case.n]] for case in wanted}
 

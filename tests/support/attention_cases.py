@@ -135,6 +135,18 @@ def of_one_batch_entry(cases: Iterable[Case]) -> list[Case]:
     return [replace(c, batch=1) for c in cases if c.method in dealt or "ulysses" in dict(c.options)]
 
 
+def of_each_method(cases: Iterable[Case], count: int = 1, turn: int = 0) -> list[Case]:
+    """Up to `count` cases of each method, apart from each other, and others for another `turn`."""
+    by_method: dict[str, list[Case]] = {}
+    for case in cases:
+        by_method.setdefault(case.method, []).append(case)
+    found = []
+    for own in by_method.values():
+        step = -(-len(own) // count)
+        found += own[turn % step :: step]
+    return found
+
+
 class Inputs(NamedTuple):
     """Of the whole sequence, in the compute dtype."""
 

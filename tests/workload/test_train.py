@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sp_bench.errors import RequestError
+from tests.support.marks import exhaustive
 from tests.support.ranks import Ranks
 from tests.workload import jobs
 from tests.workload.requests import METHODS, point, training
@@ -60,8 +61,9 @@ def curves(ranks: Ranks, steps: int, methods: tuple[str, ...], *overrides: str) 
         assert off < CURVE, f"{name}: the loss is off by {off:.1e}"
 
 
-def test_loss_curves_of_every_method_begin_alike(ranks: Ranks) -> None:
-    curves(ranks, 5, METHODS)
+@pytest.mark.parametrize("methods", [("ring", "ulysses", "mesh"), exhaustive(METHODS)], ids=len)
+def test_loss_curves_of_every_method_begin_alike(ranks: Ranks, methods: tuple[str, ...]) -> None:
+    curves(ranks, 5, methods)
 
 
 def test_loss_curves_with_sharded_parameters_begin_alike(ranks: Ranks) -> None:

@@ -1,0 +1,153 @@
+"""The attentions that the tests of exactness run: every method in every variant, layout, mask and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from sp_bench.methods import REGISTRY
+from sp_bench.methods.mesh import tiles
+from sp_bench.methods.mesh_lean import ORDERS
+from sp_bench.methods.tasp import TASP
+from tests.run import jobs
+from tests.support.attention_cases import BOUNDS, HEADS, Case, of_one_batch_entry, relative
+from tests.support.problems import divisors
+from tests.support.ranks import SIZES, Ranks
+
+DTYPES = tuple(BOUNDS)
+LARGE = tuple(n for n in SIZES if n > 2)
+
+
+def variants(n: int) -> list[Case]:
+    """Ring, and every tile of mesh in every placement, and searched."""
+    meshes = [Case(n=n, method="mesh", tile=tile) for tile in tiles(n)]
+    placed = [replace(case, options=(("placement", "kv"),)) for case in meshes if case.tile and 1 not in case.tile]
+    searched = [replace(case, options=(("schedule", "searched"),)) for case in meshes]
+    lean = [
+        Case(n=n, method="mesh", tile=(2, n // 2), options=(("schedule", order),)) for order in ORDERS if n % 2 == 0
+    ]
+    return [Case(n=n, method="ring"), *meshes, *placed, *searched, *lean]
+
+
+def others(n: int) -> list[Case]:
+    """Every method but ring, all_gather, tasp and mesh with whole heads, in every variant. u ranks split 2u heads."""
+    cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q")]
+    cases += [
+        Case(n=n, method=method, options=(("inner", inner),))
+        for inner in divisors(n)
+        for method in ("double_ring", "burst_attention")
+    ]
+    cases += [Case(n=n, method="tokenring", options=(("nodes", nodes),)) for nodes in divisors(n)]
+    cases += [Case(n=n, method="startrail", options=(("team", c),)) for c in divisors(n) if n % c**2 == 0]
+    cases += [Case(n=n, method="ulysses", heads=n)]
+    staged = ((1, True), (2, True), (2, False), (4, True))
+    cases += [Case(n=n, method="upipe", heads=4 * n, options=(("stages", s), ("overlap", o))) for s, o in staged]
+    for u in divisors(n):
+        cases += [
+            Case(n=n, method=method, heads=2 * u, options=(("ulysses", u),)) for method in ("usp", "ulysses_all_gather")
+        ]
+        inner = [w for w in divisors(n // u) if w < n // u or u == n]
+        cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]
+    cases += [
+        Case(n=n, method="mesh", tile=tile, heads=2 * u, options=(("ulysses", u),))
+        for u in divisors(n)[1:]
+        for tile in tiles(n // u)
+    ]
+    return cases + [Case(n=n, method="reference")] * (n == 1)
+
+
+def key_heads(heads: int) -> list[int]:
+    """As many as heads, half as many (or the most below that divide them), one. Of 2u: above, equal to and below u."""
+    return sorted({heads, divisors(heads)[-2:][0], 1}, reverse=True)
+
+
+def grouped(cases: Iterable[Case]) -> list[Case]:
+    return [replace(case, kv_heads=kv_heads) for case in cases for kv_heads in key_heads(case.heads)]
+
+
+def everything(n: int) -> list[Case]:
+    """Every method in every variant, with all key_heads. Of n = 9, which is there for its root, what has a side of 3.
+
+    all_gather is there with all key heads at a time, and with one; mesh in slices where they divide; tasp on the most
+    rings that divide them.
+    """
+    cases = grouped([*variants(n), *others(n)])
+    sliced = (("schedule", "searched"), ("slices", 2))
+    for kv_heads in key_heads(HEADS):
+        if kv_heads % 2 == 0:
+            cases += [Case(n=n, method="mesh", tile=tile, kv_heads=kv_heads, options=sliced) for tile in tiles(n)]
+        problem = Case(n=n, method="ring", kv_heads=kv_heads).problem
+        cases += [
+            Case(n=n, method="tasp", kv_heads=kv_heads, options=(("inner", m.size), ("rings", m.rings)))
+            for m in TASP().candidates(problem)
+        ]
+        strides = sorted({1, kv_heads})
+        cases += [Case(n=n, method="all_gather", kv_heads=kv_heads, options=(("stride", s),)) for s in strides]
+    return [c for c in cases if n != 9 or c.method == "ring" or c.tile or 3 in dict(c.options).values()]
+
+
+def matrix(n: int, *, causal: bool) -> list[Case]:
+    """Everything on every layout, in every dtype on up to two ranks. On more, key heads and dtypes are rotated.
+
+    With each number of key heads goes one dtype, another one for the next n. From n = 6, where cases take longest, the
+    two smaller numbers of key heads take turns over layouts and masks.
+    """
+    cases = []
+    for case in everything(n):
+        place = key_heads(case.heads).index(case.kv_heads)
+        dtypes = DTYPES if n <= 2 else (DTYPES[(SIZES.index(n) + place) % 3],)
+        for i, layout in enumerate(REGISTRY[case.method].layouts):
+            if n < 6 or place == 0 or (i + causal + place) % 2:
+                cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
+    cases += of_one_batch_entry(cases)
+    trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
+    return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
+
+
+def part_of_the_matrix(n: int) -> list[Case]:
+    """Each variant on n ranks once: from one to the next another layout, mask, dtype and number of key heads."""
+    by_variant: dict[tuple, list[Case]] = {}
+    for case in matrix(n, causal=True) + matrix(n, causal=False):
+        by_variant.setdefault((case.method, str(case.method_options), case.batch), []).append(case)
+    return [cases[7 * i % len(cases)] for i, cases in enumerate(by_variant.values())]
+
+
+def axes(case: Case) -> tuple[tuple, ...]:
+    """What make test has each method with, on two ranks: a layout and a mask, MHA or GQA in a dtype."""
+    return (case.layout, case.causal), (case.kv_heads < case.heads, case.dtype)
+
+
+def cover_of_the_matrix(n: int) -> list[Case]:
+    """Each variant once, and each method with all its `axes`."""
+    cases, found = part_of_the_matrix(n), set()
+    for case in [*cases, *matrix(n, causal=True)[::-1], *matrix(n, causal=False)]:
+        news = {(case.method, *axis) for axis in axes(case)} - found
+        cases += [case] if news and case not in cases else []
+        found |= news
+    return cases
+
+
+def measure(ranks: Ranks, cases: Iterable[Case]) -> dict[Case, dict[str, float]]:
+    """The relative L2 errors of out, dq, dk and dv over all ranks."""
+    answers = ranks.run(jobs.find_differences, list(cases))
+    errors = {}
+    for case in answers[0]:
+        by_tensor = zip(*(answer[case] for answer in answers[: case.n]), strict=True)
+        errors[case] = dict(zip(("out", "dq", "dk", "dv"), map(relative, by_tensor), strict=True))
+    return errors
+
+
+def assert_exact(ranks: Ranks, cases: Iterable[Case]) -> None:
+    wanted = list(cases)
+    errors = measure(ranks, wanted)
+    assert list(errors) == wanted
+    for dtype in DTYPES:
+        worst = [max(by_tensor.values()) for case, by_tensor in errors.items() if case.dtype == dtype]
+        print(f"{len(worst)} cases in {dtype}, off by at most {max(worst, default=0):.1e}")
+    wrong = [
+        f"{case}: {tensor} is off by {error:.1e}"
+        for case, by_tensor in errors.items()
+        for tensor, error in by_tensor.items()
+        if not error <= BOUNDS[case.dtype]
+    ]
+    assert not wrong, f"{len(wrong)} results are wrong:\n" + "\n".join(wrong)
