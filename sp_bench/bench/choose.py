@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -52,11 +52,11 @@ def choose(request: Request) -> Choice:
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    planned = [
+    planned = _sharing(
         _plan(method, problem, request)
         for problem in _dealings(request.method, request.problem)
         for method in request.method.candidates(problem)
-    ]
+    )
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
     bounded = sorted((_bound_s(asked, choice), i) for i, choice in enumerate(planned))
@@ -183,6 +183,19 @@ def _plan(method: Method, problem: Problem, request: Request) -> Choice:
     costs = costs_for(request, problem)
     plans = {phase: method.plan(problem, phase, costs) for phase in request.plan_phases}
     return Choice(method, problem, plans, {}, None)
+
+
+def _sharing(choices: Iterable[Choice]) -> list[Choice]:
+    """The choices, in which equal programs are one plan, as of layouts often: its schedule is then found once."""
+    first: dict[tuple[Method, str], Plan] = {}
+    found = []
+    for choice in choices:
+        plans = {}
+        for phase, plan in choice.plans.items():
+            known = first.setdefault((choice.method, phase), plan)
+            plans[phase] = known if plan.is_program_of(known) else plan
+        found.append(replace(choice, plans=plans))
+    return found
 
 
 def costs_for(request: Request, problem: Problem) -> CostProfile:

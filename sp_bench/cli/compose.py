@@ -117,6 +117,7 @@ class Composer(ExitStack):
         if override.is_add() or override.is_force_add():
             plain = argument.lstrip("+")
             self._check(_parsed(plain), plain.partition("=")[2])
+            self.compose([plain])
             raise RequestError(argument, "every key, optional ones too, is set without +", f"{plain} would work")
         if override.is_delete():
             raise RequestError(argument, "keys can't be removed, but null is a key's default", would_work)

@@ -55,7 +55,7 @@ def dataflow(plan: Plan) -> Dataflow:
 def _values(plan: Plan) -> tuple[Values, Values]:
     """The values that each operation reads and writes."""
     versions = dict.fromkeys(plan.starts_with, 0)
-    there = set(plan.starts_with)
+    given, there = frozenset(versions), set(versions)
     bundled: dict[Value, tuple[Value, ...]] = {}
     reads, writes = [], []
     for index, op in plan:
@@ -70,7 +70,7 @@ def _values(plan: Plan) -> tuple[Values, Values]:
         if isinstance(op, Fold | Transfer):  # a partial is folded or sent on once
             there -= {chunk for chunk in op.reads if is_partial(chunk.tensor) and chunk not in plan.kept}
         for chunk in op.writes:
-            if chunk in plan.starts_with:
+            if chunk in given:
                 raise PlanError(f"operation {index}, {op}: receives over {chunk}, which the rank has already")
             if isinstance(op, Transfer) or chunk not in there:
                 versions[chunk] = versions.get(chunk, -1) + 1

@@ -11,7 +11,7 @@ so do blocks and folds. Nothing else synchronises. A transport may relax this wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -164,7 +164,7 @@ class AllGather(_OfHome):
     def reads(self) -> tuple[Chunk, ...]:
         return (self.own,)
 
-    @property
+    @cached_property
     def writes(self) -> tuple[Chunk, ...]:
         return tuple(self.own.at(u) for u in range(1, self.group.size))
 
@@ -181,7 +181,7 @@ class ReduceScatter(_OfHome):
     by their lse, are exchanged by an all-to-all and merged by their owner.
     """
 
-    @property
+    @cached_property
     def reads(self) -> tuple[Chunk, ...]:
         return tuple(self.own.at(u) for u in range(1, self.group.size))
 
@@ -411,6 +411,10 @@ class Plan:
     outputs: tuple[Chunk, ...]
     kept: tuple[Chunk, ...] = ()
     """Chunks, beside inputs and outputs, that the forward leaves for the backward."""
+
+    def is_program_of(self, other: Plan) -> bool:
+        """Whether both have the same operations, steps, inputs and outputs."""
+        return all(getattr(self, each.name) == getattr(other, each.name) for each in fields(self))
 
     @property
     def starts_with(self) -> tuple[Chunk, ...]:

@@ -127,6 +127,7 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("gpus=32,64", "gpus=32,64: is a list of values; -m gpus=32,64 would run"),
         ("reuse=perhaps", "reuse=perhaps: must be auto, true or false"),
         ("+extra=1", "extra: there is no such key"),
+        ("+cluster.device.fold_bites=3", "did you mean cluster.device.fold_bytes_per_s"),
         ("+gpus=8", r"\+gpus=8: every key, optional ones too, is set without \+; gpus=8 would work"),
         ("mesh", "mesh: is not of the form key=value"),
         ("--fast", "--fast: there is no such flag"),
