@@ -18,7 +18,7 @@ class Case:
     """An attention over n * tokens + more tokens. Defaults are the simplest: failures are shrunk towards them."""
 
     n: int = 1
-    """Ranks."""
+    """How many ranks there are."""
     heads: int = 1
     kv_heads: int = 1
     tokens: int = 2

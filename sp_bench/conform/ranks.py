@@ -14,7 +14,7 @@ from sp_bench.measure.pool import RankError, RankFailure, RankPool
 TIMEOUT_S = 60.0
 """How long ranks may be silent before they count as hung."""
 REFUSALS = (NotImplementedError, ValueError, AssertionError)
-"""What a subject raises, on all ranks, for what it doesn't do."""
+"""What a subject's call raises, on all ranks, for what it doesn't do."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.conform.case import PAD_TOKENS, Case
+from sp_bench.conform.ranks import REFUSALS
 from sp_bench.conform.subjects import Instance, Subject
 from sp_bench.kernels.reference import exact
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
@@ -35,6 +36,10 @@ class Results(NamedTuple):
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
+
+
+class BackwardError(RuntimeError):
+    """A backward that raised what would be a refusal, had not its forward accepted the case."""
 
 
 class Stage:
@@ -78,11 +83,14 @@ class Stage:
         return out, leaves
 
     def backward(self, out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> Results:
-        """The gradients of the leaves."""
+        """The gradients of the leaves. Raises BackwardError where the subject refuses only now."""
         needed = [x for x in leaves if x.requires_grad]
         if not out.requires_grad:
             raise TypeError("returned an output that autograd can't differentiate")
-        found = iter(torch.autograd.grad(out, needed, dout.to(out.dtype)))
+        try:
+            found = iter(torch.autograd.grad(out, needed, dout.to(out.dtype)))
+        except REFUSALS as error:
+            raise BackwardError(f"in its backward, {type(error).__name__}: {error}") from error
         return Results(out.detach(), *(next(found) if x.requires_grad else None for x in leaves))
 
     def errors(self, results: Results, inputs: Inputs, dtype: str = "") -> dict[str, str]:
