@@ -8,22 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench import records
-from sp_bench.bench.choose import DeviceMemoryError, choose
+from sp_bench.bench.choose import DeviceMemoryError
 from sp_bench.bench.measured import measure_points
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request
 from sp_bench.bench.request import resolve as resolve_plain
 from sp_bench.bench.simulated import simulate_point, time_by_rank, trace_of
-from sp_bench.bench.training import least_training_s, longest, simulate_training
-from sp_bench.cluster import Cluster
+from sp_bench.bench.training import longest, simulate_training
 from sp_bench.errors import RequestError
 from sp_bench.measure.launch import Launch
 from sp_bench.measure.termination import raise_if_terminated
 from sp_bench.records import Record
-from sp_bench.simulate import simulate
 from sp_bench.workload import Train
 
-__all__ = ["NotWritten", "Outcome", "Request", "least_compute_s", "resolve", "run_points", "simulated_ms", "work_of"]
+__all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
 
 
 def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
@@ -149,28 +147,6 @@ def _simulate(request: Request) -> Outcome:
         return Outcome(record, choice, trace=trace_of(choice, request.trace), ranks=time_by_rank(choice))
     except Exception as error:
         return _failed(request, error)
-
-
-def least_compute_s(request: Request) -> float:
-    """Seconds that a point's ranks compute by its cluster's figures, without transfers.
-
-    Raises RequestError if no plan fits in memory, or it is too large to simulate.
-    """
-    if isinstance(request.workload, Train):
-        return least_training_s(request)
-    return sum(request.cluster.least_compute_s(run.work_s) for run in choose(request).runs.values())
-
-
-def simulated_ms(request: Request, cluster: Cluster) -> dict[str, float]:
-    """Milliseconds of a point by phase, on a cluster that differs from the request's by its figures alone.
-
-    The plans are those that the request's own cluster chooses. Raises RequestError as least_compute_s does.
-    """
-    if isinstance(request.workload, Train):
-        record = simulate_training(request, cluster)
-        return {phase: getattr(record, f"{phase}_ms_median") for phase in request.phases}
-    choice = choose(request)
-    return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
 
 
 def _failed(request: Request, error: Exception) -> Outcome:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sp_bench.bench import least_compute_s
+from sp_bench.bench.estimates import least_compute_s
 from sp_bench.bench.request import Request
 from sp_bench.calibrating.cluster_file import scaled_device
 from sp_bench.cluster import Cluster

@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sp_bench import markdown, records
-from sp_bench.bench import Outcome, Request, resolve, run_points, simulated_ms, work_of
+from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
+from sp_bench.bench.estimates import simulated_ms
 from sp_bench.bench.request import setting_of
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.cli.arguments import config_dir, run_command, writable_folder
