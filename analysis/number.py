@@ -160,7 +160,7 @@ NOT_IN_COMMANDS = ("logger", "baseline", "reuse", "timeout_s", "trace", "results
 
 def command(config: Any) -> str:
     """The command-line arguments that compose to `config`. Defaults of conf/config.yaml are left out."""
-    from sp_bench.analysis.runs import argument, defaults, group
+    from sp_bench.analysis.runs import defaults, group
 
     usual, found = defaults(), []
     groups = {key: value for key, value in config.items() if isinstance(value, dict) and "name" in value}
@@ -174,11 +174,7 @@ def command(config: Any) -> str:
             found += _changed(key, value, usual.get(key))
             continue
         found.append(f"{key}={value['name']}")
-        if key == "method":
-            options = {option: chosen for option, chosen in value.items() if option != "name"}
-            plain = usual["method"] if value["name"] == usual["method"]["name"] else {}
-            found += [f"method.{o}={argument(v)}" for o, v in options.items() if v != plain.get(o, "auto")]
-        elif key == "cluster":
+        if key in ("method", "cluster"):
             found += _changed(key, value, group(key, value["name"]))
     return " ".join(found)
 

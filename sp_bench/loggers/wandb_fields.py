@@ -11,13 +11,16 @@ CONFIG = (
     *("schema_version", "workload", "method", "impl", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
     *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal"),
     *("documents", "longest_document", "window", "dtype", "wire_dtype", "implementation"),
-    *("model", "recompute", "sharded", "workload_id", "source"),
+    *("model", "recompute", "sharded", "tensor_parallel", "workload_id", "source"),
     *("cluster", "alone_ranks", "kernel", "transport", "device_name", "iters", "warmup", "seed", "stragglers"),
 )
 """Fields of the run's config: the request."""
 PROVENANCE = ("code_version", "git_commit", "git_dirty", "versions")
 """Fields of the provenance in the run's config: none about the machine or its user."""
-SUMMARY = ("status", "error", "bound_by", "peak_mem_source", "comm_bytes_by_lane", "comm_bytes_by_link", "validation")
+SUMMARY = (
+    *("status", "error", "bound_by", "peak_mem_source", "comm_bytes_by_lane", "comm_bytes_by_link", "validation"),
+    "clocks_held_down",
+)
 """Fields of the run's summary that are no numbers."""
 SAMPLE_COLUMNS = ("rank", "iteration", "phase", "part", "seconds")
 MAX_TAG = 64
