@@ -51,15 +51,11 @@ class Figure:
     sources: tuple[Source, ...]
     note: str = ""
 
-    def save(self, folder: Path, formats: Sequence[str] = FORMATS) -> None:
-        """Write <name>.pdf, .svg and .png to `folder`, or some of them."""
+    def save(self, folder: Path) -> None:
+        """Write <name>.pdf, .svg and .png to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        for ending in formats:
+        for ending in FORMATS:
             (folder / f"{self.name}.{ending}").write_bytes(self._bytes(ending))
-
-    def to_markdown(self) -> str:
-        """A link to <name>.svg, and the note."""
-        return "\n\n".join(filter(None, (f"![{self.title}]({self.name}.svg)", self.note)))
 
     def to_html(self) -> str:
         """The picture, its caption and links to its sources."""

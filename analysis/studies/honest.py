@@ -39,7 +39,6 @@ from sp_bench.analysis.studies.honest_grid import (
     tied,
 )
 from sp_bench.analysis.table import Cell, Table, columns
-from sp_bench.methods.mesh import Mesh
 
 LIGHT = 0.45
 """How far faces are mixed with white, so that words on them can be read."""
@@ -243,9 +242,6 @@ FUSED_AT = {"cluster": "h100_ndr400", "gpus": 64}
 
 def fusion(runs: Runs) -> Section:
     """What fused blocks change, where methods have the option."""
-    title = "What fused blocks change"
-    if "fuse" not in Mesh.options():
-        return Section(title, text("Methods have no option method.fuse in this version, so that nothing is said here."))
     places = list(product(KV_HEADS, (name for name in METHODS if name != "ulysses")))
     both = {
         (kv, name, fuse): asked(name, kv_heads=kv, fuse=fuse, **FUSED_AT)
@@ -264,7 +260,7 @@ def fusion(runs: Runs) -> Section:
         "KV heads; method; variant; step | ms; variant when fused; step when fused | ms; times as fast || .3f"
     )
     return Section(
-        title,
+        "What fused blocks change",
         text(
             "Blocks that are ready together become one kernel call (method.fuse). On {gpus} H100 a step is {low:.3f} to"
             " {high:.2f} times as fast. Variants are chosen anew.",

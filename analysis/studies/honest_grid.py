@@ -15,7 +15,7 @@ from sp_bench.records import Record
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")
 GPUS = (8, 64, 512)
 KV_HEADS = (32, 4, 1)
-"""Of 32 heads: every head has its own keys, 8 share them, and all do."""
+"""Key heads of 32 heads: every head has its own keys, 8 share them, and all do."""
 SEQLEN = "1M"
 HEADS_SPLIT, WHOLE_HEADS = "mesh with heads", "mesh"
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -80,7 +80,7 @@ def steps(found: Mapping[str, Record]) -> list[Step]:
 def tied(ranked: Iterable[Step]) -> list[Step]:
     """The fastest step, and those whose intervals overlap its own: too close to call."""
     first, *rest = ranked
-    return [first, *(step for step in rest if step.low <= first.high)]
+    return [first, *(step for step in rest if step.interval.overlaps(first.interval))]
 
 
 def grid(runs: Runs) -> dict[Key, list[Step]]:

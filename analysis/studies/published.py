@@ -207,7 +207,7 @@ def fitted(runs: Runs) -> Section:
 
 
 def points(runs: Runs) -> Section:
-    """Every measurement."""
+    """The section with a row for each measurement."""
     lines: list[list[Cell]] = []
     for one in compared(runs):
         row = one.row

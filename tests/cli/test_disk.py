@@ -86,8 +86,8 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_bench.bench.measured.open_ranks", NoRanks)
 
 
-def refused(folder: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether a folder is refused before any rank is started."""
+def assert_refused(folder: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder is refused before any rank is started."""
     assert main([*MEASURED, "seqlen=64", f"results_dir={folder}"]) == 2
     assert capsys.readouterr().err == f"sp_bench: results_dir={folder}: {message}; results_dir=results would work\n"
 
@@ -96,19 +96,19 @@ def refused(folder: Path, message: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_disk_that_is_full_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with small_disk(tmp_path / "disk", kb=16) as folder:
         fill(folder)
-        refused(folder, "can't be written (No space left on device)", capsys)
+        assert_refused(folder, "can't be written (No space left on device)", capsys)
 
 
 @pytest.mark.usefixtures("no_ranks")
 def test_a_folder_that_is_read_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with read_only(tmp_path / "folder") as folder:
-        refused(folder, "can't be written (Read-only file system)", capsys)
-        refused(folder / "new", "can't be made (Read-only file system)", capsys)
+        assert_refused(folder, "can't be written (Read-only file system)", capsys)
+        assert_refused(folder / "new", "can't be made (Read-only file system)", capsys)
 
 
 @pytest.mark.usefixtures("no_ranks")
 def test_a_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    refused(tmp_path / "file", "can't be made (File exists)", capsys)
-    refused(tmp_path / "file" / "below", "can't be made (Not a directory)", capsys)
-    refused(Path("/proc/results"), "can't be made (No such file or directory)", capsys)
+    assert_refused(tmp_path / "file", "can't be made (File exists)", capsys)
+    assert_refused(tmp_path / "file" / "below", "can't be made (Not a directory)", capsys)
+    assert_refused(Path("/proc/results"), "can't be made (No such file or directory)", capsys)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
+from sp_bench.methods.mesh import tiles
 from sp_bench.methods.mesh_schedule import Step, backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.plan import CostProfile, Problem
@@ -82,7 +83,9 @@ def test_no_better_than_what_must_be_done(t: TileTimes) -> None:
 @given(st.integers(1, 12), st.sampled_from(sorted(LAYOUTS)), st.booleans(), cost_profiles(), st.sampled_from(PHASES))
 def test_plans_are_proven(n: int, layout: str, causal: bool, costs: CostProfile, phase: str) -> None:
     p = small_problem(n, layout, causal=causal)
-    for method in build("mesh", {"schedule": "searched", "slices": "auto" if n <= 9 else 1}).candidates(p):
+    candidates = build("mesh", {"schedule": "searched", "slices": "auto" if n <= 9 else 1}).candidates(p)
+    assert {method.tile_shape(n) for method in candidates} == set(tiles(n))
+    for method in candidates:
         check(method.plan(p, phase, costs), method.dealt(p))
 
 

@@ -49,7 +49,7 @@ def test_gradients_of_other_models_masks_lengths_and_recomputations(ranks: Ranks
     assert_exact(ranks, list(OTHERS))
 
 
-def curves(ranks: Ranks, steps: int, methods: tuple[str, ...], *overrides: str) -> None:
+def assert_curves_alike(ranks: Ranks, steps: int, methods: tuple[str, ...], *overrides: str) -> None:
     """Losses on 4 ranks are those of one process."""
     asked = ("dtype=float32", *overrides)
     alone = training("gpus=1", "method=reference", *asked)
@@ -63,17 +63,17 @@ def curves(ranks: Ranks, steps: int, methods: tuple[str, ...], *overrides: str) 
 
 @pytest.mark.parametrize("methods", [("ring", "ulysses", "mesh"), exhaustive(METHODS)], ids=len)
 def test_loss_curves_of_every_method_begin_alike(ranks: Ranks, methods: tuple[str, ...]) -> None:
-    curves(ranks, 5, methods)
+    assert_curves_alike(ranks, 5, methods)
 
 
 def test_loss_curves_with_sharded_parameters_begin_alike(ranks: Ranks) -> None:
-    curves(ranks, 5, ("mesh", "zigzag"), "train.parameters=sharded")
+    assert_curves_alike(ranks, 5, ("mesh", "zigzag"), "train.parameters=sharded")
 
 
 @pytest.mark.exhaustive
 def test_loss_curves_over_200_steps(ranks: Ranks) -> None:
     """Those of all methods stand in docs/results/training.md."""
-    curves(ranks, 200, ("zigzag", "ulysses", "mesh"), "seqlen=32", "batch=2")
+    assert_curves_alike(ranks, 200, ("zigzag", "ulysses", "mesh"), "seqlen=32", "batch=2")
 
 
 def test_a_wrong_attention_shows_in_the_curve(ranks: Ranks) -> None:
