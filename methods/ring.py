@@ -38,7 +38,7 @@ from sp_bench.plan import (
 
 @dataclass(frozen=True, kw_only=True)
 class Ring(Method):
-    """Ring Attention."""
+    """Ring Attention: KV goes round a ring of all ranks."""
 
     name: ClassVar[str] = "ring"
     citation: ClassVar[str] = "Liu et al. 2023"

@@ -95,7 +95,7 @@ class UPipe(Ulysses):
         return tuple(replace(self, stages=stages) for stages in chosen)
 
     def head_slices(self, problem: Problem) -> int:
-        """S."""
+        """S, the number of stages."""
         assert isinstance(self.stages, int), "a caller picks one of the candidates first"
         return self.stages
 

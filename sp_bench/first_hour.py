@@ -55,7 +55,7 @@ class Shape:
     """The sizes of a first hour."""
 
     keys: tuple[str, ...]
-    """Of all points."""
+    """The keys that all points share."""
     exact_tokens: int
     """Tokens a rank of points that are only checked."""
     tokens: tuple[int, ...]

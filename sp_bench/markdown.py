@@ -1,4 +1,4 @@
-"""Markdown tables."""
+"""Tables in Markdown."""
 
 from __future__ import annotations
 

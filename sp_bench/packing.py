@@ -27,7 +27,7 @@ MOST_DOCUMENTS = 1_000_000
 
 
 class Data(Section, frozen=True, kw_only=True, tag_field="kind", tag="none"):
-    """No documents."""
+    """The data of a point without documents."""
 
     def lengths_in(self, seqlen: int, seed: int) -> list[int]:
         """The tokens of each document in a sequence. Raises RequestError where there are none."""

@@ -233,7 +233,7 @@ def _words(info: inspect.Type) -> str:
 
 
 def _examples(info: inspect.Type) -> list[Any]:
-    """Valid values."""
+    """Some valid values of a type."""
     if isinstance(info, inspect.Metadata):
         return (info.extra_json_schema or {}).get("examples") or _examples(info.type)
     if isinstance(info, inspect.UnionType):

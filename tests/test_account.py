@@ -207,7 +207,7 @@ def test_across_nodes() -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_across_nodes_is_the_traffic_between_them(phase: str) -> None:
-    """Of every method and variant, on nodes of 3 and of 1, where everything crosses."""
+    """Every method and variant, on nodes of 3 and of 1, where everything crosses."""
     n = 9
     base, ranks = splittable_problem(n, "zigzag"), np.arange(n)
     for method in all_methods(base):

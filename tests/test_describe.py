@@ -64,7 +64,7 @@ def test_formulas_are_the_counted_payload(n: int, k: int) -> None:
 
 
 def test_table_2_of_the_mesh_paper_is_what_is_counted() -> None:
-    """Of StarTrail's two figures the table's holds, for the rank that sends most; the text's is 3 / n above it."""
+    """StarTrail has two figures: the table's holds, for the rank that sends most; the text's is 3 / n above it."""
     for n in (16, 64, 256):
         found = {paper.method: counted_volumes(paper, n) for paper in PAPERS_VOLUMES}
         for name in ("ring", "ulysses", "mesh"):
@@ -90,7 +90,7 @@ def test_bad_requests(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_documents() -> None:
-    """Of 13, 3, 30 and 18 tokens on 4 ranks, only ranks 2 and 3 see keys of another one."""
+    """Documents have 13, 3, 30 and 18 tokens: on 4 ranks, only ranks 2 and 3 see keys of another one."""
     pack = ["mask=document", "data=lengths", "data.lengths=[13,3,30,18]", "seqlen=64"]
     text = describe(["method=ring", "gpus=4", "method.layout=contiguous", "heads=1", *pack])
     matrix = text.split("Q \\ KV")[1].splitlines()[1:5]

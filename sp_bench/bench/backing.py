@@ -30,7 +30,7 @@ class Backing(NamedTuple):
     transfers: str
     links: str
     median: float
-    """Of |simulated / measured - 1|, without what was fitted to the source of the measurement."""
+    """The median of |simulated / measured - 1|, without what was fitted to the source of the measurement."""
     two_of_three: float
     """What two of three errors are within."""
     points: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 USABLE = 0.85
-"""Of a GPU's memory, what points can have beside CUDA's context, NCCL's buffers, kernels' workspaces and fragments."""
+"""The share of a GPU's memory that points can have beside CUDA's context, NCCL's buffers, kernels' workspaces and
+fragments."""
 
 
 def packs(sizes: Sequence[int], capacity: float | None) -> list[list[int]]:

@@ -63,7 +63,7 @@ class StepTimes:
     phases_s: dict[str, float]
     """By phase: forward, backward, update."""
     attention_s: float
-    """Of all layers, with its waits for transfers."""
+    """The attention of all layers, with its waits for transfers."""
     busy_s: float
     """Blocks and folds of the busiest rank."""
     dense_s: float

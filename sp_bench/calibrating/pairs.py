@@ -27,7 +27,7 @@ class PairRate:
     a: int
     b: int
     bytes_per_s: float
-    """Of one direction."""
+    """The rate of one direction."""
     latency_s: float
     lane: int = 0
 

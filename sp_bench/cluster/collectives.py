@@ -39,7 +39,7 @@ class Flow(NamedTuple):
 
     target: np.ndarray
     share: np.ndarray
-    """Of the bytes that the rank sends in the collective."""
+    """The share of the bytes that the rank sends in the collective."""
 
 
 class Carriage(NamedTuple):
@@ -48,9 +48,9 @@ class Carriage(NamedTuple):
     name: str
     flows: tuple[Flow, ...]
     latency_s: np.ndarray
-    """(n,)"""
+    """The latency of each rank in seconds: (n,)."""
     rate_share: float = 1.0
-    """Of a flow's rate alone, the most that it gets."""
+    """The largest share that a flow gets of its rate alone."""
     rate_cap: float = math.inf
     hops: int = 0
     """If not 0: it has this many hops, one after the other, each with an equal part of the bytes."""

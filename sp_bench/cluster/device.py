@@ -44,12 +44,12 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     memory_bytes: Positive | None = None
     memory_bytes_per_s: Positive
     fold_bytes_per_s: Positive | None = None
-    """None: memory_bytes_per_s."""
+    """Bytes/s of a fold; None: memory_bytes_per_s."""
     launch_s: NotNegative
     elementwise_bytes_per_s: Positive | None = None
-    """None: memory_bytes_per_s."""
+    """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
     layer_launch_s: NotNegative | None = None
-    """None: launch_s."""
+    """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
     transfer_slowdown: NotNegative = 0.0
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class Padded:
     """The rates of a kernel for heads that it pads."""
 
     head_dim: int
-    """Of the problem."""
+    """The problem's own size of heads."""
     computed: int
     """What the kernel computes on."""
     tables: tuple[KernelTable, ...]

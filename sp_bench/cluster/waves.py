@@ -15,7 +15,7 @@ from typing import Literal
 
 CausalOrder = Literal["longest_first", "ascending"]
 ALONE = 0.6
-"""Of a multiprocessor's rate, what a thread block gets that is alone where two fit: between half and all of it. Chosen
+"""The share of a multiprocessor's rate that a thread block gets alone where two fit: between half and all of it. Chosen
 with the rates of one GPU at 5 heads in ring-flash-attention's README: 133 TFLOP/s on an A100, which has 205 at 32."""
 ROUNDS = 12
 """So many times all places of a device: what comes before fills the device, and only the end is followed one by one."""
@@ -26,7 +26,7 @@ class Waves:
     """The thread blocks of a kernel on a device."""
 
     sms: int
-    """Multiprocessors."""
+    """How many multiprocessors the device has."""
     tile_tokens: int
     """The tokens of a thread block: queries forward, keys backward."""
     causal_order: CausalOrder = "longest_first"
@@ -55,7 +55,6 @@ class Waves:
 
 
 def _share(m: int, per_sm: int) -> float:
-    """Of a multiprocessor's rate, what each of m thread blocks on it gets."""
     return min(ALONE, 1 / m) if per_sm > 1 else 1.0
 
 

@@ -27,7 +27,7 @@ ALL_PHASES = "all"
 
 
 class Row(NamedTuple):
-    """One sample."""
+    """One sample, in long form."""
 
     rank: int
     iteration: int

@@ -90,7 +90,7 @@ class Timing:
     forward_ms_median: float | None = None
     backward_ms_median: float | None = None
     update_ms_median: float | None = None
-    """Of a training step: the summation of gradients over the ranks, and the optimizer."""
+    """The end of a training step: the summation of gradients over the ranks, and the optimizer."""
     rank_step_ms_min: float | None = None
     """Measured: the smallest of the ranks' own median steps."""
     rank_step_ms_max: float | None = None
@@ -225,7 +225,7 @@ class Exactness:
     err_dv: float | None = None
     err_loss: float | None = None
     err_gradient: float | None = None
-    """Of a training step: the error of the gradients of all parameters together."""
+    """The error of the gradients of all parameters together, in a training step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from sp_bench.run.transport import Transport
 
 @dataclass(frozen=True)
 class _Captured:
-    """A phase."""
+    """A phase as a captured graph."""
 
     graph: Any
     inputs: tuple[Tensor, ...]

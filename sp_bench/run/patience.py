@@ -26,7 +26,7 @@ class _Used:
 
     opened: set[Hashable] = field(default_factory=set)
     timeout: timedelta | None = None
-    """Of its next operation; None: as it was made."""
+    """The timeout of its next operation; None: as it was made."""
 
 
 _used: WeakKeyDictionary[dist.ProcessGroup, _Used] = WeakKeyDictionary()

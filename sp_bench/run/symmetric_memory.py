@@ -29,7 +29,7 @@ from sp_bench.run.one_sided import OneSidedTransport, PeerMemory, Signal
 
 SIGNAL_BYTES = 4
 PAD_BYTES = 16
-"""Of the buffer whose pads are used: an empty one can't be allocated."""
+"""The size of the buffer whose pads are used: an empty one can't be allocated."""
 
 
 class SymmetricTransport(OneSidedTransport):

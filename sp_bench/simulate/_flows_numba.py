@@ -67,7 +67,7 @@ class Graph(NamedTuple):
     link_bytes_per_s: Floats
     link_seat_start: Ints
     same_instant: Floats
-    """Of two entries: events closer than this, relative to the time since the start or in seconds, share one solve."""
+    """Two entries: events closer than this, relative to the time since the start or in seconds, share one solve."""
 
 
 class Tasks(NamedTuple):

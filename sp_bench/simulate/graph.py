@@ -49,7 +49,7 @@ from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
 LATER_WEIGHT = 1e3
-"""Of bytes that links carry after their message (Carried.later_bytes), beside messages of about 1: they go first."""
+"""The weight of bytes that links carry after their message (Carried.later_bytes): messages, of about 1, go first."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ class Collective:
     """SendRecv, AllGather, ReduceScatter, ..."""
     seconds: float
     message_bytes: int | None
-    """Of this rank's input; None if the trace doesn't say."""
+    """The bytes of this rank's input; None if the trace doesn't say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from sp_bench.resources import PACKAGE
 
 FITS = PACKAGE / "analysis" / "published" / "fits.yaml"
 ROUNDS = 3
-"""Of fitting a factor. Each ends with times that are as much too long as too short, to first order."""
+"""How often a factor is fitted. Each round ends with times that are as much too long as too short, to first order."""
 
 Point = tuple[Mapping[str, str], Mapping[str, Any]]
 """A measurement, and the config of its simulation."""

@@ -32,9 +32,9 @@ class Model(Section, frozen=True, kw_only=True):
     ffn: Count
     """Hidden elements of the feed-forward network."""
     vocab: Count | None = None
-    """Of a decoder: the number of different tokens."""
+    """The number of different tokens of a decoder."""
     channels: Count | None = None
-    """Of a dit: the elements of a patch."""
+    """The elements of a patch of a dit."""
     rope_theta: Positive = 1e4
 
     def __post_init__(self) -> None:

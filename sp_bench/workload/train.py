@@ -105,7 +105,7 @@ class Train(Workload):
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
-        """train.tensor_parallel."""
+        """The degree that train.tensor_parallel asks for."""
         return read(Training, config["train"], "train").tensor_parallel
 
     @property

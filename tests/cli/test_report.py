@@ -16,7 +16,7 @@ from sp_bench.cli.report import WIDTH, make_console, print_points, print_sweep
 from tests.support.made_records import made
 
 FIGURES = ["33.125 ms  [32.62, 33.38]", "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "7.75 ms  (23%)", "7.654 MB"]
-"""Of `outcome("mesh", 33.125)`, in their order, but for the status."""
+"""The figures of `outcome("mesh", 33.125)`, in their order, but for the status."""
 POINT = ["4x2", "8", "64k", "32x128 causal bf16", "striped", "measure"]
 """What it is, beside its method."""
 

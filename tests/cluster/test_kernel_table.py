@@ -179,7 +179,7 @@ def test_waves_are_never_more_than_full(tokens: int, batch_heads: int) -> None:
 
 
 def test_few_causal_heads_wait_for_the_longest_thread_block() -> None:
-    """Of one head, 64 tiles on 132 multiprocessors take as long as the longest, twice the mean."""
+    """The 64 tiles of one head on 132 multiprocessors take as long as the longest, twice the mean."""
     waves = Waves(sms=132, tile_tokens=128)
     assert waves.fill("forward_causal", 8192, 1) == pytest.approx(64 / 2 / 132, rel=1e-3)
     assert waves.fill("forward_causal", 8192, 132) == pytest.approx(64 / 65, rel=1e-3), (

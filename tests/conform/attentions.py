@@ -140,7 +140,7 @@ def some_heads(scores: Tensor) -> Tensor:
 
 
 def naive(scores: Tensor) -> Tensor:
-    """Overflows."""
+    """Without the maximum, which overflows."""
     powers = scores.exp()
     return powers / powers.sum(dim=-1, keepdim=True)
 
@@ -205,7 +205,7 @@ def uneven(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group, seqle
 
 @claims(layout="contiguous", documents=True)
 def documents(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group, documents: Sequence[int] = ()) -> Tensor:
-    """Ignores them."""
+    """It ignores where documents begin."""
     return attend(q, k, v, causal, group)
 
 

@@ -141,7 +141,7 @@ def aten_varlen_backward(
     scale: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Packed sequences."""
+    """The backward of packed sequences, by torch's signature."""
     check(grad_out, query, key, value, out)
     assert not dropout_p and scale is None and not any(rest.values())
     scaled = (max_q, max_k), query.shape[2] ** -0.5, is_causal

@@ -43,7 +43,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def number(row: dict[str, str], column: str) -> float:
-    """Of a cell with a unit."""
+    """The number of a cell with a unit."""
     return float(row[column].split()[0])
 
 
@@ -86,7 +86,7 @@ def test_what_is_no_calibrated_gpu_is_refused(
 
 
 def test_both_have_the_same_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a GPU that no file is for, only beside the cluster whose links it was calibrated with."""
+    """A GPU that no file is for, only beside the cluster whose links it was calibrated with."""
     path = written(tmp_path, name="NVIDIA T4")
     assert main([str(path)]) == 2
     assert "no cluster file has the links of NVIDIA T4" in capsys.readouterr().err

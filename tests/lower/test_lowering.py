@@ -45,7 +45,7 @@ def test_where_all_ranks_share_one_chunk_no_layout_narrows(layout: str) -> None:
 
 
 def test_what_travels_as_accumulators_are_is_made_so() -> None:
-    """Of one block too. O leaves complete, in the compute dtype, and what arrives so is cast as it arrives."""
+    """So is one block's partial. O leaves complete, in the compute dtype, and what arrives so is cast as it arrives."""
     problem = replace(splittable_problem(4, "contiguous"), wire_dtype="float32")
     assert names("ulysses", "forward", problem) == {"o_h#0"}
     assert names("ulysses", "backward", problem) == {"dq#0", "dkv#0"}

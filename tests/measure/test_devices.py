@@ -265,7 +265,7 @@ def test_ranks_alone_have_the_volume_of_the_plan_and_no_step(alone: Outcome) -> 
 
 
 def test_a_backward_alone(tmp_path: Path) -> None:
-    """Of Ulysses, whose backward needs what its forward keeps."""
+    """That of Ulysses, whose backward needs what its forward keeps."""
     options = (
         "method=ulysses",
         "gpus=8",

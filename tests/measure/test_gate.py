@@ -22,7 +22,7 @@ RANKS, HEADS = 3, 4
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Three ranks."""
+    """A pool of three ranks."""
     with RankPool(RANKS) as ranks:
         yield ranks
 

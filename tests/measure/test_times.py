@@ -23,7 +23,7 @@ from tests.support.ranks import WORLD, Ranks
 
 
 def samples(part: str, phase: str, seconds: list[list[float]], began_s: list[list[float]] | None = None) -> Samples:
-    """Of a part of one phase, by rank and iteration."""
+    """The samples of a part of one phase, by rank and iteration."""
     began_s = began_s or [[float("nan")] * len(of_rank) for of_rank in seconds]
     return Samples.of(
         [

@@ -86,7 +86,7 @@ def test_one_document_has_the_regions_of_its_whole_mask() -> None:
 
 
 def test_the_diagonal_shifts_for_a_document_that_starts_in_mid_stripe() -> None:
-    """Of documents of 6 and 10 tokens on 4 striped ranks, rank 1 has tokens 1, 5 | 9, 13, rank 2 has 2 | 6, 10, 14."""
+    """Documents have 6 and 10 tokens: of 4 striped ranks, rank 1 has tokens 1, 5 | 9, 13, rank 2 has 2 | 6, 10, 14."""
     blocks = blocks_of(Documents((6, 10)), "striped", 4)
     regions = blocks.regions_of(blocks.of(1, 2))
     assert [(r.kind.value, list(r.q), list(r.kv)) for r in regions] == [

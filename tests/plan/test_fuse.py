@@ -60,7 +60,7 @@ def in_blocks(regions: list[list[Regions]], size: int) -> np.ndarray:
 
 @given(st.data())
 def test_a_union_is_each_pair_of_its_blocks_once(data: st.DataObject) -> None:
-    """Of random groups of chunks, on every layout."""
+    """Groups of chunks are random, on every layout."""
     n = data.draw(st.integers(2, 6))
     mask, layout = data.draw(st.sampled_from([CAUSAL, FULL])), LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)))]
     blocks = replace(small_problem(n), mask=mask, layout=layout, seqlen=8 * n).blocks
@@ -72,7 +72,7 @@ def test_a_union_is_each_pair_of_its_blocks_once(data: st.DataObject) -> None:
 
 
 def test_calls_of_neighbours_are_one() -> None:
-    """Of zigzag: the keys before a query chunk are one call, those after it another, its own a third."""
+    """On zigzag the keys before a query chunk are one call, those after it another, its own a third."""
     blocks = replace(small_problem(8, "zigzag"), seqlen=64).blocks
     row = [[blocks.regions_of(blocks.of(4, kv)) for kv in range(8)]]
     kinds = [(call.kind, len(call.region.q), len(call.region.kv)) for call in union(row)]
@@ -113,7 +113,7 @@ def test_a_fused_plan_computes_sends_and_waits_as_before(planned: Planned) -> No
 
 
 SLOW = CostProfile(forward_block_s=1.0, backward_block_s=1.0, intra_latency_s=3.5, inter_latency_s=3.5)
-"""Of which four blocks hide a hop."""
+"""Costs at which four blocks hide a hop."""
 
 
 def of_mesh(layout: str, mask: Mask = CAUSAL, n: int = 16, **changes) -> tuple[dict[str, Plan], Problem]:

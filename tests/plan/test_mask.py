@@ -58,7 +58,7 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Mask, case: Dealt) -> None
 
 @given(masks, dealt())
 def test_classes_are_few_and_arithmetic(mask: Mask, case: Dealt) -> None:
-    """Of arrays as of single ranks."""
+    """Arrays of ranks have the same classes as single ranks."""
     blocks, ranks = mask.blocks(case.layout, case.n, case.seqlen), np.arange(case.n)
     table = blocks.of(ranks[:, None], ranks)
     assert table.shape == (case.n, case.n)

@@ -125,7 +125,7 @@ def test_no_more_receive_buffers_than_chunks_alive_at_once(planned: Planned) -> 
 
 @pytest.mark.parametrize("n", [2, 4, 9])
 def test_what_outlives_the_plan_has_no_buffer_that_others_could_take(n: int) -> None:
-    """Of Ulysses only dO by heads is received and gone with its phase; of USP the KV that goes round as well."""
+    """Ulysses receives only dO by heads that is gone with its phase; USP the KV that goes round as well."""
     received: dict[tuple[str, str], list[str]] = {}
     for method in (build("ulysses", {}), build("usp", {"ulysses": 1})):
         problem = splittable_problem(n)

@@ -84,7 +84,7 @@ def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
 
 @pytest.mark.parametrize("all_variants", [False, exhaustive(True)])
 def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks, all_variants: bool) -> None:
-    """Of the same tokens, in every dtype, for every method on its layouts."""
+    """Every method, on its layouts and in every dtype, with the same tokens."""
     for n in (2, 4):
         every = [
             replace(case, layout=layout, dtype=[*BOUNDS][turn % 3], causal=True)

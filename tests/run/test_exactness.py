@@ -168,7 +168,7 @@ def test_uneven_calls_say_how_long_the_sequence_is(ranks: Ranks) -> None:
 
 
 def test_shares_of_a_zigzag_chunk_that_are_not_alike(ranks: Ranks) -> None:
-    """Of three ranks that own a chunk together, the middle one has some of both its pieces."""
+    """The middle one of three ranks that own a chunk together has some of both its pieces."""
     usp = Case(n=3, method="usp", layout="zigzag", heads=6, kv_heads=1, options=(("ulysses", 3),))
     assert_exact(ranks, (replace(usp, n=n, tokens=tokens) for n in (3, 6, 9) for tokens in (2, 6)))
 

@@ -20,7 +20,7 @@ from tests.support.ranks import SIZES, Ranks
 
 FUSED = (("fuse", True),)
 SLOW = CostProfile(forward_block_s=1.0, backward_block_s=1.0, intra_latency_s=3.5, inter_latency_s=3.5)
-"""Of which four blocks hide a hop."""
+"""Costs at which four blocks hide a hop."""
 SETTINGS = (("zigzag", True), ("contiguous", False), ("contiguous", True), ("zigzag", False))
 
 

@@ -298,7 +298,7 @@ def test_an_execution_begins_and_ends_with_the_caller_s_stream(monkeypatch: pyte
 
 
 def two_calls_on_two_streams() -> None:
-    """Of one engine, with inputs of their own: they share nothing but its buffers."""
+    """Two calls of one engine, with inputs of their own: they share nothing but its buffers."""
     execution = four("ring", {})
     problem, plans = execution.method.dealt(execution.problem), execution.plans
     machine = Machine(problem.n, seed=0)

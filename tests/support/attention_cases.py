@@ -148,7 +148,7 @@ def of_each_method(cases: Iterable[Case], count: int = 1, turn: int = 0) -> list
 
 
 class Inputs(NamedTuple):
-    """Of the whole sequence, in the compute dtype."""
+    """The inputs of the whole sequence, in the compute dtype."""
 
     q_BSHD: Tensor
     k_BSKD: Tensor
@@ -157,7 +157,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of the whole sequence or of one rank."""
+    """The results of the whole sequence or of one rank."""
 
     out_BSHD: Tensor
     dq_BSHD: Tensor

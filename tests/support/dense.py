@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """In fp64."""
+    """Output and gradients in fp64."""
 
     out: Tensor
     lse: Tensor

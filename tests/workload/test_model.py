@@ -35,7 +35,7 @@ def test_published_sizes(name: str, billions: float) -> None:
 
 
 def test_flops_are_six_times_parameters_and_tokens() -> None:
-    """Of the matrices; the attention's stand beside them."""
+    """Those of the matrices; the attention's stand beside them."""
     workload = point("model=llama_7b", *SIMULATED, "seqlen=1k", "mask=causal").workload
     problem, model = workload.problem, workload.model
     matrices = model.parameters(problem) - model.vocab * model.width - (2 * model.layers + 1) * model.width

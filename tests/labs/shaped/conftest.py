@@ -20,6 +20,6 @@ def can_be_made() -> None:
 
 @pytest.fixture
 def pair(can_be_made: None) -> ShapedHosts:
-    """Two hosts."""
+    """Two hosts with a link between them."""
     with ShapedHosts(described(), (0, 1)) as hosts:
         yield hosts

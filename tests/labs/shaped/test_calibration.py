@@ -117,7 +117,7 @@ def test_whatever_blocks_lost_the_figures_can_be_used(short: float, long: float)
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_turns_are_told_by_how_much_blocks_spread(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a row of blocks with w seconds of work, the relative variance is turn_s / w; cores of one's own have none."""
+    """The relative variance of a row of blocks with w seconds of work is turn_s / w; cores of one's own have none."""
     monkeypatch.setattr(calibration, "cores_here", lambda: cores)
     seen = exchanges(described(), latency_s=0.02, share=0.9, most_bytes_per_s=1e8)
     costs, links = samples()

@@ -39,7 +39,7 @@ def least_s(payload_bytes: int, bytes_per_s: float) -> float:
 
 
 def interfaces() -> list[str]:
-    """Of the namespace that this thread is in."""
+    """The interfaces of the namespace that this thread is in."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
     return sorted(line.partition(":")[0].strip() for line in lines)
 
@@ -162,7 +162,7 @@ def test_an_uplink_is_shared() -> None:
 
 
 def test_all_of_many_hosts_reach_each_other() -> None:
-    """Of more than a kernel has room for in its table of neighbours, which all namespaces share: 1024 by default."""
+    """They have more neighbours than a kernel's table, which all namespaces share, holds by default: 1024."""
     n, port = 36, 5000
     addresses = [str(FIRST_ADDRESS + host) for host in range(n)]
 
