@@ -29,6 +29,7 @@ SEEN = pd.read_csv(PAGE, dtype={"causal": str}, keep_default_na=False)
 GIVEN = SEEN[SEEN["set"] == "given"]
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_what_is_simulated() -> None:
     rows = [*measurements(), *held_out()]
     chosen = [2, 13, 16, 42, 50, 60, 70, 85, 97, 108, 128]

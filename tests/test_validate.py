@@ -62,6 +62,7 @@ def test_points_are_measured_and_simulated(
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "validation.csv"), table)
 
 
+@pytest.mark.exhaustive
 def test_each_point_keeps_the_speed_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others are added later, or the speed was not written before the end came."""
     speeds = iter([1.0, 2.0, 3.0, 5.0])

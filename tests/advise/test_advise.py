@@ -12,6 +12,7 @@ from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.bench import backing
 from sp_bench.methods import REGISTRY, build
+from tests.support.marks import exhaustive
 
 ASKED = ["gpus=16", "seqlen=32k", "model=llama3_8b", "cluster=h100_ndr400"]
 
@@ -21,6 +22,7 @@ def found() -> Answer:
     return answer(ASKED)
 
 
+@pytest.mark.exhaustive
 def test_an_interval_is_what_would_be_measured(found: Answer) -> None:
     """With simulated / measured - 1 at either end of the error of the record's own validation."""
     for each in found.feasible:
@@ -40,6 +42,7 @@ def test_links_that_nobody_measured_have_the_widest_interval_of_all() -> None:
     assert backing.described("all-to-alls", "cables") == "all-to-alls x cables: none"
 
 
+@pytest.mark.exhaustive
 def test_all_methods_are_ranked_or_refused(found: Answer) -> None:
     names = [each.method.name for each in found.feasible]
     assert {*names, *found.refused} == {*REGISTRY} - {"reference"}
@@ -49,6 +52,7 @@ def test_all_methods_are_ranked_or_refused(found: Answer) -> None:
     assert (record.mode, record.workload, record.heads, record.kv_heads) == ("simulate", "attention", 32, 8)
 
 
+@pytest.mark.exhaustive
 def test_memory_rules_methods_out(found: Answer) -> None:
     needed = sorted(each.record.peak_mem_bytes_max or 0 for each in found.feasible)
     limit = (needed[0] + needed[-1]) / 2
@@ -73,6 +77,7 @@ def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
     assert f"{mesh.name}: nothing measured backs them" in "\n".join(heading(Answer(found.config, [mesh])))
 
 
+@pytest.mark.exhaustive
 def test_what_would_change_the_answer(found: Answer) -> None:
     few = Answer(found.config, found.feasible[:2])
     varied = changes(ASKED, few, memory_bytes=None)
@@ -126,6 +131,7 @@ def test_a_method_that_no_framework_has_comes_with_the_best_that_one_has(found: 
     assert any(line.split()[0] in FRAMEWORKS for line in lines if line.startswith("    "))
 
 
+@pytest.mark.exhaustive
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "three.svg"
     assert main([*ASKED, "memory=60GB", "changes=false", f"plots={figure}"]) == 0
@@ -142,8 +148,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["method=mesh"], "method=mesh: is what the advice is about"),
         (["model=llama9"], "model=llama9: there is no such model"),
         (["changes=maybe"], "changes=maybe: must be true or false"),
-        (["gpus=16", "seqlen=4", "changes=false"], "no method can serve it"),
-        (["memory=1MB", "gpus=16", "seqlen=32k"], "no method can serve it"),
+        exhaustive(["gpus=16", "seqlen=4", "changes=false"], "no method can serve it"),
+        exhaustive(["memory=1MB", "gpus=16", "seqlen=32k"], "no method can serve it"),
     ],
 )
 def test_bad_requests(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

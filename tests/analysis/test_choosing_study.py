@@ -91,6 +91,7 @@ def test_mesh_beats_ring_across_nodes_and_usp_beats_both(runs: Runs) -> None:
     assert usp < mesh < ring / 1.5
 
 
+@pytest.mark.exhaustive
 def test_payload_over_the_bound(runs: Runs) -> None:
     record = grid(runs)[("h100_ndr400", 32, "512k", 64), "striped"]
     ratio = payload_over_bound(record)
@@ -108,6 +109,7 @@ def test_tiles_say_which_time_is_a_bound(runs: Runs) -> None:
         assert row[5] == "8x8"  # sqrt(64)
 
 
+@pytest.mark.exhaustive
 def test_all_sections_render(runs: Runs) -> None:
     made = [choosing_maps.maps, choosing_maps.maps_whole_heads, choosing_tiles.memory, choosing_tiles.volume]
     for section in (make(runs) for make in made):
@@ -143,6 +145,7 @@ def test_no_crossing_is_said(gains: tuple[float, ...], word: str) -> None:
     assert ladder(*gains).crossings() == [] and word in str(ladder(*gains).words("A", "B"))
 
 
+@pytest.mark.exhaustive
 def test_claims_stop_where_records_say(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing_limits, "RIVALS", ("striped", "mesh"))
     monkeypatch.setattr(choosing_limits, "TOKENS", (2, 64))
@@ -156,6 +159,7 @@ def test_claims_stop_where_records_say(runs: Runs, monkeypatch: pytest.MonkeyPat
     assert "8 GPUs up to 4k tokens" in mesh and "nowhere" in switch
 
 
+@pytest.mark.exhaustive
 def test_notebook_shows_all_sections_and_its_last_cells_run(runs: Runs, tmp_path: Path) -> None:
     """The maps take minutes without records, so only the first cell and the last ones are run."""
     notebook = jupytext.read(notebooks.HERE / "choosing.py")

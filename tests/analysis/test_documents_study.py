@@ -54,6 +54,7 @@ def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> No
     assert whole.record.method not in SPLIT_HEADS and whole.record.gpus == 8
 
 
+@pytest.mark.exhaustive
 def test_what_auto_finds_is_the_fastest_of_all_dealings(runs: Runs) -> None:
     (auto,) = runs.ask([documents_grid.asked("short", 4, "mesh")])
     assert auto.step_ms_median == fastest(runs)["short", 4, "mesh"].step_ms_median

@@ -47,6 +47,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "explorer.html").as_uri()
 
 
+@pytest.mark.exhaustive
 def test_filters_by_click_and_from_the_address(browser: Browser, address: str) -> None:
     browser.open(address)
     assert browser.text("#count") == "11 of 11 points"
@@ -66,6 +67,7 @@ def test_filters_by_click_and_from_the_address(browser: Browser, address: str) -
     assert browser.errors() == []
 
 
+@pytest.mark.exhaustive
 def test_an_address_of_another_page_shows_what_is_here(browser: Browser, address: str) -> None:
     browser.open(address, asked={"x": "nothing", "type": "pie", "y": "mfu"}, chosen={"none": [1]}, point="gone")
     assert browser.text("#count") == "11 of 11 points"

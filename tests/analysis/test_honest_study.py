@@ -34,6 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
+@pytest.mark.exhaustive
 def test_a_tie_is_an_overlap_of_intervals(runs: Runs) -> None:
     record = runs.one(method="zigzag", gpus=8, seqlen="64k")
     ms = record.step_ms_median or 0.0
@@ -47,6 +48,7 @@ def test_a_tie_is_an_overlap_of_intervals(runs: Runs) -> None:
         assert (step in tied(ranked)) == (step.low <= ranked[0].high)
 
 
+@pytest.mark.exhaustive
 def test_what_nobody_measured_has_the_widest_interval(runs: Runs) -> None:
     found = {step.name: step for step in honest_grid.grid(runs)["h100_ndr400", 8, 16]}
     zigzag, error = found["zigzag"], found["zigzag"].record.validation_error

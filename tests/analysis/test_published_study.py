@@ -40,6 +40,7 @@ def few() -> Iterator[None]:
     published.asked.cache_clear()
 
 
+@pytest.mark.exhaustive
 def test_figures_are_those_of_the_page(runs: Runs) -> None:
     """But for the left-out times of an A100, which are fitted again to rows that are not here."""
     page = pd.concat([GIVEN.iloc[[*ON_ONE_GPU, *ON_PCIE]], HELD_OUT.iloc[HELD]]).to_dict("records")
@@ -54,6 +55,7 @@ def test_figures_are_those_of_the_page(runs: Runs) -> None:
     assert {one.simulated.kind for one in found} == {"simulated"} != {one.measured.kind for one in found}
 
 
+@pytest.mark.exhaustive
 def test_sections_say_errors_order_and_fits(runs: Runs) -> None:
     tables = tables_of(published.errors(runs))
     by_links = {row[0]: row for row in tables["published-measurements-links"].rows}

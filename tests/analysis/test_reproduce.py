@@ -81,6 +81,7 @@ def test_refused_points_are_records(tmp_path: Path) -> None:
     assert of_record(simulated, "step_ms_median").why == simulated.error
 
 
+@pytest.mark.exhaustive
 def test_a_script_without_main_guard_can_ask_workers(tmp_path: Path) -> None:
     """Worker processes must not run the script again."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -114,6 +115,7 @@ def tiny(runs: Runs) -> Section:
     return Section("Tiny", text("{step} ms", step=step), Table("tiny", "T", columns("step | ms"), [[step]]), picture)
 
 
+@pytest.mark.exhaustive
 def test_one_command_makes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,7 +138,7 @@ def test_a_cell_with_tensor_parallelism_is_below_the_maximum_and_above_one(tmp_p
 
 @pytest.mark.exhaustive
 def test_training_steps_stand_beside_every_cell(tmp_path: Path) -> None:
-    """Those of tables 2, 3, 5 and appendix A; Striped gains with the number of GPUs and with the length."""
+    """Those of tables 2, 3, 5 and appendix A; Striped gains with the number of GPUs, and more at twice the length."""
     section = training(Runs(tmp_path))
     (table,) = tables_of(section).values()
     assert len(table.rows) == len(chosen())
@@ -148,6 +148,6 @@ def test_training_steps_stand_beside_every_cell(tmp_path: Path) -> None:
         longer = [
             other
             for other in found
-            if (other.model, other.mesh) == (cell.model, cell.mesh) and other.seqlen > cell.seqlen
+            if (other.model, other.mesh) == (cell.model, cell.mesh) and other.seqlen >= 2 * cell.seqlen
         ]
         assert all(found[other] > speedup for other in longer)

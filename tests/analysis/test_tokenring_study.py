@@ -21,6 +21,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("records"))
 
 
+@pytest.mark.exhaustive
 def test_table1_counts_what_the_closed_forms_say(runs: Runs) -> None:
     section = tokenring.table1(runs)
     sent = {(row[0], row[3]): [getattr(cell, "value", cell) for cell in row[4:]] for row in table_of(section).rows}
@@ -48,6 +49,7 @@ def test_figure6_shows_paper_and_ours_and_which_was_fitted(runs: Runs) -> None:
     assert "fitted" in words_of(section) and "it was causal" in words_of(section)
 
 
+@pytest.mark.exhaustive
 def test_more_gpus_more_steps_with_both(runs: Runs) -> None:
     rows = table_of(tokenring.directions(runs)).rows
     # Of n + 1 steps the first two send no output, the last two no Q.
@@ -60,6 +62,7 @@ def test_more_gpus_more_steps_with_both(runs: Runs) -> None:
         assert shares[4] == shares[5] > 0  # a switch's ports: both directions in Ring too
 
 
+@pytest.mark.exhaustive
 def test_full_mesh_gains_and_switch_does_not(runs: Runs) -> None:
     gains = {(row[0][:4], *row[1:4]): row[8].value for row in table_of(tokenring.topologies(runs)).rows}
     mesh = [gains["full", "full", 1024, n] for n in (2, 4, 8)]

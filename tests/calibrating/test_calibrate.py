@@ -74,6 +74,7 @@ def test_blocks_that_are_all_launch_still_have_a_rate() -> None:
     Cluster.build(config)
 
 
+@pytest.mark.exhaustive
 def test_messages_last_long_enough_for_the_slowest_rank(ranks: Ranks) -> None:
     """9 * 81 ms are 73 messages of 10 ms, on all ranks; no fewer than are asked for, and no endless number."""
     for seconds, number in ((0.081, 73), (0.0001, 20), (10.0, MOST_MESSAGES)):
@@ -131,6 +132,7 @@ def test_it_can_be_simulated_at_once(quick: Path, tmp_path: Path, capsys: pytest
     assert "SIMULATED" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_by_default_it_is_the_users_own_file_which_is_found_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def test_one_point_that_can_not_be_written_is_told(tmp_path: Path, capsys: pytes
     assert "throughput" in captured.out
 
 
+@pytest.mark.exhaustive
 def test_a_folder_for_wandb_that_is_full(tmp_path: Path) -> None:
     """The benchmark is none the worse for it."""
     with small_disk(tmp_path / "wandb", kb=4) as disk:

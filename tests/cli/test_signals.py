@@ -76,6 +76,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 @pytest.mark.parametrize("told", [os.kill, exhaustive(os.killpg)])
+@pytest.mark.exhaustive
 def test_a_sweep_that_is_told_to_end(told: Callable[[int, int], None], tmp_path: Path) -> None:
     """By SIGTERM, to itself or to all its processes: finished points are kept, and the next run does the others."""
     sweep = Sweep(tmp_path, mark := f"term-{tmp_path.name}-{os.getpid()}")

@@ -17,6 +17,7 @@ from sp_bench.conform.ranks import Worlds
 from sp_bench.conform.run import Row, rows_of
 from sp_bench.conform.shrink import smallest
 from sp_bench.conform.subjects import Subject, subjects_named
+from sp_bench.methods import REGISTRY
 from tests.conform import attentions
 from tests.support.marks import exhaustive
 
@@ -118,14 +119,22 @@ def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
     assert row(worlds, named("out", documents=True), "heads", sizes=(8,)).status == "not claimed"
 
 
-@pytest.mark.parametrize("method", ["ring", exhaustive("methods")])
+@pytest.mark.parametrize(
+    "method", ["ring", *(exhaustive(name) for name in REGISTRY if name not in ("ring", "reference"))]
+)
 def test_our_own_methods(worlds: Worlds, method: str) -> None:
-    for subject in subjects_named(method, {}):
-        rows = rows_of(
-            subject, worlds, checks=QUICK if method == "ring" else CHECKS, sizes=(2, 3) if method == "ring" else SIZES
-        )
-        assert not failures(rows), subject.title
-        assert rows[0].status == "holds", f"{subject.title} runs nothing"
+    """Every check that applies. Only mesh is traced, which takes long."""
+    checks = CHECKS if method == "mesh" else QUICK
+    rows = rows_of(named(method), worlds, checks=checks, sizes=(2, 3) if method == "ring" else (1, 2, 3, 4))
+    assert not failures(rows)
+    assert rows[0].status == "holds", "nothing is run"
+
+
+@pytest.mark.exhaustive
+def test_our_own_methods_on_more_ranks(worlds: Worlds) -> None:
+    checks = [check_named(name) for name in ("out", "dq", "dk", "dv")]
+    for subject in subjects_named("methods", {}):
+        assert not failures(rows_of(subject, worlds, checks=checks, sizes=(6, 8))), subject.title
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +172,7 @@ def test_bad_requests(arguments: list[str], says: str, capsys: pytest.CaptureFix
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_pytest_plugin(tmp_path: Path) -> None:
     """The installed plugin: a test for each check, a failure with the smallest case, and nothing else collected."""
     (tmp_path / "test_mine.py").write_text("def test_mine(): raise SystemExit\n")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.marks import exhaustive
 from tests.support.walkthrough import follow, patched, run, steps
 
 ROOT = Path(__file__).parents[2]
@@ -25,12 +24,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "COLUMNS": "120", "XDG_CONFIG_HOME": str(tmp_path / "config"), "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("page", ["tutorial/first_points", exhaustive("how-to/own_attention")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", ["tutorial/first_points", "how-to/own_attention"])
 def test_pages_that_need_no_checkout(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
     assert follow(DOCS / f"{page}.md", tmp_path, environment)
 
 
-@pytest.mark.parametrize("page", ["add_a_method", *map(exhaustive, ("add_a_cluster", "add_a_kernel", "add_a_mask"))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", ["add_a_method", "add_a_cluster", "add_a_kernel", "add_a_mask"])
 def test_guides_in_a_checkout_of_their_own(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()

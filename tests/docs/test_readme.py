@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.readme import PICTURE, README, example, shown
 
 
+@pytest.mark.exhaustive
 def test_the_example_is_what_the_command_prints() -> None:
     """`python -m benchmarks.readme` writes it anew."""
     assert shown() == example()

@@ -21,6 +21,7 @@ CASES = [
 """Methods, lengths of the sequence, and of its documents."""
 
 
+@pytest.mark.exhaustive
 def test_logits_loss_and_gradients_are_those_of_eager_attention(ranks: Ranks) -> None:
     found = ranks.run(jobs.differences, CASES)[0]
     assert len(found) == len(CASES)
@@ -28,6 +29,7 @@ def test_logits_loss_and_gradients_are_those_of_eager_attention(ranks: Ranks) ->
         assert max(errors) < EXACT, f"{case}: logits, loss, gradients are off by {errors}"
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_computed_is_refused() -> None:
     wanted = (
         "attention_mask: padding is not masked",

@@ -92,6 +92,7 @@ def test_the_same_run_again_is_another_folder(tmp_path: Path):
 
 
 @needs_wandb
+@pytest.mark.exhaustive
 def test_more_samples_than_a_table_usually_takes(tmp_path: Path):
     with open_logger(settings(tmp_path)) as logger:
         logger.log(kept(tmp_path, samples=columns({"forward": [[1.0] * 50] * 240})))
@@ -180,6 +181,7 @@ def test_a_writer_that_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "ended by SIGKILL" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_long_sweep_costs_the_benchmark_no_memory(tmp_path: Path):
     samples = columns({"forward": [[float(i) for i in range(1000)]] * 4})
     paths = [kept(tmp_path, f"{i:04}", samples) for i in range(500)]

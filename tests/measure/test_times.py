@@ -19,6 +19,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.workload import Attention
+from tests.support.marks import exhaustive
 from tests.support.ranks import WORLD, Ranks
 
 
@@ -121,7 +122,7 @@ def test_ranks_begin_by_one_clock(ranks: Ranks) -> None:
         assert counted.seconds[here] == pytest.approx(ends - together.began_s[here].min())
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses", "mesh"])
+@pytest.mark.parametrize("method", ["ulysses", exhaustive("ring"), exhaustive("mesh")])
 def test_a_backward_by_itself_is_that_of_both(ranks: Ranks, method: str) -> None:
     """Its times, bytes and memory; the forward, which ulysses keeps tensors of, only gives it its inputs."""
     asked = [spec(method, ("backward",)), spec(method, PHASES)]

@@ -130,7 +130,7 @@ def packed(algorithm: str, dtype: str, *packs: Documents, n: int) -> list[Case]:
 
 
 @installed("ring_flash_attn")
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, exhaustive(4)])
 def test_documents_of_ring_flash_attn(world: World, n: int) -> None:
     """Its variable-length forms are right, and agree with a method of ours on the same tokens."""
     lengths = (2 * n * x for x in (1, 5, 3, 1, 2))
@@ -160,7 +160,7 @@ def test_any_documents_of_llama3(world: World, lengths: list[int], causal: bool)
 
 
 @installed("yunchang")
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, exhaustive(4)])
 def test_yunchang(world: World, n: int) -> None:
     assert_right(world, n, cases_of("yunchang", n, "bfloat16", PEERS["yunchang"].algorithms))
     assert_right(world, n, cases_of("yunchang", n, "float32", ("ulysses",)))
@@ -173,7 +173,7 @@ def test_yunchang_without_ulysses(world: World, algorithm: str) -> None:
 
 
 @installed("deepspeed_ulysses")
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, exhaustive(4)])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_deepspeed_ulysses(world: World, n: int, dtype: str) -> None:
     assert_right(world, n, cases_of("deepspeed_ulysses", n, dtype))

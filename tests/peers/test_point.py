@@ -39,6 +39,7 @@ def test_a_peer_beside_methods(tmp_path: Path) -> None:
     assert wrong.err_out and wrong.err_out > 0.1 and wrong.step_ms_median is None
 
 
+@pytest.mark.exhaustive
 def test_a_backward_by_itself(tmp_path: Path) -> None:
     """A peer's graph is gone after a backward, so that each one gets a forward, whose bytes and time don't count."""
     options = ("method=peer", "impl=torch_context_parallel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -89,19 +90,32 @@ def everything(n: int) -> list[Case]:
 def matrix(n: int, *, causal: bool) -> list[Case]:
     """Everything on every layout, in every dtype on up to two ranks. On more, key heads and dtypes are rotated.
 
-    With each number of key heads goes one dtype, another one for the next n. From n = 6, where cases take longest, the
-    two smaller numbers of key heads take turns over layouts and masks.
+    There a variant has one number of key heads on a layout with a mask, another one on the next; from n = 6, where
+    cases take longest, masks take turns over layouts, too. A method of one variant has all of them.
     """
-    cases = []
-    for case in everything(n):
-        place = key_heads(case.heads).index(case.kv_heads)
-        dtypes = DTYPES if n <= 2 else (DTYPES[(SIZES.index(n) + place) % 3],)
-        for i, layout in enumerate(REGISTRY[case.method].layouts):
-            if n < 6 or place == 0 or (i + causal + place) % 2:
-                cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
+    cases, by_variant = [], _by_variant(everything(n))
+    variants_of = Counter(of_one[0].method for of_one in by_variant)
+    for variant, of_one in enumerate(by_variant):
+        whole = n <= 2 or variants_of[of_one[0].method] == 1
+        for i, layout in enumerate(REGISTRY[of_one[0].method].layouts):
+            turn = variant + i + SIZES.index(n)
+            if n >= 6 and (turn + causal) % 2 and not whole:
+                continue
+            for place, case in enumerate(of_one):
+                dtypes = DTYPES if n <= 2 else (DTYPES[(turn + 2 * causal + place * whole) % 3],)
+                if whole or (turn // 2 + causal) % len(of_one) == place:
+                    cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
     cases += of_one_batch_entry(cases)
     trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
     return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
+
+
+def _by_variant(cases: Iterable[Case]) -> list[list[Case]]:
+    """Those that differ in key heads only, together."""
+    found: dict[Case, list[Case]] = {}
+    for case in cases:
+        found.setdefault(replace(case, kv_heads=1), []).append(case)
+    return [*found.values()]
 
 
 def part_of_the_matrix(n: int) -> list[Case]:

@@ -66,23 +66,23 @@ def test_each_method_on_each_dealing(ranks: Ranks) -> None:
     assert_exact(ranks, (cases[11 * i % len(cases)] for i, cases in enumerate(by_pair.values())))
 
 
-@pytest.mark.parametrize("n", [2, 3, exhaustive(4), exhaustive(6), exhaustive(8)])
+@pytest.mark.parametrize("n", [2, 3])
 def test_some_methods_and_dealings(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 5, turn)))
 
 
 @pytest.mark.parametrize("n", [exhaustive(n) for n in (2, 3, 4, 6, 8)])
 def test_many_methods_and_dealings(ranks: Ranks, n: int) -> None:
-    assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 40, turn)))
+    assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 12, turn)))
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pack=packs(), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
     assert_exact(ranks, some_cases_of(n, pack, 3, turn))
 
 
-@pytest.mark.parametrize("all_variants", [False, exhaustive(True)])
+@pytest.mark.parametrize("all_variants", [exhaustive(False), exhaustive(True)])
 def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks, all_variants: bool) -> None:
     """Every method, on its layouts and in every dtype, with the same tokens."""
     for n in (2, 4):
@@ -120,7 +120,7 @@ def test_short_documents_that_are_dealt_whole_send_nothing(ranks: Ranks) -> None
 @pytest.mark.parametrize("n", [3, exhaustive(8)])
 def test_every_rank_sends_what_is_counted(ranks: Ranks, n: int) -> None:
     """By tensor and field: the plan's transfers, less what nobody needs."""
-    cases = [case for pack in PACKS for case in some_cases_of(n, pack, 12)]
+    cases = [case for pack in PACKS for case in some_cases_of(n, pack, 5)]
     answers = ranks.run(jobs.find_sent, cases)
     for case in cases:
         forward, backward = (case.built.plan(case.problem, phase, case.costs) for phase in PHASES)

@@ -133,7 +133,7 @@ def test_chrome_trace() -> None:
     assert names == {"rank 0", "rank 1", "blocks", "kv"}
 
 
-@pytest.mark.parametrize("n", [6, exhaustive(8)])
+@pytest.mark.parametrize("n", [3, exhaustive(6), exhaustive(8)])
 def test_slowdown_of_blocks_that_take_no_time(n: int) -> None:
     """Contiguous causal leaves ranks without work; rounding must not turn that into less than nothing."""
     p, where = split_problem(n, "contiguous", causal=True), cluster(gpus_per_node=2, transfer_slowdown=0.2)

@@ -180,6 +180,7 @@ def test_a_sweep_that_is_disturbed(box: SlurmBox, tmp_path: Path, capsys: pytest
     assert len(run.sweep.jobs) == 3, "nothing is left to submit"
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its processes end, too, and leave nothing behind."""
     run = Run(box, tmp_path / "sweep")

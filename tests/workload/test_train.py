@@ -41,10 +41,12 @@ def assert_exact(ranks: Ranks, points: list[str]) -> None:
         assert errors[worst] < EXACT, f"{named}: {worst} is off by {errors[worst]:.1e}"
 
 
-def test_gradients_of_every_parameter_with_every_method(ranks: Ranks) -> None:
-    assert_exact(ranks, [f"method={name}" for name in METHODS])
+@pytest.mark.parametrize("methods", [("ring", "ulysses", "mesh"), exhaustive(METHODS)], ids=len)
+def test_gradients_of_every_parameter_with_every_method(ranks: Ranks, methods: tuple[str, ...]) -> None:
+    assert_exact(ranks, [f"method={name}" for name in methods])
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_other_models_masks_lengths_and_recomputations(ranks: Ranks) -> None:
     assert_exact(ranks, list(OTHERS))
 
@@ -61,11 +63,12 @@ def assert_curves_alike(ranks: Ranks, steps: int, methods: tuple[str, ...], *ove
         assert off < CURVE, f"{name}: the loss is off by {off:.1e}"
 
 
-@pytest.mark.parametrize("methods", [("ring", "ulysses", "mesh"), exhaustive(METHODS)], ids=len)
+@pytest.mark.parametrize("methods", [("usp",), exhaustive(METHODS)], ids=len)
 def test_loss_curves_of_every_method_begin_alike(ranks: Ranks, methods: tuple[str, ...]) -> None:
     assert_curves_alike(ranks, 5, methods)
 
 
+@pytest.mark.exhaustive
 def test_loss_curves_with_sharded_parameters_begin_alike(ranks: Ranks) -> None:
     assert_curves_alike(ranks, 5, ("mesh", "zigzag"), "train.parameters=sharded")
 
