@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_shared(item) or item.nodeid.partition("::")[0]))
+        if _shared(item) == "ranks":
+            item.add_marker(pytest.mark.ranks)
     items.sort(key=lambda item: SHARED.index(name) if (name := _shared(item)) else len(SHARED))
 
 

@@ -81,8 +81,10 @@ FRAMEWORKS: dict[str, Setting] = {
 
 def settings(method: Method, gpus: int, layout: str) -> dict[str, str]:
     """The settings of the frameworks that have the method, and of this suite."""
-    given = [(f.name, vars(method)[f.name]) for f in fields(method) if vars(method)[f.name] not in (f.default, "auto")]
-    options = "".join(f", {name}={value!r}" for name, value in given)
+    given = {f.name: vars(method)[f.name] for f in fields(method) if vars(method)[f.name] not in (f.default, "auto")}
+    if len(method.layouts) > 1:
+        given["layout"] = layout
+    options = "".join(f", {name}={value!r}" for name, value in given.items()).replace("'", '"')
     found = {name: setting(method, gpus, layout) for name, setting in FRAMEWORKS.items()}
     ours = {"sp_bench": f'SequenceParallelAttention("{method.name}"{options})'}
     return {name: text for name, text in found.items() if text} | ours

@@ -14,6 +14,7 @@ from sp_bench.conform.case import PAD_TOKENS, Case
 from sp_bench.conform.ranks import REFUSALS
 from sp_bench.conform.subjects import Instance, Subject
 from sp_bench.kernels.reference import exact
+from sp_bench.run.groups import world
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 from sp_bench.workload.gate import GateErrors
 
@@ -47,9 +48,7 @@ class Stage:
 
     def __init__(self, subject: Subject, case: Case, group: dist.ProcessGroup | None = None) -> None:
         """`group` is the default group if None. All its ranks make the same stages in the same order."""
-        world = dist.group.WORLD
-        assert world is not None
-        self.subject, self.case, self.group = subject, case, group or world
+        self.subject, self.case, self.group = subject, case, group or world()
         self.rank = self.group.rank()
         self.instance = self.another()
 

@@ -105,22 +105,20 @@ def transport_here(
 
     With NCCL a lane takes `lane_ctas` CTAs at most; None: its share of the GPU.
     """
-    import torch.distributed as dist
-
+    from sp_bench.run.groups import world
     from sp_bench.run.nccl import nccl_transport
     from sp_bench.run.shared_memory import shared_transport
     from sp_bench.run.symmetric_memory import symmetric_transport
     from sp_bench.run.transport import GlooTransport, HostTransport
 
-    world = dist.group.WORLD
-    assert world is not None
+    ranks = world()
     if _Process.devices.kind == "cpu":
-        transport = shared_transport(world) if options.kind(on_cpu=True) is SHARED else GlooTransport(world)
+        transport = shared_transport(ranks) if options.kind(on_cpu=True) is SHARED else GlooTransport(ranks)
     elif _Process.devices.shared:
-        transport = HostTransport(world)
+        transport = HostTransport(ranks)
     else:
         make = symmetric_transport if options.kind(on_cpu=False) is SYMMETRIC else nccl_transport
-        transport = make(world, device_here(), plans, _Process.group_timeout, lane_ctas, options)
+        transport = make(ranks, device_here(), plans, _Process.group_timeout, lane_ctas, options)
     transport.prepare(plans.values())
     return transport
 

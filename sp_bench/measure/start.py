@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.run.devices import Clock
-from sp_bench.run.groups import own_group
+from sp_bench.run.groups import own_group, world
 from sp_bench.run.patience import first_timeout
 
 
@@ -23,11 +23,9 @@ def start_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = 1
     options._timeout = timeout = first_timeout(timeout)
-    world = dist.group.WORLD
-    assert world is not None
     everyone = range(dist.get_world_size())
     purpose = f"start of phases on GPU {device.index}"
-    return own_group(world, everyone, purpose, backend="nccl", timeout=timeout, options=options, device=device)
+    return own_group(world(), everyone, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
 
 class Start:

@@ -64,7 +64,8 @@ class TorchContextParallel(Peer):
         return [f"{self.name} is torch {self.version}'s private template, with {kernel}"]
 
     def attention(self, problem: Problem, device: torch.device, group: ProcessGroup | None = None) -> Attention:
-        from sp_bench.peers.torch_ring import TorchRing, everyone
+        from sp_bench.peers.torch_ring import TorchRing
+        from sp_bench.run.groups import world
 
-        ranks = group or everyone()
+        ranks = group or world()
         return lambda q, k, v: TorchRing.apply(q, k, v, self.causal, self.algorithm, ranks)

@@ -55,13 +55,6 @@ def _choose(causal: bool, rotate: str) -> None:
     options.rotate_method = context_parallel._RotateMethod[rotate.upper()]
 
 
-def everyone() -> dist.ProcessGroup:
-    """The default group."""
-    group = dist.group.WORLD
-    assert group is not None, "a peer runs inside ranks"
-    return group
-
-
 def _forward_block(query: Tensor, key: Tensor, value: Tensor, **kwargs: object) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = _kernel(q.device.type).forward(q, k, v, _mask(kwargs))

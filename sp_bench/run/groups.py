@@ -15,6 +15,13 @@ _made_in: Any = None
 """The groups by name, and the default group that they were made in."""
 
 
+def world() -> dist.ProcessGroup:
+    """The default group. Only ranks have one."""
+    group = dist.group.WORLD
+    assert group is not None, "no group of ranks has been made in this process"
+    return group
+
+
 def own_group(
     parent: dist.ProcessGroup,
     members: Sequence[int],

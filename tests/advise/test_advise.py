@@ -109,7 +109,8 @@ def test_what_would_change_the_answer(found: Answer) -> None:
         ("ulysses_all_gather", {"ulysses": 2}, "diffusers", "ContextParallelConfig(ulysses_degree=2, ring_degree=4)"),
         ("usp", {"ulysses": 2}, "yunchang", "set_seq_parallel_pg(2, 4, rank, world_size)"),
         ("striped", {}, "yunchang", 'ring_impl_type="strip"'),
-        ("mesh", {"tile": (2, 4)}, "sp_bench", 'SequenceParallelAttention("mesh", tile=(2, 4))'),
+        ("mesh", {"tile": (2, 4)}, "sp_bench", 'SequenceParallelAttention("mesh", tile=(2, 4), layout="contiguous")'),
+        ("ulysses", {}, "sp_bench", 'SequenceParallelAttention("ulysses")'),
     ],
 )
 def test_settings(name: str, options: dict[str, object], framework: str, says: str) -> None:
