@@ -13,13 +13,10 @@ bench: $(VENV)/ready
 	$(RUN) sp_bench method=mesh gpus=256
 
 # Nine ranks keep all cores busy. Beside them others, and they themselves, take several times as long.
-test: $(VENV)/ready
-	$(RUN) pytest -m 'ranks and not exhaustive' && ok=true || ok=false; \
-	$(RUN) pytest -n $(WORKERS) -m 'not ranks and not exhaustive' && $$ok
-
-test-all: $(VENV)/ready
-	$(RUN) pytest -m ranks && ok=true || ok=false; \
-	$(RUN) pytest -n $(WORKERS) -m 'not ranks' && $$ok
+test: LESS := and not exhaustive
+test test-all: $(VENV)/ready
+	$(RUN) pytest -m 'ranks $(LESS)' && ok=true || ok=false; \
+	$(RUN) pytest -n $(WORKERS) -m 'not ranks $(LESS)' && $$ok
 
 check: $(VENV)/ready
 	$(RUN) ruff check .

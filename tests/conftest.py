@@ -15,7 +15,7 @@ from tests.support.ranks import Ranks
 settings.register_profile("quick", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000, print_blob=True)
 # A change is judged by examples that depend on nothing but the test; new ones are looked for outside CI.
-settings.register_profile("ci", settings.get_profile("quick"), max_examples=40, derandomize=True, database=None)
+settings.register_profile("ci", settings.get_profile("quick"), max_examples=60, derandomize=True, database=None)
 settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.get("SP_BENCH_CI") else "quick"))
 
 

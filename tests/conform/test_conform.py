@@ -120,21 +120,13 @@ def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["ring", *(exhaustive(name) for name in REGISTRY if name not in ("ring", "reference"))]
+    ("method", "whole"), [("ring", False), *(exhaustive(name, True) for name in REGISTRY if name != "reference")]
 )
-def test_our_own_methods(worlds: Worlds, method: str) -> None:
-    """Every check that applies. Only mesh is traced, which takes long."""
-    checks = CHECKS if method == "mesh" else QUICK
-    rows = rows_of(named(method), worlds, checks=checks, sizes=(2, 3) if method == "ring" else (1, 2, 3, 4))
+def test_our_own_methods(worlds: Worlds, method: str, whole: bool) -> None:
+    checks, sizes = (CHECKS, SIZES) if whole else (QUICK, (2, 3))
+    rows = rows_of(named(method), worlds, checks=checks, sizes=sizes)
     assert not failures(rows)
     assert rows[0].status == "holds", "nothing is run"
-
-
-@pytest.mark.exhaustive
-def test_our_own_methods_on_more_ranks(worlds: Worlds) -> None:
-    checks = [check_named(name) for name in ("out", "dq", "dk", "dv")]
-    for subject in subjects_named("methods", {}):
-        assert not failures(rows_of(subject, worlds, checks=checks, sizes=(6, 8))), subject.title
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

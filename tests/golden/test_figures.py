@@ -15,15 +15,8 @@ from tests.support.marks import exhaustive
 RECORDED = json.loads(FILE.read_text())
 
 
-def first_of_each_method() -> list[str]:
-    found: dict[str, str] = {}
-    for point in POINTS:
-        if "gpus=256" not in point:
-            found.setdefault(point.split()[0], point)
-    return [*found.values()]
-
-
-QUICK = first_of_each_method()
+QUICK = {point.split()[0]: point for point in reversed(POINTS) if "gpus=256" not in point}.values()
+"""The first of each method."""
 
 
 @pytest.mark.parametrize("point", [point if point in QUICK else exhaustive(point) for point in POINTS])

@@ -76,13 +76,14 @@ def test_many_methods_and_dealings(ranks: Ranks, n: int) -> None:
     assert_exact(ranks, (case for turn, pack in enumerate(PACKS) for case in some_cases_of(n, pack, 12, turn)))
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pack=packs(), n=st.sampled_from([1, 2, 3, 4, 6, 8]), turn=st.integers(0, 10))
 def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
     assert_exact(ranks, some_cases_of(n, pack, 3, turn))
 
 
-@pytest.mark.parametrize("all_variants", [exhaustive(False), exhaustive(True)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("all_variants", [False, True])
 def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks, all_variants: bool) -> None:
     """Every method, on its layouts and in every dtype, with the same tokens."""
     for n in (2, 4):

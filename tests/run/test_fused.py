@@ -13,7 +13,7 @@ from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Fused
 from tests.run import jobs
-from tests.run.matrix import assert_exact, everything
+from tests.run.matrix import DTYPES, assert_exact, everything
 from tests.support.attention_cases import Case
 from tests.support.marks import exhaustive
 from tests.support.ranks import SIZES, Ranks
@@ -46,7 +46,7 @@ def some() -> list[Case]:
     found = []
     for i, case in enumerate(cases):
         layout, causal = SETTINGS[i % 4]
-        dtype, kv_heads = ("float64", "float32", "bfloat16")[i % 3], (4, 2)[i // 2 % 2]
+        dtype, kv_heads = DTYPES[i % 3], (4, 2)[i // 2 % 2]
         found.append(fused(replace(case, layout=layout, causal=causal, dtype=dtype, kv_heads=kv_heads)))
     return found
 
@@ -70,7 +70,7 @@ def test_every_variant_is_exact(ranks: Ranks, n: int) -> None:
     for i, case in enumerate(everything(n)):
         for layout, causal in (SETTINGS[i % 2], SETTINGS[2 + i % 2]):
             if layout in REGISTRY[case.method].layouts:
-                dtype = ("float64", "float32", "bfloat16")[(i + n) % 3]
+                dtype = DTYPES[(i + n) % 3]
                 cases.append(fused(replace(case, layout=layout, causal=causal, dtype=dtype)))
     wanted = [case for case in cases if has_fused(case)]
     assert wanted

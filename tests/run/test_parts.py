@@ -40,7 +40,7 @@ def cases(n: int) -> list[Case]:
 
 @pytest.fixture(
     scope="module",
-    params=["a variant of each method", exhaustive((1, 4))],
+    params=["a variant of each method", exhaustive((1, 4)), exhaustive((9,))],
     ids=str,
 )
 def found(ranks: Ranks, request: pytest.FixtureRequest) -> Found:
