@@ -6,6 +6,9 @@ RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
 
 WORKERS ?= 3
 
+# Tests start several hundred interpreters. Without bytecode each compiles all modules of the project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: bench test test-all check format clean
 
 bench: $(VENV)/ready

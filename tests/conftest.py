@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _shared(item) == "ranks":
             item.add_marker(pytest.mark.ranks)
     items.sort(key=lambda item: SHARED.index(name) if (name := _shared(item)) else len(SHARED))
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has made stays for the session, so that no collection of garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _shared(item: pytest.Item) -> str | None:

@@ -62,6 +62,7 @@ def test_memory_rules_methods_out(found: Answer) -> None:
     assert all("GB a GPU, of" in why for why in tight.refused.values())
 
 
+@pytest.mark.exhaustive
 def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
     """A tie names everybody in it, and says of each what backs it, or that nothing does."""
     by_name = {each.method.name: each for each in found.feasible}

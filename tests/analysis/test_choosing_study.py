@@ -103,6 +103,7 @@ def test_payload_over_the_bound(runs: Runs) -> None:
     assert ratio.value == pytest.approx((2 + 4) * 63 * chunk / bound)
 
 
+@pytest.mark.exhaustive
 def test_tiles_say_which_time_is_a_bound(runs: Runs) -> None:
     for row in table_of(choosing_tiles.tiles(runs)).rows:
         assert row[8] in ("simulated", "a bound") and row[9].value >= (1 if row[8] == "simulated" else 0)  # type: ignore[union-attr]

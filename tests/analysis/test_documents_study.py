@@ -60,6 +60,7 @@ def test_what_auto_finds_is_the_fastest_of_all_dealings(runs: Runs) -> None:
     assert auto.step_ms_median == fastest(runs)["short", 4, "mesh"].step_ms_median
 
 
+@pytest.mark.exhaustive
 def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
     """Documents of 8k tokens, one for each GPU."""
     section = documents.bounds(runs)
@@ -92,6 +93,7 @@ def test_what_is_sent_is_a_share_of_what_full_attention_sends(runs: Runs) -> Non
     assert all(0 <= share < 100.1 for of_method in shares.values() for share in of_method.values())
 
 
+@pytest.mark.exhaustive
 def test_all_sections_render(runs: Runs) -> None:
     for section in (make(runs) for make in documents.SECTIONS):
         assert "{" not in "".join(str(part) for part in section.parts if isinstance(part, Text))

@@ -38,6 +38,7 @@ from sp_bench.analysis.studies.mesh_volume import (
     reductions,
 )
 from sp_bench.plan.method import PHASES
+from tests.support.marks import exhaustive
 from tests.support.sections import tables_of, words_of
 
 LONG256 = Cell(True, cells.LONG, 256, "mesh")
@@ -77,7 +78,7 @@ def test_table2_is_counted_exactly() -> None:
     assert units == [[144, 144], [84, 84], [72, 72]]
 
 
-@pytest.mark.parametrize("gpus", [32, 128])
+@pytest.mark.parametrize("gpus", [32, exhaustive(128)])
 @pytest.mark.parametrize("method", ["ring", "mesh"])
 def test_records_say_what_the_fit_says(runs: Runs, method: str, gpus: int) -> None:
     cell = Cell(True, TOKENS["512k"], gpus, method)

@@ -70,6 +70,7 @@ def test_sections_say_errors_order_and_fits(runs: Runs) -> None:
     assert len(table_of(published.points(runs)).rows) == COUNT
 
 
+@pytest.mark.exhaustive
 def test_all_sections_render_and_the_notebook_shows_them(runs: Runs) -> None:
     for section in (make(runs) for make in published.SECTIONS):
         assert "{" not in words_of(section) and section.to_html()

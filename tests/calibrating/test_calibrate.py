@@ -101,6 +101,7 @@ def rates(config: dict[str, Any]) -> list[float]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_quick_calibration_is_a_cluster(quick: Path) -> None:
     config = yaml.safe_load(quick.read_text())
     cluster = Cluster.build(config)

@@ -147,6 +147,7 @@ def test_bad_requests(arguments: str, message: str, tmp_path: Path, capsys: pyte
     assert not list(tmp_path.glob("*.json"))
 
 
+@pytest.mark.exhaustive
 def test_the_main_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """256 GPUs simulated, said so, with the tile and why, beside Ring."""
     assert run(["method=mesh", "gpus=256"], tmp_path) == 0
@@ -305,7 +306,7 @@ def test_measured_forward_only_on_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sent", "status", "why"),
     [
-        (signal.SIGKILL, "failed", r"rank \d: died: killed by SIGKILL"),
+        exhaustive(signal.SIGKILL, "failed", r"rank \d: died: killed by SIGKILL"),
         exhaustive(signal.SIGSTOP, "timeout", r"rank \d: hangs: its process"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_pool_that_goes_on(pool: RankPool) -> None:
         ("kill", "attention", "died: killed by SIGKILL"),
         exhaustive("stop", "barrier", "hangs: its process is stopped"),
         exhaustive("sleep", "all_reduce", "hangs (no rank has answered"),
-        ("spin", "attention", "hangs (no rank has answered"),
+        exhaustive("spin", "attention", "hangs (no rank has answered"),
     ],
 )
 def test_a_rank_that_dies_or_hangs(started: Started, how: str, others: str, why: str) -> None:

@@ -265,7 +265,7 @@ sys.stdin.read()
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 @pytest.mark.parametrize(
     "state",
-    ["idle", "busy"],
+    [exhaustive("idle"), "busy"],
 )
 def test_a_killed_parent_leaves_no_orphan(state: str, tmp_path: Path) -> None:
     root, answer = str(Path(__file__).parents[2]), tmp_path / "pids"

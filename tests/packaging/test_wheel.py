@@ -13,6 +13,7 @@ import pytest
 from sp_bench.extras import EXTRAS
 from sp_bench.records import read_all
 from tests.packaging.conftest import ROOT, Install, needed, pyproject
+from tests.support.marks import exhaustive
 
 HEAVY = {"torch", "wandb", "matplotlib", "seaborn", "pandas", "pyarrow"}
 
@@ -68,10 +69,10 @@ def test_the_repository_around_it_is_not_its_own(core: Install) -> None:
     ("arguments", "extra"),
     [
         (("-m", "sp_bench", "method=ring", "gpus=2", "cluster=local"), "run"),
-        (("-m", "sp_bench.calibrate"), "run"),
+        exhaustive(("-m", "sp_bench.calibrate"), "run"),
         (("-m", "sp_bench.validate"), "analysis"),
-        (("-m", "sp_bench.slurm.sweep", "sweep=cpu_methods", "--dry-run"), "run"),
-        (("-m", "sp_bench.analysis.reproduce"), "analysis"),
+        exhaustive(("-m", "sp_bench.slurm.sweep", "sweep=cpu_methods", "--dry-run"), "run"),
+        exhaustive(("-m", "sp_bench.analysis.reproduce"), "analysis"),
         (("-m", "sp_bench.records", "collect", "."), "analysis"),
         (("-c", "import sp_bench.records as r; r.load('.')"), "analysis"),
         (("-c", "from sp_bench import SequenceParallelAttention"), "run"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from sp_bench.peers import stand_in
 from sp_bench.plan.regions import RegionKind
 from tests.support.dense import TOLERANCE, Answers, Block, attention, block_of, relative_error
+from tests.support.marks import exhaustive
 
 ROOT = Path(__file__).parents[2]
 SIZES = ((8, 8), (5, 12), (1, 7), (1, 1))
@@ -99,7 +100,7 @@ def test_fewer_keys_than_queries_under_a_mask_are_refused() -> None:
         stand_in.flash_attn_func(q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", [False, exhaustive(True)])
 def test_it_stands_in_only_where_flash_attn_is_missing(tmp_path: Path, installed: bool) -> None:
     if installed:
         (tmp_path / "flash_attn").mkdir()

@@ -56,6 +56,7 @@ def some_cases_of(n: int, pack: Packed, count: int, turn: int = 0) -> list[Case]
     return cases[turn % 7 :: -(-len(cases) // count)]
 
 
+@pytest.mark.exhaustive
 def test_each_method_on_each_dealing(ranks: Ranks) -> None:
     """Once; from one to the next another variant or pack."""
     by_pair: dict[tuple[str, str], list[Case]] = {}
