@@ -123,12 +123,10 @@ def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
     assert row(worlds, named("out", documents=True), "heads", sizes=(8,)).status == "not claimed"
 
 
-@pytest.mark.parametrize(
-    ("method", "whole"), [exhaustive("ring", False), *(exhaustive(name, True) for name in REGISTRY if name != "reference")]
-)
-def test_our_own_methods(worlds: Worlds, method: str, whole: bool) -> None:
-    checks, sizes = (CHECKS, SIZES) if whole else (QUICK, (2, 3))
-    rows = rows_of(named(method), worlds, checks=checks, sizes=sizes)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", [name for name in REGISTRY if name != "reference"])
+def test_our_own_methods(worlds: Worlds, method: str) -> None:
+    rows = rows_of(named(method), worlds)
     assert not failures(rows)
     assert rows[0].status == "holds", "nothing is run"
 
