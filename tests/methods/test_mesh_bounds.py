@@ -16,8 +16,8 @@ from sp_bench.methods.mesh_search import TileTimes, search, steps_of
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.simulate import simulate
-from tests.methods.test_mesh_search import FORWARD, greedy, in_turn, order_of, times
 from tests.support.clusters import cluster, problem
+from tests.support.tile_times import FORWARD, greedy, in_turn, order_of, times
 
 CLOSE = 1 + 1e-9
 

@@ -13,40 +13,15 @@ from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.methods.mesh_schedule import Step, backward_schedule, forward_schedule
-from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes, search, steps_of
+from sp_bench.methods.mesh_schedule import backward_schedule, forward_schedule
+from sp_bench.methods.mesh_search import TileTimes, search, steps_of
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.simulate import simulate
 from tests.support.clusters import cluster, problem
 from tests.support.problems import cost_profiles, small_problem
-
-FORWARD, BACKWARD = Tensors("q", "kv", "o", None), Tensors("odoq", "kv", "dq", "dkv")
-seconds = st.sampled_from([0.0, 0.3, 1.0, 1.7, 4.0])
-
-
-@st.composite
-def times(draw: st.DrawFn, most: int = 5, most_slices: int = 3) -> TileTimes:
-    tensors = draw(st.sampled_from([FORWARD, BACKWARD]))
-    names = [name for name in (tensors.q, tensors.kv, tensors.o, tensors.dkv) if name]
-    hop_s, slices = {name: draw(seconds) for name in names}, draw(st.integers(1, most_slices))
-    a, b = (draw(st.integers(1, most if slices == 1 else 3)) for _ in range(2))
-    return TileTimes(a, b, tensors, draw(st.sampled_from([0.5, 1.0])), hop_s, slices)
-
-
-def greedy(t: TileTimes) -> list[Step]:
-    hiding = {name: max(1, round(s / t.block_s)) for name, s in t.hop_s.items()}
-    return (forward_schedule if t.tensors.dkv is None else backward_schedule)(t.a, t.b, hiding)
-
-
-def order_of(steps: list[Step]) -> list[str]:
-    return [step.transfer for step in steps if step.transfer]
-
-
-def in_turn(t: TileTimes, order: list[str]) -> list[Hop]:
-    """One slice after the other."""
-    return [Hop(i, name) for i in range(t.slices) for name in order]
+from tests.support.tile_times import BACKWARD, FORWARD, greedy, in_turn, order_of, times
 
 
 @given(times())

@@ -14,9 +14,9 @@ from sp_bench.plan.documents import Chunked, Documents, PackBlocks, Packed, Wind
 from sp_bench.plan.layout import DEALERS, LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.problem import Problem
-from tests.plan.test_mask import times_computed
 from tests.support.dealing import tokens_of
 from tests.support.packs import packs
+from tests.support.regions import times_computed
 from tests.support.seen import seen
 
 names = st.sampled_from([*LAYOUTS, *DEALERS])

@@ -14,6 +14,7 @@ from sp_bench.plan.layout import LAYOUTS, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, mask_named
 from sp_bench.plan.regions import Region, RegionKind
 from tests.support.dealing import Dealt, dealt
+from tests.support.regions import inside, times_computed
 
 masks = st.sampled_from(list(MASKS.values()))
 
@@ -22,22 +23,6 @@ def seen(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Which (query, key) pairs a mask lets through, by positions."""
     q, k = queries[:, None], keys[None, :]
     return {"full": q >= 0 * k, "causal": k <= q}[mask.name]
-
-
-def inside(region: Region) -> np.ndarray:
-    """Which pairs of a region are computed, by the definition of its kind."""
-    q, k = np.arange(len(region.q))[:, None], np.arange(len(region.kv))[None, :]
-    return {RegionKind.FULL: q >= 0 * k, RegionKind.CAUSAL: k <= q, RegionKind.STRICT: k < q, RegionKind.UPPER: k >= q}[
-        region.kind
-    ]
-
-
-def times_computed(regions: tuple[Region, ...], rows: int, columns: int) -> np.ndarray:
-    """How often the regions compute each pair of a block."""
-    times = np.zeros((rows, columns), int)
-    for region in regions:
-        times[region.q.start : region.q.stop, region.kv.start : region.kv.stop] += inside(region)
-    return times
 
 
 @given(masks, dealt(most_chunks=7))

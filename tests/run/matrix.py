@@ -11,7 +11,7 @@ from sp_bench.methods.mesh import tiles
 from sp_bench.methods.mesh_lean import ORDERS
 from sp_bench.methods.tasp import TASP
 from tests.run import jobs
-from tests.support.attention_cases import BOUNDS, HEADS, Case, of_one_batch_entry, relative
+from tests.support.attention_cases import BOUNDS, HEADS, Case, of_one_batch_entry, relative, together
 from tests.support.problems import divisors
 from tests.support.ranks import SIZES, Ranks
 
@@ -93,7 +93,7 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
     There a variant has one number of key heads on a layout with a mask, another one on the next; from n = 6, where
     cases take longest, masks take turns over layouts, too. A method of one variant has all of them.
     """
-    cases, by_variant = [], _by_variant(everything(n))
+    cases, by_variant = [], together(everything(n), lambda case: replace(case, kv_heads=1))
     variants_of = Counter(of_one[0].method for of_one in by_variant)
     for variant, of_one in enumerate(by_variant):
         whole = n <= 2 or variants_of[of_one[0].method] == 1
@@ -110,20 +110,11 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
     return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
 
 
-def _by_variant(cases: Iterable[Case]) -> list[list[Case]]:
-    """Those that differ in key heads only, together."""
-    found: dict[Case, list[Case]] = {}
-    for case in cases:
-        found.setdefault(replace(case, kv_heads=1), []).append(case)
-    return [*found.values()]
-
-
 def part_of_the_matrix(n: int) -> list[Case]:
     """Each variant on n ranks once: from one to the next another layout, mask, dtype and number of key heads."""
-    by_variant: dict[tuple, list[Case]] = {}
-    for case in matrix(n, causal=True) + matrix(n, causal=False):
-        by_variant.setdefault((case.method, str(case.method_options), case.batch), []).append(case)
-    return [cases[7 * i % len(cases)] for i, cases in enumerate(by_variant.values())]
+    cases = matrix(n, causal=True) + matrix(n, causal=False)
+    by_variant = together(cases, lambda case: (case.method, str(case.method_options), case.batch))
+    return [alike[7 * i % len(alike)] for i, alike in enumerate(by_variant)]
 
 
 def axes(case: Case) -> tuple[tuple, ...]:

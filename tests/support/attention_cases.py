@@ -6,7 +6,7 @@ Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -135,13 +135,18 @@ def of_one_batch_entry(cases: Iterable[Case]) -> list[Case]:
     return [replace(c, batch=1) for c in cases if c.method in dealt or "ulysses" in dict(c.options)]
 
 
+def together(cases: Iterable[Case], of: Callable[[Case], Hashable]) -> list[list[Case]]:
+    """Cases of which this is the same, in their order."""
+    found: dict[Hashable, list[Case]] = {}
+    for case in cases:
+        found.setdefault(of(case), []).append(case)
+    return [*found.values()]
+
+
 def of_each_method(cases: Iterable[Case], count: int = 1, turn: int = 0) -> list[Case]:
     """Up to `count` cases of each method, apart from each other, and others for another `turn`."""
-    by_method: dict[str, list[Case]] = {}
-    for case in cases:
-        by_method.setdefault(case.method, []).append(case)
     found = []
-    for own in by_method.values():
+    for own in together(cases, lambda case: case.method):
         step = -(-len(own) // count)
         found += own[turn % step :: step]
     return found
