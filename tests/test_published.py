@@ -39,6 +39,7 @@ def test_the_page_is_what_is_simulated() -> None:
     assert len(SEEN) == len(rows)
 
 
+@pytest.mark.exhaustive
 def test_errors_are_within_what_is_promised() -> None:
     """Medians by links, and the order of pairs whose measured times differ by more than 3%."""
     medians = GIVEN.assign(off=GIVEN["error"].abs()).groupby("links")["off"].median()

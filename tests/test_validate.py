@@ -25,6 +25,7 @@ from tests.support.clusters import problem
 SMALL = "cluster=local heads=2 head_dim=64 dtype=float32 causal=false iters=5 warmup=1 parts=false logger=none".split()
 
 
+@pytest.mark.exhaustive
 def test_points_are_measured_and_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +88,7 @@ def test_each_point_keeps_the_speed_of_its_time(tmp_path: Path, monkeypatch: pyt
     assert pd.read_csv(tmp_path / "validation.csv")["speed"].tolist() == [3.0, 5.0]
 
 
+@pytest.mark.exhaustive
 def test_points_whose_parts_are_timed_anyway_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one tells the speed, which also one that is added later has to be measured with."""
     asked: list[list[str]] = []

@@ -126,6 +126,7 @@ def test_diffusers_passes_no_keys_round(name: str) -> None:
     assert "diffusers" not in settings(build(name, options), 8, "contiguous")
 
 
+@pytest.mark.exhaustive
 def test_a_method_that_no_framework_has_comes_with_the_best_that_one_has(found: Answer) -> None:
     mesh = next(each for each in found.feasible if each.method.name == "mesh")
     lines = how_to(Answer(found.config, [mesh, *found.feasible]))

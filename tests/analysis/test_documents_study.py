@@ -74,6 +74,7 @@ def test_equal_documents_stay_whole_and_nothing_is_sent(runs: Runs) -> None:
         assert work.known >= least_work.known - 1e-9 and sent.known >= bound.known
 
 
+@pytest.mark.exhaustive
 def test_the_map_has_all_cells_and_its_words_follow(runs: Runs) -> None:
     section = documents.maps(runs)
     rows = table_of(section).rows

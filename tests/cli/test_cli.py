@@ -233,6 +233,7 @@ def test_a_config_of_ones_own(
     assert "gpus: 8" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real ranks: mesh beside ring, gate passed, sent bytes = plan = closed form, every raw sample kept."""
     assert run([*LOCAL, "gpus=4", "seqlen=1k", "kv_heads=2"], tmp_path) == 0

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_bench.cluster.topology import Network, Topology
@@ -63,7 +63,6 @@ def traffic(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@settings(max_examples=40, deadline=None)
 @given(case=traffic())
 def test_random_traffic_agrees_with_the_exact_reference(solver: Solver, case: Case) -> None:
     network, tasks = case
@@ -72,7 +71,6 @@ def test_random_traffic_agrees_with_the_exact_reference(solver: Solver, case: Ca
     np.testing.assert_allclose(timing.finish_s, exact, rtol=RELATIVE, atol=0)
 
 
-@settings(max_examples=40, deadline=None)
 @given(case=traffic())
 def test_no_link_of_a_fabric_carries_more_than_its_rate(case: Case) -> None:
     network, tasks = case
@@ -85,7 +83,6 @@ def test_no_link_of_a_fabric_carries_more_than_its_rate(case: Case) -> None:
     assert_within_capacity(tasks, rates, timing)
 
 
-@settings(max_examples=40, deadline=None)
 @given(case=traffic())
 def test_what_leaves_arrives(case: Case) -> None:
     """By class of links: as many bytes into ports, NICs, leaf switches, ... as out of them."""

@@ -65,7 +65,7 @@ def permutation_rounds(seed: int, ranks: int, rounds: int, ranks_per_link: int) 
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(case=random_dags())
 def test_random_graphs_agree_with_the_exact_reference(solver: Solver, case: tuple[list[Task], list[float]]) -> None:
     timing = solve(graph_of(*case), solver)
@@ -139,7 +139,7 @@ def test_both_engines_give_the_same_bits() -> None:
         np.testing.assert_array_equal(python.start_s, numba.start_s)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(case=st.one_of(random_dags(), st.builds(permutation_rounds, st.integers(0, 99), *map(st.just, (8, 6, 2)))))
 def test_nothing_is_faster_than_its_links_allow(case: tuple[list[Task], list[float]]) -> None:
     tasks, link_rates = case

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from sp_bench.measure.pool import report
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run.attention import Engine
@@ -65,6 +66,9 @@ def losses(workloads: Sequence[Train], steps: int) -> list[list[float]]:
     """For each: the loss at each step of training."""
     found = []
     for _, trainer, engine in _prepared(workloads):
-        found.append([trainer.step(number, engine) for number in range(steps)])
+        found.append([])
+        for number in range(steps):
+            report(f"step {number}")
+            found[-1].append(trainer.step(number, engine))
         engine.close()
     return found
