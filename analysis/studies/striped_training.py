@@ -1,4 +1,4 @@
-"""Training steps of the paper's models simulated on A100s, in every mesh of its tables."""
+"""Training steps of the paper's models simulated on A100s and TPU v4s, in every mesh of its tables."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sp_bench.analysis.studies.striped_model import Cell, cells
 from sp_bench.analysis.studies.striped_simulated import CLUSTER, ask_pairs
 from sp_bench.analysis.table import Table, columns
 
-CLUSTERS = {"a100": CLUSTER}
+CLUSTERS = {"a100": CLUSTER, "tpuv4": "tpuv4"}
 """The cluster file of each of the paper's devices."""
 MODEL = {"1B": "llama_1b", "3B": "llama_3b", "7B": "llama_7b"}
-SHARDED = ("7B",)
+SHARDED = {"a100": ("7B",), "tpuv4": tuple(MODEL)}
 """Models whose parameters are split over the devices of the sequence too: not every cell would fit otherwise."""
 
 LONG = 32768
 """Tokens of a block from which tiles matter little."""
 
 
-def chosen() -> list[Cell]:
-    """The cells on devices that have a cluster file."""
-    return [cell for cell in cells() if cell.device in CLUSTERS]
+def chosen() -> tuple[Cell, ...]:
+    """All cells: those of each device together."""
+    return tuple(sorted(cells(), key=lambda cell: list(CLUSTERS).index(cell.device)))
 
 
 def step(cell: Cell) -> tuple[Point, Point]:
@@ -32,7 +32,7 @@ def step(cell: Cell) -> tuple[Point, Point]:
     shared = {"model": MODEL[cell.model], "cluster": CLUSTERS[cell.device], "mode": "simulate"}
     shared |= {"gpus": cell.tensor_parallel * cell.n, "seqlen": cell.seqlen}
     shared |= {"train__recompute": "full", "train__tensor_parallel": cell.tensor_parallel}
-    shared |= {"train__parameters": "sharded"} if cell.model in SHARDED else {}
+    shared |= {"train__parameters": "sharded"} if cell.model in SHARDED[cell.device] else {}
     return point(method="ring", layout="contiguous", **shared), point(method="striped", **shared)
 
 
