@@ -61,6 +61,14 @@ tokenring.directions(runs)
 tokenring.topologies(runs)
 
 # %% [markdown]
+# ## A diffusion transformer
+#
+# The paper's first case study, on four GPUs and without times: DiT-XL, its attention, its forward and a training step.
+
+# %%
+tokenring.dit(runs)
+
+# %% [markdown]
 # ## Several nodes
 #
 # The paper proposes a hybrid, TokenRing inside nodes and Ring between them, without times.

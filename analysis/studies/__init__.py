@@ -10,7 +10,17 @@ from collections.abc import Callable
 
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section
-from sp_bench.analysis.studies import choosing, documents, honest, mesh, published, ring, striped, tokenring
+from sp_bench.analysis.studies import (
+    choosing,
+    documents,
+    honest,
+    mesh,
+    published,
+    ring,
+    striped,
+    tokenring,
+    training_tables,
+)
 
 STUDIES: dict[str, tuple[str, tuple[Callable[[Runs], Section], ...]]] = {
     "ring": ("Ring Attention", ring.SECTIONS),
@@ -20,6 +30,7 @@ STUDIES: dict[str, tuple[str, tuple[Callable[[Runs], Section], ...]]] = {
     "choosing": ("Which method and tile to choose", choosing.SECTIONS),
     "documents": ("Packed documents", documents.SECTIONS),
     "honest": ("Which method, honestly", honest.SECTIONS),
+    "training": ("Published training steps", training_tables.SECTIONS),
     "published": ("Published measurements", published.SECTIONS),
 }
 """Titles and section functions, by the name on the command line."""

@@ -12,6 +12,7 @@ from sp_bench.analysis.number import Number, computed, count, derived, formula, 
 from sp_bench.analysis.paper_tables import rows
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.tokenring_dit import dit
 from sp_bench.analysis.studies.tokenring_figure6 import figure6
 from sp_bench.analysis.studies.tokenring_links import directions, topologies
 from sp_bench.analysis.table import Cell, Table, columns
@@ -135,4 +136,4 @@ def _on_nodes(cluster: str, gpus: int, method: str) -> Point:
     return point(method=name, gpus=gpus, cluster=cluster, seqlen="128k", phase="forward", layout="zigzag", **options)
 
 
-SECTIONS = (table1, figure6, directions, topologies, nodes)
+SECTIONS = (table1, figure6, directions, topologies, dit, nodes)

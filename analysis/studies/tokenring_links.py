@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from sp_bench.analysis.figure import Figure, Panels, colours, log2_ticks, styles
-from sp_bench.analysis.number import Number, computed, count, least, most, of_record, record_source
-from sp_bench.analysis.plans import busy_links, choice_of, lanes_together
+from sp_bench.analysis.number import Number, count, least, most, of_record, record_source
+from sp_bench.analysis.plans import busy_links, lanes_together
 from sp_bench.analysis.runs import Runs, point
 from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.studies.tokenring_dit import sends_both
 from sp_bench.analysis.table import Cell, Table, columns
-from sp_bench.plan.ops import Transfer
 from sp_bench.records import Record
 
 METHODS = ("ring", "tokenring")
@@ -45,7 +45,7 @@ def directions(runs: Runs) -> Section:
         keys = {"method": method, "gpus": n, "seqlen": n * DIRECTIONS_TOKENS, "phase": "forward", "cluster": cluster}
         asked[cluster, n, method] = point(**keys, **larger, **MASKS["full"])
     found = runs.by_key(asked)
-    both = {n: _both_steps(found[MESH, n, "tokenring"]) for n in DIRECTIONS_GPUS}
+    both = {n: sends_both(found[MESH, n, "tokenring"]) for n in DIRECTIONS_GPUS}
     shares = {key: _pair_of_directions(record) for key, record in found.items()}
     lines: list[list[Cell]] = []
     for n in DIRECTIONS_GPUS:
@@ -72,16 +72,6 @@ def directions(runs: Runs) -> Section:
         Table("tokenring-directions", "Share of steps and of time, 0 to 1", heads, lines),
         _directions_figure(shares),
         _about_directions(both, shares),
-    )
-
-
-def _both_steps(record: Record) -> Number:
-    """The share of TokenRing's steps that send Q and a partial output."""
-    plan = choice_of(record).plans["forward"]
-    sent = {(step, op.carries) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Transfer)}
-    steps = range(max(plan.steps) + 1)
-    return computed(
-        sum((step, "q") in sent and (step, "o") in sent for step in steps) / len(steps), record_source(record)
     )
 
 

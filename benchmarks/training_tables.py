@@ -1,0 +1,53 @@
+"""Published training steps beside simulated ones: `python -m benchmarks.training_tables`.
+
+All times of ours are simulated, with the figures of cluster files as they stand: nothing is fitted to what is judged
+here. Striped Attention and TokenRing are the papers that this suite reproduces; the others were held out. Where an
+error is large, it is stated and left. Tables with all cells, and every number's source, are in the report of
+`python -m analysis.reproduce paper=striped,tokenring,training`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+from benchmarks.reports import RESULTS, about, records_folder
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section
+from sp_bench.analysis.studies import training_tables
+from sp_bench.analysis.studies.striped_training import training
+from sp_bench.analysis.studies.tokenring_dit import dit
+
+LEFT_OUT = ("striped-training",)
+"""Tables that are too long for a page."""
+
+
+def shown(section: Section) -> str:
+    """A section's Markdown with its paragraphs wrapped."""
+    parts = [part for part in section.parts if getattr(part, "name", None) not in LEFT_OUT]
+    return "\n\n".join(map(wrapped, Section(section.title, *parts).to_markdown().split("\n\n")))
+
+
+def wrapped(paragraph: str) -> str:
+    """A paragraph of at most 120 columns; tables and headings as they are."""
+    if paragraph.startswith(("|", "#", "**")):
+        return paragraph
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def main() -> None:
+    runs = Runs(records_folder(__doc__, "training_tables"))
+    sections = [make(runs) for make in (training, dit, *training_tables.SECTIONS)]
+    text = "\n\n".join(
+        [
+            "# Training steps: published and simulated",
+            "Made by `python -m benchmarks.training_tables`.",
+            about(__doc__),
+            *map(shown, sections),
+        ]
+    )
+    (RESULTS / "training_tables.md").write_text(text.strip() + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
