@@ -195,7 +195,7 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
         ((sums["backward"] - 1) * sum_s, sum_s),
     )
     n = choice.problem.n
-    networks = [part.network(n) for part in parts]
+    networks = [part.network(n, idle=True) for part in parts]
     first_s = alone_s(networks, n, costs.gathered_bytes, n - 1)
     outside_s = alone_s(networks, n, costs.outside_bytes, 2 * (n - 1))
     sync_s = alone_s(networks, n, costs.summed_bytes, 2 * (n - 1))
@@ -262,7 +262,8 @@ def _layer(
     graphs = [build_graph(choice.plans[phase], problem, part, use_symmetry=False) for part in parts]
     networks, waited_s = [part.network(problem.n) for part in parts], 0.0
     if parts[0].cores:
-        waited_s, sent_bytes = alone_s(networks, problem.n, sent_bytes, steps), 0.0
+        idle = [part.network(problem.n, idle=True) for part in parts]
+        waited_s, sent_bytes = alone_s(idle, problem.n, sent_bytes, steps), 0.0
     found = beside(graphs, networks, sent_bytes, steps, before_s)
     return Layer(
         whole_s=max(found.attention_s + dense_s[1] + summed_s[1], found.collective_s) + waited_s,

@@ -81,9 +81,9 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
         f"{max(_spreads([costs.copy_s, costs.fold_s])):.1%}",
         "matmul_tflops": f"medians of {setting.repetitions} products of {rows} rows, {inputs} inputs and {outputs} "
         f"outputs, spread {max(_spreads(costs.products_s.values())):.1%}",
-        "elementwise_bytes_per_s, layer_launch_s": f"fitted to forward and backward of a decoder's layer {inputs} wide "
-        f"without its attention, of {', '.join(map(str, setting.sizes))} tokens in {setting.dtypes[0]}, less its "
-        f"matrix products; spread {max(_spreads(costs.layers_s.values())):.1%}",
+        "elementwise_bytes_per_s, layer_launch_s": "fitted to forward, and backward with recomputation, of a decoder's "
+        f"layer {inputs} wide without its attention, of {', '.join(map(str, setting.sizes))} tokens in "
+        f"{setting.dtypes[0]}, less its matrix products; spread {max(_spreads(costs.layers_s.values())):.1%}",
     }
 
 

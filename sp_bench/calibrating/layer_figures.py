@@ -7,7 +7,7 @@ through memory, and a launch: the two fit the times of forwards and backwards of
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from sp_bench.workload.train import Training
 
 FFN_OF_WIDTH = 2.75
 """The feed-forward network of a decoder over its width: 2.7 of Llama 7B, 3.5 of Llama 3 8B, 2.75 of conf/model/tiny."""
+RECOMPUTE: Literal["attention"] = "attention"
+"""The layer is timed as a step computes it by default: the backward computes all but the attention again."""
 FREE = 1e30
 """A rate at which something takes no time."""
 
@@ -35,7 +37,9 @@ def layer_of(setting: Setting, tokens: int, dtype: str) -> Train:
         mask=FULL, dtype=dtype, layout=LAYOUTS["contiguous"],
     )  # fmt: skip
     model = Model(name="layer", kind="decoder", layers=1, width=width, ffn=round(FFN_OF_WIDTH * width), vocab=width)
-    training = Training(recompute="none", parameters="replicated", loss_chunk=tokens, learning_rate=1e-3, task="recall")
+    training = Training(
+        recompute=RECOMPUTE, parameters="replicated", loss_chunk=tokens, learning_rate=1e-3, task="recall"
+    )
     return Train(phases=("forward", "backward"), problem=problem, model=model, training=training)
 
 

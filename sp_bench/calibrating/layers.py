@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sp_bench.calibrating.clock import CLOCKS
-from sp_bench.calibrating.layer_figures import layer_of
+from sp_bench.calibrating.layer_figures import RECOMPUTE, layer_of
 from sp_bench.calibrating.setting import Costs, Setting
 from sp_bench.measure.pool import report
 from sp_bench.workload.transformer import Layer, rotary
@@ -33,7 +33,10 @@ def _product(setting: Setting, dtype: str, costs: Costs) -> None:
 
 
 def _layers(setting: Setting, dtype: str, costs: Costs) -> None:
-    """Forward and backward of a layer whose attention returns its queries, of each number of tokens."""
+    """Forward and backward of a layer whose attention returns its queries, of each number of tokens.
+
+    The backward computes all but the attention again.
+    """
     clock, kind = CLOCKS[setting.device], getattr(torch, dtype)
     wide = torch.promote_types(kind, torch.float32)
     workload = layer_of(setting, max(setting.sizes), dtype)
@@ -44,7 +47,7 @@ def _layers(setting: Setting, dtype: str, costs: Costs) -> None:
             positions = torch.arange(tokens, device=setting.device)
             angles = rotary(positions, setting.head_dim, workload.model.rope_theta, wide)
             x = torch.randn(1, tokens, workload.model.width, dtype=kind, device=setting.device, requires_grad=True)
-            forward_s, out = clock(layer, x, angles, None, _queries, "none")
+            forward_s, out = clock(layer, x, angles, None, _queries, RECOMPUTE)
             backward_s, _ = clock(out.backward, torch.ones_like(out))
             if repetition:
                 costs.layers_s.setdefault(("forward", tokens), []).append(forward_s)

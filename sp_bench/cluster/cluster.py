@@ -89,9 +89,9 @@ class Cluster:
         self.network(gpus)
         self.stragglers.slow_ranks(gpus)
 
-    def network(self, gpus: int) -> Network:
-        """The links and routes of `gpus` ranks."""
-        network = _network(self.topology_of(gpus), gpus)
+    def network(self, gpus: int, *, idle: bool = False) -> Network:
+        """The links and routes of `gpus` ranks. `idle`: while none of them computes on shared cores."""
+        network = _network(self.topology if idle else self.topology_of(gpus), gpus)
         return self.stragglers.slow_links(network) if self.stragglers.links else network
 
     def topology_of(self, gpus: int) -> Topology:

@@ -72,10 +72,12 @@ class TrainingCosts:
         return self.crowding * (self.device.layer_launch_s + max(computed_s, moved / self.device.memory_bytes_per_s))
 
     def layer_s(self, phase: str) -> float:
-        """Seconds of a layer's forward or backward without its attention, and without what is recomputed."""
+        """Seconds of a layer's forward or backward without its attention; of the backward with what it recomputes."""
+        forward_s = self.before_s() + self.after_s()
         if phase == "forward":
-            return self.before_s() + self.after_s()
-        return self.before_backward_s() + self.after_backward_s()
+            return forward_s
+        again = self.workload.training.recompute != "none"
+        return again * forward_s + self.before_backward_s() + self.after_backward_s()
 
     def before_s(self) -> float:
         """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
