@@ -12,6 +12,7 @@ from sp_bench.analysis.number import record_source
 from sp_bench.analysis.plans import busy_links, choice_of, lanes_together, step_ends_ms
 from sp_bench.analysis.runs import Runs, record_of
 from sp_bench.analysis.studies import tokenring
+from sp_bench.analysis.studies.tokenring_dit import PLACES
 from sp_bench.analysis.studies.tokenring_figure6 import TESTBED
 from tests.support.sections import table_of, words_of
 
@@ -60,6 +61,17 @@ def test_more_gpus_more_steps_with_both(runs: Runs) -> None:
         shares = [cell.value for cell in row[3:]]
         assert shares[1] == 0 < shares[3] < shares[2] < 1  # the cable back: idle in Ring, used in TokenRing
         assert shares[4] == shares[5] > 0  # a switch's ports: both directions in Ring too
+
+
+@pytest.mark.exhaustive
+def test_a_diffusion_transformer_sends_both_in_one_step_of_five(runs: Runs) -> None:
+    section = tokenring.dit(runs)
+    assert "in 20% of its steps on four GPUs" in words_of(section)
+    rows = table_of(section).rows
+    assert [tuple(row[:3]) for row in rows] == list(PLACES)
+    for row in rows:
+        attention, forward, step = (row[column].value for column in (3, 6, 9))
+        assert 28 * attention < forward < step
 
 
 @pytest.mark.exhaustive

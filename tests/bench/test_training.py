@@ -251,6 +251,10 @@ def test_ranks_that_share_cores_take_longer_and_wait_for_collectives() -> None:
     assert sharded.sharded and not eight.sharded
     assert sharded.attention_ms == pytest.approx(eight.attention_ms), "nothing runs beside it"
     assert sharded.gradient_sync_ms > 0
+    hosts = eight.config["cluster"]["hosts"]
+    sent_s = 7 / 4 * eight.gradients_bytes / (hosts["payload_share"] * hosts["link_bytes_per_s"])
+    # Cores are idle meanwhile: its messages have the latency of idle hosts.
+    assert eight.gradient_sync_ms == pytest.approx(1e3 * (sent_s + 14 * hosts["latency_s"]), rel=0.01)
     for record in (two, eight, sharded):
         parts = (record.attention_ms, record.dense_ms, record.loss_ms, record.gradient_sync_ms, record.optimizer_ms)
         assert record.step_ms_median == pytest.approx(sum(parts))

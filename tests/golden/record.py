@@ -71,6 +71,7 @@ POINTS = (
     "method=usp gpus=8 seqlen=64k cluster=a800 head_dim=64",
     "method=usp gpus=8 seqlen=32k cluster=rtx4090_pcie head_dim=64 phase=forward",
     "method=ring gpus=16 seqlen=64k cluster=tpuv4 head_dim=64",
+    "method=ring gpus=16 seqlen=64k cluster=tpuv5p",
     "method=ulysses gpus=8 seqlen=32k cluster=l20_pcie head_dim=32 phase=forward",
     "method=pass_q gpus=8 seqlen=64k cluster=a10_pcie causal=false",
     "method=startrail gpus=32 seqlen=256k cluster=a100_hdr200 stragglers.ranks={3:1.5}",
