@@ -1,11 +1,12 @@
 """Training steps on shaped hosts, simulated and measured: `python -m benchmarks.training_hosts`.
 
 `model=tiny` is trained on hosts of this machine whose links are shaped, with eight methods on 4 and 8 ranks, of two
-lengths and over two link rates. The figures behind the simulation are a calibration's (`python -m sp_bench.calibrate`,
-with the model's heads), which knows neither these steps nor their methods: rates of attention blocks, of matrix
-products, of what is between them in a layer, and of messages. In turn with the points of a setting, its first one is
-timed without transfers, and simulated cores have the speed that it shows, which holds the machine's other load. What
-the calibration's own figures give stands beside it. Needs root.
+lengths and over two link rates, and once on a sequence so short that threads and Python take much of the step. The
+figures behind the simulation are a calibration's (`python -m sp_bench.calibrate`, with the model's heads), which knows
+neither these steps nor their methods: rates of attention blocks, of matrix products, of what is between them in a
+layer, and of messages. In turn with the points of a setting, its first one is timed without transfers, and simulated
+cores have the speed that it shows, which holds the machine's other load. What the calibration's own figures give stands
+beside it. Needs root.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def report(table: pd.DataFrame, folder: Path) -> str:
     measured = [records.read(folder / "records" / f"{point['measured_run_id']}.json") for point in done]
     pairs = [(one, simulated(one, point["speed"] or 1)) for one, point in zip(measured, done, strict=True)]
     steps = [errors("step", [point["step_error"] for point in done])]
+    for name, kind in ((f"up to {SHORT:,} tokens", True), ("of more", False)):
+        steps.append(errors(f"step, {name}", [p["step_error"] for p in done if (p["seqlen"] <= SHORT) == kind]))
     steps += [errors(phase, [point[f"{phase}_error"] for point in done]) for phase in ("forward", "backward")]
     steps.append(errors("step, with the calibration's figures alone", [p["step_error_as_calibrated"] for p in done]))
     alike, compared, wrong = pairs_in_order(table)

@@ -64,7 +64,7 @@ def maxtext_flops(record: Record) -> float:
     model = Model(**config["model"])
     width = record.heads * record.head_dim
     layer = 2 * model.width * (width + record.kv_heads * record.head_dim) + 3 * model.width * model.ffn
-    matrices = model.layers * layer + model.vocab * model.width
+    matrices = model.layers * layer + (model.vocab or 0) * model.width
     return 6.0 * matrices + 6.0 * model.layers * record.seqlen * width
 
 

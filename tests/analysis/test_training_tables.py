@@ -30,7 +30,7 @@ def test_every_row_is_of_a_known_source() -> None:
 def test_each_table_states_its_errors_and_the_notebook_runs(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "records")
     maxtext, prime_rl, upipe = (section(runs) for section in training_tables.SECTIONS)
-    for *_, published, simulated, off in table_of(maxtext).rows + table_of(upipe).rows:
+    for *_, published, simulated, off in (*table_of(maxtext).rows, *table_of(upipe).rows):
         assert off.value == pytest.approx(100 * (simulated.value / published.value - 1))
         assert simulated.kind in ("simulated", "computed")
     assert len(table_of(maxtext).rows) == 4 and len(table_of(prime_rl).rows) == 2

@@ -25,7 +25,8 @@ from sp_bench.simulate import simulate
 from tests.support.problems import mask_of
 
 PRESETS = set(
-    "a10_pcie a100_hdr200 a800 ascend_oam b200 h20 h100_ndr400 h200_ndr400 h800 l20_pcie rtx4090_pcie tpuv4 tpuv5p".split()
+    "a10_pcie a100_hdr200 a800 ascend_oam b200 h20 h100_ndr400 h200_ndr400 h800 l20_pcie rtx4090_pcie tpuv4"
+    " tpuv5p".split()
 )
 SIZES = [512, 1024, 2048, 4096]
 CURVE = dict(zip(SIZES, [300.0, 400.0, 480.0, 500.0], strict=True))
