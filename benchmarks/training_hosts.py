@@ -33,13 +33,13 @@ METHODS = (
     ("method=ring",), ("method=striped",), ("method=mesh",), ("method=tokenring",), ("method=pass_q",),
     ("method=all_gather",), ("method=startrail", "method.team=2"), ("method=usp", "method.ulysses=2"),
 )  # fmt: skip
-SETTINGS = ((4, "4k", 25e6), (4, "8k", 12.5e6), (8, "4k", 12.5e6), (8, "8k", 25e6), (4, "1k", 25e6))
-"""Ranks, tokens, bytes/s of a link: each pair of values of two of them occurs. The last one is of SHORT steps."""
+SETTINGS = ((4, "2k", 12.5e6), (4, "4k", 25e6), (8, "4k", 12.5e6), (8, "8k", 25e6), (4, "1k", 25e6))
+"""Ranks, tokens, bytes/s of a link: 512 and 1024 tokens a rank, and a short setting with 256."""
 SHORT = 1024
 """Up to so many tokens, what threads and Python cost beside blocks and messages is a large part of a step."""
-COMMON = ("model=tiny", "dtype=float32", "iters=5", "warmup=1", "parts=false", "logger=none", "timeout_s=180")
+COMMON = ("model=tiny", "dtype=float32", "iters=4", "warmup=1", "parts=false", "logger=none", "timeout_s=180")
 NAME, LINK = "tiny_hosts", "cluster.hosts.link_bytes_per_s"
-CALIBRATION = ("cluster=shaped", "heads=4", "kv_heads=2", "head_dim=16", "ranks=8", "repetitions=3")
+CALIBRATION = ("cluster=shaped", "heads=4", "kv_heads=2", "head_dim=16", "ranks=8", "repetitions=2")
 PARTS = ("attention", "dense", "loss", "gradient_sync", "optimizer")
 """The parts of a step, as in records."""
 
