@@ -28,10 +28,10 @@ def chosen() -> tuple[Cell, ...]:
     return tuple(sorted(cells(), key=lambda cell: list(CLUSTERS).index(cell.device)))
 
 
-def by_device(found: Sequence[Cell], over: Sequence[Number]) -> Table:
+def by_device(found: Sequence[tuple[Cell, Number]]) -> Table:
     """The errors of the cells of each device and model."""
     groups: dict[tuple[str, str], list[Number]] = {}
-    for cell, ratio in zip(found, over, strict=True):
+    for cell, ratio in found:
         groups.setdefault((cell.device, cell.model), []).append(ratio)
     table: list[Sequence[Entry]] = [
         [
@@ -78,7 +78,9 @@ def training(runs: Runs) -> Section:
     for cell, found in zip(chosen(), speedups(runs, chosen()), strict=True):
         over.append(found[-1].over(paper_measured(cell)))
         table.append([*shape(cell), *found, paper_tms(cell), paper_measured(cell), over[-1]])
-    long = [ratio for cell, ratio in zip(chosen(), over, strict=True) if cell.block >= LONG]
+    served = [(cell, ratio) for cell, ratio in zip(chosen(), over, strict=True) if ratio.value is not None]
+    long = [ratio for cell, ratio in served if cell.block >= LONG]
+    refused, over = [ratio for ratio in over if ratio.value is None], [ratio for _, ratio in served]
     heads = columns(
         f"{SHAPE}; Ring, simulated | ms; Striped, simulated | ms; speedup, simulated || .3f; maximum, paper || .2f;"
         " measured, paper || .2f; simulated / measured || .3f"
@@ -93,17 +95,19 @@ def training(runs: Runs) -> Section:
             " it. The paper's attention was no fused kernel, ran in TF32 on A100, and skipped masked work by tiles of"
             " 2048 x 4096; ours has FlashAttention-2's rates, on TPU v4 scaled by the peaks, so that the balance"
             " matters already on short sequences. Parameters of the 7B model on A100, and of all on TPU v4, are split"
-            " over the sequence's devices too, without which not every cell would fit.",
+            " over the sequence's devices too, without which fewer cells would fit. {refused:.0f} cells don't fit even"
+            " so and have no number: each device of a tensor-parallel group keeps the whole input of every layer.",
             clusters=" and ".join(CLUSTERS.values()),
             low=least(over),
             high=most(over),
             cells=tally(len(over), over),
+            refused=tally(len(refused), [*over, *refused]),
             median=median(over),
             long=LONG,
             long_low=least(long),
             long_high=most(long),
         ),
-        by_device(chosen(), over),
+        by_device(served),
         Table(
             "striped-training", "Speedup in training steps (tables 2, 3, 5 and appendix A)", heads, table, shown_rows=17
         ),
