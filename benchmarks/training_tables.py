@@ -36,7 +36,9 @@ def wrapped(paragraph: str) -> str:
 
 def main() -> None:
     runs = Runs(records_folder(__doc__, "training_tables"))
-    sections = [make(runs) for make in (training, dit, *training_tables.SECTIONS)]
+    of_papers = [("Striped Attention", training(runs)), ("TokenRing", dit(runs))]
+    sections = [Section(f"{paper}: {found.title}", *found.parts) for paper, found in of_papers]
+    sections += [make(runs) for make in training_tables.SECTIONS]
     text = "\n\n".join(
         [
             "# Training steps: published and simulated",
