@@ -6,7 +6,8 @@ figures behind the simulation are a calibration's (`python -m sp_bench.calibrate
 neither these steps nor their methods: rates of attention blocks, of matrix products, of what is between them in a
 layer, and of messages. In turn with the points of a setting, its first one is timed without transfers, and simulated
 cores have the speed that it shows, which holds the machine's other load. What the calibration's own figures give stands
-beside it. Needs root.
+beside it. Wide intervals are of load that came and went within a point. The simulation leaves out that an idle link
+lets a burst of the gradients' sum through at once, and that the optimizer steps each parameter by itself. Needs root.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Interval:
     step_ms: float
     high_ms: float
     backed: bool
-    """Whether measurements of its own kind say so; else the widest error over such links is taken."""
+    """Whether measurements of its own kind say so; else the widest error over such links is taken (`widest`)."""
 
     def overlaps(self, other: Interval) -> bool:
         """Whether the two could be in either order."""
@@ -99,7 +99,8 @@ def described(transfers: str, links: str) -> str:
 def widest(links: str) -> float:
     """The largest error that two of three points are within, over all kinds of transfers over such links.
 
-    Over all links where none of those was measured.
+    Over all links where none of those was measured. These are errors of attention alone, and training steps borrow
+    them too: no published step is among the measurements (docs/results/training_tables.md has those there are).
     """
     rows = known().values()
     return max(row.two_of_three for row in ([row for row in rows if row.links == links] or rows))
