@@ -29,6 +29,7 @@ def _below(least: int) -> Callable[[str], bool]:
 
 
 _TCP, _FEW = "hosts talk over TCP instead of RDMA", "few channels don't fill NVLink"
+_UNORDERED = "communicators of several lanes might deadlock, so that such methods are refused"
 RULES = (
     Rule("NCCL_P2P_DISABLE", _on, "GPUs of a host don't reach each other by NVLink or PCIe"),
     Rule("NCCL_SHM_DISABLE", _on, "GPUs without a direct path go through the network"),
@@ -41,9 +42,7 @@ RULES = (
     Rule("NCCL_PROTO", _on, "NCCL no longer chooses the fastest protocol for each size"),
     Rule("NCCL_MAX_NCHANNELS", _below(16), _FEW),
     Rule("NCCL_MAX_CTAS", _below(16), _FEW),
-    Rule(
-        "NCCL_LAUNCH_ORDER_IMPLICIT", lambda value: not _on(value), "several communicators may deadlock", "set it to 1"
-    ),
+    Rule("NCCL_LAUNCH_ORDER_IMPLICIT", lambda value: not _on(value), _UNORDERED, "set it to 1", "fail"),
     Rule("CUDA_LAUNCH_BLOCKING", _on, "the host waits for each kernel, so that nothing overlaps", status="fail"),
     Rule("CUDA_DEVICE_MAX_CONNECTIONS", _below(8), "streams share queues: transfers wait for blocks", "set it to 32"),
     Rule("TORCH_NCCL_BLOCKING_WAIT", _on, "the host waits for each transfer, so that nothing overlaps", status="fail"),

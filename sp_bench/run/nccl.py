@@ -187,14 +187,21 @@ SEVERAL_FROM = (2, 26)
 """The first NCCL that keeps several communicators in launch order (NCCL_LAUNCH_ORDER_IMPLICIT)."""
 
 
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+"""The variable with which it does; NCCL's default is 0."""
+
+
 def refuse_several(version: tuple[Any, ...]) -> None:
-    """Raise RequestError for an NCCL that can't run several communicators at once."""
+    """Raise RequestError for an NCCL that can't run several communicators at once, or was told not to order them."""
     if version[:2] < SEVERAL_FROM:
         given, least = (".".join(map(str, numbers)) for numbers in (version, SEVERAL_FROM))
         rule = f"lanes need communicators that run at once, which NCCL orders from {least} on"
         raise RequestError(
             f"NCCL {given}", rule, f"a torch built with NCCL {least}, or a method of one lane, would work"
         )
+    if (order := os.environ.get(LAUNCH_ORDER, "1")) != "1":
+        rule = "lanes need communicators that run at once, which NCCL then launches in any order"
+        raise RequestError(f"{LAUNCH_ORDER}={order}", rule, f"{LAUNCH_ORDER}=1 would work")
 
 
 CTA_POLICIES_FROM = {"default": (2, 27), "efficiency": (2, 27), "zero": (2, 28)}
@@ -228,10 +235,11 @@ def lane_communicator(
 
     Its members must call this, in the same order of calls. The connection to a peer opens at the first message to it.
     It is made with the timeout of first uses.
-    Raises RequestError for a second lane with an NCCL that can't run several at once, and for a policy that it lacks.
+    Raises RequestError for a second one at once with an NCCL that can't run several, and for a policy that it lacks.
     """
-    if lane:
+    if lane or part is Part.NEAR:  # beside that of the first lane, or of messages between nodes
         refuse_several(library.version())
+        os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at the process's first operation
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if VARIABLE not in os.environ:  # NCCL reads it itself
         options.config.max_ctas = part.ctas(ctas)

@@ -49,8 +49,8 @@ def shares(
 ) -> SmShares:
     """The shares of a GPU with `sms` SMs. `margin`: what a persistent kernel is to leave free; None: what lanes take.
 
-    NCCL_MAX_CTAS of the environment sets what a lane takes. Raises RequestError for a margin that the kernel can't
-    leave, or that leaves it no SM.
+    NCCL_MAX_CTAS of the environment sets what a lane takes. Raises RequestError if all lanes then don't fit on the GPU
+    together, and for a margin that the kernel can't leave, or that leaves it no SM.
     """
     lanes = max((len(plan.lanes) for plan in plans.values()), default=0)
     if margin is not None and not kernel.has_margin:
@@ -62,6 +62,9 @@ def shares(
         raise RequestError(f"kernel.sm_margin={margin}", rule, f"at most {sms - 1} would work")
     if (given := environment.get(VARIABLE, "")).isdigit() and int(given):
         lane_ctas = int(given)
+        if (most := (sms - 1) // max(lanes, 1)) < lane_ctas:
+            rule = f"{lanes} lanes would take {lanes * lane_ctas} of the GPU's {sms} SMs, and must fit on it together"
+            raise RequestError(f"{VARIABLE}={given}", rule, f"at most {most} would work")
     elif not kernel.has_margin or margin == 0:
         lane_ctas = most_ctas(sms, lanes)
     else:

@@ -202,8 +202,32 @@ def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyP
     assert asked[1]["options"].config.max_ctas == -1, "NCCL reads the environment's"
     version[:] = [2, 25, 1]
     nccl.lane_communicator("world", device, None, 8, 0, (0, 1))  # pyright: ignore
-    with pytest.raises(RequestError, match=r"NCCL 2.25.1: .* from 2.26 on; a torch built with NCCL 2.26, or"):
-        nccl.lane_communicator("world", device, None, 8, 1, (0, 1))  # pyright: ignore
+    for lane, part in ((1, Part.WHOLE), (0, Part.NEAR)):  # a second one, beside that of lane 0 or between nodes
+        with pytest.raises(RequestError, match=r"NCCL 2.25.1: .* from 2.26 on; a torch built with NCCL 2.26, or"):
+            nccl.lane_communicator("world", device, None, 8, lane, (0, 1), part)  # pyright: ignore
+
+
+def test_several_communicators_take_nccl_s_launch_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is NCCL's default nowhere: a process that says nothing gets it, and one that turns it off is refused."""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: "group")
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=-1))
+    fake = type("NCCL", (), {"Options": staticmethod(lambda is_high_priority_stream: options)})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(nccl.os, "environ", environment)
+
+    def make(lane: int) -> None:
+        nccl.lane_communicator("world", torch.device("cuda", 0), None, 8, lane, (0, 1))  # pyright: ignore
+
+    make(0)
+    assert environment == {}, "one alone needs no order"
+    make(1)
+    assert environment == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    environment["NCCL_LAUNCH_ORDER_IMPLICIT"] = "0"
+    make(0)
+    with pytest.raises(RequestError, match=r"NCCL_LAUNCH_ORDER_IMPLICIT=0: .*; NCCL_LAUNCH_ORDER_IMPLICIT=1 would"):
+        make(1)
 
 
 def test_without_nccl_the_host_carries(monkeypatch: pytest.MonkeyPatch) -> None:

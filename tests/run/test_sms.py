@@ -59,7 +59,7 @@ def test_a_persistent_kernel_leaves_what_the_lanes_take() -> None:
         assert shares(OTHER(), plans, 132, environment={}) == SmShares(32, None), "others leave waves, not SMs"
     assert lanes == [1, 2]
     assert shares(PERSISTENT(), {}, 132, environment={}).margin == 0, "a rank alone sends nothing"
-    assert shares(PERSISTENT(), TWO_LANES, 20, environment={"NCCL_MAX_CTAS": "32"}).margin == 19
+    assert shares(PERSISTENT(), TWO_LANES, 20, environment={"NCCL_MAX_CTAS": "9"}).margin == 18
 
 
 def test_what_can_t_be_left_is_refused() -> None:
@@ -67,6 +67,10 @@ def test_what_can_t_be_left_is_refused() -> None:
         shares(OTHER(), ONE_LANE, 132, margin=8)
     with pytest.raises(RequestError, match=r"kernel.sm_margin=132: the GPU has 132 SMs, .* at most 131 would work"):
         shares(PERSISTENT(), ONE_LANE, 132, margin=132)
+    for kernel in (PERSISTENT, OTHER):
+        with pytest.raises(RequestError, match=r"NCCL_MAX_CTAS=66: 2 lanes would take 132 of .* 132 SMs.* at most 65"):
+            shares(kernel(), TWO_LANES, 132, environment={"NCCL_MAX_CTAS": "66"})
+        assert shares(kernel(), ONE_LANE, 132, environment={"NCCL_MAX_CTAS": "66"}).lane_ctas == 66
     with pytest.raises(RequestError, match=r"kernel.sm_margin=8: a CPU has no SMs"):
         share(KERNELS["aten_cpu"](), ONE_LANE, torch.device("cpu"), margin=8)
     assert share(KERNELS["aten_cpu"](), ONE_LANE, torch.device("cpu")) is None
