@@ -6,7 +6,8 @@ Its keys are those of python -m sp_bench; iters and warmup count as there.
 Without `run`, traces are read, .json or .json.gz, and compared with the simulator: each operation of the plan, how long
 it took and how long it was simulated to take; then the step with the cluster's figures, and with figures fitted to the
 traced operations. Operations are found by their names, which every execution of a plan has under torch's profiler, that
-of SequenceParallelAttention in your own training too. NCCL's kernels are listed, those of other code too.
+of SequenceParallelAttention in your own training too. NCCL's kernels are listed. In a trace of other code, which names
+no operation, they are taken in order for the transfers of the plan of point=: the method of ours with its algorithm.
 
   point=null   the point of the traces, if it is not in a DIR with them: a point.json, or a record of python -m sp_bench
   rank=null    the rank of a single FILE that doesn't say it
@@ -95,8 +96,9 @@ def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
     collectives = [one for trace in traces.values() for one in trace.collectives]
     if collectives:
         print("\n".join(_nccl_lines(collectives)))
-    if not any(trace.ops for trace in traces.values()):
-        print("no operation of a plan is named in these traces: nothing to compare with the simulator")
+    named = any(trace.ops for trace in traces.values())
+    if not named and not (point and collectives):
+        print("no operation of a plan is named in these traces: with point=, NCCL's kernels are compared with its plan")
         return 0
     if point is None:
         raise RequestError(
@@ -107,7 +109,7 @@ def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
     name = Path(options["out"]).stem if options["out"] else "refit"
     config = refit(request, rows, name)
     print("\n".join(_lines(rows, read(Natural, _whole(options["rows"]), "rows"))))
-    for step in steps(choice, traces, config):
+    for step in steps(choice, traces, config) if named else ():
         print(
             f"{step.phase}: traced {1e3 * step.measured_s:.4g} ms, simulated {1e3 * step.simulated_s:.4g} ms "
             f"({step.simulated_s / step.measured_s - 1:+.0%}), with the fitted figures {1e3 * step.refit_s:.4g} ms "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -15,12 +15,14 @@ from sp_bench.calibrating.cluster_file import rounded
 from sp_bench.calibrating.speed import at_speed
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.plan.ops import Transfer
+from sp_bench.lower import NCCL
+from sp_bench.lower.staging import adds_up_on_the_way
+from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
 from sp_bench.run.annotations import Mark
 from sp_bench.simulate import Run, simulate
-from sp_bench.tracing.kineto import Trace
+from sp_bench.tracing.kineto import Sample, Trace
 
 BLOCKS, INSIDE, ACROSS = "blocks", "inside nodes", "across nodes"
 
@@ -57,11 +59,43 @@ class Steps:
 def compared(request: Request, traces: Mapping[int, Trace]) -> tuple[list[Row], Choice]:
     """A row for each item of the simulation, and the simulated choice. `traces` are by rank.
 
+    Traces of another's code, which names no operations, have rows for transfers only (`by_kernels`).
     Raises RequestError if an operation of the plans is not in a trace: it is of another point.
     """
     choice = choose(request)
+    traces = {rank: trace if trace.ops else by_kernels(trace, choice.plans, rank) for rank, trace in traces.items()}
     rows = [row for phase, run in choice.runs.items() for row in _rows(phase, run, request.cluster, traces)]
     return rows, choice
+
+
+def by_kernels(trace: Trace, plans: Mapping[str, Plan], rank: int) -> Trace:
+    """A trace of another's code with the plans' transfers: NCCL's kernels of each kind, in order, step for step.
+
+    Raises RequestError if it doesn't have as many in each step as the plans: it is of another algorithm.
+    """
+    marks: dict[str, list[Mark]] = {}
+    for phase, plan in plans.items():
+        for index, op in plan:
+            if isinstance(op, Transfer) and any(group.member(rank, shift) != rank for group, shift in peers(op)):
+                marks.setdefault(_kernel_of(op), []).append(Mark(phase, index))
+    ops: dict[Mark, list[Sample]] = {}
+    for kernel, of_step in marks.items():
+        there = [one for one in trace.collectives if one.name == kernel]
+        if not there or len(there) % len(of_step):
+            rule = f"has {len(there)} {kernel} kernels of NCCL, and a step of the plan {len(of_step)}"
+            fix = "whole steps of the point's algorithm would work"
+            raise RequestError(f"the trace of rank {rank}", rule, fix)
+        for i, one in enumerate(there):
+            sample = Sample(start_s=one.start_s, end_s=one.start_s + one.seconds)
+            ops.setdefault(of_step[i % len(of_step)], []).append(sample)
+    return replace(trace, ops=ops)
+
+
+def _kernel_of(op: Transfer) -> str:
+    """The name of NCCL's kernel for a transfer; an all-to-all is sends and receives."""
+    if isinstance(op, AllGather):
+        return "AllGather"
+    return "ReduceScatter" if isinstance(op, ReduceScatter) and adds_up_on_the_way(op, NCCL) else "SendRecv"
 
 
 def _rows(phase: str, run: Run, cluster: Cluster, traces: Mapping[int, Trace]) -> list[Row]:

@@ -33,6 +33,8 @@ class Collective:
 
     name: str
     """SendRecv, AllGather, ReduceScatter, ..."""
+    start_s: float
+    """In seconds of the trace's clock."""
     seconds: float
     message_bytes: int | None
     """The bytes of this rank's input; None if the trace doesn't say."""
@@ -47,6 +49,7 @@ class Trace:
     ops: Mapping[Mark, Sequence[Sample]]
     """The executions of each operation of a plan, in order; empty for a peer's code."""
     collectives: Sequence[Collective]
+    """In the order of their start."""
 
 
 def read_trace(path: Path) -> Trace:
@@ -87,11 +90,12 @@ def _joined(samples: Sequence[Sample], executions: int) -> list[Sample]:
 
 def _collectives(events: Iterable[Mapping[str, Any]]) -> list[Collective]:
     found = []
-    for event in events:
+    for event in sorted(events, key=lambda event: event["ts"]):
         kernel = NCCL_KERNEL.match(str(event["name"])) if event.get("cat") == "kernel" else None
         if kernel:
             arguments = event.get("args", {})
             elements, width = arguments.get("In msg nelems"), ELEMENT_BYTES.get(arguments.get("dtype", ""))
             message_bytes = int(elements) * width if elements is not None and width else None
-            found.append(Collective(name=kernel[1], seconds=1e-6 * event["dur"], message_bytes=message_bytes))
+            start_s, seconds = 1e-6 * event["ts"], 1e-6 * event["dur"]
+            found.append(Collective(name=kernel[1], start_s=start_s, seconds=seconds, message_bytes=message_bytes))
     return found

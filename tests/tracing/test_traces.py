@@ -17,12 +17,13 @@ from sp_bench.bench.choose import choose
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.plan.ops import Transfer
+from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment
 from sp_bench.run.annotations import Mark, annotation, marked
 from sp_bench.traces import main
 from sp_bench.tracing.compared import ACROSS, BLOCKS, INSIDE, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Sample, Trace, read_trace
+from tests.support.marks import exhaustive
 from tests.tracing.make_cpu import FOLDER, KEYS
 
 SIZES = ("seqlen=64k", "gpus=16", "mode=simulate")
@@ -154,15 +155,56 @@ def test_nccls_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     events.append(event("flash_fwd_kernel", 0, 900.0, "kernel"))
     path = written(tmp_path / "t.json", events)
     assert list(read_trace(path).collectives) == [
-        *[Collective(name="SendRecv", seconds=pytest.approx(1e-4), message_bytes=2**21)] * 3,
-        Collective(name="AllGather", seconds=pytest.approx(5e-5), message_bytes=2**21),
-        Collective(name="ReduceScatter", seconds=pytest.approx(2e-5), message_bytes=None),
+        *[Collective(name="SendRecv", start_s=0, seconds=pytest.approx(1e-4), message_bytes=2**21)] * 3,
+        Collective(name="AllGather", start_s=0, seconds=pytest.approx(5e-5), message_bytes=2**21),
+        Collective(name="ReduceScatter", start_s=0, seconds=pytest.approx(2e-5), message_bytes=None),
     ]
     assert main([str(path), "rank=0"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["SendRecv", "2097152", "3", "100.0", "21"] in lines
     assert ["ReduceScatter", "-", "1", "20.0", "-"] in lines
     assert lines[-1][:5] == ["no", "operation", "of", "a", "plan"]
+
+
+KERNELS = {AllGather: "AllGather_RING_LL", ReduceScatter: "ReduceScatter_Sum_bf16_RING_LL"}
+
+
+def in_nccls_format(plans: Mapping[str, Plan], trace: Trace, steps: int) -> list[dict[str, Any]]:
+    """The trace's transfers as kernels of NCCL, one after the other, among other kernels and in any order."""
+    transfers = [
+        (phase, index, op)
+        for phase, plan in plans.items() for index, op in plan if isinstance(op, Transfer)
+    ]  # fmt: skip
+    events, at = [event("flash_fwd_kernel", 0, 900.0, "kernel")], 0.0
+    for phase, index, op in transfers * steps:
+        (sample,) = trace.ops[Mark(phase, index)]
+        name = f"ncclDevKernel_{KERNELS.get(type(op), 'SendRecv')}(ncclDevKernelArgsStorage<4096ul>)"
+        events.append(event(name, at, dur := 1e6 * (sample.end_s - sample.start_s), "kernel"))
+        at += dur
+    return events[::-1]
+
+
+@pytest.mark.parametrize("method", ["all_gather", *map(exhaustive, ("ring", "ulysses", "usp"))])
+def test_nccls_kernels_of_a_peer_are_the_transfers_of_our_plan(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step for step, in the order of each kind: where all take twice as long as simulated, links are half as fast."""
+    keys = (f"method={method}", "seqlen=16k", "gpus=4", "mode=simulate")
+    request, folder = point(*keys), tmp_path / "traces"
+    folder.mkdir()
+    plans, traces = choose(request).plans, of_simulation(request, {"blocks": 1.0, "transfers": 2.0})
+    for rank, trace in traces.items():
+        written(folder / f"rank{rank}.json", in_nccls_format(plans, trace, steps=2), distributedInfo={"rank": rank})
+    rows, _ = compared(request, {rank: read_trace(folder / f"rank{rank}.json") for rank in traces})
+    assert rows and {row.kind for row in rows} == {INSIDE}
+    assert all(row.error == pytest.approx(-0.5, rel=1e-6) for row in rows)
+    path = point_file(tmp_path, *keys)
+    assert main([str(folder), f"point={path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "inside nodes 0.5 times as fast" in shown and "blocks" not in shown and "with the fitted" not in shown
+    cut = written(tmp_path / "cut.json", json.loads((folder / "rank0.json").read_text())["traceEvents"][1:])
+    assert main([str(cut), "rank=0", f"point={path}"]) == 2
+    assert "kernels of NCCL, and a step of the plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": 3}', "\x1f\x8b broken"])
