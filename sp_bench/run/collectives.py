@@ -108,9 +108,13 @@ class Collectives:
         return [holdings.partials.drop(chunk) for chunk in op.reads]
 
     def _merge(self, op: ReduceScatter, received: Tensors, into: Tensors) -> None:
-        """Merge the members' partials of this rank's chunk, in the accumulators' dtype."""
+        """Merge the members' partials of this rank's chunk, in the accumulators' dtype.
+
+        Slots are as long as the longest chunk. This rank's rows lie as in its own, so that an output's fit its lse.
+        """
         slots = [int(op.group.digit(op.group.member(self._rank, shift))) for shift in range(1, op.group.size)]
-        parts, wide = [tuple(x[slot] for x in received) for slot in slots], self._problem.accumulate_dtype
+        shapes, wide = self._own_shapes(op), self._problem.accumulate_dtype
+        parts = [tuple(as_shape(x[slot], shape) for x, shape in zip(received, shapes, strict=True)) for slot in slots]
         total = tuple(in_dtype(x, getattr(torch, wide)) for x in parts[0])
         if len(parts) > 1 and total[0] is parts[0][0]:
             total = tuple(x.clone() for x in total)
@@ -120,14 +124,17 @@ class Collectives:
             else:
                 for x, y in zip(total, part, strict=True):
                     x.add_(y)
-        for x, place in zip(total, into, strict=True):
-            place.copy_(x)
+        for x, place, shape in zip(total, into, shapes, strict=True):
+            as_shape(place, shape).copy_(x)
 
     def _put(self, index: int, op: ReduceScatter, holdings: Holdings) -> None:
-        buffers = self._receiving[self._lowering.receive_buffers[index]]
-        tokens = self._problem.field_tokens(FIELDS[op.carries][0], self._rank)
-        shapes = (self._problem.field_shape(field, tokens) for field in FIELDS[op.carries])
+        buffers, shapes = self._receiving[self._lowering.receive_buffers[index]], self._own_shapes(op)
         holdings.put(op.writes[0], tuple(as_shape(x, shape) for x, shape in zip(buffers, shapes, strict=True)))
+
+    def _own_shapes(self, op: ReduceScatter) -> list[tuple[int, ...]]:
+        """The shapes of the tensors of this rank's chunk, one for each field."""
+        tokens = self._problem.field_tokens(FIELDS[op.carries][0], self._rank)
+        return [self._problem.field_shape(field, tokens) for field in FIELDS[op.carries]]
 
     def _of_member(self, op: AllGather | ReduceScatter, chunk: Chunk, buffers: Tensors) -> Tensors:
         """Views of the owner's slot, with its number of tokens."""

@@ -135,6 +135,12 @@ def test_every_method_is_exact(n: int, every: bool, causal: bool) -> None:
         assert replace(execution, order=order).wrong() == "", execution
 
 
+def test_partial_outputs_of_a_shorter_chunk_meet_their_own_lse() -> None:
+    """A team of three merges two of them, in slots as long as the longest chunk."""
+    problem = replace(small(9, causal=True), seqlen=21, heads=2, kv_heads=1)
+    assert fitting(build("startrail", {"team": 3}), problem).wrong() == ""
+
+
 @st.composite
 def executions(draw: st.DrawFn) -> Execution:
     n, dtype = draw(st.sampled_from([2, 3, 4, 5, 6])), draw(st.sampled_from([("float64", ""), ("bfloat16", "float32")]))
