@@ -6,7 +6,7 @@ compared with fp64, called as training code calls it, and each failure is shrunk
   python -m sp_bench.conform my_module:fn layout=zigzag        a function fn(q, k, v, *, causal, group)
   python -m sp_bench.conform ring_flash_attn algorithm=zigzag  a package that sp_bench knows
   python -m sp_bench.conform mesh tile=[2,2]                   a method of sp_bench
-  python -m sp_bench.conform methods | peers                   all of them
+  python -m sp_bench.conform methods | peers                   all of them that run on CPUs
 
 Keys: profile=short|long, sizes=1,2,4 (numbers of ranks), checks=out,dq,... (default: all), markdown=FILE, junit=FILE,
 shrink_s=20 (seconds to shrink each failure; 0: don't), timeout_s=60 (silent ranks count as hung).

@@ -245,7 +245,7 @@ def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
     if name == "methods":
         return [Own(name=each) for each in REGISTRY if each != "reference"]
     if name == "peers":
-        return [subject for peer in PEERS for subject in _algorithms(peer)]
+        return [subject for peer in PEERS.values() if peer.on_cpus for subject in _algorithms(peer)]
     if ":" in name:
         subject = Function(name=name, overrides=tuple((key, _claim(key, value)) for key, value in options.items()))
         assert subject.claims
@@ -256,7 +256,7 @@ def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
         rest = {key: value for key, value in options.items() if key != "dtypes"}
         dtypes = _claim("dtypes", options["dtypes"]) if "dtypes" in options else ()
         subject = Package(name=name, options=tuple(rest.items()), dtypes=dtypes)
-        subject.peer(Case(mask="causal"))
+        subject.peer(Case(mask="causal")).refuse_device("cpu")
         return [subject]
     if name in REGISTRY:
         build(name, dict(options))
@@ -265,12 +265,11 @@ def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
     raise RequestError(name, "there is no such method or package", f"{known}, or your_module:your_function")
 
 
-def _algorithms(peer: str) -> list[Package]:
+def _algorithms(peer: type[Peer]) -> list[Package]:
     """The package once with each of its algorithms."""
-    algorithms = PEERS[peer].algorithms
-    if len(algorithms) == 1:
-        return [Package(name=peer)]
-    return [Package(name=peer, options=(("algorithm", each),)) for each in algorithms]
+    if len(peer.algorithms) == 1:
+        return [Package(name=peer.name)]
+    return [Package(name=peer.name, options=(("algorithm", each),)) for each in peer.algorithms]
 
 
 def _claim(key: str, value: Any) -> Any:

@@ -45,6 +45,8 @@ class Peer(ABC):
     """The package's algorithms. Auto is the first, unless a subclass overrides `preferred`."""
     takes_documents: ClassVar[bool] = False
     """Whether it takes packed documents, beside the masks of whole sequences."""
+    on_cpus: ClassVar[bool] = True
+    """Whether it takes tensors of CPUs, with a stand-in in flash_attn's place."""
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     """The dtypes that the package is made for. Those of flash_attn, unless a subclass overrides them."""
 

@@ -38,6 +38,7 @@ class TransformerEngine(Peer):
     module: ClassVar[str] = "transformer_engine"
     install: ClassVar[str] = 'pip install "transformer-engine[pytorch]"'
     algorithms: ClassVar[tuple[str, ...]] = ("p2p", "all_gather", "a2a", HIERARCHICAL)
+    on_cpus: ClassVar[bool] = False
 
     ulysses: int | str = AUTO
     """With a2a+p2p: the number of ranks that split the heads of a chunk; auto: as many as possible."""

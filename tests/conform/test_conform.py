@@ -18,6 +18,7 @@ from sp_bench.conform.run import Row, rows_of
 from sp_bench.conform.shrink import smallest
 from sp_bench.conform.subjects import Subject, subjects_named
 from sp_bench.methods import REGISTRY
+from sp_bench.peers.transformer_engine import TransformerEngine
 from tests.conform import attentions
 from tests.support.marks import exhaustive
 
@@ -164,6 +165,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_bad_requests(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert says in capsys.readouterr().err
+
+
+def test_packages_for_gpus_only_are_refused_by_name_and_left_out_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = ["torch_context_parallel", "ring_flash_attn", "yunchang", "deepspeed_ulysses"]
+    assert [*dict.fromkeys(subject.name for subject in subjects_named("peers", {}))] == peers
+    monkeypatch.setattr(TransformerEngine, "refuse_absence", lambda self: None)
+    assert main(["transformer_engine", "algorithm=p2p"]) == 2
+    assert "transformer-engine takes tensors of GPUs only; device=cuda" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
