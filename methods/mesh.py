@@ -344,7 +344,7 @@ class Mesh(Method):
         if self.schedule in ORDERS:
             return times, list(lean_order(self.schedule, times.a, times.b, tensors))
         schedule = forward_schedule if phase == "forward" else backward_schedule
-        greedy = schedule(times.a, times.b, _hiding(problem, costs, phase, moving))
+        greedy = schedule(times.a, times.b, _hiding(problem, costs, phase, moving), runs=self.fuse)
         if self.schedule == "searched":
             return times, list(steps_of(*search(times, [names[step.transfer] for step in greedy if step.transfer])))
         return times, [

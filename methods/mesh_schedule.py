@@ -51,6 +51,23 @@ class Tile:
                 return _first_bit(self.columns[v] & ready), v
         return None
 
+    def next_run(self, most: int, *, columns: bool = False) -> list[tuple[int, int]]:
+        """At most `most` ready blocks of one row (or column), (u, v), whose chunks were received one after the other.
+
+        They are of the first row, in order of priority, that has as many, or of the one that has the most.
+        """
+        lines, here, across = self.rows, self.q_received, self.kv_received
+        if columns:
+            lines, here, across = self.columns, across, here
+        best: tuple[int, list[int]] = (0, [])
+        for line in _own_last(here + 1):
+            run = _first_run(lines[line] & ((1 << (across + 1)) - 1), most)
+            best = max(best, (line, run), key=lambda found: len(found[1]))
+            if len(run) == most:
+                break
+        line, run = best
+        return [(other, line) if columns else (line, other) for other in run]
+
     def compute(self, block: tuple[int, int]) -> tuple[int, int]:
         u, v = block
         self.rows[u] &= ~(1 << v)
@@ -61,6 +78,19 @@ class Tile:
 def _own_last(count: int) -> list[int]:
     """Rows or columns in order of priority. #0, the rank's own chunk, is last, as no transfer waits for it."""
     return [*range(1, count), 0]
+
+
+def _first_run(bits: int, most: int) -> list[int]:
+    """The longest run of neighbouring bits above the lowest, which is one by itself; at most its first `most`."""
+    best = [0] if bits & 1 else []
+    bits &= ~1
+    while bits:
+        first = _first_bit(bits)
+        length = _first_bit(~(bits >> first))
+        if min(length, most) > len(best):
+            best = list(range(first, first + min(length, most)))
+        bits &= ~(((1 << length) - 1) << first)
+    return best
 
 
 def _first_bit(bits: int) -> int:
@@ -76,12 +106,17 @@ class Step:
     blocks: tuple[tuple[int, int], ...]
 
 
-def forward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
-    """The steps of algorithm 2. `c` has c_Q, c_KV and c_O, by tensor: how many blocks hide one hop of it."""
+def forward_schedule(a: int, b: int, c: Mapping[str, int], *, runs: bool = False) -> list[Step]:
+    """The steps of algorithm 2. `c` has c_Q, c_KV and c_O, by tensor: how many blocks hide one hop of it.
+
+    With `runs`, which is ours, a step's blocks are of one row where there are enough, so that they can be fused.
+    """
     tile, steps, sent_o = Tile(a, b), [], 0
 
     def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
         blocks = []
+        while runs and len(blocks) < x and (run := tile.next_run(x - len(blocks))):
+            blocks += map(tile.compute, run)
         while len(blocks) < x and (block := tile.next_in_rows()):
             blocks.append(tile.compute(block))
         return tuple(blocks)
@@ -100,10 +135,11 @@ def forward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
     return steps
 
 
-def backward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
+def backward_schedule(a: int, b: int, c: Mapping[str, int], *, runs: bool = False) -> list[Step]:
     """The steps of algorithm 3. `c` has c_OdOQ, c_KV, c_dQ and c_dKV, by tensor: how many blocks hide one hop of it.
 
     The paper's loop ends with the last send. Block (0, 0), which no send waits for, may be left then: it is added.
+    `runs` is as in `forward_schedule`, by columns.
     """
     tile, steps, sent = Tile(a, b), [], {"dq": 0, "dkv": 0}
 
@@ -116,6 +152,11 @@ def backward_schedule(a: int, b: int, c: Mapping[str, int]) -> list[Step]:
 
     def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
         blocks = []
+        while runs and not tile.received_all and len(blocks) < x:
+            run = tile.next_run(x - len(blocks), columns=True)
+            blocks += map(tile.compute, run)
+            if not run:
+                break
         while len(blocks) < x and (block := choose_next_block()):
             blocks.append(tile.compute(block))
         return tuple(blocks)

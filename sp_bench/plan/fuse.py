@@ -6,9 +6,9 @@ for when its last block was: no transfer starts later than it did, and all overl
 
 Of a segment, blocks that share their query chunk, or their key chunk, are fused, whichever leaves fewer operations;
 where it is the same, forward by query chunks, as each has an output to fold into, and backward by key chunks, which
-have two gradients. The chunks on the other side must lie in neighbouring receive buffers, which one allocation holds
-side by side (lower.joined): a kernel then reads them as one tensor, and nothing is copied. A rank's own chunks are
-where the caller put them, and stay apart.
+have two gradients. Groups of the same chunks on the other side are one rectangle. The chunks of a side with several
+must lie in neighbouring receive buffers, which one allocation holds side by side (lower.joined): a kernel then reads
+them as one tensor, and nothing is copied. A rank's own chunks are where the caller put them, and stay apart.
 
 Plans stay as they are where fewer calls can't be had: where the mask cuts a block of two different chunks along a
 diagonal (striped layout), under packs of documents, and where chunks differ in size or have several batch entries.
@@ -89,23 +89,47 @@ class Slots:
 
 def _groups(plan: Plan, slots: Slots, run: Sequence[int]) -> list[tuple[int, ...]]:
     """The blocks of a run to be fused: groups of at least two."""
-    by_query = _joined(plan, slots, run, lambda op: op.q, lambda op: op.kv)
-    by_key = _joined(plan, slots, run, lambda op: op.kv, lambda op: op.q)
+    by_query = _joined(plan, slots, run, _query, _key)
+    by_key = _joined(plan, slots, run, _key, _query)
     ways = (by_query, by_key) if plan.phase == "forward" else (by_key, by_query)
     return max(ways, key=lambda groups: sum(len(group) - 1 for group in groups))
+
+
+def _query(op: Single) -> Chunk:
+    return op.q
+
+
+def _key(op: Single) -> Chunk:
+    return op.kv
 
 
 def _joined(
     plan: Plan, slots: Slots, run: Sequence[int], shared: Callable[[Single], Chunk], other: Callable[[Single], Chunk]
 ) -> list[tuple[int, ...]]:
-    """Groups of blocks with the same `shared` chunk, whose `other` chunks lie in neighbouring slots."""
+    """Groups of blocks with the same `shared` chunk, whose `other` chunks lie in neighbouring slots.
+
+    Groups of the same other chunks are one, a rectangle, where their shared chunks lie in neighbouring slots, too.
+    """
     rows: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     for index in run:
         op = plan.ops[index]
         assert isinstance(op, Single)
         if slot := slots.of(index, other(op)):
             rows.setdefault((shared(op), other(op).heads, slot.row), []).append((slot.number, index))
-    return [group for row in rows.values() for group in _neighbours(row) if len(group) > 1]
+    lines = [group for row in rows.values() for group in _neighbours(row) if len(group) > 1]
+    found: list[tuple[int, ...]] = []
+    beside: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    for number, line in enumerate(lines):
+        first = plan.ops[line[0]]
+        assert isinstance(first, Single)
+        if slot := slots.of(line[0], shared(first)):
+            others = tuple(other(op) for op in (plan.ops[index] for index in line) if isinstance(op, Single))
+            beside.setdefault((others, shared(first).heads, slot.row), []).append((slot.number, number))
+        else:
+            found.append(line)
+    for row in beside.values():
+        found += [tuple(index for number in numbers for index in lines[number]) for numbers in _neighbours(row)]
+    return found
 
 
 def _neighbours(row: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:

@@ -1,0 +1,206 @@
+"""Fused blocks against one call: `python -m benchmarks.fused_blocks` writes docs/results/fused_blocks.md.
+
+On one core: a process executes the blocks and folds of one rank of 8, without its transfers, with and without
+method.fuse, and one call of the kernel on the whole sequence: all in turn, fp32, one head of 64. A share is the time of
+the call over 8 times that of the rank, by medians. With these masks and layouts all ranks have the same work. Mesh has
+2x4 tiles, by rows.
+
+Over shaped links: whole steps, forward and backward, of 8 and 16 ranks (`cluster=shaped`) that share the cores of this
+machine, causal on the zigzag layout, with and without method.fuse. Their iterations are in turn, after the correctness
+gate. Needs root, and an idle machine.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.reports import RESULTS, about, interval, known, ratio, records_folder, run_ok
+from sp_bench.analysis.verdict import of_medians
+from sp_bench.kernels import choose
+from sp_bench.machine import cores_here
+from sp_bench.markdown import of_rows
+from sp_bench.methods import build
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Block
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import RegionKind
+from sp_bench.run.attention import Engine
+from sp_bench.run.executor import Action
+from sp_bench.run.transport import AloneTransport
+
+REPORT = RESULTS / "fused_blocks.md"
+RANKS, HEADS, HEAD_DIM, REPETITIONS = 8, 1, 64, 5
+TOKENS = (1024, 4096)
+"""Of a rank."""
+
+
+class Setting(NamedTuple):
+    """A method on a layout, with or without fused blocks."""
+
+    method: str
+    options: tuple[tuple[str, object], ...]
+    layout: str
+    fuse: bool
+
+
+GATHER, TILE = (("stride", HEADS),), (("tile", (2, 4)), ("schedule", "rows"))
+SETTINGS: tuple[tuple[Mask, tuple[Setting, ...]], ...] = (
+    (
+        CAUSAL,
+        (
+            Setting("all_gather", GATHER, "striped", False),
+            *(Setting("all_gather", GATHER, "zigzag", fuse) for fuse in (False, True)),
+            *(Setting("mesh", TILE, "zigzag", fuse) for fuse in (False, True)),
+        ),
+    ),
+    (
+        FULL,
+        (
+            *(Setting("all_gather", GATHER, "contiguous", fuse) for fuse in (False, True)),
+            *(Setting("mesh", TILE, "contiguous", fuse) for fuse in (False, True)),
+        ),
+    ),
+)
+COMMON = ("cluster=shaped", "heads=1", "head_dim=64", "dtype=float32", "warmup=1", "iters=5", "logger=none")
+MESH = ("method=mesh", "method.layout=zigzag")
+SHAPED = (
+    ("gpus=8", "seqlen=32k", "method=all_gather", "method.layout=zigzag", "method.stride=1"),
+    ("gpus=8", "seqlen=32k", *MESH, "method.tile=[2,4]", "method.schedule=rows"),
+    ("gpus=16", "seqlen=32k", "method=all_gather", "method.layout=zigzag", "method.stride=1"),
+    ("gpus=16", "seqlen=32k", *MESH, "method.tile=[4,4]"),
+)
+"""The points over shaped links, each with and without fused blocks."""
+
+
+class Rank:
+    """Rank 0 of RANKS, executed alone."""
+
+    def __init__(self, setting: Setting, mask: Mask, tokens: int) -> None:
+        method = build(setting.method, {"layout": setting.layout, "fuse": setting.fuse, **dict(setting.options)})
+        whole = Problem(
+            n=RANKS, seqlen=RANKS * tokens, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, mask=mask, dtype="float32",
+            layout=LAYOUTS[setting.layout],
+        )  # fmt: skip
+        problem = method.dealt(whole)
+        plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+        self.blocks = [sum(isinstance(op, Block) for op in plan.ops) for plan in plans.values()]
+        self._engine = Engine(plans, problem, "auto", torch.device("cpu"), transport=AloneTransport())
+        self._inputs = _inputs(tokens)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of the blocks and folds of a forward and of a backward."""
+        q, k, v, dout = self._inputs
+        started = time.perf_counter()
+        _, saved = self._engine.forward(q, k, v, Action.COMPUTE)
+        between = time.perf_counter()
+        self._engine.backward(dout, saved, Action.COMPUTE)
+        return between - started, time.perf_counter() - between
+
+
+def one_call(mask: Mask, tokens: int) -> tuple[float, float]:
+    """Seconds of one call of the kernel on the whole sequence, forward and backward."""
+    kernel = choose("auto", "cpu", "float32", HEAD_DIM)
+    q, k, v, dout = _inputs(RANKS * tokens)
+    kind = RegionKind(mask.name)
+    started = time.perf_counter()
+    out, lse = kernel.forward(q, k, v, kind)
+    between = time.perf_counter()
+    kernel.backward(dout, q, k, v, out, lse, kind)
+    return between - started, time.perf_counter() - between
+
+
+def _inputs(tokens: int) -> list[torch.Tensor]:
+    """q, k, v and dout: (1, tokens, HEADS, HEAD_DIM) each."""
+    return [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(4)]
+
+
+def rows(tokens: int, mask: Mask, settings: tuple[Setting, ...]) -> list[dict[str, str]]:
+    """A row for each setting: its operations, and the call's time over its own, with 95% intervals."""
+    ranks = [Rank(setting, mask, tokens) for setting in settings]
+    for rank in ranks:
+        rank.step()
+    times = np.array([[one_call(mask, tokens), *(rank.step() for rank in ranks)] for _ in range(REPETITIONS)])
+    found = []
+    for number, (setting, rank) in enumerate(zip(settings, ranks, strict=True), 1):
+        shares = [of_medians(RANKS * times[:, number, p], times[:, 0, p], in_turn=True) for p in range(2)]
+        found.append(
+            {
+                "tokens of a rank": str(tokens),
+                "mask": mask.name,
+                "method": setting.method,
+                "layout": setting.layout,
+                "fuse": str(setting.fuse).lower(),
+                "operations with blocks": " + ".join(map(str, rank.blocks)),
+                **{f"{phase} [95%]": ratio(share, 3) for phase, share in zip(PHASES, shares, strict=True)},
+            }
+        )
+        print(found[-1], flush=True)
+    return found
+
+
+def on_one_core(folder: Path) -> str:
+    """The table of shares; `folder` keeps it, so that it is measured once."""
+    kept = folder / "one_core.json"
+    if not kept.exists():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        found = [row for tokens in TOKENS for mask, settings in SETTINGS for row in rows(tokens, mask, settings)]
+        torch.set_num_threads(threads)
+        folder.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found))
+    return of_rows(json.loads(kept.read_text()))
+
+
+def over_links(folder: Path) -> str:
+    """The table of whole steps, with and without fused blocks."""
+    points = [[*COMMON, *point, f"method.fuse={fuse}"] for point in SHAPED for fuse in ("false", "true")]
+    records = [record for gpus in ("gpus=8", "gpus=16") for record in run_ok([p for p in points if gpus in p], folder)]
+    found = []
+    for alone, fused in zip(records[::2], records[1::2], strict=True):
+        found.append({
+            "ranks": str(alone.gpus),
+            "tokens of a rank": str(alone.seqlen // alone.gpus),
+            "method": f"{fused.method} {fused.variant or ''}",
+            "step, ms [95%]": interval(alone),
+            "fused, ms [95%]": interval(fused),
+            "times as fast": f"{known(alone.step_ms_median) / known(fused.step_ms_median):.3f}",
+            "blocks alone, ms": f"{known(alone.compute_only_ms_median):.0f}",
+            "fused blocks alone, ms": f"{known(fused.compute_only_ms_median):.0f}",
+            "peak memory, fused / not": f"{known(fused.peak_mem_bytes_max) / known(alone.peak_mem_bytes_max):.2f}",
+        })  # fmt: skip
+    return of_rows(found)
+
+
+def main() -> None:
+    folder = records_folder(__doc__, "fused_blocks")
+    text = f"""# Fused blocks against one call
+
+Made by `python -m benchmarks.fused_blocks`, torch {torch.__version__}, Python {platform.python_version()}, on
+{cores_here()} cores ({platform.machine()}), each time {REPETITIONS} times.
+
+{about(__doc__)}
+
+## One core against one call
+
+{on_one_core(folder)}
+
+## Steps over shaped links
+
+{over_links(folder)}
+"""
+    REPORT.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
