@@ -51,10 +51,10 @@ class Figure:
     sources: tuple[Source, ...]
     note: str = ""
 
-    def save(self, folder: Path) -> None:
-        """Write <name>.pdf, .svg and .png to `folder`."""
+    def save(self, folder: Path, formats: Sequence[str] = FORMATS) -> None:
+        """Write <name>.pdf, .svg and .png to `folder`, or some of them."""
         folder.mkdir(parents=True, exist_ok=True)
-        for ending in FORMATS:
+        for ending in formats:
             (folder / f"{self.name}.{ending}").write_bytes(self._bytes(ending))
 
     def to_html(self) -> str:

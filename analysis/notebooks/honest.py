@@ -41,10 +41,13 @@ honest.nics(runs)
 honest.scale(runs)
 
 # %% [markdown]
-# ## Heads as an axis, and fused blocks
+# ## Heads as an axis, fused blocks, and limits
 
 # %%
 honest.heads(runs)
 
 # %%
 honest.fusion(runs)
+
+# %%
+honest.limits(runs)

@@ -7,7 +7,7 @@ All times are simulated, and each has the interval that two of three measurement
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -72,8 +72,42 @@ def regions(runs: Runs) -> Section:
             wins=_counts(clear),
             among=_counts(among),
         ),
+        _where(ties),
         _table(found, ties),
     )
+
+
+def _where(ties: Mapping[Key, list[Step]]) -> Table:
+    """For each method, the places where it wins and those where it is too close to call."""
+    lines: list[list[Cell]] = []
+    for name in METHODS:
+        there = {key: one for key, one in ties.items() if name in {step.name for step in one}}
+        alone = [key for key, one in there.items() if len(one) == 1]
+        shared = [key for key in there if key not in alone]
+        lines.append([name, len(alone), _places(alone), len(shared), _places(shared)])
+    heads = columns("method; wins; where; ties with the fastest; where that is")
+    return Table("honest-where", "Where each method wins, and where it is too close to call", heads, lines)
+
+
+def _places(keys: Sequence[Key]) -> str:
+    """Places by GPUs: on which clusters, with how many KV heads."""
+    found = []
+    for gpus in GPUS:
+        by_cluster = {c: [kv for cluster, kv, n in keys if (cluster, n) == (c, gpus)] for c in CLUSTERS}
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for cluster, kv_heads in by_cluster.items():
+            alike.setdefault(tuple(kv_heads), []).append(cluster)
+        parts = [
+            f"{', '.join(clusters) if len(clusters) < len(CLUSTERS) else 'all clusters'} with {_listed(kv)} KV heads"
+            for kv, clusters in alike.items()
+            if kv
+        ]
+        found += [f"{gpus} GPUs: {' and '.join(parts)}"] if parts else []
+    return "; ".join(found) or "nowhere"
+
+
+def _listed(kv_heads: Sequence[int]) -> str:
+    return "any number of" if len(kv_heads) == len(KV_HEADS) else " or ".join(map(str, kv_heads))
 
 
 def _counts(counted: Counter[str]) -> str:
@@ -272,4 +306,20 @@ def fusion(runs: Runs) -> Section:
     )
 
 
-SECTIONS = (regions, nics, scale, heads, fusion)
+def limits(runs: Runs) -> Section:
+    """What the study can't say."""
+    return Section(
+        "What this can't say",
+        text(
+            "Nothing here was measured. An interval is the error of simulations of others' measurements over the same"
+            " kind of links, not of these clusters, and a kind of transfers that nobody has published may be off by"
+            " more. One sequence length ({seqlen}), one mask (causal) and one shape of heads (32 of 128) stand for all;"
+            " layouts are zigzag but for Ulysses, which needs none. Memory is checked against the device and otherwise"
+            " left out. Kernels are the library's, the same for all methods, so that a fused or persistent kernel of"
+            " one method isn't in it. All clusters have 8 GPUs in a node, and no other jobs load their links.",
+            seqlen=SEQLEN,
+        ),
+    )
+
+
+SECTIONS = (regions, nics, scale, heads, fusion, limits)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jupytext
 import pytest
 
-from sp_bench.analysis import notebooks
+from sp_bench.analysis import article, notebooks
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import honest, honest_grid
 from sp_bench.analysis.studies.honest_grid import Step, steps, tied
 from sp_bench.bench.backing import Interval, widest
-from tests.support.sections import words_of
+from tests.support.sections import tables_of
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,38 @@ def test_what_nobody_measured_has_the_widest_interval(runs: Runs) -> None:
 
 
 @pytest.mark.exhaustive
-def test_all_sections_render_and_the_notebook_shows_them(runs: Runs) -> None:
-    for section in (make(runs) for make in honest.SECTIONS):
-        assert "{" not in words_of(section) and section.to_html()
+def test_every_place_has_a_method_that_wins_or_ties(runs: Runs) -> None:
+    tables = tables_of(honest.regions(runs))
+    wins, ties = (sum(int(str(row[i])) for row in tables["honest-where"].rows) for i in (1, 3))
+    places = len(honest_grid.KEYS)
+    assert wins <= places and wins + ties // 2 >= places
+    assert len(tables["honest-regions"].rows) == places
+
+
+def test_places_are_said_by_gpus() -> None:
+    both, one = [("h100_ndr400", 8, 8), ("h100_ndr400", 8, 16)], [("h100_ndr400", 8, 16)]
+    everywhere = "all clusters with any number of KV heads"
+    assert honest._places(both) == f"8 GPUs: {everywhere}; 16 GPUs: {everywhere}"
+    assert honest._places(one).startswith("16 GPUs") and honest._places([]) == "nowhere"
+
+
+@pytest.mark.exhaustive
+def test_the_article_has_all_sections_and_figures(runs: Runs, tmp_path: Path) -> None:
+    page = article.write(runs, tmp_path).read_text()
+    sections = [make(runs) for make in honest.SECTIONS]
+    assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == [one.title for one in sections]
+    shown = re.findall(r"\]\((.*?\.svg)\)", page)
+    assert len(shown) == 3 and sorted(shown) == sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert "{" not in page
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_runs_and_shows_all_sections(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(notebooks.RECORDS, str(runs.folder))
     code = [cell.source for cell in jupytext.read(Path(notebooks.HERE) / "honest.py").cells if cell.cell_type == "code"]
     shown = [line.split(".")[1].split("(")[0] for line in code if line.startswith("honest.")]
     assert shown == [section.__name__ for section in honest.SECTIONS]
+    names: dict[str, object] = {}
+    for cell in code:
+        exec(cell, names)
+    assert names["runs"] and all(make(runs).to_html() for make in honest.SECTIONS)
