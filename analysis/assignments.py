@@ -15,6 +15,7 @@ from sp_bench import draw, methods
 from sp_bench.analysis.figure import Figure, labelled, new_figure
 from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import Source, formula, record_source
+from sp_bench.bench.choose import FUSED
 from sp_bench.bench.masks import mask_of
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
@@ -180,7 +181,8 @@ def _variant(record: Record, problem: Problem) -> Method:
     asked = (record.config or {})["method"]
     method = methods.build(asked["name"], {key: value for key, value in asked.items() if key != "name"})
     variants = {one.variant(problem.n): one for one in method.candidates(problem)}
-    if (name := record.variant or "") not in variants:
+    name = (record.variant or "").removesuffix(FUSED).rstrip()
+    if name not in variants:
         known = ", ".join(variants)
         raise RequestError(
             f"{record.run_id}: {record.method} {name}", "this code has no such variant", f"known: {known}"

@@ -85,7 +85,7 @@ def describe(overrides: Sequence[str]) -> str:
         config["cluster"] = {**config["cluster"], **one_node}
     request = resolve({**config, "mode": "simulate"})
     choice = choose(request)
-    problem, variant = choice.problem, choice.method.variant(gpus)
+    problem, variant = choice.problem, choice.variant
     layout, degree = problem.layout.name, problem.layout.head_parallel
     lines = [
         f"{choice.method.name} ({choice.method.citation}), {gpus} ranks, {layout}" + (f", {variant}" if variant else "")

@@ -14,7 +14,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
-from sp_bench.plan.ops import Plan
+from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.blocks import kernels_s
@@ -23,6 +23,8 @@ from sp_bench.simulate.bounds import link_bytes, lower_bounds
 BALANCED = {"causal": ("striped", "zigzag")}
 """The layouts that give all ranks equal work under a mask of one sequence, if there are several. Of equally fast ones
 the first is taken."""
+FUSED = "fused"
+"""The word in a variant's name that says that blocks of its plans are fused."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,12 @@ class Choice:
     runs: dict[str, Run]
     candidates: list[dict[str, Any]] | None
     """All variants with their simulated times or bounds; None if there is only one."""
+
+    @property
+    def variant(self) -> str:
+        """The method's variant in a few words, with whether blocks are fused; empty if there is nothing to say."""
+        fused = any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
+        return " ".join(filter(None, (self.method.variant(self.problem.n), FUSED if fused else "")))
 
     @property
     def total_s(self) -> float:
@@ -69,7 +77,7 @@ def choose(request: Request) -> Choice:
         here = planned[i]
         a, b = here.method.tile_shape(request.problem.n) or (None, None)
         peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
-        rows[i] = {"variant": here.method.variant(request.problem.n), "tile_a": a, "tile_b": b}
+        rows[i] = {"variant": here.variant, "tile_a": a, "tile_b": b}
         rows[i] |= {"layout": here.problem.layout.name}
         rows[i] |= {"bound_ms": bound_s * 1e3, "step_ms": None, "peak_mem_bytes": peak}
         if memory and peak > memory:
@@ -126,7 +134,7 @@ def memory_front(request: Request) -> list[Traded]:
         for method in dict.fromkeys(m for one in methods for m in one.candidates(problem)):
             here = _simulated(_plan(method, problem, request), request.cluster.even)
             peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
-            found.append(Traded(method.variant(problem.n), here.problem.layout.name, peak, here.total_s))
+            found.append(Traded(here.variant, here.problem.layout.name, peak, here.total_s))
     front: list[Traded] = []
     for one in sorted(found, key=lambda one: (one.peak_bytes, one.step_s)):
         if not front or one.step_s < front[-1].step_s:

@@ -39,13 +39,12 @@ def counted(request: Request, choice: Choice | None) -> Counted:
         return Counted(setup=replace(request.setup(), variant=request.method.variant(request.problem) or None))
     problem, method = choice.problem, choice.method
     tile_a, tile_b = method.tile_shape(problem.n) or (None, None)
-    variant = method.variant(problem.n) or None
     setup = replace(
         request.setup(),
         layout=problem.layout.name,
         tile_a=tile_a,
         tile_b=tile_b,
-        variant=variant,
+        variant=choice.variant or None,
         work_imbalance=account.work_imbalance(next(iter(choice.plans.values())), problem),
         work_imbalance_lower_bound=account.least_imbalance(problem),
         candidates=choice.candidates,

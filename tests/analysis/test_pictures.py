@@ -93,6 +93,11 @@ def test_a_variant_that_the_code_has_not(record: tuple[Record, Path]) -> None:
         assignments.of_record(replace(record[0], variant="3x3"))
 
 
+def test_a_variant_is_found_with_fused_blocks(record: tuple[Record, Path]) -> None:
+    plan, problem, _ = assignments.planned(replace(record[0], variant="2x2 fused"), "forward")
+    assert plan.n == problem.n == record[0].gpus
+
+
 def test_a_simulated_timeline_is_that_of_the_trace(record: tuple[Record, Path]) -> None:
     figure = timeline(*record)
     assert labels(figure) == ["blocks and folds (simulated)", "transfers (simulated)"]

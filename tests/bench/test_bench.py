@@ -142,8 +142,13 @@ def test_an_error_in_one_point_is_its_row(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_record_tells_the_variant_and_the_busiest_rank(tmp_path: Path) -> None:
     requests = [point("gpus=8", "seqlen=64k", "method=startrail", "method.team=2", "method.layout=striped")]
     requests += [point("gpus=8", "seqlen=64k", "causal=false", "method=ulysses")]
-    startrail, ulysses = (outcome.record for outcome in run_points(requests, folder=tmp_path, reuse=False))
-    assert (startrail.variant, ulysses.variant) == ("C=2", None)
+    fused = ("method.fuse=true", "method.layout=zigzag")
+    requests += [point("gpus=8", "seqlen=64k", *fused, "method=all_gather", "method.stride=32")]
+    requests += [point("gpus=8", "seqlen=64k", *fused, "method=zigzag")]
+    outcomes = run_points(requests, folder=tmp_path, reuse=False)
+    startrail, ulysses, gather, ring = (outcome.record for outcome in outcomes)
+    assert (startrail.variant, ulysses.variant, ring.variant) == ("C=2", None, "1x8")
+    assert gather.variant == "stride 32 fused", "a ring has nothing to fuse"
     assert startrail.candidates is ulysses.candidates is None
     assert startrail.comm_bytes_busiest_gpu > startrail.comm_bytes_per_gpu == startrail.comm_bytes_expected
     assert ulysses.comm_bytes_busiest_gpu == ulysses.comm_bytes_per_gpu == ulysses.comm_bytes_lower_bound
