@@ -68,13 +68,13 @@ def assert_sent_complete(steps: list[Step], a: int, b: int, lines: Mapping[str, 
         done.update(step.blocks)
 
 
-@given(sides, sides, forward_costs)
-@example(1, 1, ONES)
-@example(16, 16, ONES)
-@example(1, 64, ONES)
-@example(64, 1, ONES)
-def test_forward_schedule(a: int, b: int, c: Mapping[str, int]) -> None:
-    steps = forward_schedule(a, b, c)
+@given(sides, sides, forward_costs, st.booleans())
+@example(1, 1, ONES, False)
+@example(16, 16, ONES, True)
+@example(1, 64, ONES, False)
+@example(64, 1, ONES, True)
+def test_forward_schedule(a: int, b: int, c: Mapping[str, int], runs: bool) -> None:
+    steps = forward_schedule(a, b, c, runs=runs)
     assert transfers(steps) == closed_form(q=a - 1, kv=b - 1, o=a - 1)
     assert_blocks(steps, a, b, "q", c)
     assert_sent_complete(steps, a, b, {"o": 0})
@@ -91,13 +91,13 @@ def test_forward_takes_its_own_row_last(a: int, b: int, c: Mapping[str, int]) ->
             done.add(block)
 
 
-@given(sides, sides, backward_costs)
-@example(1, 1, ONES)
-@example(16, 16, ONES)
-@example(1, 64, ONES)
-@example(64, 1, ONES)
-def test_backward_schedule(a: int, b: int, c: Mapping[str, int]) -> None:
-    steps = backward_schedule(a, b, c)
+@given(sides, sides, backward_costs, st.booleans())
+@example(1, 1, ONES, False)
+@example(16, 16, ONES, True)
+@example(1, 64, ONES, False)
+@example(64, 1, ONES, True)
+def test_backward_schedule(a: int, b: int, c: Mapping[str, int], runs: bool) -> None:
+    steps = backward_schedule(a, b, c, runs=runs)
     assert transfers(steps) == closed_form(odoq=a - 1, kv=b - 1, dq=a - 1, dkv=b - 1)
     assert_blocks(steps, a, b, "odoq", c)
     assert_sent_complete(steps, a, b, {"dq": 0, "dkv": 1})

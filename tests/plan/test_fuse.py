@@ -124,7 +124,9 @@ def of_mesh(layout: str, mask: Mask = CAUSAL, n: int = 16, **changes) -> tuple[d
 
 @pytest.mark.parametrize(("layout", "mask"), [("contiguous", FULL), ("striped", FULL), ("zigzag", CAUSAL)])
 def test_mesh_has_something_to_fuse(layout: str, mask: Mask) -> None:
-    for plan in of_mesh(layout, mask)[0].values():
+    plans_, problem = of_mesh(layout, mask)
+    for plan in plans_.values():
+        check(plan, problem)
         assert any(isinstance(op, Fused) for op in plan.ops)
 
 
