@@ -2,16 +2,17 @@
 
 On one core: a process executes the blocks and folds of one rank of 8, without its transfers, with and without
 method.fuse, and one call of the kernel on the whole sequence: all in turn, fp32, one head of 64. A share is the time of
-the call over 8 times that of the rank, by medians. With these masks and layouts all ranks have the same work. Mesh has
-2x4 tiles, by rows.
+the call over 8 times that of the rank, by medians of CPU time. With these masks and layouts all ranks have the same
+work. Mesh has 2x4 tiles, by rows.
 
 Over shaped links: whole steps, forward and backward, of 8 and 16 ranks (`cluster=shaped`) that share the cores of this
 machine, causal on the zigzag layout, with and without method.fuse. Their iterations are in turn, after the correctness
-gate. Needs root, and an idle machine.
+gate. Needs root, and an idle machine; `--one-core` leaves it out.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import time
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.reports import RESULTS, about, interval, known, ratio, records_folder, run_ok
+from benchmarks.reports import RESULTS, about, interval, known, ratio, run_ok
 from sp_bench.analysis.verdict import of_medians
 from sp_bench.kernels import choose
 from sp_bench.machine import cores_here
@@ -40,7 +41,7 @@ from sp_bench.run.transport import AloneTransport
 
 REPORT = RESULTS / "fused_blocks.md"
 RANKS, HEADS, HEAD_DIM, REPETITIONS = 8, 1, 64, 5
-TOKENS = (1024, 4096)
+TOKENS = (4096,)
 """Of a rank."""
 
 
@@ -98,25 +99,25 @@ class Rank:
         self._inputs = _inputs(tokens)
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the blocks and folds of a forward and of a backward."""
+        """CPU seconds of the blocks and folds of a forward and of a backward."""
         q, k, v, dout = self._inputs
-        started = time.perf_counter()
+        started = time.thread_time()
         _, saved = self._engine.forward(q, k, v, Action.COMPUTE)
-        between = time.perf_counter()
+        between = time.thread_time()
         self._engine.backward(dout, saved, Action.COMPUTE)
-        return between - started, time.perf_counter() - between
+        return between - started, time.thread_time() - between
 
 
 def one_call(mask: Mask, tokens: int) -> tuple[float, float]:
-    """Seconds of one call of the kernel on the whole sequence, forward and backward."""
+    """CPU seconds of one call of the kernel on the whole sequence, forward and backward."""
     kernel = choose("auto", "cpu", "float32", HEAD_DIM)
     q, k, v, dout = _inputs(RANKS * tokens)
     kind = RegionKind(mask.name)
-    started = time.perf_counter()
+    started = time.thread_time()
     out, lse = kernel.forward(q, k, v, kind)
-    between = time.perf_counter()
+    between = time.thread_time()
     kernel.backward(dout, q, k, v, out, lse, kind)
-    return between - started, time.perf_counter() - between
+    return between - started, time.thread_time() - between
 
 
 def _inputs(tokens: int) -> list[torch.Tensor]:
@@ -182,7 +183,10 @@ def over_links(folder: Path) -> str:
 
 
 def main() -> None:
-    folder = records_folder(__doc__, "fused_blocks")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=Path, default=Path("results", "fused_blocks"))
+    parser.add_argument("--one-core", action="store_true")
+    given = parser.parse_args()
     text = f"""# Fused blocks against one call
 
 Made by `python -m benchmarks.fused_blocks`, torch {torch.__version__}, Python {platform.python_version()}, on
@@ -192,12 +196,10 @@ Made by `python -m benchmarks.fused_blocks`, torch {torch.__version__}, Python {
 
 ## One core against one call
 
-{on_one_core(folder)}
-
-## Steps over shaped links
-
-{over_links(folder)}
+{on_one_core(given.records)}
 """
+    if not given.one_core:
+        text += f"\n## Steps over shaped links\n\n{over_links(given.records)}\n"
     REPORT.write_text(text)
     print(text)
 
