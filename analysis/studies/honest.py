@@ -198,7 +198,7 @@ def scale(runs: Runs) -> Section:
     heads = columns("GPUs; method; variant; step | ms; over the fastest || .2f; verdict")
     first, last = (found[gpus][0] for gpus in (SCALE_GPUS[0], SCALE_GPUS[-1]))
     return Section(
-        "From 8 to 4096 GPUs",
+        f"From {SCALE_GPUS[0]} to {SCALE_GPUS[-1]} GPUs",
         text(
             "The same tokens on more H100, with {kv} KV heads. With {high} GPUs a chunk is {few} tokens: latencies and"
             " small blocks set the time. {name} takes {first:.4g} ms on {low} GPUs; {other} takes {last:.4g} ms on"
@@ -316,8 +316,10 @@ def limits(runs: Runs) -> Section:
             " more. One sequence length ({seqlen}), one mask (causal) and one shape of heads (32 of 128) stand for all;"
             " layouts are zigzag but for Ulysses, which needs none. Memory is checked against the device and otherwise"
             " left out. Kernels are the library's, the same for all methods, so that a fused or persistent kernel of"
-            " one method isn't in it. All clusters have 8 GPUs in a node, and no other jobs load their links.",
+            " one method isn't in it. All clusters have 8 GPUs in a node, and no other jobs load their links."
+            " Above {most} GPUs nothing was simulated, as all variants of all methods would take too long.",
             seqlen=SEQLEN,
+            most=str(SCALE_GPUS[-1]),
         ),
     )
 

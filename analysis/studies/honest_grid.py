@@ -30,7 +30,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 NIC_AT = {"cluster": "h100_ndr400", "gpus": 64, "kv_heads": 4}
 NIC_GB_PER_S = (25, 50, 100, 200, 400, 800)
 SCALE_AT = {"cluster": "h100_ndr400", "kv_heads": 4}
-SCALE_GPUS = (8, 64, 512, 4096)
+SCALE_GPUS = (8, 64, 512)
 
 Key = tuple[str, int, int]
 """Cluster, KV heads, GPUs."""
@@ -104,7 +104,7 @@ def by_nic(runs: Runs) -> dict[int, list[Step]]:
 
 
 def by_gpus(runs: Runs) -> dict[int, list[Step]]:
-    """The steps by the number of GPUs, up to 4096."""
+    """The steps by the number of GPUs."""
     points = {(gpus, name): asked(name, gpus=gpus, **SCALE_AT) for gpus in SCALE_GPUS for name in METHODS}
     found = runs.by_key(points)
     return {gpus: steps({name: found[gpus, name] for name in METHODS}) for gpus in SCALE_GPUS}
