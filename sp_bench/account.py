@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.documents import PackBlocks
-from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Op, Plan, RowSums, Transfer
+from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Plan, RowSums, Transfer
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_of_keys, is_partial
 from sp_bench.plan.transfers import messages, peers
 
@@ -280,8 +281,12 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     made = {op.into: op.made for op in plan.ops if isinstance(op, RowSums)}
     sliced = problem.head_slices > 1
 
+    @cache  # a plan has thousands of chunks of few tensors
+    def held_bytes(tensor: str, summed: bool) -> int:
+        return problem.chunk_bytes(tensor, wire=False, summed=summed)
+
     def result_bytes(chunk: Chunk) -> int:
-        return problem.chunk_bytes(chunk.tensor, wire=False, summed=False)
+        return held_bytes(chunk.tensor, False)
 
     standing = sum(map(result_bytes, plan.starts_with)) + sum(
         result_bytes(c) for c in plan.outputs if c in lowering.views
@@ -293,7 +298,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     for value in flow.first_use:
         if value.chunk not in elsewhere:
             last, summed = flow.last_use[value], value.chunk not in unsummed
-            size = problem.chunk_bytes(value.chunk.tensor, wire=False, summed=summed)
+            size = held_bytes(value.chunk.tensor, summed)
         elif value.chunk in made:
             last = flow.last_use[value]
             last = len(plan.ops) if isinstance(plan.ops[last], Transfer) else last
@@ -303,7 +308,12 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
         change[flow.first_use[value]] += size
         change[released.get(last, last) + 1] -= size
     alive = np.cumsum(change)[: len(plan.ops)]
-    result = np.array([_block_result_bytes(op, index, flow, problem, lowering) for index, op in plan])
+    result = np.zeros(len(plan.ops), np.int64)
+    for index, op in plan:
+        if isinstance(op, Block):
+            result[index] = sum(map(result_bytes, _fresh(op, index, flow, problem, lowering)))
+        if isinstance(op, Fused):
+            result[index] += _joined_bytes(op, index, problem, lowering)
     copied = [c for c in plan.outputs if c not in lowering.views and (sliced or is_partial(c.tensor))]
     narrow = problem.dtype != problem.accumulate_dtype
     cast = [c for c in plan.ends_with if narrow and is_partial(c.tensor) and c not in unsummed]
@@ -333,19 +343,15 @@ def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
     return released | {index: end for lane in pending.values() for index in lane}
 
 
-def _block_result_bytes(op: Op, index: int, flow: Dataflow, problem: Problem, lowering: Lowering) -> int:
-    """Bytes of the tensors that a kernel returns, without those that become the held chunk, and of copied operands."""
-    if not isinstance(op, Block):
-        return 0
+def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lowering) -> list[Chunk]:
+    """The chunks of which a kernel returns a tensor that doesn't become the held chunk."""
     as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows
     cut = _cut(op) if isinstance(op, Fused) else frozenset()
-    fresh = [
+    return [
         chunk
         for chunk in op.writes
         if chunk in cut or (chunk not in lowering.unsummed and not (as_held and flow.starts(index, chunk)))
     ]
-    results = sum(problem.chunk_bytes(chunk.tensor, wire=False, summed=False) for chunk in fresh)
-    return results + (_joined_bytes(op, index, problem, lowering) if isinstance(op, Fused) else 0)
 
 
 def _cut(op: Fused) -> frozenset[Chunk]:

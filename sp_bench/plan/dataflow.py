@@ -61,21 +61,23 @@ def _values(plan: Plan) -> tuple[Values, Values]:
     for index, op in plan:
         if isinstance(op, Transfer) and op.lane == BLOCKS:
             raise PlanError(f"operation {index}, {op}: {BLOCKS} is no lane")
-        for chunk in op.reads:
+        reading = op.reads
+        for chunk in reading:
             if chunk not in there:
                 gone = "that was sent on or folded already" if chunk in versions else "before anything has put it there"
                 raise PlanError(f"operation {index}, {op}: reads {chunk} {gone}")
-        read = [Value(chunk, versions[chunk]) for chunk in op.reads]
-        reads.append((*read, *(part for value in read for part in bundled.get(value, ()))))
+        read = tuple([Value(chunk, versions[chunk]) for chunk in reading])
+        reads.append((*read, *(part for value in read for part in bundled.get(value, ()))) if bundled else read)
         if isinstance(op, Fold | Transfer):  # a partial is folded or sent on once
-            there -= {chunk for chunk in op.reads if is_partial(chunk.tensor) and chunk not in plan.kept}
-        for chunk in op.writes:
+            there -= {chunk for chunk in reading if is_partial(chunk.tensor) and chunk not in plan.kept}
+        writing = op.writes
+        for chunk in writing:
             if chunk in given:
                 raise PlanError(f"operation {index}, {op}: receives over {chunk}, which the rank has already")
             if isinstance(op, Transfer) or chunk not in there:
                 versions[chunk] = versions.get(chunk, -1) + 1
                 there.add(chunk)
-        writes.append(tuple(Value(chunk, versions[chunk]) for chunk in op.writes))
+        writes.append(tuple([Value(chunk, versions[chunk]) for chunk in writing]))
         if isinstance(op, Bundle):
             bundled[writes[-1][0]] = reads[-1]
     for chunk in plan.ends_with:

@@ -11,6 +11,8 @@ from enum import Enum
 from fractions import Fraction
 from functools import cached_property
 
+import numpy as np
+
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
@@ -133,6 +135,12 @@ class Problem:
     def blocks(self) -> Blocks:
         """The classes of blocks between chunks under the mask, and the class of each pair of ranks."""
         return self.mask.blocks(self.layout, self.n, self.seqlen)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all ranks own as many tokens, in layout chunks of one size."""
+        ranks = np.arange(self.n)
+        return np.ndim(self.tokens(ranks)) == np.ndim(self.block_tokens_of(ranks)) == 0
 
     @property
     def key_slices(self) -> int:

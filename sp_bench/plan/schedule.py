@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
-from sp_bench.plan.ops import BLOCKS, AllGather, Chunk, Join, Op, Plan, Transfer
+from sp_bench.plan.ops import BLOCKS, AllGather, Chunk, Join, Plan, Transfer
 
 Values = tuple[Value, ...]
 Waits = tuple[tuple[str, int], ...]
@@ -121,13 +121,15 @@ def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Values]) -> tuple[tu
     joined: int | None = None
     waits, buffer_free = [], []
     for index, op in plan:
-        needs = [writer[chunk] for chunk in op.reads if chunk in writer]
+        read = op.reads
+        needs = [writer[chunk] for chunk in read if chunk in writer]
         hazards = []
         for chunk in op.writes:
-            hazards += [writer[chunk]] if chunk in writer else []
-            hazards += readers.pop(chunk, [])
+            if chunk in writer:
+                hazards.append(writer[chunk])
+            hazards += readers.pop(chunk, ())
             writer[chunk] = index
-        for chunk in op.reads:
+        for chunk in read:
             readers.setdefault(chunk, []).append(index)
         if index in before:
             hazards += [user for value in before[index] for user in users[value]]
@@ -138,14 +140,16 @@ def _waits(plan: Plan, flow: Dataflow, before: Mapping[int, Values]) -> tuple[tu
             joined = index
         elif joined is not None:
             hazards.append(joined)
-        waits.append(_latest(op, [*needs, *hazards], streams))
-        buffer_free.append(_latest(op, hazards, streams))
+        waits.append(_latest(index, [*needs, *hazards], streams))
+        buffer_free.append(_latest(index, hazards, streams) if needs else waits[-1])
     return tuple(waits), tuple(buffer_free)
 
 
-def _latest(op: Op, hazards: Iterable[int], streams: list[str]) -> Waits:
-    latest: dict[str, int] = {}
+def _latest(index: int, hazards: Sequence[int], streams: list[str]) -> Waits:
+    """The last of `hazards` on each stream other than that of operation `index`."""
+    own, latest = streams[index], dict[str, int]()
     for other in hazards:
-        latest[streams[other]] = max(other, latest.get(streams[other], -1))
-    latest.pop(op.stream, None)
-    return tuple(sorted(latest.items()))
+        stream = streams[other]
+        if stream != own and other > latest.get(stream, -1):
+            latest[stream] = other
+    return tuple(sorted(latest.items())) if latest else ()

@@ -57,7 +57,7 @@ def _rows_sent(op: Pass, problem: Problem, rank):
     """How many tokens of its chunk each of one or an array of ranks sends."""
     assert op.send is not None
     if op.against is None:
-        return problem.field_tokens(FIELDS[op.send.tensor][0], op.send.owner(rank))
+        return problem.field_tokens(FIELDS[op.send.tensor][0], 0 if problem.is_even else op.send.owner(rank))
     kind = problem.blocks.of(*op.seen_by(rank))
     return sum((kind == i) * len(rows) for i, rows in enumerate(problem.blocks.rows_seen))
 

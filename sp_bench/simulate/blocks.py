@@ -26,6 +26,7 @@ class BlockCosts:
         self._case_s = device.block_s(problem, plan.phase)
         # A plan has thousands of operations, of few kinds.
         self._of_places, self._fold_s = cache(self._find_of_places), cache(self._find_fold_s)
+        self._owner = cache(self._find_owner)
 
     def kernels_s(self, index: int, op: Block, ranks: np.ndarray) -> np.ndarray:
         """Seconds of the kernel calls of operation `index`, with copies of what lies apart: (ranks,)."""
@@ -57,8 +58,11 @@ class BlockCosts:
 
     def _find_of_places(self, q: Place, kv: Place) -> np.ndarray:
         """What the kernel calls of the block of two chunks take on each rank: (n,)."""
-        everyone = np.arange(self._problem.n)
-        return self._case_s[self._problem.blocks.of(q.owner(everyone), kv.owner(everyone))]
+        return self._case_s[self._problem.blocks.of(self._owner(q), self._owner(kv))]
+
+    def _find_owner(self, place: Place) -> np.ndarray:
+        """The owner of a chunk's tokens on each rank: (n,)."""
+        return place.owner(np.arange(self._problem.n))
 
     def _find_fold_s(self, tensor: str, first: bool, summed: bool) -> np.ndarray:
         """What the fold of a block's result into a chunk costs, by class of block: (classes,)."""
