@@ -15,7 +15,8 @@ import numpy as np
 
 from sp_bench import account, draw, markdown
 from sp_bench.bench import resolve
-from sp_bench.bench.choose import choose, memory_front
+from sp_bench.bench.backing import Interval, described, interval_of, kinds_of
+from sp_bench.bench.choose import Choice, choose, memory_front
 from sp_bench.bench.request import Request
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
@@ -106,7 +107,7 @@ def describe(overrides: Sequence[str]) -> str:
             "\nthe program of a rank",
             *draw.steps(plan),
         ]
-    return "\n".join([*lines, *_front(request)])
+    return "\n".join([*lines, _step(choice, request), *_front(request)])
 
 
 def _bounds(plan: Plan, problem: Problem, unit: int) -> str:
@@ -124,9 +125,24 @@ def _front(request: Request) -> list[str]:
         return []
     lines = [
         "\nmemory against time, simulated: no other variant beats these in both",
-        "   peak GB     step ms  variant",
+        "   peak GB     step ms                within  variant",
     ]
-    return lines + [f"{v.peak_bytes / 1e9:>10.4g}{v.step_s * 1e3:>12.4g}  {v.variant} {v.layout}" for v in front]
+    for one in front:
+        peak, step, within = f"{one.peak_bytes / 1e9:.4g}", f"{one.interval.step_ms:.4g}", _within(one.interval)
+        lines.append(f"{peak:>10}{step:>12}{within:>22}  {one.variant} {one.layout}")
+    return lines
+
+
+def _step(choice: Choice, request: Request) -> str:
+    """The simulated step, what two of three measured ones would be within, and what says so."""
+    kinds = kinds_of(choice.plans.values(), request.cluster)
+    found = interval_of(choice.total_s * 1e3, *kinds)
+    source = "" if found.backed else "; the interval is the widest over such links"
+    return f"\nsimulated step: {found.step_ms:.4g} ms {_within(found)} ({described(*kinds)}{source})"
+
+
+def _within(ends: Interval) -> str:
+    return f"[{ends.low_ms:.4g}, {ends.high_ms:.4g}]"
 
 
 def _schedule(time: ScheduleTime | None) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from sp_bench import draw
 from sp_bench.account import volume
+from sp_bench.bench.backing import known, widest
 from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, describe, main, methods_table
 from sp_bench.methods import REGISTRY
 from sp_bench.plan import Attend
@@ -87,6 +88,18 @@ def test_bad_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["method=mesh", "gpus=400"]) == 2
     assert "gpus=400: its matrix would not fit" in capsys.readouterr().err
     assert main(["method=mush"]) == 2
+
+
+def test_simulated_steps_have_their_intervals() -> None:
+    """Of a kind of transfers that was measured over such links, and of one that wasn't."""
+    for method, kinds in (("ring", ("KV passed on", "NVLink")), ("mesh", ("Q and outputs passed on", "NVLink"))):
+        text = describe([f"method={method}", "gpus=4", "seqlen=4k", "heads=4", "cluster=h100_ndr400"])
+        (line,) = [line for line in text.splitlines() if line.startswith("simulated step: ")]
+        low, high = (float(end.strip("[],")) for end in line.split()[4:6])
+        error = known()[kinds].two_of_three if kinds in known() else widest(kinds[1])
+        assert high / low == pytest.approx((1 + error) / (1 - error), rel=0.02)
+        assert ("the interval is the widest" in line) == (kinds not in known())
+    assert text.count("[") > line.count("["), "those of the front of memory against time"
 
 
 def test_documents() -> None:

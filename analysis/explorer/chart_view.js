@@ -1,7 +1,7 @@
 // The chart's view: its controls, the chart, and what its points differ in.
 
 import { bars, draw, heat, lines } from "explorer/charts";
-import { content, head, isSetting, label, results, settings, shown, value } from "explorer/data";
+import { content, head, interval, isSetting, label, results, settings, shown, value } from "explorer/data";
 import { byId, el, options } from "explorer/dom";
 import { facets } from "explorer/filters";
 import { listed, others } from "explorer/groups";
@@ -88,7 +88,9 @@ function caption(made, asked, without) {
   for (const i of without) failed.set(value("status", i), (failed.get(value("status", i)) ?? 0) + 1);
   const modes = new Set(made.drawn.map((i) => value("mode", i)));
   const words = [[...modes].map((mode) => content.kinds[mode]).join("; ").replace(/^./, (letter) => letter.toUpperCase())];
-  if (asked.type !== "heat" && made.drawn.some((i) => value("mode", i) !== "simulated")) words.push("vertical bars are 95% intervals");
+  const barred = new Set(asked.type === "heat" ? [] : made.drawn.filter((i) => interval(asked.y, i)).map((i) => value("mode", i)));
+  if ([...barred].some((mode) => mode !== "simulated")) words.push("vertical bars of measured points are 95% intervals");
+  if (barred.has("simulated")) words.push("vertical bars of simulated points are what two of three measurements like them are within");
   if (asked.y === "comm_bytes_per_gpu" && asked.type !== "heat") words.push("black marks are lower bounds: solid with the same split of heads, dashed with any");
   if (without.length) words.push(`without a value: ${[...failed].map(([status, n]) => `${n} ${status}`).join(", ")}`);
   words.push("a click on a mark, or a value below, opens the point");

@@ -11,6 +11,7 @@ from sp_bench.analysis.explorer.fields import RESULTS, SETTINGS, Result
 from sp_bench.analysis.frames import methods_in_order
 from sp_bench.analysis.number import RECORD_KINDS, command
 from sp_bench.cli.report import FEWEST_ITERATIONS
+from sp_bench.cli.report import interval as step_interval
 from sp_bench.records import Record
 
 NAMED = (
@@ -24,7 +25,7 @@ def columns(found: Mapping[Path, Record]) -> dict[str, Any]:
     """The page's columns. Raises nothing: what a record doesn't have is null.
 
     `settings` has for each field its distinct values in order and a code for each record; `results` a number for each;
-    `low` and `high` the 95% intervals; `id` and `written` the run_ids and when their files were written.
+    `low` and `high` the intervals; `id` and `written` the run_ids and when their files were written.
     """
     rows = list(found.values())
     texts = [setting_values(record) for record in rows]
@@ -80,12 +81,17 @@ def _scaled(value: float | None, result: Result) -> float | None:
 
 
 def _interval(record: Record, result: Result) -> tuple[float | None, float | None]:
-    """The 95% interval of a measured result; none for fewer iterations than tell of the spread."""
-    low, high, step = record.step_ms_ci95_low, record.step_ms_ci95_high, record.step_ms_median
-    if not record.measured or (record.iters or 0) < FEWEST_ITERATIONS or not low or not high or not step:
+    """The interval of a result, which follows from the step's; (None, None) where that has none.
+
+    A measured step has its 95% interval, unless its iterations are too few to tell of the spread. A simulated one has
+    what two of three measured steps like it would be within (bench.backing).
+    """
+    step, value = record.step_ms_median, getattr(record, result.name)
+    ends = step_interval(record)
+    if not step or value is None or ends is None or not math.isfinite(ends[1]):
         return None, None
-    value = getattr(record, result.name)
-    if value is None:
+    if record.measured and ((record.iters or 0) < FEWEST_ITERATIONS or result.interval == "of simulated"):
         return None, None
-    pair = (low, high) if result.interval == "direct" else (value * step / high, value * step / low)
-    return _scaled(pair[0], result), _scaled(pair[1], result)
+    by = [end / step for end in ends]
+    low, high = (value / by[1], value / by[0]) if result.interval == "inverse" else (value * by[0], value * by[1])
+    return _scaled(low, result), _scaled(high, result)

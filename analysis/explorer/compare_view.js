@@ -95,15 +95,18 @@ function outcome(found, pairs, name) {
 }
 
 function caption(pairs) {
-  const noisy = pairs.some((pair) => value("mode", pair.a) !== "simulated");
-  const words = noisy
-    ? "The interval of a ratio reaches between the far ends of both 95% intervals, so points whose intervals overlap are AMBIGUOUS and are not ranked; below 2% is SAME. python -m analysis.compare resamples iterations in pairs and can tell more apart."
-    : "Simulated times and counted bytes have no noise, so ratios have no interval. How far simulated times are from measured ones is another question: python -m sp_bench.validate.";
+  const [measured, noisy] = [pairs.some((pair) => value("mode", pair.a) !== "simulated"), pairs.some((pair) => pair.low !== pair.high || pair.low == null)];
+  const far = "The interval of a ratio reaches between the far ends of both intervals, so points whose intervals overlap are AMBIGUOUS and are not ranked; below 2% is SAME.";
+  const words = measured
+    ? `${far} python -m analysis.compare resamples iterations in pairs and can tell more apart.`
+    : noisy
+      ? `${far} The interval of a simulated time is what two of three measurements like it are within (python -m sp_bench.validate published).`
+      : "Counted bytes, and times that different code simulates for the same point, have no noise: ratios have no interval.";
   return pairs.length > MOST_DRAWN ? `The first ${MOST_DRAWN} of ${pairs.length} pairs are drawn. ${words}` : words;
 }
 
 function listing(pairs, name, open) {
-  const heads = [{ text: "point" }, { text: "A", number: true }, { text: "B", number: true }, { text: "B / A [95%]", number: true }, { text: "verdict" }];
+  const heads = [{ text: "point" }, { text: "A", number: true }, { text: "B", number: true }, { text: "B / A", number: true }, { text: "verdict" }];
   return table(head(name), heads, pairs.map((pair) => [
     pair.name, opener(text(name, pair.a), pair.a, open), opener(text(name, pair.b), pair.b, open), pair.shown, el("span", { class: pair.verdict }, pair.verdict),
   ]));

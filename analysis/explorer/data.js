@@ -24,7 +24,8 @@ export function value(name, i) {
   return column ? column.values[column.codes[i]] : content.results[name][i];
 }
 
-/** The 95% interval of a result of record i, [low, high]; null where it has none. */
+/** The interval of a result of record i, [low, high]: 95% of a measured one, of a simulated one what two of three
+ * measurements like it are within. null where it has none. */
 export function interval(name, i) {
   const low = content.low[name]?.[i];
   const high = content.high[name]?.[i];

@@ -29,7 +29,8 @@ class Result:
     time: bool = False
     """Whether it has noise where it is measured: a time, or made of one."""
     interval: str = ""
-    """Where its 95% interval comes from: direct (its own fields) or inverse (the step's, by proportion)."""
+    """How its interval follows from the step's: direct or inverse (by proportion), of simulated (as direct, and a
+    measured one has none); empty: none."""
 
     @property
     def head(self) -> str:
@@ -75,8 +76,8 @@ SETTINGS = (
 
 RESULTS = (
     Result("step_ms_median", "step time", "ms", better="less", time=True, interval="direct"),
-    Result("forward_ms_median", "forward time", "ms", better="less", time=True),
-    Result("backward_ms_median", "backward time", "ms", better="less", time=True),
+    Result("forward_ms_median", "forward time", "ms", better="less", time=True, interval="of simulated"),
+    Result("backward_ms_median", "backward time", "ms", better="less", time=True, interval="of simulated"),
     Result("tokens_per_s", "throughput", "tokens/s", better="more", time=True, interval="inverse"),
     Result("tflops_per_gpu", "model FLOP/s per GPU", "TFLOP/s", better="more", time=True, interval="inverse"),
     Result("mfu", "MFU", "%", 100.0, better="more", time=True, interval="inverse"),

@@ -109,8 +109,18 @@ def widest(links: str) -> float:
 def interval(record: Record) -> Interval:
     """The interval of a simulated record: of its validation, or the widest over its links where nothing backs it."""
     assert not record.measured and record.step_ms_median is not None
-    step_ms, error = record.step_ms_median, record.validation_error
+    links = (record.validation or "").partition(OVER)[2].partition(":")[0]
+    return _around(record.step_ms_median, record.validation_error, links)
+
+
+def interval_of(step_ms: float, transfers: str, links: str) -> Interval:
+    """The interval of a simulated step that has no record, by what it sends and over what (kinds_of)."""
+    backing = known().get((transfers, links))
+    return _around(step_ms, backing.two_of_three if backing else None, links)
+
+
+def _around(step_ms: float, error: float | None, links: str) -> Interval:
     backed = error is not None
     if error is None:
-        error = widest((record.validation or "").partition(OVER)[2].partition(":")[0])
+        error = widest(links)
     return Interval(step_ms / (1 + error), step_ms, step_ms / (1 - error) if error < 1 else math.inf, backed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sp_bench import account
+from sp_bench.bench.backing import Interval, interval_of, kinds_of
 from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
@@ -120,6 +121,8 @@ class Traded(NamedTuple):
     layout: str
     peak_bytes: int
     step_s: float
+    interval: Interval
+    """Of the step, in ms."""
 
 
 def memory_front(request: Request) -> list[Traded]:
@@ -134,7 +137,8 @@ def memory_front(request: Request) -> list[Traded]:
         for method in dict.fromkeys(m for one in methods for m in one.candidates(problem)):
             here = _simulated(_plan(method, problem, request), request.cluster.even)
             peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
-            found.append(Traded(here.variant, here.problem.layout.name, peak, here.total_s))
+            ends = interval_of(here.total_s * 1e3, *kinds_of(here.plans.values(), request.cluster))
+            found.append(Traded(here.variant, here.problem.layout.name, peak, here.total_s, ends))
     front: list[Traded] = []
     for one in sorted(found, key=lambda one: (one.peak_bytes, one.step_s)):
         if not front or one.step_s < front[-1].step_s:

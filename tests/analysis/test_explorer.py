@@ -66,6 +66,17 @@ def test_columns_have_units_and_intervals(folder: Path) -> None:
     assert {modes["values"][code] for code in modes["codes"]} == {"measured", "simulated"}
 
 
+def test_simulated_points_have_what_measurements_like_them_are_within() -> None:
+    simulated = made(mode="simulate", step_ms_median=100.0, forward_ms_median=40.0, mfu=0.5, validation_error=0.25)
+    wide = made(mode="simulate", step_ms_median=100.0, validation_error=1.5)
+    found = columns.columns({Path(__file__): simulated, Path(__file__).parent: wide})
+    ends = {name: (found["low"][name][0], found["high"][name][0]) for name in found["low"]}
+    assert ends["step_ms_median"] == pytest.approx((80, 400 / 3))
+    assert ends["forward_ms_median"] == pytest.approx((32, 160 / 3))
+    assert ends["mfu"] == pytest.approx((37.5, 62.5))
+    assert found["low"]["step_ms_median"][1] is None, "no end above"
+
+
 def test_few_iterations_have_no_interval(tmp_path: Path) -> None:
     interval = {"step_ms_ci95_low": 99.0, "step_ms_ci95_high": 102.0}
     path = written(tmp_path, "few", spread(100.0, iters=4), iters=4, **interval)

@@ -121,6 +121,15 @@ def test_overlapping_intervals_are_not_ranked(browser: Browser, address: str) ->
     assert browser.errors() == []
 
 
+def test_simulated_steps_have_the_intervals_of_their_validation(browser: Browser, address: str) -> None:
+    browser.open(address, chosen={"mode": ["simulated"]}, tab="compare")
+    browser.until("document.querySelectorAll('#pairs tbody tr').length == 3")
+    rows = [browser.texts(f"#pairs tbody tr:nth-child({k}) td") for k in (1, 2, 3)]
+    assert all("[" in row[-2] for row in rows) and "AMBIGUOUS" in {row[-1] for row in rows}
+    assert "two of three measurements" in browser.text("#ratios-caption")
+    assert browser.errors() == []
+
+
 def test_measured_and_simulated_are_not_compared(browser: Browser, address: str) -> None:
     browser.open(address, chosen={"mode": ["measured"]}, tab="compare")
     browser.click("#set-a")
