@@ -1,4 +1,5 @@
-"""The cost of simulating: `python -m benchmarks.simulator_speed [--largest]` writes docs/results/simulator_speed.*.
+"""The cost of simulating: `python -m benchmarks.simulator_speed [--largest | --asymmetric]` writes
+docs/results/simulator_speed.*, the second of them its last section alone.
 
 The wall time and the peak memory of a point are those of its whole command, `python -m sp_bench method=... gpus=...`,
 in a process of its own: start-up, tile search if any, proof and account, forward + backward, record and trace. Both
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from benchmarks.reports import RESULTS, about
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.markdown import of_rows
+from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Solver, solve
@@ -39,11 +42,26 @@ SEQLEN, LONG = "1M", "4M"
 """The sequence length, and the one for 1024 GPUs or more."""
 
 
+HEADING = "## Where no two ranks are alike"
+ABOUT_ASYMMETRIC = """
+Made by `python -m benchmarks.simulator_speed --asymmetric`. With jitter, and with documents, all ranks are simulated.
+User CPU seconds are those of the whole command, in which every variant and layout of a method that `auto` stands for is
+bounded or simulated.
+"""
+JITTER_SIZES = (64, 256)
+EVERY_METHOD = tuple(name for name in REGISTRY if name != "reference")
+DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
+"""The methods whose every dealing of documents is timed."""
+PACK = ("mask=document", "data=magi_attention", "gpus=256")
+
+
 class Cost(NamedTuple):
-    """The wall time and the peak memory of one command."""
+    """What one command takes."""
 
     wall_s: float
     peak_mb: float
+    cpu_s: float
+    """User CPU seconds."""
 
 
 def overrides(method: str, gpus: int) -> list[str]:
@@ -53,17 +71,49 @@ def overrides(method: str, gpus: int) -> list[str]:
     return [f"method={method}", f"gpus={gpus}", f"seqlen={seqlen}", "baseline=null", "logger=none", *heads]
 
 
-def command_cost(method: str, gpus: int) -> Cost:
+def command_cost(keys: Sequence[str]) -> Cost:
     """Run a point by its command. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "sp_bench", *overrides(method, gpus), f"results_dir={folder}"]
+        command = [sys.executable, "-m", "sp_bench", *keys, f"results_dir={folder}"]
         started = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - started
     if status:
         raise RuntimeError(f"{' '.join(command)} ended with status {status}")
-    return Cost(wall_s, usage.ru_maxrss / 1024)
+    return Cost(wall_s, usage.ru_maxrss / 1024, usage.ru_utime)
+
+
+def with_jitter(method: str, gpus: int) -> list[str]:
+    """The overrides of a point with jitter, with as many heads as GPUs."""
+    heads = [f"heads={gpus}", f"kv_heads={gpus}"]
+    return [f"method={method}", f"gpus={gpus}", *heads, "stragglers.jitter=0.05", "baseline=null", "logger=none"]
+
+
+def dealt(method: str, dealing: str) -> list[str]:
+    """The overrides of a point with documents, dealt in one way."""
+    heads = ["heads=256", "kv_heads=256"] if method == "ulysses" else []
+    return [f"method={method}", f"method.layout={dealing}", *PACK, *heads, "baseline=null", "logger=none"]
+
+
+def asymmetric() -> str:
+    """The section on points where no two ranks are alike."""
+    jitter = [("jitter", f"{gpus}", with_jitter(method, gpus)) for method in EVERY_METHOD for gpus in JITTER_SIZES]
+    usp = ["method=usp", "gpus=64", "kv_heads=2", "batch=2", "stragglers.jitter=0.05", "baseline=null", "logger=none"]
+    jitter.append(("jitter", "64, 2 key heads, batch 2", usp))
+    packs = [
+        ("documents", f"256, {dealing}", dealt(method, dealing))
+        for method in DOCUMENTED
+        for dealing in REGISTRY[method].dealings()
+    ]
+    rows = []
+    for what, gpus, keys in (*jitter, *packs):
+        cost = command_cost(keys)
+        method = keys[0].removeprefix("method=")
+        rows.append({"method": method, "with": what, "GPUs": gpus, "user CPU s": f"{cost.cpu_s:.1f}"})
+        rows[-1]["wall_s"], rows[-1]["peak_mb"] = f"{cost.wall_s:.1f}", f"{cost.peak_mb:.0f}"
+        print(" | ".join(rows[-1].values()), flush=True)
+    return f"{HEADING}\n{ABOUT_ASYMMETRIC}\n{of_rows(rows)}\n"
 
 
 def timed(call, *arguments, **named) -> float:
@@ -116,11 +166,17 @@ def plot(costs: pd.DataFrame, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--largest", action="store_true", help="add 4096 GPUs")
+    parser.add_argument("--asymmetric", action="store_true", help="only the points where no two ranks are alike")
+    asked, page = parser.parse_args(), RESULTS / "simulator_speed.md"
+    before, _, last = page.read_text().partition(HEADING)
+    if asked.asymmetric:
+        page.write_text(before.rstrip() + "\n\n" + asymmetric())
+        return
     points = [(method, gpus) for method in METHODS for gpus in SIZES] + [*LARGE]
-    points += LARGEST if parser.parse_args().largest else ()
+    points += LARGEST if asked.largest else ()
     rows = []
     for method, gpus in points:
-        cost = command_cost(method, gpus)
+        cost = command_cost(overrides(method, gpus))
         rows.append({"method": method, "gpus": gpus, "wall_s": cost.wall_s, "peak_mb": cost.peak_mb})
         print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
     plot(pd.DataFrame(rows), RESULTS / "simulator_speed.svg")
@@ -140,7 +196,7 @@ Ratios:
 
 {twins}
 """
-    (RESULTS / "simulator_speed.md").write_text(text)
+    page.write_text(f"{text}\n{HEADING}{last}" if last else text)
     print(twins)
 
 
