@@ -66,6 +66,10 @@ class Layout:
         tokens = self.pieces * base + 1 * (chunk < longer)
         return tokens if self.pieces == 1 else tokens + 1 * (2 * chunks - 1 - chunk < longer)
 
+    def is_even(self, n: int, seqlen: int) -> bool:
+        """Whether all ranks own as many tokens, in chunks of one size."""
+        return seqlen % n == 0 and not self.boundary(n // self.head_parallel, seqlen)
+
     def most(self, n: int, seqlen: int) -> int:
         """Tokens of the rank that owns most."""
         return -(-seqlen // n)
@@ -105,6 +109,9 @@ class Dealt(Layout):
     def chunk_tokens(self, chunk, chunks: int, seqlen: int):
         tokens = self.ranges.tokens(chunks)[chunk]
         return int(tokens) if isinstance(chunk, int) else tokens
+
+    def is_even(self, n: int, seqlen: int) -> bool:
+        return False
 
     def most(self, n: int, seqlen: int) -> int:
         return -(-self.largest(n, seqlen) // self.head_parallel)

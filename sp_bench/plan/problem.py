@@ -11,8 +11,6 @@ from enum import Enum
 from fractions import Fraction
 from functools import cached_property
 
-import numpy as np
-
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
@@ -139,8 +137,7 @@ class Problem:
     @cached_property
     def is_even(self) -> bool:
         """Whether all ranks own as many tokens, in layout chunks of one size."""
-        ranks = np.arange(self.n)
-        return np.ndim(self.tokens(ranks)) == np.ndim(self.block_tokens_of(ranks)) == 0
+        return self.layout.is_even(self.n, self.seqlen)
 
     @property
     def key_slices(self) -> int:
