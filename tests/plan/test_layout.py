@@ -51,6 +51,9 @@ def test_chunks_before_the_boundary_are_alike_and_so_are_the_others(case: Dealt)
     chunks = np.arange(case.chunks)
     counted = np.broadcast_to(case.layout.chunk_tokens(chunks, case.chunks, case.seqlen), case.chunks)
     assert counted.tolist() == [sum(x) for x in lengths]
+    ranks = case.layout.tokens(np.arange(case.n), case.n, case.seqlen)
+    of_chunks = case.layout.chunk_tokens(chunks, case.chunks, case.seqlen)
+    assert case.layout.is_even(case.n, case.seqlen) == (np.ndim(ranks) == np.ndim(of_chunks) == 0)
 
 
 def test_positions_by_hand() -> None:
