@@ -71,7 +71,13 @@ class Number:
 
     def text(self, format: str = ".4g") -> str:
         """The value as text; a dash where there is no value."""
-        return "-" if self.value is None or math.isnan(self.value) else f"{self.value:{format}}"
+        return "-" if self.value is None or math.isnan(self.value) else written(self.value, format)
+
+
+def written(value: float, format: str = ".4g") -> str:
+    """A value as text: 19860 where the format would print 1.986e+04."""
+    text = f"{value:{format}}"
+    return f"{float(text):.0f}" if "e+0" in text and abs(value) < 1e7 else text
 
 
 def derived(function: Any, *numbers: Number) -> Number:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 from sp_bench.analysis.figure import Figure, Panels, colours, labelled, log2_ticks, new_figure, sources, styles
-from sp_bench.analysis.number import Number, derived, least, most, of_record, tally
+from sp_bench.analysis.number import Number, derived, least, most, of_record, tally, written
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section, Text, text
 from sp_bench.analysis.studies.honest_grid import (
@@ -148,7 +148,7 @@ def _table(found: Mapping[Key, list[Step]], ties: Mapping[Key, list[Step]]) -> T
         beaten = next((step for step in ranked if step not in one), None)
         margin: Cell = beaten.ms.over(first.ms) if beaten else "-"
         lines.append([cluster, kv_heads, gpus, first.name, first.record.variant or "-", first.ms])
-        lines[-1] += [f"[{first.low:.4g}, {first.high:.4g}]", others, beaten.name if beaten else "-", margin]
+        lines[-1] += [f"[{written(first.low)}, {written(first.high)}]", others, beaten.name if beaten else "-", margin]
     heads = columns(
         "cluster; KV heads; GPUs; fastest; variant; step | ms; interval (ms); too close to call; next;"
         " next over fastest || .2f"

@@ -39,6 +39,7 @@ from sp_bench.analysis.number import (
     of_record,
     tally,
     total,
+    written,
 )
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Table, columns
@@ -71,6 +72,7 @@ def test_a_derived_number_has_all_sources_and_is_ours() -> None:
     assert derived(max, COUNTED, MISSING).value is None
     assert derived(max, COUNTED, MISSING).why == MISSING.why
     assert (MISSING.text(), COUNTED.times(0.5).text(".1f")) == ("-", "4.0")
+    assert [written(x) for x in (19862.3, 1234.56, 0.00001234, 2.5e9)] == ["19860", "1235", "1.234e-05", "2.5e+09"]
     with pytest.raises(ValueError, match="3 ranks"):
         MISSING.known  # noqa: B018
 
