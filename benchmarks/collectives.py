@@ -40,7 +40,7 @@ BESIDE_TORCH = {
     f"all_gather stride {stride}, zigzag, {form}": (
         "method=all_gather", "method.layout=zigzag", f"method.stride={stride}", f"method.collectives={form}",
     )
-    for stride, form in ((8, "library"), (8, "messages"), (2, "library"))
+    for stride, form in ((8, "library"), (8, "messages"), (2, "library"), (1, "library"))
 }  # fmt: skip
 """Ours. With fewer heads at a time the library's collectives overlap with blocks, its reduce-scatter of dKV too."""
 
