@@ -85,6 +85,7 @@ def test_the_map_has_all_cells_and_its_words_follow(runs: Runs) -> None:
         assert f"{data}: {best[1]} on {best[2]} is the fastest" in words_of(section)
 
 
+@pytest.mark.exhaustive
 def test_what_is_sent_is_a_share_of_what_full_attention_sends(runs: Runs) -> None:
     table = table_of(documents.shares(runs))
     heads = [column.name for column in table.columns][3:]

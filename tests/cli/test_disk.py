@@ -48,6 +48,7 @@ def test_a_disk_that_gets_full(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert {run_id: after[run_id] for run_id in kept} == kept
 
 
+@pytest.mark.exhaustive
 def test_measured_points_that_can_not_be_written_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Points that were timed in turn are all lost at once, and none in silence."""
     with small_disk(tmp_path / "disk", kb=8) as folder:

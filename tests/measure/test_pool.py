@@ -77,6 +77,7 @@ def test_ranks_that_report_are_not_hung() -> None:
         assert pool.run(jobs.report_often, 6, SHORT_S / 4) == [6, 6]
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_connect_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if one of them says something else meanwhile."""
     with RankPool(2, timeout_s=SHORT_S) as pool:
@@ -183,6 +184,7 @@ def test_a_rank_that_hangs(how: str, others: str) -> None:
     assert how != "spin" or failure.dumps[jobs.BAD].threads[0].core_s > 0
 
 
+@pytest.mark.exhaustive
 def test_what_hung_ranks_were_at() -> None:
     """All that were silent, with the lanes and gloo's threads of those that wait."""
     failure = failure_of("sleep", "attention", timeout_s=SHORT_S)

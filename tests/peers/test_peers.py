@@ -55,7 +55,7 @@ def assert_right(world: World, n: int, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("n", [exhaustive(1), 2, exhaustive(4)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [exhaustive("float32"), "bfloat16"])
 def test_torch(world: World, n: int, dtype: str) -> None:
     assert_right(world, n, cases_of("torch_context_parallel", n, dtype, PEERS["torch_context_parallel"].algorithms))
 

@@ -227,6 +227,7 @@ def test_a_task_that_is_told_to_end(box: SlurmBox, tmp_path: Path, capsys: pytes
     assert {run_id: run.done()[run_id] for run_id in before} == before
 
 
+@pytest.mark.exhaustive
 def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:
     """slurm/array.sbatch does the same, with keys of one's own behind it."""
     (tmp_path / "results").mkdir()

@@ -28,6 +28,7 @@ def test_up_twice_is_up_once(box: SlurmBox) -> None:
     assert set(box.nodes()) == {"n1", "n2", "n3", "n4"}
 
 
+@pytest.mark.exhaustive
 def test_another_box_beside_it(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Down, it leaves no process and no file, even of a job that runs; and the first box goes on."""
     other = SlurmBox(tmp_path / "other", hosts=[Host(name="a"), Host(name="b")], gpus_per_node=2)

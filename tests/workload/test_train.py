@@ -114,6 +114,7 @@ def test_bad_input(overrides: str, message: str) -> None:
         point("gpus=4", *overrides.split()) if "gpus" not in overrides else point(*overrides.split())
 
 
+@pytest.mark.exhaustive
 def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     from sp_bench.bench import run_points
 

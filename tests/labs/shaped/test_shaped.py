@@ -23,7 +23,6 @@ from sp_bench.labs.shaped.hosts import FIRST_ADDRESS, IPV4, ShapedHosts
 from sp_bench.measure.pool import RankPool
 from tests.labs.shaped import jobs
 from tests.support.hosts import BURST_BYTES, LINK_BYTES_PER_S, described
-from tests.support.marks import exhaustive
 
 ROOT = Path(__file__).parents[3]
 PAYLOAD_BYTES = 2**20
@@ -81,7 +80,8 @@ def test_ranks_share_a_host() -> None:
         assert hosts.ranks_by_host == {"host0": [0, 1], "host1": [2, 3]}
 
 
-@pytest.mark.parametrize("transfers_first", [exhaustive(True), False])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transfers_first", [True, False])
 def test_transfers_go_before_blocks(transfers_first: bool) -> None:
     """By priority, and blocks keep their core as long as the kernel lets them."""
     with RankPool(2, hosts=ShapedHosts(described(transfers_first=transfers_first), (0, 1))) as pool:
