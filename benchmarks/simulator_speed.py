@@ -52,7 +52,7 @@ JITTER_SIZES = (64, 256)
 EVERY_METHOD = tuple(name for name in REGISTRY if name != "reference")
 DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
 """The methods whose every dealing of documents is timed."""
-PACK = ("mask=document", "data=magi_attention", "gpus=256")
+PACK = ("mask=document", "data=magi_attention", "gpus=256", "seqlen=512k")
 
 
 class Cost(NamedTuple):
