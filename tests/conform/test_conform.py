@@ -48,7 +48,7 @@ def failures(rows: list[Row]) -> list[str]:
 
 
 def test_right(worlds: Worlds) -> None:
-    rows = rows_of(named("right"), worlds, checks=QUICK, sizes=(2,))
+    rows = rows_of(named("right"), worlds, checks=QUICK, sizes=(2, 3))
     assert not failures(rows)
     assert [row.check.name for row in rows if row.status != "holds"] == ["uneven"]
 
