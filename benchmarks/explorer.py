@@ -8,9 +8,7 @@ Needs selenium, Chromium and its driver (apt-get install chromium chromium-drive
 from __future__ import annotations
 
 import io
-import json
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -18,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from PIL import Image
-from selenium import webdriver
-from selenium.webdriver.support.wait import WebDriverWait
+from selenium.webdriver import Chrome
 
+from benchmarks import chromium
 from benchmarks.reports import RESULTS
 from sp_bench import markdown
 from sp_bench.analysis import explore
@@ -38,7 +35,6 @@ SHOWN = 50
 WIDTHS, HEIGHT, PATIENCE_S = (1280, 390), 900, 60
 METHODS = ("ring", "striped", "usp", "mesh")
 GPUS = (8, 16, 32, 64)
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 COLOURS = 256
 """Colours of a picture, which is a file of this repository and should be small."""
 CLICK = """
@@ -88,26 +84,13 @@ def many(like: Record, folder: Path) -> dict[Path, Record]:
     return found
 
 
-def browser(profile: Path) -> webdriver.Chrome:
-    """Headless Chromium."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
-        options.add_argument(flag)
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-
-
-def opened(driver: webdriver.Chrome, file: Path, width: int, state: dict[str, Any]) -> None:
+def opened(driver: Chrome, file: Path, width: int, state: Mapping[str, Any]) -> None:
     """Open a page in a window of that width, and wait until it is drawn."""
-    size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    driver.get("about:blank")
-    driver.get(f"{file.as_uri()}#{quote(json.dumps(state))}")
-    drawn = "return document.body.dataset.drawn > 0"
-    WebDriverWait(driver, PATIENCE_S, 0.1).until(lambda _: driver.execute_script(drawn), "waited for the page")
+    chromium.open_page(driver, file.as_uri(), state, width, HEIGHT)
+    chromium.wait_until(driver, chromium.DRAWN, PATIENCE_S)
 
 
-def times_ms(driver: webdriver.Chrome, name: str) -> list[list[float]]:
+def times_ms(driver: Chrome, name: str) -> list[list[float]]:
     """(filtered, counted, drawn) of each click on one value of a setting; clicks that undo it don't count."""
     box = driver.find_element("css selector", f'[data-setting="{name}"] input[data-code="0"]')
     return [driver.execute_async_script(CLICK, box) for _ in range(2 * TIMES)][::2]
@@ -121,7 +104,7 @@ def main() -> int:
         (folder / "few.html").write_text(page.explorer(found, "Four methods, simulated", drawings=len(found)))
         larger = many(next(iter(found.values())), folder)
         (folder / "many.html").write_text(page.explorer(larger, f"{RECORDS:,} records", drawings=0))
-        driver = browser(folder / "profile")
+        driver = chromium.start(folder / "profile")
         try:
             parts = [
                 ABOUT.format(cores=cores_here(), version=driver.capabilities["browserVersion"], shown=len(found)),
@@ -141,7 +124,7 @@ def views(found: Mapping[Path, Record]) -> dict[str, dict[str, Any]]:
     return {"Chart": {"tab": "chart"}, "Compare": {"tab": "compare"}, "Point": {"point": opened_point.run_id}}
 
 
-def _pictures(driver: webdriver.Chrome, file: Path, shown: dict[str, dict[str, Any]]) -> list[str]:
+def _pictures(driver: Chrome, file: Path, shown: dict[str, dict[str, Any]]) -> list[str]:
     parts = []
     for width in WIDTHS:
         parts.append(f"## {width} pixels wide")
@@ -154,7 +137,7 @@ def _pictures(driver: webdriver.Chrome, file: Path, shown: dict[str, dict[str, A
     return parts
 
 
-def _speeds(driver: webdriver.Chrome, file: Path) -> str:
+def _speeds(driver: Chrome, file: Path) -> str:
     rows = []
     for tab, view in (("chart", "chart"), ("table", "points")):
         opened(driver, file, WIDTHS[0], {"tab": tab})

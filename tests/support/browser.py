@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
-FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-PATIENCE_S = 30
+PATIENCE_S, HEIGHT = 30, 1000
 
 
 class Browser:
     """A page in Chromium. Elements are named by CSS selectors."""
 
     def __init__(self, profile: Path) -> None:
-        from selenium import webdriver
+        from benchmarks import chromium
 
-        options = webdriver.ChromeOptions()
-        options.binary_location = shutil.which("chromium") or ""
-        for flag in (*FLAGS, f"--user-data-dir={profile}"):
-            options.add_argument(flag)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        service = webdriver.ChromeService(shutil.which("chromedriver"))
-        self.driver = webdriver.Chrome(options=options, service=service)
+        self._chromium, self.driver = chromium, chromium.start(profile)
         self.driver.set_script_timeout(PATIENCE_S)
 
     def open(self, address: str, width: int = 1280, *, dark: bool = False, **state: Any) -> None:
         """Open a page in a window of that width, with a state in its address, and wait for its chart."""
-        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-        self.driver.get("about:blank")
-        self.driver.get(f"{address}#{quote(json.dumps(state))}" if state else address)
-        self.until("document.body.dataset.drawn > 0")
+        self._chromium.open_page(self.driver, address, state, width, HEIGHT)
+        self.until(self._chromium.DRAWN)
 
     def js(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
@@ -49,9 +34,7 @@ class Browser:
 
     def until(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
-        from selenium.webdriver.support.wait import WebDriverWait
-
-        WebDriverWait(self.driver, PATIENCE_S, 0.05).until(lambda _: self.js(condition), f"waited for {condition}")
+        self._chromium.wait_until(self.driver, condition, PATIENCE_S)
 
     def click(self, selector: str) -> None:
         """Click on an element as a user does, and wait until the page is drawn again if it is."""
