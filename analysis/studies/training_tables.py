@@ -99,7 +99,7 @@ def maxtext(runs: Runs) -> Section:
             " It takes {low:.2f} to {high:.2f} times the published time, {median:.2f} in the median. Nothing is fitted"
             " to it; the rates of kernels on TPUs are assumptions (cluster=tpuv5p). The step of llama3-8b is computed"
             " from its TFLOP/s. Its other lengths and methods, and pull request 4893 with USP on 64 chips, could not be"
-            " had: the stored text of the thread ends before them.",
+            " had.",
             source=MAXTEXT,
             low=least(over),
             high=most(over),
@@ -173,8 +173,8 @@ def upipe(runs: Runs) -> Section:
     return Section(
         "UPipe on 8 H100",
         text(
-            "Ghadia et al. 2026, table 3: Llama3-8B, 128k to 5M tokens. Of the paper only the beginning is stored; a"
-            " listing of results has one cell, UPipe at {tokens:.0f} tokens ({source}). The listing prints no units:"
+            "Ghadia et al. 2026, table 3: Llama3-8B, 128k to 5M tokens. Of the paper only the beginning could be had;"
+            " a listing of results has one cell, UPipe at {tokens:.0f} tokens ({source}). The listing prints no units:"
             " tokens/s are taken to be those of a GPU, since all 8 together would be 5% of the peak. The simulated step"
             " recomputes whole layers and splits parameters over the 8 GPUs. The paper's also keeps the layers' inputs"
             " in the host's memory, which ours does not, and how often it computes the attention's forward again is not"
