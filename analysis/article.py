@@ -6,15 +6,13 @@ Points with a record in the folder are not run again (results/report/records, as
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from sp_bench import markdown
 from sp_bench.analysis.figure import Figure
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text
 from sp_bench.analysis.studies import STUDIES
-from sp_bench.analysis.table import Table
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.resources import ROOT
 
@@ -48,22 +46,10 @@ def write(runs: Runs, folder: Path) -> Path:
     sections = [section(runs) for section in made]
     for figure in (part for section in sections for part in section.parts if isinstance(part, Figure)):
         figure.save(folder, formats=("svg",))
+    pages = [markdown.filled(section.to_markdown(figures=True)) for section in sections]
     page = folder / f"{STUDY}.md"
-    page.write_text("\n\n".join([f"# {title}", OPENING.strip(), *map(_markdown, sections)]) + "\n")
+    page.write_text("\n\n".join([f"# {title}", OPENING.strip(), *pages]) + "\n")
     return page
-
-
-def _markdown(section: Section) -> str:
-    """A section with wrapped texts, and links to its figures."""
-    return "\n\n".join([f"## {section.title}", *(_shown(part).strip() for part in section.parts)])
-
-
-def _shown(part: Text | Table | Figure) -> str:
-    if isinstance(part, Figure):
-        return f"![{part.title}]({part.name}.svg)\n\n{part.note}"
-    if isinstance(part, Table):
-        return part.to_markdown()
-    return textwrap.fill(str(part), 120, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ class Figure:
     sources: tuple[Source, ...]
     note: str = ""
 
+    def to_markdown(self) -> str:
+        """A link to its SVG, and the note."""
+        return f"![{self.title}]({self.name}.svg)\n\n{self.note}"
+
     def save(self, folder: Path, formats: Sequence[str] = FORMATS) -> None:
         """Write <name>.pdf, .svg and .png to `folder`, or some of them."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -78,9 +78,10 @@ class Section:
         of_parts = (p.sources if isinstance(p, Figure) else sources_of(p.numbers) for p in self.parts)
         return list(dict.fromkeys(source for sources in of_parts for source in sources))
 
-    def to_markdown(self) -> str:
-        """The heading, texts and tables. Figures are left out."""
-        parts = (p.to_markdown() if isinstance(p, Table) else str(p) for p in self.parts if not isinstance(p, Figure))
+    def to_markdown(self, *, figures: bool = False) -> str:
+        """The heading, texts and tables; figures are links to their SVG, or left out."""
+        kept = (part for part in self.parts if figures or not isinstance(part, Figure))
+        parts = (str(part) if isinstance(part, Text) else part.to_markdown() for part in kept)
         return "\n\n".join([f"## {self.title}", *map(str.strip, parts)])
 
     def to_html(self, id: str = "") -> str:

@@ -8,9 +8,8 @@ error is large, it is stated and left. Tables with all cells, and every number's
 
 from __future__ import annotations
 
-import textwrap
-
 from benchmarks.reports import RESULTS, about, records_folder
+from sp_bench import markdown
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section
 from sp_bench.analysis.studies import training_tables
@@ -24,14 +23,7 @@ LEFT_OUT = ("striped-training",)
 def shown(section: Section) -> str:
     """A section's Markdown with its paragraphs wrapped."""
     parts = [part for part in section.parts if getattr(part, "name", None) not in LEFT_OUT]
-    return "\n\n".join(map(wrapped, Section(section.title, *parts).to_markdown().split("\n\n")))
-
-
-def wrapped(paragraph: str) -> str:
-    """A paragraph of at most 120 columns; tables and headings as they are."""
-    if paragraph.startswith(("|", "#", "**")):
-        return paragraph
-    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
+    return markdown.filled(Section(section.title, *parts).to_markdown())
 
 
 def main() -> None:
