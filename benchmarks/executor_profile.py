@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import platform
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class Rank:
         self.problem = chosen.dealt(whole)
         plans = {phase: chosen.plan(self.problem, phase, COMPUTE_BOUND) for phase in PHASES}
         self.engine = Engine(plans, self.problem, "auto", torch.device("cpu"), transport=AloneTransport())
-        self.inputs = inputs(seqlen // RANKS, kv_heads)
+        self.inputs = inputs(seqlen // RANKS, HEADS, kv_heads)
 
     def step(self, action: Action = Action.EVERYTHING) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""
@@ -113,21 +114,23 @@ def _memory_events(profiled: profile) -> list[Any]:
     return [event for event in results.events() if event.name() == "[memory]"]
 
 
-def inputs(tokens: int, kv_heads: int) -> list[torch.Tensor]:
+def inputs(tokens: int, heads: int, kv_heads: int) -> list[torch.Tensor]:
     """q, k, v and dout: (1, tokens, heads, HEAD_DIM) each."""
-    return [torch.randn(1, tokens, heads, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    return [torch.randn(1, tokens, count, HEAD_DIM) for count in (heads, kv_heads, kv_heads, heads)]
 
 
-def monolithic_s(seqlen: int, mask: Mask, kv_heads: int) -> tuple[float, float]:
+def monolithic_s(
+    seqlen: int, mask: Mask, heads: int, kv_heads: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
     """Seconds of one call of the kernel on the whole sequence, forward and backward."""
     kernel = choose("auto", "cpu", "float32", HEAD_DIM)
-    q, k, v, dout = inputs(seqlen, kv_heads)
+    q, k, v, dout = inputs(seqlen, heads, kv_heads)
     kind = RegionKind(mask.name)
-    started = time.perf_counter()
+    started = clock()
     out, lse = kernel.forward(q, k, v, kind)
-    between = time.perf_counter()
+    between = clock()
     kernel.backward(dout, q, k, v, out, lse, kind)
-    return between - started, time.perf_counter() - between
+    return between - started, clock() - between
 
 
 def efficiency(seqlen: int, mask: Mask, kv_heads: int) -> list[Ratio]:
@@ -139,7 +142,7 @@ def efficiency(seqlen: int, mask: Mask, kv_heads: int) -> list[Ratio]:
     rank.step()
     whole, blocks = [], []
     for _ in range(REPETITIONS):
-        forward, backward = monolithic_s(seqlen, mask, kv_heads)
+        forward, backward = monolithic_s(seqlen, mask, HEADS, kv_heads)
         whole.append((forward, forward, backward))
         blocks.append(np.sum([_kernels_and_step(rank) for _ in range(RANKS)], axis=0))
     return [of_medians(*(np.array(x)[:, part] for x in (blocks, whole)), in_turn=True) for part in range(3)]

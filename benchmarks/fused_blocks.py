@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.executor_profile import HEAD_DIM, inputs, monolithic_s
 from benchmarks.reports import RESULTS, about, interval, known, ratio, run_ok
 from sp_bench.analysis.verdict import of_medians
-from sp_bench.kernels import choose
 from sp_bench.machine import cores_here
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
@@ -34,13 +34,12 @@ from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import RegionKind
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport
 
 REPORT = RESULTS / "fused_blocks.md"
-RANKS, HEADS, HEAD_DIM, REPETITIONS = 8, 1, 64, 5
+RANKS, HEADS, REPETITIONS = 8, 1, 5
 TOKENS = (4096,)
 """Of a rank."""
 
@@ -96,7 +95,7 @@ class Rank:
         plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
         self.blocks = [sum(isinstance(op, Block) for op in plan.ops) for plan in plans.values()]
         self._engine = Engine(plans, problem, "auto", torch.device("cpu"), transport=AloneTransport())
-        self._inputs = _inputs(tokens)
+        self._inputs = inputs(tokens, HEADS, HEADS)
 
     def step(self) -> tuple[float, float]:
         """CPU seconds of the blocks and folds of a forward and of a backward."""
@@ -110,19 +109,7 @@ class Rank:
 
 def one_call(mask: Mask, tokens: int) -> tuple[float, float]:
     """CPU seconds of one call of the kernel on the whole sequence, forward and backward."""
-    kernel = choose("auto", "cpu", "float32", HEAD_DIM)
-    q, k, v, dout = _inputs(RANKS * tokens)
-    kind = RegionKind(mask.name)
-    started = time.thread_time()
-    out, lse = kernel.forward(q, k, v, kind)
-    between = time.thread_time()
-    kernel.backward(dout, q, k, v, out, lse, kind)
-    return between - started, time.thread_time() - between
-
-
-def _inputs(tokens: int) -> list[torch.Tensor]:
-    """q, k, v and dout: (1, tokens, HEADS, HEAD_DIM) each."""
-    return [torch.randn(1, tokens, HEADS, HEAD_DIM) for _ in range(4)]
+    return monolithic_s(RANKS * tokens, mask, HEADS, HEADS, time.thread_time)
 
 
 def rows(tokens: int, mask: Mask, settings: tuple[Setting, ...]) -> list[dict[str, str]]:
