@@ -152,11 +152,9 @@ def backward_schedule(a: int, b: int, c: Mapping[str, int], *, runs: bool = Fals
 
     def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
         blocks = []
-        while runs and not tile.received_all and len(blocks) < x:
-            run = tile.next_run(x - len(blocks), columns=True)
+        by_columns = runs and not tile.received_all
+        while by_columns and len(blocks) < x and (run := tile.next_run(x - len(blocks), columns=True)):
             blocks += map(tile.compute, run)
-            if not run:
-                break
         while len(blocks) < x and (block := choose_next_block()):
             blocks.append(tile.compute(block))
         return tuple(blocks)

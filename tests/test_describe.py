@@ -91,7 +91,7 @@ def test_bad_requests(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_simulated_steps_have_their_intervals() -> None:
-    """Of a kind of transfers that was measured over such links, and of one that wasn't."""
+    """Ring's transfers were measured over such links, and Mesh's were not."""
     for method, kinds in (("ring", ("KV passed on", "NVLink")), ("mesh", ("Q and outputs passed on", "NVLink"))):
         text = describe([f"method={method}", "gpus=4", "seqlen=4k", "heads=4", "cluster=h100_ndr400"])
         (line,) = [line for line in text.splitlines() if line.startswith("simulated step: ")]

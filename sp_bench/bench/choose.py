@@ -120,9 +120,8 @@ class Traded(NamedTuple):
     variant: str
     layout: str
     peak_bytes: int
-    step_s: float
     interval: Interval
-    """Of the step, in ms."""
+    """The simulated step and its interval, in ms."""
 
 
 def memory_front(request: Request) -> list[Traded]:
@@ -131,18 +130,17 @@ def memory_front(request: Request) -> list[Traded]:
     They are those that the request's options stand for, and the method's `leaner` ones.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    found = []
+    found: list[tuple[int, Choice]] = []
     for problem in _dealings(request.method, request.problem):
         methods = (request.method, *request.method.leaner())
         for method in dict.fromkeys(m for one in methods for m in one.candidates(problem)):
             here = _simulated(_plan(method, problem, request), request.cluster.even)
-            peak = account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport)
-            ends = interval_of(here.total_s * 1e3, *kinds_of(here.plans.values(), request.cluster))
-            found.append(Traded(here.variant, here.problem.layout.name, peak, here.total_s, ends))
+            found.append((account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport), here))
     front: list[Traded] = []
-    for one in sorted(found, key=lambda one: (one.peak_bytes, one.step_s)):
-        if not front or one.step_s < front[-1].step_s:
-            front.append(one)
+    for peak, one in sorted(found, key=lambda each: (each[0], each[1].total_s)):
+        if not front or one.total_s * 1e3 < front[-1].interval.step_ms:
+            ends = interval_of(one.total_s * 1e3, *kinds_of(one.plans.values(), request.cluster))
+            front.append(Traded(one.variant, one.problem.layout.name, peak, ends))
     return front
 
 

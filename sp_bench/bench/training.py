@@ -184,14 +184,13 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
     before_s, after_s = costs.before_s(), costs.after_s()
     sums = costs.tensor_sums
     forward = _layer(choice, "forward", parts, costs.gathered_bytes, 1, (before_s, after_s), (0.0, 2 * sum_s))
-    again_s = 0.0 if costs.workload.training.recompute == "none" else before_s + after_s
     backward = _layer(
         choice,
         "backward",
         parts,
         costs.gathered_bytes + costs.reduced_bytes,
         2,
-        (again_s + forward.attention_s * full + costs.after_backward_s(), costs.before_backward_s()),
+        (costs.again_s() + forward.attention_s * full + costs.after_backward_s(), costs.before_backward_s()),
         ((sums["backward"] - 1) * sum_s, sum_s),
     )
     n = choice.problem.n

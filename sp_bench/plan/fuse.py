@@ -110,25 +110,22 @@ def _joined(
 
     Groups of the same other chunks are one, a rectangle, where their shared chunks lie in neighbouring slots, too.
     """
+    blocks = {index: op for index in run if isinstance(op := plan.ops[index], Single)}
     rows: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-    for index in run:
-        op = plan.ops[index]
-        assert isinstance(op, Single)
+    for index, op in blocks.items():
         if slot := slots.of(index, other(op)):
             rows.setdefault((shared(op), other(op).heads, slot.row), []).append((slot.number, index))
-    lines = [group for row in rows.values() for group in _neighbours(row) if len(group) > 1]
+    lines = {group[0]: group for row in rows.values() for group in _neighbours(row) if len(group) > 1}
     found: list[tuple[int, ...]] = []
     beside: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-    for number, line in enumerate(lines):
-        first = plan.ops[line[0]]
-        assert isinstance(first, Single)
-        if slot := slots.of(line[0], shared(first)):
-            others = tuple(other(op) for op in (plan.ops[index] for index in line) if isinstance(op, Single))
-            beside.setdefault((others, shared(first).heads, slot.row), []).append((slot.number, number))
+    for first, line in lines.items():
+        chunk, others = shared(blocks[first]), tuple(other(blocks[index]) for index in line)
+        if slot := slots.of(first, chunk):
+            beside.setdefault((others, chunk.heads, slot.row), []).append((slot.number, first))
         else:
             found.append(line)
     for row in beside.values():
-        found += [tuple(index for number in numbers for index in lines[number]) for numbers in _neighbours(row)]
+        found += [tuple(index for first in firsts for index in lines[first]) for firsts in _neighbours(row)]
     return found
 
 

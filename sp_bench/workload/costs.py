@@ -73,11 +73,13 @@ class TrainingCosts:
 
     def layer_s(self, phase: str) -> float:
         """Seconds of a layer's forward or backward without its attention; of the backward with what it recomputes."""
-        forward_s = self.before_s() + self.after_s()
         if phase == "forward":
-            return forward_s
-        again = self.workload.training.recompute != "none"
-        return again * forward_s + self.before_backward_s() + self.after_backward_s()
+            return self.before_s() + self.after_s()
+        return self.again_s() + self.before_backward_s() + self.after_backward_s()
+
+    def again_s(self) -> float:
+        """Seconds of what a layer's backward computes again of the forward, without the attention."""
+        return 0.0 if self.workload.training.recompute == "none" else self.before_s() + self.after_s()
 
     def before_s(self) -> float:
         """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
