@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -207,27 +208,12 @@ class DeviceCosts:
 
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
         """A block of many documents is one call of a kernel for variable lengths, at the rate of its mean piece."""
-        table, batch_heads = self._table(problem), problem.batch * problem.block_heads
-        pieces, q_tokens, kv_tokens = blocks.shapes
-        area = pieces * q_tokens * kv_tokens
-        flops = FLOPS_PER_PAIR[phase] * blocks.pairs * batch_heads * problem.head_dim
-        # Few sizes, so that the rate is looked up for each only once.
-        cut = blocks.pairs < MOSTLY_FULL * area
-        sizes = np.stack([_rounded(pieces), _rounded(q_tokens), _rounded(kv_tokens), cut])
-        kinds, kind = np.unique(sizes[:, blocks.pairs > 0], axis=1, return_inverse=True)
-        rates = [
-            table.flops_per_s(
-                phase,
-                "causal" if triangles else "full",
-                int(q),
-                int(kv),
-                batch_heads=int(count) * batch_heads,
-                dtype=problem.dtype,
-            )
-            for count, q, kv, triangles in kinds.T
-        ]
         found = np.zeros(blocks.classes)
-        found[blocks.pairs > 0] = self.launch_s + flops[blocks.pairs > 0] / np.array(rates)[kind.ravel()]
+        there, flops_per_s = _pack_rates(
+            self._table(problem), blocks, phase, problem.batch * problem.block_heads, problem.dtype
+        )
+        flops = FLOPS_PER_PAIR[phase] * blocks.pairs[there] * problem.batch * problem.block_heads * problem.head_dim
+        found[there] = self.launch_s + flops / flops_per_s
         return found
 
     def fold_s(
@@ -303,6 +289,27 @@ class DeviceCosts:
             dtype=problem.dtype,
         )
         return self.launch_s + FLOPS_PER_PAIR[phase] * pairs * batch_heads * problem.head_dim / flops_per_s
+
+
+@lru_cache(maxsize=16)
+def _pack_rates(
+    table: KernelTable | Padded, blocks: PackBlocks, phase: str, batch_heads: int, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which blocks of a pack have anything to compute, (classes,), and the FLOP/s of each of these."""
+    pieces, q_tokens, kv_tokens = blocks.shapes
+    there = blocks.pairs > 0
+    cut = blocks.pairs < MOSTLY_FULL * pieces * q_tokens * kv_tokens
+    # Few sizes, so that the rate is looked up for each only once.
+    sizes = [each[there] for each in (_rounded(pieces), _rounded(q_tokens), _rounded(kv_tokens), cut)]
+    values, numbers = zip(*(np.unique(each, return_inverse=True) for each in sizes), strict=True)
+    shape = tuple(each.size for each in values)
+    kinds, kind = np.unique(np.ravel_multi_index(numbers, shape), return_inverse=True)
+    rates = []
+    for numbered in zip(*np.unravel_index(kinds, shape), strict=True):
+        count, q, kv, triangles = (int(of[i]) for of, i in zip(values, numbered, strict=True))
+        mask = "causal" if triangles else "full"
+        rates.append(table.flops_per_s(phase, mask, q, kv, batch_heads=count * batch_heads, dtype=dtype))
+    return there, np.array(rates)[kind]
 
 
 def _rounded(tokens: np.ndarray) -> np.ndarray:

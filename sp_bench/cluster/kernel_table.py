@@ -138,7 +138,7 @@ class Surface:
         return float(np.interp(math.log2(q_tokens), self.log_q, by_q))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KernelTable:
     """The rates of one kernel at one head_dim."""
 

@@ -78,11 +78,13 @@ def _zigzag_documents(mask: Packed, chunks: int) -> list[list[range]]:
     dealt: list[list[range]] = [[] for _ in range(chunks)]
     turn = 0
     for document in _documents(mask):
-        for index in range(2 * chunks):
-            tokens = piece(index, 2 * chunks, len(document))
-            to = min(index, 2 * chunks - 1 - index)
-            dealt[(to + turn) % chunks].append(document[tokens.start : tokens.stop])
-        turn += len(document)  # the first len(document) % (2 * chunks) pieces have a token more
+        base, longer = divmod(len(document), 2 * chunks)
+        start = document.start
+        for index in range(2 * chunks if base else longer):
+            to, stop = min(index, 2 * chunks - 1 - index), start + base + (index < longer)
+            dealt[(to + turn) % chunks].append(range(start, stop))
+            start = stop
+        turn += len(document)  # the `longer` pieces come first
     return dealt
 
 

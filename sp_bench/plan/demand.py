@@ -7,7 +7,8 @@ where a block has been folded into it. What is not wanted is neither sent nor fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
@@ -41,17 +42,23 @@ def demand(plan: Plan, problem: Problem) -> Demand:
         return ALL
     found = _CACHE.setdefault(plan, {})
     if problem not in found:
-        found[problem] = _of_partials(plan, problem) | _of_operands(plan, problem)
+        visible = _visible(plan, problem)
+        found[problem] = _of_partials(plan, visible) | _of_operands(plan, visible)
     return found[problem]
 
 
-def _visible(op: Attend | AttendBackward, problem: Problem, ranks: np.ndarray) -> np.ndarray:
-    """Whether a block has anything to compute on each rank: (n,)."""
-    blocks = problem.blocks
-    return np.asarray(blocks.pairs)[blocks.of(op.q.owner(ranks), op.kv.owner(ranks))] > 0
+Visible = Callable[[Attend | AttendBackward], np.ndarray]
+"""Whether a block has anything to compute on each rank: (n,)."""
 
 
-def _of_operands(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
+def _visible(plan: Plan, problem: Problem) -> Visible:
+    ranks, blocks, pairs = np.arange(plan.n), problem.blocks, np.asarray(problem.blocks.pairs)
+    owner = cache(lambda place: place.owner(ranks))
+    seen = cache(lambda q, kv: pairs[blocks.of(owner(q), owner(kv))] > 0)
+    return lambda op: seen(op.q.place, op.kv.place)
+
+
+def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
     """Which ranks want each received chunk of q, kv and the like, from the last operation back to the first."""
     ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
     wanted: dict[Chunk, np.ndarray] = {}
@@ -62,9 +69,8 @@ def _of_operands(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
     for index, op in reversed([*plan]):
         if isinstance(op, Block):
             for block in op.blocks:
-                visible = _visible(block, problem, ranks)
-                want(block.q, visible)
-                want(block.kv, visible)
+                want(block.q, visible(block))
+                want(block.kv, visible(block))
         elif isinstance(op, Bundle):
             for part in op.parts:
                 want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
@@ -76,7 +82,7 @@ def _of_operands(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
     return found
 
 
-def _of_partials(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
+def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
     """Which ranks receive, and fold, a partial that something was folded into, in plan order."""
     ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
     none = np.zeros(plan.n, bool)
@@ -85,7 +91,7 @@ def _of_partials(plan: Plan, problem: Problem) -> dict[int, np.ndarray]:
         if isinstance(op, Block):
             for block in op.blocks:
                 for chunk in block.writes:
-                    filled[chunk] = filled.get(chunk, none) | _visible(block, problem, ranks)
+                    filled[chunk] = filled.get(chunk, none) | visible(block)
         elif isinstance(op, Pass) and op.send and op.recv and is_partial(op.carries):
             filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
         elif isinstance(op, ReduceScatter):

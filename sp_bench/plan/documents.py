@@ -185,6 +185,19 @@ class Shapes(NamedTuple):
     kv_tokens: np.ndarray
 
 
+class Seen(NamedTuple):
+    """The keys of other chunks that the queries of one see, in groups: by document, or by run of a window."""
+
+    keys: np.ndarray
+    """How many a query sees, rising in a group: (queries,)."""
+    behind: np.ndarray
+    """How many more queries its group has behind it: (queries,)."""
+    first: np.ndarray
+    """The first query of each group: (groups,)."""
+    queries: np.ndarray
+    """How many each group has: (groups,)."""
+
+
 @dataclass(frozen=True)
 class PackBlocks(Blocks):
     """The blocks of a pack: each pair of chunks is a class of its own, whose regions are found when they are asked for.
@@ -217,6 +230,12 @@ class PackBlocks(Blocks):
             for run in self._positions(chunk):
                 owner[run.start : run.stop : run.step] = chunk
         return owner
+
+    @cached_property
+    def _queries(self) -> list[np.ndarray]:
+        """The positions of each chunk."""
+        ends = np.cumsum(np.bincount(self.owner, minlength=self.chunks))
+        return np.split(np.argsort(self.owner, kind="stable"), ends[:-1])
 
     @cached_property
     def pairs(self) -> np.ndarray:
@@ -275,12 +294,18 @@ class PackBlocks(Blocks):
         the cover is all keys up to one query and all queries behind it. With a window, only the keys between two runs
         of a chunk are counted, with the queries of the second.
         """
-        return sum(self._least_moved_to(chunk, per_query, per_key) for chunk in range(self.chunks))
+        moved = 0.0
+        for seen in self._seen_elsewhere:
+            kept = np.minimum.reduceat(per_key * seen.keys + per_query * seen.behind, seen.first)
+            moved += float(np.minimum(kept, per_query * seen.queries).sum())
+        return moved
 
-    def _least_moved_to(self, chunk: int, per_query: float, per_key: float) -> float:
-        queries = _flat(self._positions(chunk))
-        if not queries.size:
-            return 0.0
+    @cached_property
+    def _seen_elsewhere(self) -> list[Seen]:
+        """What the queries of each chunk that has any see in others."""
+        return [self._seen_by(queries) for queries in self._queries if queries.size]
+
+    def _seen_by(self, queries: np.ndarray) -> Seen:
         first, stop = self.mask.sees(queries)
         if self.mask.windowed:
             of = np.append(0, np.cumsum(np.diff(queries) > 1))  # the run of each query
@@ -294,9 +319,7 @@ class PackBlocks(Blocks):
             keys = (stop - first) - (np.searchsorted(queries, stop) - np.searchsorted(queries, first))
         groups = np.flatnonzero(np.diff(of, prepend=-1))
         sizes = np.diff(np.append(groups, queries.size))
-        behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
-        kept = np.minimum.reduceat(per_key * keys + per_query * behind, groups)
-        return float(np.minimum(kept, per_query * sizes).sum())
+        return Seen(keys, np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1, groups, sizes)
 
 
 @lru_cache(maxsize=32)

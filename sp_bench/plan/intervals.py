@@ -12,7 +12,7 @@ import numpy as np
 
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
-RUNS_AT_ONCE = 512
+RUNS_AT_ONCE = 1024
 """Few enough that counts by chunk stay in a cache."""
 
 
@@ -93,28 +93,37 @@ def pair_counts(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndar
     `owner` is the chunk of each position, `first` and `stop` what the query there sees: (seqlen,) each. Takes time and
     memory in proportion to the runs of positions of one chunk, times the chunks.
     """
-    return _keys_below(owner, chunks, stop) - _keys_below(owner, chunks, first)
-
-
-def _keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:
-    """For each query chunk i and key chunk j: the keys of j below limit[p], summed over the positions p of i."""
-    seqlen = owner.size
-    if chunks > 1 and np.array_equal(owner, np.arange(seqlen) % chunks):  # striped: every run is a token long
-        rounds, rest = np.divmod(limit, chunks)
-        whole = np.bincount(owner, weights=rounds, minlength=chunks)[:, None]
-        by_rest = np.bincount(owner * chunks + rest, minlength=chunks**2).reshape(chunks, chunks)
-        return (whole + by_rest.sum(axis=1, keepdims=True) - by_rest.cumsum(axis=1)).astype(np.int64)
+    if chunks > 1 and np.array_equal(owner, np.arange(owner.size) % chunks):
+        return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
     starts = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    lengths, run = np.diff(np.append(starts, seqlen)), np.searchsorted(starts, limit, side="right") - 1
-    found, left = np.zeros((chunks, chunks)), np.bincount(owner, minlength=chunks)[:, None]
-    # Limits don't fall, so that those in some neighbouring runs are of neighbouring positions.
+    of, lengths, found = owner[starts], np.diff(np.append(starts, owner.size)), np.zeros(chunks**2)
+    runs = [np.searchsorted(starts, limit, side="right") - 1 for limit in (stop, first)]
+    """The run in which what a query sees ends, and that in which it starts."""
+    for sign, limit, run in zip((1, -1), (stop, first), runs, strict=True):
+        found += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
+    found, behind = found.reshape(chunks, chunks), np.zeros((chunks, 1), np.int64)
+    """`behind`: of how many more queries what they see ends than starts behind a run, by chunk. They see all of it."""
     for low in range(0, starts.size, RUNS_AT_ONCE):
         high = min(low + RUNS_AT_ONCE, starts.size)
-        here = slice(*np.searchsorted(run, (low, high)))
-        cell, shape = owner[here] * (high - low) + run[here] - low, (chunks, high - low)
-        ending = np.bincount(cell, minlength=chunks * (high - low)).reshape(shape)
-        inside = np.bincount(cell, limit[here] - starts[run[here]], chunks * (high - low)).reshape(shape)
-        beyond = left - ending.cumsum(axis=1)
-        np.add.at(found.T, owner[starts[low:high]], (beyond * lengths[low:high] + inside).T)
-        left = beyond[:, -1:]
+        ending, starting = (_by_chunk_and_run(owner, chunks, run, low, high) for run in runs)
+        seeing = behind + (starting - ending).cumsum(axis=1)
+        by_owner = np.argsort(of[low:high], kind="stable")
+        owners, at = np.unique(of[low:high][by_owner], return_index=True)
+        found[:, owners] += np.add.reduceat((seeing * lengths[low:high])[:, by_owner], at, axis=1)
+        behind = seeing[:, -1:]
     return found.astype(np.int64)
+
+
+def _by_chunk_and_run(owner: np.ndarray, chunks: int, run: np.ndarray, low: int, high: int) -> np.ndarray:
+    """How many positions of each chunk have each of the runs from `low` to `high`: (chunks, high - low)."""
+    here = slice(*np.searchsorted(run, (low, high)))  # neither end of what queries see falls
+    cell = owner[here] * (high - low) + run[here] - low
+    return np.bincount(cell, minlength=chunks * (high - low)).reshape(chunks, high - low)
+
+
+def _striped_keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:
+    """For each query chunk i and key chunk j: the keys of j below limit[p], summed over the positions p of i."""
+    rounds, rest = np.divmod(limit, chunks)
+    whole = np.bincount(owner, weights=rounds, minlength=chunks)[:, None]
+    by_rest = np.bincount(owner * chunks + rest, minlength=chunks**2).reshape(chunks, chunks)
+    return (whole + by_rest.sum(axis=1, keepdims=True) - by_rest.cumsum(axis=1)).astype(np.int64)
