@@ -36,7 +36,7 @@ METHODS = {
 FORMS = ("library", "messages")
 TORCH = ("method=peer", "impl=torch_context_parallel", "method.algorithm=all_gather")
 """It gathers all heads at once, in zigzag layout; backward it passes dKV round."""
-BESIDE_TORCH = {
+BESIDE_TORCH = {"all_gather as it is by default": ("method=all_gather",)} | {
     f"all_gather stride {stride}, zigzag, {form}": (
         "method=all_gather", "method.layout=zigzag", f"method.stride={stride}", f"method.collectives={form}",
     )

@@ -46,7 +46,8 @@ HEADING = "## Where no two ranks are alike"
 ABOUT_ASYMMETRIC = """
 Made by `python -m benchmarks.simulator_speed --asymmetric`. With jitter, and with documents, all ranks are simulated.
 User CPU seconds are those of the whole command, in which every variant and layout of a method that `auto` stands for is
-bounded or simulated.
+bounded or simulated. A dealing that no GPU has the memory for has no time: whole documents make the chunk with the
+longest one many times as long as others.
 """
 JITTER_SIZES = (64, 256)
 EVERY_METHOD = tuple(name for name in REGISTRY if name != "reference")
@@ -71,8 +72,12 @@ def overrides(method: str, gpus: int) -> list[str]:
     return [f"method={method}", f"gpus={gpus}", f"seqlen={seqlen}", "baseline=null", "logger=none", *heads]
 
 
+class DoesNotFit(RuntimeError):
+    """A point that no GPU has the memory for."""
+
+
 def command_cost(keys: Sequence[str]) -> Cost:
-    """Run a point by its command. Raises RuntimeError if it fails."""
+    """Run a point by its command. Raises DoesNotFit where memory is too small, RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "sp_bench", *keys, f"results_dir={folder}"]
         started = time.perf_counter()
@@ -80,7 +85,8 @@ def command_cost(keys: Sequence[str]) -> Cost:
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - started
     if status:
-        raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+        error = DoesNotFit if os.waitstatus_to_exitcode(status) == 1 else RuntimeError
+        raise error(f"{' '.join(command)} ended with status {status}")
     return Cost(wall_s, usage.ru_maxrss / 1024, usage.ru_utime)
 
 
@@ -108,10 +114,14 @@ def asymmetric() -> str:
     ]
     rows = []
     for what, gpus, keys in (*jitter, *packs):
-        cost = command_cost(keys)
-        method = keys[0].removeprefix("method=")
-        rows.append({"method": method, "with": what, "GPUs": gpus, "user CPU s": f"{cost.cpu_s:.1f}"})
-        rows[-1]["wall_s"], rows[-1]["peak_mb"] = f"{cost.wall_s:.1f}", f"{cost.peak_mb:.0f}"
+        rows.append({"method": keys[0].removeprefix("method="), "with": what, "GPUs": gpus})
+        try:
+            cost = command_cost(keys)
+        except DoesNotFit:
+            rows[-1] |= {"user CPU s": "doesn't fit", "wall_s": "-", "peak_mb": "-"}
+        else:
+            wall_s, peak_mb = f"{cost.wall_s:.1f}", f"{cost.peak_mb:.0f}"
+            rows[-1] |= {"user CPU s": f"{cost.cpu_s:.1f}", "wall_s": wall_s, "peak_mb": peak_mb}
         print(" | ".join(rows[-1].values()), flush=True)
     return f"{HEADING}\n{ABOUT_ASYMMETRIC}\n{of_rows(rows)}\n"
 

@@ -19,7 +19,8 @@ from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand
 from sp_bench.plan.documents import PackBlocks
-from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Plan, RowSums, Transfer
+from sp_bench.plan.groups import Exchange, Group
+from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Pass, Plan, RowSums, Transfer
 from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_of_keys, is_partial
 from sp_bench.plan.transfers import messages, peers
 
@@ -94,13 +95,21 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
     The algorithms are those of the cluster's library; without a cluster, a message to each other member.
     """
     ranks, wanted, sent, carried = np.arange(problem.n), demand(plan, problem), {}, Counter[Collective]()
+    alike = dict[tuple[Group | Exchange, int, str], list[int]]()
+    """Operations that send the same bytes; a plan has thousands, of few kinds."""
     for index, op in plan:
         if isinstance(op, Collective) and cluster:
             carried[replace(op, lane="")] += 1
+        elif isinstance(op, Pass) and op.send and problem.is_even and not op.against and index not in wanted:
+            alike.setdefault((op.group, op.shift, op.send.tensor), []).append(index)
         elif isinstance(op, Transfer):
-            for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
-                total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
-                total += sum(sizes.values())
+            alike[op.group, index, ""] = [index]
+    for same in alike.values():
+        index, op = same[0], plan.ops[same[0]]
+        assert isinstance(op, Transfer)
+        for (group, shift), sizes in zip(peers(op), messages(op, problem, ranks, wanted.get(index)), strict=True):
+            total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
+            total += len(same) * sum(sizes.values())
     found = [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
     for op, times in carried.items():
         assert cluster

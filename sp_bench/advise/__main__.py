@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
@@ -29,6 +31,7 @@ from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.report import over_least
 from sp_bench.errors import RequestError
+from sp_bench.machine import cores_here
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 OWN = ("memory", "plots", "changes")
@@ -50,15 +53,21 @@ def _advise(arguments: Sequence[str]) -> int:
     memory_bytes = size(given["memory"]) if "memory" in given else None
     if (asked := given.get("changes", "true")) not in ("true", "false"):
         raise RequestError(f"changes={asked}", "must be true or false", "changes=false would work")
-    with _progress() as progress:
-        task = progress.add_task("")
-        found = answer(overrides, memory_bytes=memory_bytes, done=lambda name: progress.update(task, description=name))
+    with _progress() as progress, ProcessPoolExecutor(cores_here(), get_context("spawn")) as pool:
+        task, each = progress.add_task(""), pool.map
+        found = answer(
+            overrides,
+            memory_bytes=memory_bytes,
+            each=each,
+            done=lambda name: progress.update(task, description=name),
+        )
         varied = []
         if asked == "true":
             varied = changes(
                 overrides,
                 found,
                 memory_bytes=memory_bytes,
+                each=each,
                 done=lambda what: progress.update(task, description=f"with {what}"),
             )
     console = Console(width=None if sys.stdout.isatty() else 160)

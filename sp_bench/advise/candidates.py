@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.records import Record
 
+Each = Callable[[Callable[[Mapping[str, Any]], "Feasible | RequestError"], Iterable[Mapping[str, Any]]], Iterable]
 LEFT_OUT = ("reference",)
 """Methods for one GPU."""
 
@@ -57,38 +58,43 @@ def answer(
     *,
     memory_bytes: float | None = None,
     methods: Sequence[str] = tuple(REGISTRY),
+    each: Each = map,
     done: Callable[[str], None] = lambda name: None,
 ) -> Answer:
     """Simulate the methods for a request. Methods whose attention needs more than `memory_bytes` a GPU are refused.
 
+    `each` calls a function for every config, as map does; that of a pool of processes does several at a time.
     Raises RequestError for a request that no method can serve, and for unknown keys.
     """
-    found: Answer | None = None
     with Composer() as composer:
         composed = {
             name: composer.compose(composer.points([*overrides, f"method={name}"], sweep=False)[0])
             for name in methods
             if name not in LEFT_OUT
         }
-    for name, config in composed.items():
-        found = found or Answer(config)
-        try:
-            record, choice = simulate_point(
-                resolve({**config, "mode": "simulate", "workload": "attention", "trace": 0})
-            )
-        except RequestError as error:
-            found.refused[name] = str(error)
+    found = Answer(next(iter(composed.values())))
+    for name, tried in zip(composed, each(_tried, composed.values()), strict=True):
+        if isinstance(tried, RequestError):
+            found.refused[name] = str(tried)
         else:
-            found.feasible.append(Feasible(choice.method, record))
-            found.refused |= _too_large(found.feasible[-1], memory_bytes)
+            found.feasible.append(tried)
+            found.refused |= _too_large(tried, memory_bytes)
         done(name)
-    assert found is not None
     found.feasible = [each for each in found.feasible if each.method.name not in found.refused]
     found.feasible.sort(key=lambda each: each.time.step_ms)
     if not found.feasible:
         reasons = list(found.refused.values())
         raise RequestError(" ".join(overrides), "no method can serve it", f"the first says: {reasons[0]}")
     return found
+
+
+def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:
+    """A method simulated at its fastest degrees, or why it can't run."""
+    try:
+        record, choice = simulate_point(resolve({**config, "mode": "simulate", "workload": "attention", "trace": 0}))
+    except RequestError as error:
+        return error
+    return Feasible(choice.method, record)
 
 
 def _too_large(candidate: Feasible, memory_bytes: float | None) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sp_bench.advise.candidates import Answer, Feasible, answer
+from sp_bench.advise.candidates import Answer, Each, Feasible, answer
 from sp_bench.errors import RequestError
 from sp_bench.reading import Tokens, read
 
@@ -33,6 +33,7 @@ def changes(
     now: Answer,
     *,
     memory_bytes: float | None,
+    each: Each = map,
     done: Callable[[str], None] = lambda name: None,
 ) -> list[Change]:
     """The answers to the varied questions, among the methods that are fast today."""
@@ -42,7 +43,7 @@ def changes(
         keys = {override.partition("=")[0] for override in changed}
         kept = [override for override in overrides if override.partition("=")[0] not in keys]
         try:
-            then = answer([*kept, *changed], memory_bytes=memory_bytes, methods=names)
+            then = answer([*kept, *changed], memory_bytes=memory_bytes, methods=names, each=each)
         except RequestError:
             found.append(Change(what, None, None, True))
         else:

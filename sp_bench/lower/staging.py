@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import cache
 from typing import Literal, NamedTuple
 
 from sp_bench.lower.transports import TransportKind
@@ -76,6 +77,9 @@ def staging_buffers(
 ) -> StagingBuffers:
     """The staging buffers that a plan needs on a transport, given its `unsummed` partials."""
     found = dict[StagingUse, tuple[TensorSpec, ...]]()
+    # A plan has thousands of operations, of few kinds.
+    sent_as = cache(lambda tensor: chunk_specs(problem, tensor, wire=True))
+    needs_cast = cache(lambda tensor, summed: problem.needs_cast(tensor, summed=summed))
     for op in plan.ops:
         if isinstance(op, AllToAll):
             pieces = tuple(
@@ -95,9 +99,8 @@ def staging_buffers(
             if not adds_up_on_the_way(op, transport):
                 found[StagingUse(op.lane, op.carries, "recv")] = of_all
         elif isinstance(op, Pass) and (sent := op.send):
-            casts = problem.needs_cast(sent.tensor, summed=sent not in unsummed)
-            if op.against or casts:
-                found[StagingUse(op.lane, sent.tensor, "pass")] = chunk_specs(problem, sent.tensor, wire=True)
+            if op.against or needs_cast(sent.tensor, sent not in unsummed):
+                found[StagingUse(op.lane, sent.tensor, "pass")] = sent_as(sent.tensor)
             if transport.lands and op.recv and op.recv in plan.ends_with:
                 found[StagingUse(op.lane, op.recv.tensor, "land")] = held_specs(problem, op.recv, unsummed)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.layout import Layout
@@ -63,6 +63,7 @@ section 3.1)."""
 FIELDS |= {f"{name}_h": tuple(replace(field, by_heads=True) for field in fields) for name, fields in FIELDS.items()}
 
 
+@cache
 def is_partial(tensor: str) -> bool:
     """Whether chunks of the tensor are partial sums over blocks: o, dq, dkv, and the same by heads."""
     return any(field.kind is Kind.PARTIAL for field in FIELDS[tensor])

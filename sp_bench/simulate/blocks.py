@@ -12,9 +12,13 @@ from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
 from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.dataflow import dataflow
+from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.ops import Block, Chunk, Fused, Place, Plan
 from sp_bench.plan.problem import FIELDS, Problem, is_of_keys
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
+
+BLOCKS_AT_ONCE = 512
+"""Few enough that owners on all ranks fit a cache."""
 
 
 class BlockCosts:
@@ -56,9 +60,13 @@ class BlockCosts:
         found = [self.kernels_s(index, op, everyone)]
         return [*found, self.folds_s(index, op, everyone)] if isinstance(op, Fused) else found
 
+    def of_owners_s(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        """Seconds of the kernel calls of blocks of chunks with these owners."""
+        return self._case_s[self._problem.blocks.of(q, kv)]
+
     def _find_of_places(self, q: Place, kv: Place) -> np.ndarray:
         """What the kernel calls of the block of two chunks take on each rank: (n,)."""
-        return self._case_s[self._problem.blocks.of(self._owner(q), self._owner(kv))]
+        return self.of_owners_s(self._owner(q), self._owner(kv))
 
     def _find_owner(self, place: Place) -> np.ndarray:
         """The owner of a chunk's tokens on each rank: (n,)."""
@@ -113,7 +121,14 @@ def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
     """Seconds of all kernel calls of a plan on each rank, without folds: (n,)."""
     costs = BlockCosts(plan, problem, cluster.device, lower(plan, problem, cluster.transport))
     everyone, total_s = np.arange(problem.n), np.zeros(problem.n)
+    by_home = dict[tuple[Group | Grid, Group | Grid], list[tuple[int, int]]]()
     for index, op in plan:
-        if isinstance(op, Block):
+        if isinstance(op, Fused):
             total_s += costs.kernels_s(index, op, everyone)
+        elif isinstance(op, Block):
+            by_home.setdefault((op.q.home, op.kv.home), []).append((op.q.index, op.kv.index))
+    for (q, kv), indices in by_home.items():
+        for start in range(0, len(indices), BLOCKS_AT_ONCE):
+            of_q, of_kv = np.array(indices[start : start + BLOCKS_AT_ONCE]).T[:, :, None]
+            total_s += costs.of_owners_s(q.member(everyone, of_q), kv.member(everyone, of_kv)).sum(axis=0)
     return total_s

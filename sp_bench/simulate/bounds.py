@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from functools import cache
 
 import numpy as np
 
@@ -66,7 +67,13 @@ def link_classes(network: Network) -> dict[str, np.ndarray]:
 
 def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Container[int]) -> float:
     """The most latency that a rank's lane adds up, but for that which passes while other messages come."""
-    ranks, known, lanes, network = np.arange(plan.n), {}, {}, cluster.network(plan.n)
+    ranks, lanes, network = np.arange(plan.n), {}, cluster.network(plan.n)
+
+    @cache
+    def latency_s(pairs) -> np.ndarray:
+        """Of messages that are under way at once."""
+        return np.max([network.routes(ranks, group.member(ranks, shift)).latency_s for group, shift in pairs], axis=0)
+
     for index, op in plan:
         if isinstance(op, AllGather | ReduceScatter):
             size = sum(sum(sizes.values()) for sizes in messages(op, problem, 0))
@@ -74,9 +81,5 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
                 lanes[op.lane] = lanes.get(op.lane, 0.0) + way.latency_s
                 continue
         if isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):
-            for group, shift in pairs:
-                if (group, shift) not in known:
-                    known[group, shift] = network.routes(ranks, group.member(ranks, shift)).latency_s
-            # Messages of one transfer are under way at once.
-            lanes[op.lane] = lanes.get(op.lane, 0.0) + np.max([known[pair] for pair in pairs], axis=0)
+            lanes[op.lane] = lanes.get(op.lane, 0.0) + latency_s(tuple(pairs))
     return max((float(np.max(seconds)) for seconds in lanes.values()), default=0.0)
