@@ -13,7 +13,7 @@ from sp_bench.measure import pool
 from tests.support.marks import NEEDS_A_GPU
 from tests.support.ranks import Ranks
 
-settings.register_profile("quick", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=1000, print_blob=True)
 # A change is judged by examples that depend on nothing but the test; new ones are looked for outside CI.
 settings.register_profile("ci", settings.get_profile("quick"), max_examples=60, derandomize=True, database=None)

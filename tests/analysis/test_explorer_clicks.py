@@ -228,8 +228,10 @@ def test_everything_has_a_name(browser: Browser, address: str) -> None:
         assert len(shown) > 20
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("dark", [False, True])
+OTHER_WINDOWS = ((1280, False), (1280, True), (390, False))
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), *(exhaustive(*case) for case in OTHER_WINDOWS)])
 def test_no_page_is_wider_than_its_window(browser: Browser, address: str, width: int, dark: bool) -> None:
     for tab in ("chart", "table", "compare"):
         browser.open(address, width, dark=dark, tab=tab)

@@ -141,7 +141,7 @@ def served(folder: Path, device: str, ranks: int, *, quick: bool) -> dict[str, l
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, *map(exhaustive, (2, 8, 16))])
+@pytest.mark.parametrize("ranks", [*map(exhaustive, (1, 2, 8, 16))])
 def test_all_points_of_gpus_can_be_served(ranks: int, tmp_path: Path) -> None:
     methods = [name for name in REGISTRY if name != "reference"]
     found = served(tmp_path, "cuda", ranks, quick=False)

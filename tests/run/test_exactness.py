@@ -123,6 +123,7 @@ def test_a_cover_of_the_matrix(ranks: Ranks) -> None:
     assert_exact(ranks, cover_of_the_matrix(2))
 
 
+@pytest.mark.exhaustive
 def test_each_method_on_eight_ranks(ranks: Ranks) -> None:
     assert_exact(ranks, of_each_method(part_of_the_matrix(8)))
 

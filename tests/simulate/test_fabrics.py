@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sp_bench.cluster.topology import Network, Topology
 from sp_bench.simulate.flows import Solver, solve
 from tests.support.flow_graphs import RELATIVE, SOLVERS, Task, assert_within_capacity, exact_finish_s, graph_of
+from tests.support.marks import exhaustive
 from tests.support.topologies import FULL_MESH, NICS, SOCKETS, SWITCH, config
 
 Case = tuple[Network, list[Task]]
@@ -62,7 +63,7 @@ def traffic(draw: st.DrawFn) -> Case:
     return network, tasks
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", [exhaustive(SOLVERS[0]), *SOLVERS[1:]])
 @given(case=traffic())
 def test_random_traffic_agrees_with_the_exact_reference(solver: Solver, case: Case) -> None:
     network, tasks = case
