@@ -63,8 +63,12 @@ def section(title: str, folder: Path, environment: Mapping[str, str], before: Se
 
 
 def _of_any_machine(text: str) -> str:
-    """The text without the name of this machine."""
-    return re.sub(rf"\b{re.escape(host_name())}\b", "host", text).strip()
+    """The text without the name of this machine; columns stay in their places."""
+    name, shown = re.escape(host_name()), "host"
+    wider = len(host_name()) - len(shown)
+    in_columns = rf"\b{name}\b((?:[^ \n]| (?! ))*)( {{2,}})"
+    text = re.sub(in_columns, lambda found: shown + found[1] + " " * max(1, len(found[2]) + wider), text)
+    return re.sub(rf"\b{name}\b", shown, text).strip()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sp_bench.diagnosing.findings import Finding, finding
+from sp_bench.lower import ORDERED_FROM
 
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 _CHANNELS = re.compile(
@@ -16,8 +17,6 @@ _CHANNELS = re.compile(
 )
 _ROUTE = re.compile(r"Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\] (?:\[\w+\] )?via (\S+)")
 _NETWORK = re.compile(r"Using network (.+?)\s*$", re.MULTILINE)
-ORDERED = (2, 26)
-"""The first NCCL that can keep several communicators in launch order (NCCL_LAUNCH_ORDER_IMPLICIT)."""
 FAST_INSIDE = ("P2P",)
 """Transports by which GPUs of one host reach each other directly."""
 
@@ -54,7 +53,7 @@ def judge_nccl(logs: Sequence[NcclLog], hosts: Sequence[str]) -> list[Finding]:
         return []
     versions = sorted({log.version for log in logs if log.version})
     shown = ", ".join(".".join(map(str, version)) for version in versions) or "unknown"
-    old = bool(versions) and versions[0] < ORDERED
+    old = bool(versions) and versions[0] < ORDERED_FROM
     found = [
         finding("NCCL", "version", shown, "fail" if len(versions) > 1 else "warn" if old else "ok",
                 "the same NCCL on all hosts" if len(versions) > 1 else

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from sp_bench.diagnosing.findings import Finding, finding, on_hosts
 from sp_bench.diagnosing.seen import RankFacts
+from sp_bench.lower import LAUNCH_ORDER
 
 
 class Rule(NamedTuple):
@@ -42,7 +43,7 @@ RULES = (
     Rule("NCCL_PROTO", _on, "NCCL no longer chooses the fastest protocol for each size"),
     Rule("NCCL_MAX_NCHANNELS", _below(16), _FEW),
     Rule("NCCL_MAX_CTAS", _below(16), _FEW),
-    Rule("NCCL_LAUNCH_ORDER_IMPLICIT", lambda value: not _on(value), _UNORDERED, "set it to 1", "fail"),
+    Rule(LAUNCH_ORDER, lambda value: not _on(value), _UNORDERED, "set it to 1", "fail"),
     Rule("CUDA_LAUNCH_BLOCKING", _on, "the host waits for each kernel, so that nothing overlaps", status="fail"),
     Rule("CUDA_DEVICE_MAX_CONNECTIONS", _below(8), "streams share queues: transfers wait for blocks", "set it to 32"),
     Rule("TORCH_NCCL_BLOCKING_WAIT", _on, "the host waits for each transfer, so that nothing overlaps", status="fail"),

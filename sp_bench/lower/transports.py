@@ -28,6 +28,10 @@ SHARED = TransportKind(name="shared_memory", preposts=True, lands=True)
 """Memory that CPU ranks of one machine share; gloo for collectives and between machines."""
 NCCL = TransportKind(name="nccl", adds=True)
 """NCCL between GPUs; each lane has a communicator."""
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+"""The variable with which NCCL keeps several communicators in launch order; its default is 0."""
+ORDERED_FROM = (2, 26)
+"""The first NCCL that has it."""
 SYMMETRIC = TransportKind(name="symmetric_memory", adds=True, lands=True)
 """Copies by the copy engines between the GPUs of a node; NCCL for collectives and between nodes."""
 STAGED = TransportKind(name="staged")

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
-from sp_bench.lower import DEFAULT_TRANSPORT, SHARED, SYMMETRIC, TransportOptions
+from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, SHARED, SYMMETRIC, TransportOptions
 from sp_bench.machine import gpus_and_driver
 from sp_bench.records.identity import GPU_PACKAGES, gpu_environment, version
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sp_bench.run.transport import Transport
 
 PREFIX = "NCCL_"
-SETTINGS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+SETTINGS = {LAUNCH_ORDER: "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """What ranks on GPUs set unless the environment does: NCCL keeps the order in which lanes' operations are launched, and
 streams have hardware queues of their own, so that a hop doesn't wait behind a block."""
 

@@ -101,24 +101,33 @@ def pair_counts(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndar
     """The run in which what a query sees ends, and that in which it starts."""
     for sign, limit, run in zip((1, -1), (stop, first), runs, strict=True):
         found += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
-    found, behind = found.reshape(chunks, chunks), np.zeros((chunks, 1), np.int64)
-    """`behind`: of how many more queries what they see ends than starts behind a run, by chunk. They see all of it."""
+    found, seeing = found.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
+    """`seeing`: how many queries of each chunk see all of a run, since what they see starts before and ends behind."""
+    ending, starting = (_counted(run * chunks + owner) for run in runs)
     for low in range(0, starts.size, RUNS_AT_ONCE):
         high = min(low + RUNS_AT_ONCE, starts.size)
-        ending, starting = (_by_chunk_and_run(owner, chunks, run, low, high) for run in runs)
-        seeing = behind + (starting - ending).cumsum(axis=1)
+        more = np.zeros((chunks, high - low), np.int64)
+        for sign, (cells, counts) in ((1, starting), (-1, ending)):
+            here = slice(*np.searchsorted(cells, (low * chunks, high * chunks)))
+            run, chunk = np.divmod(cells[here], chunks)
+            more[chunk, run - low] += sign * counts[here]
+        more[:, 0] += seeing
+        more.cumsum(axis=1, out=more)
+        seeing = more[:, -1].copy()
+        more *= lengths[low:high]
+        # Sums by owner, as differences of running ones: np.add.reduceat takes several times as long.
         by_owner = np.argsort(of[low:high], kind="stable")
-        owners, at = np.unique(of[low:high][by_owner], return_index=True)
-        found[:, owners] += np.add.reduceat((seeing * lengths[low:high])[:, by_owner], at, axis=1)
-        behind = seeing[:, -1:]
-    return found.astype(np.int64)
+        last = np.flatnonzero(np.diff(of[low:high][by_owner], append=-1))
+        total = more.take(by_owner, axis=1).cumsum(axis=1)[:, last]
+        found[:, of[low:high][by_owner][last]] += np.diff(total, axis=1, prepend=0)
+    return found
 
 
-def _by_chunk_and_run(owner: np.ndarray, chunks: int, run: np.ndarray, low: int, high: int) -> np.ndarray:
-    """How many positions of each chunk have each of the runs from `low` to `high`: (chunks, high - low)."""
-    here = slice(*np.searchsorted(run, (low, high)))  # neither end of what queries see falls
-    cell = owner[here] * (high - low) + run[here] - low
-    return np.bincount(cell, minlength=chunks * (high - low)).reshape(chunks, high - low)
+def _counted(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different cells among ones that hardly ever change from one to the next, ascending, and how many of each."""
+    first = np.flatnonzero(np.append(True, cells[1:] != cells[:-1]))
+    different, number = np.unique(cells[first], return_inverse=True)
+    return different, np.bincount(number, np.diff(np.append(first, cells.size))).astype(np.int64)
 
 
 def _striped_keys_below(owner: np.ndarray, chunks: int, limit: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.cuda import nccl as library
 
 from sp_bench.errors import RequestError
-from sp_bench.lower import DEFAULT_TRANSPORT, NCCL, TransportOptions
+from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, NCCL, ORDERED_FROM, TransportOptions
 from sp_bench.lower.early import by_messages
 from sp_bench.machine import boot_id
 from sp_bench.plan.groups import Group
@@ -183,18 +183,10 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-SEVERAL_FROM = (2, 26)
-"""The first NCCL that keeps several communicators in launch order (NCCL_LAUNCH_ORDER_IMPLICIT)."""
-
-
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-"""The variable with which it does; NCCL's default is 0."""
-
-
 def refuse_several(version: tuple[Any, ...]) -> None:
     """Raise RequestError for an NCCL that can't run several communicators at once, or was told not to order them."""
-    if version[:2] < SEVERAL_FROM:
-        given, least = (".".join(map(str, numbers)) for numbers in (version, SEVERAL_FROM))
+    if version[:2] < ORDERED_FROM:
+        given, least = (".".join(map(str, numbers)) for numbers in (version, ORDERED_FROM))
         rule = f"lanes need communicators that run at once, which NCCL orders from {least} on"
         raise RequestError(
             f"NCCL {given}", rule, f"a torch built with NCCL {least}, or a method of one lane, would work"
