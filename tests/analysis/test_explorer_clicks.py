@@ -17,6 +17,7 @@ from sp_bench.analysis.verdict import OF_AMOUNTS, Ratio
 from sp_bench.records import Record
 from tests.support.browser import Browser, started
 from tests.support.made_records import made, spread, written
+from tests.support.marks import exhaustive
 
 METHODS = ("ring", "striped", "ulysses", "usp", "mesh")
 
