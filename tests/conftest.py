@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,18 @@ settings.load_profile(os.environ.get("SP_BENCH_HYPOTHESIS", "ci" if os.environ.g
 
 SHARED = ("box", "ranks", "can_be_made", "world")
 """Fixtures of which all workers together have one, those with the longest tests first."""
+USE = "ranks: Ranks"
+"""What a file that uses the ranks has somewhere."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests of the ranks are asked for, only their files are collected, which takes seconds less."""
+    is_file = collection_path.suffix == ".py" and config.option.markexpr.startswith("ranks")
+    return True if is_file and not _may_use_ranks(collection_path) else None
+
+
+def _may_use_ranks(path: Path) -> bool:
+    return USE in path.read_text()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_shared(item) or item.nodeid.partition("::")[0]))
         if _shared(item) == "ranks":
+            if not _may_use_ranks(item.path):
+                raise pytest.UsageError(f"{item.nodeid} uses the ranks: its file must have `{USE}`, or isn't collected")
             item.add_marker(pytest.mark.ranks)
     items.sort(key=lambda item: SHARED.index(name) if (name := _shared(item)) else len(SHARED))
 

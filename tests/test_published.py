@@ -61,6 +61,7 @@ def test_nothing_is_fitted_to_what_is_held_out() -> None:
         assert all(row in measurements() for row, _ in left_out.others(fit, "forward"))
 
 
+@pytest.mark.exhaustive
 def test_a_source_is_left_out_with_all_that_was_fitted_to_it() -> None:
     """Rates that another source has measured too are fitted again to it; what no other has becomes the prior."""
     by_source = {fit["source"]: [row for row in measurements() if fit["source"] in row["source"]] for fit in fits()}

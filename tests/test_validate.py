@@ -139,6 +139,7 @@ def test_a_point_that_can_not_be_simulated_is_a_row(tmp_path: Path) -> None:
     assert "oom: " in (tmp_path / "validation.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_can_not_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "method=ring,startrail", "method.team=3"]) == 2
     assert "method.team" in capsys.readouterr().err

@@ -96,6 +96,7 @@ def test_no_series_has_measured_and_simulated_points(browser: Browser, address: 
     assert browser.errors() == []
 
 
+@pytest.mark.exhaustive
 def test_lines_that_differ_in_more_say_so(browser: Browser, address: str) -> None:
     browser.open(address, asked={"split": "", "x": "gpus"}, chosen={"mode": ["measured"]})
     assert "Lines of one colour differ in sequence length" in browser.text("#differences")
@@ -106,6 +107,7 @@ def test_lines_that_differ_in_more_say_so(browser: Browser, address: str) -> Non
     assert {"sequence length 256k", "sequence length 1M"} <= set(browser.texts("#chart svg text"))
 
 
+@pytest.mark.exhaustive
 def test_overlapping_intervals_are_not_ranked(browser: Browser, address: str) -> None:
     browser.open(address, chosen={"mode": ["measured"]})
     browser.click("#tab-compare")
@@ -203,6 +205,7 @@ def test_tabs_and_sorting_by_keyboard(browser: Browser, address: str) -> None:
     assert browser.js(f"document.querySelector('#points th:nth-child({head})').ariaSort") == "ascending"
 
 
+@pytest.mark.exhaustive
 def test_everything_has_a_name(browser: Browser, address: str) -> None:
     """For screen readers, as Chromium computes it."""
     browser.open(address)

@@ -274,6 +274,7 @@ def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert record.peak_rss_growth_bytes_max > 0
 
 
+@pytest.mark.exhaustive
 def test_measured_backward_only(tmp_path: Path) -> None:
     """The forward gives it its inputs, also those that ulysses keeps, and is in no figure."""
     arguments = ["-m", "method=ring,ulysses", "gpus=2", "seqlen=256", "phase=backward,forward_backward", "iters=1"]

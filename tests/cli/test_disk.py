@@ -23,6 +23,7 @@ def kept_in(folder: Path) -> dict[str, int]:
     return {record.run_id: (folder / f"{record.run_id}.json").stat().st_mtime_ns for record in found}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")  # a file that is no record would be warned of
 def test_a_disk_that_gets_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sweep ends with what is kept, lost and not run; with more room the same command runs what is missing."""

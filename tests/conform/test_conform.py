@@ -49,7 +49,7 @@ def failures(rows: list[Row]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("sizes", "left"),
-    [((2,), ["uneven", "padding", "determinism", "messages"]), exhaustive((2, 3), ["uneven"])],
+    [exhaustive((2,), ["uneven", "padding", "determinism", "messages"]), exhaustive((2, 3), ["uneven"])],
     ids=["two ranks", "two and three ranks"],
 )
 def test_right(worlds: Worlds, sizes: tuple[int, ...], left: list[str]) -> None:

@@ -141,11 +141,11 @@ def served(folder: Path, device: str, ranks: int, *, quick: bool) -> dict[str, l
     return found
 
 
-@pytest.mark.parametrize("ranks", [*map(exhaustive, (1, 2, 8, 16))])
-def test_all_points_of_gpus_can_be_served(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [*map(exhaustive, (1, 2, 8, 16))])
+def test_all_points_of_gpus_can_be_served(n: int, tmp_path: Path) -> None:
     methods = [name for name in REGISTRY if name != "reference"]
-    found = served(tmp_path, "cuda", ranks, quick=False)
-    if ranks == 1:
+    found = served(tmp_path, "cuda", n, quick=False)
+    if n == 1:
         assert found == {
             "exactness": ["ring"] * 2,
             "headline": ["ring"] * 3,

@@ -82,6 +82,7 @@ def test_two_records_are_two_runs_and_nothing_private_is_in_them(tmp_path: Path,
     assert not list(tmp_path.rglob("requirements.txt"))
 
 
+@pytest.mark.exhaustive
 @needs_wandb
 def test_the_same_run_again_is_another_folder(tmp_path: Path):
     path = kept(tmp_path)

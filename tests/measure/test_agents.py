@@ -129,7 +129,7 @@ def test_a_pool_that_goes_on(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("how", "others", "why"),
     [
-        ("exit", "barrier", "died: exit code 3"),
+        exhaustive("exit", "barrier", "died: exit code 3"),
         ("kill", "attention", "died: killed by SIGKILL"),
         exhaustive("stop", "barrier", "hangs: its process is stopped"),
         exhaustive("sleep", "all_reduce", "hangs (no rank has answered"),
@@ -149,6 +149,7 @@ def test_a_rank_that_dies_or_hangs(started: Started, how: str, others: str, why:
         assert pool.run(jobs.total) == [3.0] * N
 
 
+@pytest.mark.exhaustive
 def test_a_process_of_the_launch_that_dies() -> None:
     """With its rank; the others end, and no pool can be opened any more, which says so."""
     started = Started()

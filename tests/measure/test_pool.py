@@ -71,6 +71,7 @@ def test_progress_is_that_of_rank_0(shared: RankPool) -> None:
     assert shared.run(jobs.report_often, 2, 0.0) == [2] * N, "nobody has to listen"
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_report_are_not_hung() -> None:
     """A run may take longer than the pool's patience."""
     with RankPool(2, timeout_s=SHORT_S) as pool:
@@ -207,6 +208,7 @@ def test_a_stopped_rank_is_nowhere() -> None:
     assert {thread.state for thread in stopped.threads} == {"T"}
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_after_it_reported() -> None:
     failure = failure_of("sleep", "barrier", timeout_s=SHORT_S, reports=3)
     assert (failure.rank, "hangs" in str(failure)) == (jobs.BAD, True)
@@ -267,7 +269,7 @@ sys.stdin.read()
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 @pytest.mark.parametrize(
     "state",
-    [exhaustive("idle"), "busy"],
+    ["idle", exhaustive("busy")],
 )
 def test_a_killed_parent_leaves_no_orphan(state: str, tmp_path: Path) -> None:
     root, answer = str(Path(__file__).parents[2]), tmp_path / "pids"

@@ -44,6 +44,7 @@ def wait_for(condition: Callable[[], object], what: str, patience_s: float = PAT
         time.sleep(0.2)
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_step(box: SlurmBox, tmp_path: Path) -> None:
     """One command line of four speaks, and its record has the ranks of each node."""
     done = srun(box, "method=mesh", "gpus=4", "seqlen=256", "baseline=null", "iters=3", f"results_dir={tmp_path}")

@@ -55,6 +55,7 @@ def test_another_box_beside_it(box: SlurmBox, tmp_path: Path, capsys: pytest.Cap
     assert len(box.nodes()) == 4
 
 
+@pytest.mark.exhaustive
 def test_the_controller_comes_back(box: SlurmBox) -> None:
     before = box._pids("slurmctld")
     box.restart_controller()

@@ -99,6 +99,7 @@ def test_a_link_is_shaped_at_both_ends(pair: ShapedHosts) -> None:
     assert re.findall(r"tbf \w+: dev (\S+) root .*rate 160Mbit burst 32Kb", ends) == ["shaped0", "port0", "port1"]
 
 
+@pytest.mark.exhaustive
 def test_two_runs_have_hosts_at_once() -> None:
     """With the same addresses, and both at the full rate."""
     with (
