@@ -73,7 +73,7 @@ class Composer(ExitStack):
         parsed = [self._parsed(override) for override in overrides]
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
         try:
-            config = deepcopy(_composed((*(str(o.input_line) for o in of_hydra), *self._search)))
+            config = deepcopy(_composed((*sorted(str(o.input_line) for o in of_hydra), *self._search)))
             for override in parsed:
                 if override not in of_hydra:
                     group, _, key = override.key_or_group.partition(".")
@@ -154,7 +154,7 @@ class Composer(ExitStack):
         return RequestError(" ".join(overrides), str(error).splitlines()[0], "python -m sp_bench --help lists the keys")
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _composed(choices: tuple[str, ...]) -> DictConfig:
     """The config with these choices of groups. Kept, because Hydra takes a tenth of a second."""
     return compose("config", overrides=list(choices))
