@@ -72,8 +72,9 @@ class Composer(ExitStack):
         """The resolved config of one point. Raises RequestError for an unknown nested key."""
         parsed = [self._parsed(override) for override in overrides]
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
+        chosen = {(o.key_or_group, o.package): str(o.input_line) for o in of_hydra}
         try:
-            config = deepcopy(_composed((*sorted(str(o.input_line) for o in of_hydra), *self._search)))
+            config = deepcopy(_composed((*sorted(chosen.values()), *self._search)))
             for override in parsed:
                 if override not in of_hydra:
                     group, _, key = override.key_or_group.partition(".")
