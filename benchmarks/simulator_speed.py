@@ -29,6 +29,7 @@ from sp_bench.cli.compose import Composer
 from sp_bench.markdown import of_rows
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
+from sp_bench.records import read_all
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Solver, solve
 from sp_bench.simulate.graph import build_graph
@@ -46,8 +47,8 @@ HEADING = "## Where no two ranks are alike"
 ABOUT_ASYMMETRIC = """
 Made by `python -m benchmarks.simulator_speed --asymmetric`. With jitter, and with documents, all ranks are simulated.
 User CPU seconds are those of the whole command, in which every variant and layout of a method that `auto` stands for is
-bounded or simulated. A dealing that no GPU has the memory for has no time: whole documents make the chunk with the
-longest one many times as long as others.
+bounded or simulated. A dealing that doesn't fit a GPU's memory has no time: with whole documents, the chunk of the
+longest one is many times as long as others.
 """
 JITTER_SIZES = (64, 256)
 EVERY_METHOD = tuple(name for name in REGISTRY if name != "reference")
@@ -84,9 +85,9 @@ def command_cost(keys: Sequence[str]) -> Cost:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - started
-    if status:
-        error = DoesNotFit if os.waitstatus_to_exitcode(status) == 1 else RuntimeError
-        raise error(f"{' '.join(command)} ended with status {status}")
+        if status:
+            oom = any(record.status == "oom" for record in read_all(Path(folder)))
+            raise (DoesNotFit if oom else RuntimeError)(f"{' '.join(command)} ended with status {status}")
     return Cost(wall_s, usage.ru_maxrss / 1024, usage.ru_utime)
 
 

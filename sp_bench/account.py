@@ -95,15 +95,15 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
     The algorithms are those of the cluster's library; without a cluster, a message to each other member.
     """
     ranks, wanted, sent, carried = np.arange(problem.n), demand(plan, problem), {}, Counter[Collective]()
-    alike = dict[tuple[Group | Exchange, int, str], list[int]]()
-    """Operations that send the same bytes; a plan has thousands, of few kinds."""
+    # A plan has thousands of operations, of few kinds: those to the same peers, of one tensor, in chunks of one size.
+    alike = dict[tuple[Group | Exchange, int, str] | int, list[int]]()
     for index, op in plan:
         if isinstance(op, Collective) and cluster:
             carried[replace(op, lane="")] += 1
         elif isinstance(op, Pass) and op.send and problem.is_even and not op.against and index not in wanted:
             alike.setdefault((op.group, op.shift, op.send.tensor), []).append(index)
         elif isinstance(op, Transfer):
-            alike[op.group, index, ""] = [index]
+            alike[index] = [index]
     for same in alike.values():
         index, op = same[0], plan.ops[same[0]]
         assert isinstance(op, Transfer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,10 +31,12 @@ USE = "ranks: Ranks"
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where only tests of the ranks are asked for, only their files are collected, which takes seconds less."""
-    is_file = collection_path.suffix == ".py" and config.option.markexpr.startswith("ranks")
-    return True if is_file and not _may_use_ranks(collection_path) else None
+    asked = re.fullmatch(r"ranks( and not \w+)?\s*", config.option.markexpr)
+    is_file = collection_path.suffix == ".py"
+    return True if asked and is_file and not _may_use_ranks(collection_path) else None
 
 
+@cache
 def _may_use_ranks(path: Path) -> bool:
     return USE in path.read_text()
 

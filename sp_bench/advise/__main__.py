@@ -16,8 +16,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
@@ -28,10 +26,10 @@ from sp_bench.advise import plots
 from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.flags import FRAMEWORKS, settings
+from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.report import over_least
 from sp_bench.errors import RequestError
-from sp_bench.machine import cores_here
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 OWN = ("memory", "plots", "changes")
@@ -41,7 +39,11 @@ NOT_ADVISED = ("method", "mode", "workload", "impl", "baseline", "alone")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    return run_command("sp_bench.advise", __doc__ or "", _advise, argv)
+    try:
+        return run_command("sp_bench.advise", __doc__ or "", _advise, argv)
+    except KeyboardInterrupt:
+        print("sp_bench.advise: interrupted", file=sys.stderr)
+        return 1
 
 
 def _advise(arguments: Sequence[str]) -> int:
@@ -53,12 +55,12 @@ def _advise(arguments: Sequence[str]) -> int:
     memory_bytes = size(given["memory"]) if "memory" in given else None
     if (asked := given.get("changes", "true")) not in ("true", "false"):
         raise RequestError(f"changes={asked}", "must be true or false", "changes=false would work")
-    with _progress() as progress, ProcessPoolExecutor(cores_here(), get_context("spawn")) as pool:
-        task, each = progress.add_task(""), pool.map
+    with _progress() as progress, workers() as mapped:
+        task = progress.add_task("")
         found = answer(
             overrides,
             memory_bytes=memory_bytes,
-            each=each,
+            mapped=mapped,
             done=lambda name: progress.update(task, description=name),
         )
         varied = []
@@ -67,7 +69,7 @@ def _advise(arguments: Sequence[str]) -> int:
                 overrides,
                 found,
                 memory_bytes=memory_bytes,
-                each=each,
+                mapped=mapped,
                 done=lambda what: progress.update(task, description=f"with {what}"),
             )
     console = Console(width=None if sys.stdout.isatty() else 160)

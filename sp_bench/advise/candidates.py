@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sp_bench.advise.workers import Map
 from sp_bench.bench import resolve
 from sp_bench.bench.backing import Interval, interval
 from sp_bench.bench.simulated import simulate_point
@@ -15,7 +16,6 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.records import Record
 
-Each = Callable[[Callable[[Mapping[str, Any]], "Feasible | RequestError"], Iterable[Mapping[str, Any]]], Iterable]
 LEFT_OUT = ("reference",)
 """Methods for one GPU."""
 
@@ -58,12 +58,12 @@ def answer(
     *,
     memory_bytes: float | None = None,
     methods: Sequence[str] = tuple(REGISTRY),
-    each: Each = map,
+    mapped: Map = map,
     done: Callable[[str], None] = lambda name: None,
 ) -> Answer:
     """Simulate the methods for a request. Methods whose attention needs more than `memory_bytes` a GPU are refused.
 
-    `each` calls a function for every config, as map does; that of a pool of processes does several at a time.
+    `mapped` is map, or that of `workers`, which simulates several methods at a time.
     Raises RequestError for a request that no method can serve, and for unknown keys.
     """
     with Composer() as composer:
@@ -73,7 +73,7 @@ def answer(
             if name not in LEFT_OUT
         }
     found = Answer(next(iter(composed.values())))
-    for name, tried in zip(composed, each(_tried, composed.values()), strict=True):
+    for name, tried in zip(composed, mapped(_tried, composed.values()), strict=True):
         if isinstance(tried, RequestError):
             found.refused[name] = str(tried)
         else:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sp_bench.advise.candidates import Answer, Each, Feasible, answer
+from sp_bench.advise.candidates import Answer, Feasible, answer
+from sp_bench.advise.workers import Map
 from sp_bench.errors import RequestError
 from sp_bench.reading import Tokens, read
 
@@ -33,7 +34,7 @@ def changes(
     now: Answer,
     *,
     memory_bytes: float | None,
-    each: Each = map,
+    mapped: Map = map,
     done: Callable[[str], None] = lambda name: None,
 ) -> list[Change]:
     """The answers to the varied questions, among the methods that are fast today."""
@@ -43,7 +44,7 @@ def changes(
         keys = {override.partition("=")[0] for override in changed}
         kept = [override for override in overrides if override.partition("=")[0] not in keys]
         try:
-            then = answer([*kept, *changed], memory_bytes=memory_bytes, methods=names, each=each)
+            then = answer([*kept, *changed], memory_bytes=memory_bytes, methods=names, mapped=mapped)
         except RequestError:
             found.append(Change(what, None, None, True))
         else:

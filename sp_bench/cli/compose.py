@@ -72,6 +72,7 @@ class Composer(ExitStack):
         """The resolved config of one point. Raises RequestError for an unknown nested key."""
         parsed = [self._parsed(override) for override in overrides]
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
+        # The last choice of a group counts. They are sorted, so that `_composed` knows them in any order.
         chosen = {(o.key_or_group, o.package): str(o.input_line) for o in of_hydra}
         try:
             config = deepcopy(_composed((*sorted(chosen.values()), *self._search)))

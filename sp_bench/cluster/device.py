@@ -291,7 +291,7 @@ class DeviceCosts:
         return self.launch_s + FLOPS_PER_PAIR[phase] * pairs * batch_heads * problem.head_dim / flops_per_s
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _pack_rates(
     table: KernelTable | Padded, blocks: PackBlocks, phase: str, batch_heads: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:

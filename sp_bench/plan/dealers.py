@@ -84,7 +84,7 @@ def _zigzag_documents(mask: Packed, chunks: int) -> list[list[range]]:
             to, stop = min(index, 2 * chunks - 1 - index), start + base + (index < longer)
             dealt[(to + turn) % chunks].append(range(start, stop))
             start = stop
-        turn += len(document)  # the `longer` pieces come first
+        turn += len(document)  # `longer` pieces have a token more: the next document starts behind them
     return dealt
 
 

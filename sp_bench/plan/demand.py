@@ -52,6 +52,7 @@ Visible = Callable[[Attend | AttendBackward], np.ndarray]
 
 
 def _visible(plan: Plan, problem: Problem) -> Visible:
+    """Whether the blocks of a plan have anything to compute; each pair of places is looked up once."""
     ranks, blocks, pairs = np.arange(plan.n), problem.blocks, np.asarray(problem.blocks.pairs)
     owner = cache(lambda place: place.owner(ranks))
     seen = cache(lambda q, kv: pairs[blocks.of(owner(q), owner(kv))] > 0)

@@ -186,7 +186,7 @@ class Shapes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The keys of other chunks that the queries of one see, in groups: by document, or by run of a window."""
+    """The keys of other chunks that the queries of one chunk see, in groups: by document, or by run of a window."""
 
     keys: np.ndarray
     """How many a query sees, rising in a group: (queries,)."""
@@ -230,12 +230,6 @@ class PackBlocks(Blocks):
             for run in self._positions(chunk):
                 owner[run.start : run.stop : run.step] = chunk
         return owner
-
-    @cached_property
-    def _queries(self) -> list[np.ndarray]:
-        """The positions of each chunk."""
-        ends = np.cumsum(np.bincount(self.owner, minlength=self.chunks))
-        return np.split(np.argsort(self.owner, kind="stable"), ends[:-1])
 
     @cached_property
     def pairs(self) -> np.ndarray:
@@ -303,7 +297,9 @@ class PackBlocks(Blocks):
     @cached_property
     def _seen_elsewhere(self) -> list[Seen]:
         """What the queries of each chunk that has any see in others."""
-        return [self._seen_by(queries) for queries in self._queries if queries.size]
+        ends = np.cumsum(np.bincount(self.owner, minlength=self.chunks))
+        of_chunks = np.split(np.argsort(self.owner, kind="stable"), ends[:-1])
+        return [self._seen_by(queries) for queries in of_chunks if queries.size]
 
     def _seen_by(self, queries: np.ndarray) -> Seen:
         first, stop = self.mask.sees(queries)
@@ -319,7 +315,8 @@ class PackBlocks(Blocks):
             keys = (stop - first) - (np.searchsorted(queries, stop) - np.searchsorted(queries, first))
         groups = np.flatnonzero(np.diff(of, prepend=-1))
         sizes = np.diff(np.append(groups, queries.size))
-        return Seen(keys, np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1, groups, sizes)
+        behind = np.repeat(groups + sizes, sizes) - np.arange(queries.size) - 1
+        return Seen(keys.astype(np.int32), behind.astype(np.int32), groups, sizes)
 
 
 @lru_cache(maxsize=32)

@@ -97,12 +97,12 @@ def pair_counts(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndar
         return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
     starts = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
     of, lengths, found = owner[starts], np.diff(np.append(starts, owner.size)), np.zeros(chunks**2)
+    # The run in which what a query sees ends, and that in which it starts.
     runs = [np.searchsorted(starts, limit, side="right") - 1 for limit in (stop, first)]
-    """The run in which what a query sees ends, and that in which it starts."""
     for sign, limit, run in zip((1, -1), (stop, first), runs, strict=True):
         found += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
+    # How many queries of each chunk see all of a run, since what they see starts before it and ends behind it.
     found, seeing = found.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
-    """`seeing`: how many queries of each chunk see all of a run, since what they see starts before and ends behind."""
     ending, starting = (_counted(run * chunks + owner) for run in runs)
     for low in range(0, starts.size, RUNS_AT_ONCE):
         high = min(low + RUNS_AT_ONCE, starts.size)
@@ -124,7 +124,7 @@ def pair_counts(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndar
 
 
 def _counted(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different cells among ones that hardly ever change from one to the next, ascending, and how many of each."""
+    """The distinct cells, ascending, and how often each occurs; fast where neighbours are mostly equal."""
     first = np.flatnonzero(np.append(True, cells[1:] != cells[:-1]))
     different, number = np.unique(cells[first], return_inverse=True)
     return different, np.bincount(number, np.diff(np.append(first, cells.size))).astype(np.int64)

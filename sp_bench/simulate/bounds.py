@@ -10,6 +10,7 @@ import numpy as np
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.topology import Network
 from sp_bench.lower import lower
+from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import messages, peers
@@ -70,8 +71,8 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
     ranks, lanes, network = np.arange(plan.n), {}, cluster.network(plan.n)
 
     @cache
-    def latency_s(pairs) -> np.ndarray:
-        """Of messages that are under way at once."""
+    def latency_s(pairs: tuple[tuple[Group | Exchange, int], ...]) -> np.ndarray:
+        """The longest latency of messages that are under way at once: (n,)."""
         return np.max([network.routes(ranks, group.member(ranks, shift)).latency_s for group, shift in pairs], axis=0)
 
     for index, op in plan:

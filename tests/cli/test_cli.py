@@ -16,6 +16,7 @@ import pytest
 
 from sp_bench import records
 from sp_bench.__main__ import main
+from sp_bench.cli.compose import Composer
 from sp_bench.plan.method import PHASES
 from tests.support.marks import exhaustive
 
@@ -194,6 +195,14 @@ def test_records_have_the_contract_s_fields(tmp_path: Path) -> None:
     frame = records.load(tmp_path)
     assert len(frame) == 1
     assert frame.tokens_per_s[0] == content["tokens_per_s"]
+
+
+@pytest.mark.parametrize(("first", "last"), [("ring", "mesh"), ("mesh", "ring")])
+def test_of_two_choices_of_a_group_the_last_one_counts(first: str, last: str) -> None:
+    with Composer() as composer:
+        found = composer.compose([f"method={first}", "cluster=local", f"method={last}"])
+        assert found == composer.compose([f"method={last}", "cluster=local"])
+    assert found["method"]["name"] == last
 
 
 def test_a_sweep_is_one_table_and_reuses_finished_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

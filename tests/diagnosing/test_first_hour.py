@@ -22,7 +22,6 @@ from sp_bench.first_hour import SHAPES, main, steps
 from sp_bench.measure.launch import Launch
 from sp_bench.methods import REGISTRY
 from sp_bench.resources import ROOT
-from tests.support.marks import exhaustive
 
 SMALL = ("quick=true", "device=cpu", "ranks=2")
 NAMES = ["doctor", "calibrate", "exactness", "headline", "simulated"]
@@ -141,7 +140,8 @@ def served(folder: Path, device: str, ranks: int, *, quick: bool) -> dict[str, l
     return found
 
 
-@pytest.mark.parametrize("n", [*map(exhaustive, (1, 2, 8, 16))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("n", [1, 2, 8, 16])
 def test_all_points_of_gpus_can_be_served(n: int, tmp_path: Path) -> None:
     methods = [name for name in REGISTRY if name != "reference"]
     found = served(tmp_path, "cuda", n, quick=False)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
+from sp_bench.plan import intervals
 from sp_bench.plan.documents import Chunked, Documents, PackBlocks, Packed, Window
 from sp_bench.plan.layout import DEALERS, LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
@@ -38,6 +39,16 @@ def test_blocks_compute_each_unmasked_pair_once(mask: Packed, name: str, n: int)
         found = times_computed(blocks.regions_of(kind), *wanted.shape)
         np.testing.assert_array_equal(found, wanted)
         assert blocks.pairs[kind] == wanted.sum()
+
+
+@given(packs(), names, st.integers(1, 6))
+def test_pairs_are_the_same_however_many_runs_are_counted_at_once(mask: Packed, name: str, n: int) -> None:
+    blocks = blocks_of(mask, name, n)
+    limits = mask.sees(np.arange(mask.seqlen))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intervals, "RUNS_AT_ONCE", 2)
+        found = intervals.pair_counts(blocks.owner, blocks.chunks, *limits)
+    np.testing.assert_array_equal(found.ravel(), blocks.pairs)
 
 
 @given(packs(), names, st.integers(1, 9))

@@ -19,11 +19,13 @@ from sp_bench.methods.mesh import tiles
 from sp_bench.plan import Fold, Group, Pass, Plan, Problem
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import BLOCKS
+from sp_bench.plan.ops import BLOCKS, Block
 from sp_bench.plan.problem import FIELDS
 from sp_bench.plan.schedule import Segment, segments
-from sp_bench.simulate import WAITING, simulate
+from sp_bench.simulate import WAITING, blocks, simulate
+from sp_bench.simulate.blocks import BlockCosts
 from tests.support.clusters import block_s, cluster, problem
+from tests.support.problems import Planned, plans
 
 
 def test_ring_bound_by_transfers() -> None:
@@ -34,6 +36,17 @@ def test_ring_bound_by_transfers() -> None:
     assert hop_s > block_s(p)
     assert run.makespan_s == pytest.approx(15 * hop_s + block_s(p), rel=1e-9)
     assert run.busy_s == pytest.approx(np.full(16, 16 * block_s(p)))
+
+
+@given(plans(max_n=6))
+def test_kernels_of_all_blocks_are_those_of_each(planned: Planned) -> None:
+    plan, where = planned.plan, cluster()
+    costs = BlockCosts(plan, planned.problem, where.device, lower(plan, planned.problem, where.transport))
+    ranks = np.arange(plan.n)
+    each = sum(costs.kernels_s(index, op, ranks) for index, op in plan if isinstance(op, Block))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCKS_AT_ONCE", 3)
+        assert blocks.kernels_s(plan, planned.problem, where) == pytest.approx(each)
 
 
 def test_lanes_on_cores_begin_early() -> None:
