@@ -208,11 +208,9 @@ class DeviceCosts:
 
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
         """A block of many documents is one call of a kernel for variable lengths, at the rate of its mean piece."""
-        found = np.zeros(blocks.classes)
-        there, flops_per_s = _pack_rates(
-            self._table(problem), blocks, phase, problem.batch * problem.block_heads, problem.dtype
-        )
-        flops = FLOPS_PER_PAIR[phase] * blocks.pairs[there] * problem.batch * problem.block_heads * problem.head_dim
+        found, batch_heads = np.zeros(blocks.classes), problem.batch * problem.block_heads
+        there, flops_per_s = _pack_rates(self._table(problem), blocks, phase, batch_heads, problem.dtype)
+        flops = FLOPS_PER_PAIR[phase] * blocks.pairs[there] * batch_heads * problem.head_dim
         found[there] = self.launch_s + flops / flops_per_s
         return found
 

@@ -96,18 +96,19 @@ def pair_counts(owner: np.ndarray, chunks: int, first: np.ndarray, stop: np.ndar
     if chunks > 1 and np.array_equal(owner, np.arange(owner.size) % chunks):
         return _striped_keys_below(owner, chunks, stop) - _striped_keys_below(owner, chunks, first)
     starts = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
-    of, lengths, found = owner[starts], np.diff(np.append(starts, owner.size)), np.zeros(chunks**2)
-    # The run in which what a query sees ends, and that in which it starts.
-    runs = [np.searchsorted(starts, limit, side="right") - 1 for limit in (stop, first)]
-    for sign, limit, run in zip((1, -1), (stop, first), runs, strict=True):
-        found += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
+    of, lengths = owner[starts], np.diff(np.append(starts, owner.size))
+    # What a query sees ends within one run and starts within another, whose keys are counted here.
+    partly, changes = np.zeros(chunks**2), []
+    for sign, limit in ((1, stop), (-1, first)):
+        run = np.searchsorted(starts, limit, side="right") - 1
+        partly += sign * np.bincount(owner * chunks + of[run], limit - starts[run], chunks**2)
+        changes.append((-sign, *_counted(run * chunks + owner)))
     # How many queries of each chunk see all of a run, since what they see starts before it and ends behind it.
-    found, seeing = found.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
-    ending, starting = (_counted(run * chunks + owner) for run in runs)
+    found, seeing = partly.reshape(chunks, chunks).astype(np.int64), np.zeros(chunks, np.int64)
     for low in range(0, starts.size, RUNS_AT_ONCE):
         high = min(low + RUNS_AT_ONCE, starts.size)
         more = np.zeros((chunks, high - low), np.int64)
-        for sign, (cells, counts) in ((1, starting), (-1, ending)):
+        for sign, cells, counts in changes:
             here = slice(*np.searchsorted(cells, (low * chunks, high * chunks)))
             run, chunk = np.divmod(cells[here], chunks)
             more[chunk, run - low] += sign * counts[here]

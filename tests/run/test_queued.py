@@ -123,9 +123,7 @@ def fitting(method: Method, problem: Problem) -> Execution:
     return Execution(replace(method, layout=layout), replace(problem, layout=LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize(
-    ("n", "every"), [(1, True), *(exhaustive(*each) for each in ((3, False), (2, True), (3, True), (4, True)))]
-)
+@pytest.mark.parametrize(("n", "every"), [(1, True), exhaustive(3, False), *(exhaustive(n, True) for n in (2, 3, 4))])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_every_method_is_exact(n: int, every: bool, causal: bool) -> None:
     """In every variant, or in one; from one to the next another layout, dtype and order of the devices' work."""
