@@ -16,15 +16,19 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.executor_profile import HEAD_DIM, inputs, monolithic_s
 from benchmarks.reports import RESULTS, about, interval, known, ratio, run_ok
 from sp_bench.analysis.verdict import of_medians
+from sp_bench.calibrating.clock import Clock
+from sp_bench.kernels import choose
 from sp_bench.machine import cores_here
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
@@ -34,14 +38,49 @@ from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import RegionKind
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport
 
 REPORT = RESULTS / "fused_blocks.md"
-RANKS, HEADS, REPETITIONS = 8, 1, 5
+RANKS, REPETITIONS = 8, 15
 TOKENS = (4096,)
 """Of a rank."""
+
+
+def thread_seconds(call: Any, *arguments: Any) -> tuple[float, Any]:
+    """The CPU seconds of a call, and its result."""
+    started = time.thread_time()
+    result = call(*arguments)
+    return time.thread_time() - started, result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What blocks are computed with, and how they are timed."""
+
+    device: str
+    kernel: str
+    dtype: str
+    heads: int
+    head_dim: int
+    clock: Clock
+
+    def problem(self, n: int, seqlen: int, mask: Mask, layout: str) -> Problem:
+        """Attention of one sequence on n ranks."""
+        return Problem(
+            n=n, seqlen=seqlen, heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim, mask=mask,
+            dtype=self.dtype, layout=LAYOUTS[layout],
+        )  # fmt: skip
+
+    def inputs(self, tokens: int) -> list[torch.Tensor]:
+        """q, k, v and dout: (1, tokens, heads, head_dim) each."""
+        shape = (1, tokens, self.heads, self.head_dim)
+        return [torch.randn(shape, device=self.device).to(getattr(torch, self.dtype)) for _ in range(4)]
+
+
+ONE_CORE = Where(device="cpu", kernel="auto", dtype="float32", heads=1, head_dim=64, clock=thread_seconds)
 
 
 class Setting(NamedTuple):
@@ -53,7 +92,7 @@ class Setting(NamedTuple):
     fuse: bool
 
 
-GATHER, TILE = (("stride", HEADS),), (("tile", (2, 4)), ("schedule", "rows"))
+GATHER, TILE = (("stride", "heads"),), (("tile", (2, 4)), ("schedule", "rows"))
 SETTINGS: tuple[tuple[Mask, tuple[Setting, ...]], ...] = (
     (
         CAUSAL,
@@ -85,39 +124,41 @@ SHAPED = (
 class Rank:
     """Rank 0 of RANKS, executed alone."""
 
-    def __init__(self, setting: Setting, mask: Mask, tokens: int) -> None:
-        method = build(setting.method, {"layout": setting.layout, "fuse": setting.fuse, **dict(setting.options)})
-        whole = Problem(
-            n=RANKS, seqlen=RANKS * tokens, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, mask=mask, dtype="float32",
-            layout=LAYOUTS[setting.layout],
-        )  # fmt: skip
-        problem = method.dealt(whole)
+    def __init__(self, setting: Setting, mask: Mask, tokens: int, where: Where) -> None:
+        options = {name: where.heads if value == "heads" else value for name, value in setting.options}
+        method = build(setting.method, {"layout": setting.layout, "fuse": setting.fuse, **options})
+        problem = method.dealt(where.problem(RANKS, RANKS * tokens, mask, setting.layout))
         plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
         self.blocks = [sum(isinstance(op, Block) for op in plan.ops) for plan in plans.values()]
-        self._engine = Engine(plans, problem, "auto", torch.device("cpu"), transport=AloneTransport())
-        self._inputs = inputs(tokens, HEADS, HEADS)
+        device = torch.device(where.device)
+        self._engine = Engine(plans, problem, where.kernel, device, transport=AloneTransport())
+        self._inputs, self._clock = where.inputs(tokens), where.clock
 
     def step(self) -> tuple[float, float]:
-        """CPU seconds of the blocks and folds of a forward and of a backward."""
+        """Seconds of the blocks and folds of a forward and of a backward."""
         q, k, v, dout = self._inputs
-        started = time.thread_time()
-        _, saved = self._engine.forward(q, k, v, Action.COMPUTE)
-        between = time.thread_time()
-        self._engine.backward(dout, saved, Action.COMPUTE)
-        return between - started, time.thread_time() - between
+        forward_s, (_, saved) = self._clock(self._engine.forward, q, k, v, Action.COMPUTE)
+        backward_s, _ = self._clock(self._engine.backward, dout, saved, Action.COMPUTE)
+        return forward_s, backward_s
 
 
-def one_call(mask: Mask, tokens: int) -> tuple[float, float]:
-    """CPU seconds of one call of the kernel on the whole sequence, forward and backward."""
-    return monolithic_s(RANKS * tokens, mask, HEADS, HEADS, time.thread_time)
+def one_call(mask: Mask, tokens: int, where: Where) -> tuple[float, float]:
+    """Seconds of one call of the kernel on the whole sequence, forward and backward."""
+    kernel = choose(where.kernel, where.device, where.dtype, where.head_dim)
+    q, k, v, dout = where.inputs(RANKS * tokens)
+    kind = RegionKind(mask.name)
+    forward_s, (out, lse) = where.clock(kernel.forward, q, k, v, kind)
+    backward_s, _ = where.clock(kernel.backward, dout, q, k, v, out, lse, kind)
+    return forward_s, backward_s
 
 
-def rows(tokens: int, mask: Mask, settings: tuple[Setting, ...]) -> list[dict[str, str]]:
+def rows(tokens: int, mask: Mask, settings: Sequence[Setting], where: Where) -> list[dict[str, str]]:
     """A row for each setting: its operations, and the call's time over its own, with 95% intervals."""
-    ranks = [Rank(setting, mask, tokens) for setting in settings]
-    for rank in ranks:
-        rank.step()
-    times = np.array([[one_call(mask, tokens), *(rank.step() for rank in ranks)] for _ in range(REPETITIONS)])
+    ranks = [Rank(setting, mask, tokens, where) for setting in settings]
+    timed = [partial(one_call, mask, tokens, where), *(rank.step for rank in ranks)]
+    for step in timed:
+        step()
+    times = np.array([[step() for step in timed] for _ in range(REPETITIONS)])
     found = []
     for number, (setting, rank) in enumerate(zip(settings, ranks, strict=True), 1):
         shares = [of_medians(RANKS * times[:, number, p], times[:, 0, p], in_turn=True) for p in range(2)]
@@ -136,13 +177,18 @@ def rows(tokens: int, mask: Mask, settings: tuple[Setting, ...]) -> list[dict[st
     return found
 
 
+def shares(where: Where) -> list[dict[str, str]]:
+    """The rows of all settings."""
+    return [row for tokens in TOKENS for mask, settings in SETTINGS for row in rows(tokens, mask, settings, where)]
+
+
 def on_one_core(folder: Path) -> str:
     """The table of shares; `folder` keeps it, so that it is measured once."""
     kept = folder / "one_core.json"
     if not kept.exists():
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        found = [row for tokens in TOKENS for mask, settings in SETTINGS for row in rows(tokens, mask, settings)]
+        found = shares(ONE_CORE)
         torch.set_num_threads(threads)
         folder.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(found))

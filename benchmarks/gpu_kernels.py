@@ -11,6 +11,7 @@ exit code is 1. device=cpu does the same with small shapes. Without a GPU, devic
 from __future__ import annotations
 
 import csv
+import inspect
 import itertools
 import math
 import statistics
@@ -292,7 +293,7 @@ def report(bench: Bench) -> Iterator[tuple[str, bool]]:
         yield f"## Not here\n\n{of_rows(refused)}", True
     for title, find in TABLES.items():
         table, whole = with_failures(find(bench))
-        yield f"## {title}\n\n{(find.__doc__ or '').strip()}\n\n{table}", whole
+        yield f"## {title}\n\n{inspect.cleandoc(find.__doc__ or '')}\n\n{table}", whole
 
 
 def with_failures(found: Iterable[Row | str]) -> tuple[str, bool]:

@@ -317,7 +317,7 @@ def limits(runs: Runs) -> Section:
             " layouts are zigzag but for Ulysses, which needs none. Memory is checked against the device and otherwise"
             " left out. Kernels are the library's, the same for all methods, so that a fused or persistent kernel of"
             " one method isn't in it. All clusters have 8 GPUs in a node, and no other jobs load their links."
-            " Above {most} GPUs nothing was simulated, as all variants of all methods would take too long.",
+            " Above {most} GPUs nothing was simulated.",
             seqlen=SEQLEN,
             most=str(SCALE_GPUS[-1]),
         ),

@@ -13,7 +13,7 @@ from sp_bench.bench.backing import Interval, interval
 from sp_bench.records import Record
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")
-GPUS = (8, 64, 512)
+GPUS = (8, 64, 512, 4096)
 KV_HEADS = (32, 4, 1)
 """Key heads of 32 heads: every head has its own keys, 8 share them, and all do."""
 SEQLEN = "1M"
@@ -30,7 +30,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 NIC_AT = {"cluster": "h100_ndr400", "gpus": 64, "kv_heads": 4}
 NIC_GB_PER_S = (25, 50, 100, 200, 400, 800)
 SCALE_AT = {"cluster": "h100_ndr400", "kv_heads": 4}
-SCALE_GPUS = (8, 64, 512)
+SCALE_GPUS = GPUS
 
 Key = tuple[str, int, int]
 """Cluster, KV heads, GPUs."""

@@ -172,6 +172,7 @@ def test_it_prints_all_tables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_published_figures_are_found_by_the_gpu_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert published("cudnn", "forward", "full", 8192, 128) is None, "no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, kernel, wanted in (
