@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -129,9 +130,7 @@ def _ranks_alone(folder: Path, bench: Bench, kernel: str) -> Iterator[str]:
     cluster = bench.published or "cpu_local"
     keys = (f"cluster={cluster}", f"kernel={kernel}", "mode=alone", f"device={bench.where.device}", *ITERATIONS)
     asked = [(*point, *keys) for point in points(bench)]
-    found = run(asked, folder / "alone")
-    _run_ids(folder, kernel).write_text(json.dumps([record.run_id for record in found]))
-    for point, record in zip(asked, found, strict=True):
+    for point, record in zip(asked, run(asked, folder / "alone"), strict=True):
         if record.status != "ok":
             yield f"{' '.join(point)}: {record.status}: {record.error}"
 
@@ -147,73 +146,80 @@ def _calibrated(folder: Path, kernel: str) -> Path:
     return folder / "conf" / "cluster" / f"{kernel}.yaml"
 
 
-def _run_ids(folder: Path, kernel: str) -> Path:
-    """The records of the ranks alone, in the order of points: where there is no GPU, they have other run_ids."""
-    return folder / f"alone_{kernel}.json"
-
-
 def _shares_kept(folder: Path, kernel: str) -> Path:
     return folder / f"shares_{kernel}.json"
 
 
 def page(folder: Path, bench: Bench) -> str:
-    """The page of what `measure` has found. Raises RequestError if something is not there."""
-    found = {kernel: _alone_rows(folder, bench, kernel) for kernel in bench.kernels}
+    """The page of what `measure` has found."""
     about_it = yaml.safe_load(_calibrated(folder, bench.kernels[0]).read_text())
     text = [
         f"# One GPU as a rank of many\n\nMade by `python -m benchmarks.one_gpu`, on {about_it['device']['name']},"
         f" {about_it['sources'].get('software', '')}.",
         about(__doc__).partition("\n\n")[2],
     ]
-    for kernel, rows in found.items():
-        text += [f"## Ranks alone, {kernel}", of_rows(rows)]
+    for kernel in bench.kernels:
+        text += [f"## Ranks alone, {kernel}", of_rows(_alone_rows(folder, bench, kernel))]
         if bench.published:
             text += [f"## Rates, {kernel}, TFLOP/s measured (published)", of_rows(_rates(folder, bench, kernel))]
-        shares = json.loads(_shares_kept(folder, kernel).read_text())
-        text += [f"## A rank's blocks against one call, {kernel}", of_rows(shares)]
+        if (kept := _shares_kept(folder, kernel)).exists():
+            text += [f"## A rank's blocks against one call, {kernel}", of_rows(json.loads(kept.read_text()))]
     return "\n\n".join(text) + "\n"
 
 
 def _alone_rows(folder: Path, bench: Bench, kernel: str) -> list[Row]:
-    asked = points(bench)
-    alone = [
-        records.read(folder / "alone" / f"{run_id}.json") for run_id in json.loads(_run_ids(folder, kernel).read_text())
-    ]
-    simulated = {"calibrated": _simulated(asked, kernel, "auto", folder / "conf")}
-    if bench.published:
-        simulated["published"] = _simulated(asked, bench.published, PUBLISHED_AS.get(kernel, kernel))
+    """A row for each point that was measured with the kernel."""
+    found = {_asked(record.config or {}): record for record in records.read_all(folder / "alone")}
     rows = []
-    for i, record in enumerate(alone):
-        if record.status != "ok":
-            continue
-        measured_ms = known(record.kernels_ms) + known(record.folds_ms)
-        row = {
-            "GPUs": str(record.gpus),
-            "tokens": f"{record.seqlen // 1024}k",
-            "method": f"{record.method} {record.variant or ''}",
-            "layout": str(record.layout),
-            "kernels + folds": f"{known(record.kernels_ms):.2f} + {known(record.folds_ms):.2f} ms",
-            "whole step": f"{known(record.alone_ms_median):.2f} ms",
-        }
-        for name, of_all in simulated.items():
-            row[f"simulated, {name}"] = f"{known(of_all[i].compute_ms):.2f} ms"
-            row[f"{name} / measured"] = f"{known(of_all[i].compute_ms) / measured_ms:.3f}"
-        rows.append(row)
+    with Composer(folder / "conf") as composer:
+        for point in points(bench):
+            record = found.get(_asked(composer.compose([*point, f"kernel={kernel}"])))
+            if record and record.status == "ok":
+                simulated = {"calibrated": _simulated(composer, point, kernel, "auto")}
+                if bench.published and PUBLISHED_AS.get(kernel, kernel) in _published(composer, bench):
+                    as_published = PUBLISHED_AS.get(kernel, kernel)
+                    simulated["published"] = _simulated(composer, point, bench.published, as_published)
+                rows.append(_row(record, simulated))
     return rows
 
 
-def _simulated(asked: Sequence[Point], cluster: str, kernel: str, conf: Path | None = None) -> list[Record]:
-    with Composer(conf) as composer:
-        keys = (f"cluster={cluster}", f"kernel={kernel}", "mode=simulate")
-        return [simulate_point(resolve(composer.compose([*point, *keys])))[0] for point in asked]
+def _asked(config: Mapping[str, Any]) -> str:
+    """What a point was asked for. Its run_id won't do: it depends on the machine that asks."""
+    return json.dumps([config.get(key) for key in ("method", "gpus", "seqlen", "kernel")], sort_keys=True)
+
+
+def _row(record: Record, simulated: Mapping[str, Record]) -> Row:
+    measured_ms = known(record.kernels_ms) + known(record.folds_ms)
+    row = {
+        "GPUs": str(record.gpus),
+        "tokens": f"{record.seqlen // 1024}k",
+        "method": f"{record.method} {record.variant or ''}",
+        "layout": str(record.layout),
+        "kernels + folds": f"{known(record.kernels_ms):.2f} + {known(record.folds_ms):.2f} ms",
+        "whole step": f"{known(record.alone_ms_median):.2f} ms",
+    }
+    for name, other in simulated.items():
+        row[f"simulated, {name}"] = f"{known(other.compute_ms):.2f} ms"
+        row[f"{name} / measured"] = f"{known(other.compute_ms) / measured_ms:.3f}"
+    return row
+
+
+def _published(composer: Composer, bench: Bench) -> Mapping[str, Any]:
+    """The published rates by kernel."""
+    return composer.compose([f"cluster={bench.published}"])["cluster"]["device"]["rates"]
+
+
+def _simulated(composer: Composer, point: Point, cluster: str, kernel: str) -> Record:
+    return simulate_point(
+        resolve(composer.compose([*point, f"cluster={cluster}", f"kernel={kernel}", "mode=simulate"]))
+    )[0]
 
 
 def _rates(folder: Path, bench: Bench, kernel: str) -> list[Row]:
     """The rates of square blocks, each with the published one of that size, whose batch differs."""
     measured = yaml.safe_load(_calibrated(folder, kernel).read_text())["device"]["rates"]
     with Composer() as composer:
-        known_rates = composer.compose([f"cluster={bench.published}"])["cluster"]["device"]["rates"]
-    theirs = known_rates.get(PUBLISHED_AS.get(kernel, kernel), {})
+        theirs = _published(composer, bench).get(PUBLISHED_AS.get(kernel, kernel), {})
     rows = []
     for name, table in measured.items():
         for case in RATES:

@@ -58,6 +58,7 @@ def device_rates(setting: Setting, costs: Costs) -> dict[str, Any]:
         "rates": {f"{costs.kernel}_{dtype}": _table(dtype, setting, costs, launch_s) for dtype in setting.dtypes},
         "memory_bytes_per_s": rounded(costs.copy_bytes / _work_s(_median(costs.copy_s), launch_s)),
         "fold_bytes_per_s": rounded(costs.fold_bytes / _work_s(_median(costs.fold_s), launch_s)),
+        "sum_bytes_per_s": rounded(costs.sum_bytes / _work_s(_median(costs.sum_s), 2 * launch_s)),
         "launch_s": rounded(launch_s),
     }
     layers = layer_rates(setting, costs, DeviceCosts.build({"name": "", "peak_tflops": {}, **found}))
@@ -76,9 +77,9 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
         "rates": f"medians of {setting.repetitions} blocks of {heads} {how}, less launch_s; "
         f"spread {blocks_spread(costs):.1%}, of the worst block {max(_spreads(costs.blocks_s.values())):.1%}",
         "launch_s": f"a block of {'one token' if tokens == 1 else f'{tokens} tokens'}, median of {len(costs.launch_s)}",
-        "memory_bytes_per_s, fold_bytes_per_s": f"medians of {setting.repetitions} copies of {costs.copy_bytes // 2} "
-        f"bytes in fp32 and folds of as many elements in {setting.dtypes[0]} into them, spread "
-        f"{max(_spreads([costs.copy_s, costs.fold_s])):.1%}",
+        "memory_bytes_per_s, fold_bytes_per_s, sum_bytes_per_s": f"medians of {setting.repetitions} copies of "
+        f"{costs.copy_bytes // 2} bytes in fp32, of folds of as many elements in {setting.dtypes[0]} into them, and of "
+        f"a sum and a cast of these, spread {max(_spreads([costs.copy_s, costs.fold_s, costs.sum_s])):.1%}",
         "matmul_tflops": f"medians of {setting.repetitions} products of {rows} rows, {inputs} inputs and {outputs} "
         f"outputs, spread {max(_spreads(costs.products_s.values())):.1%}",
         "elementwise_bytes_per_s, layer_launch_s": "fitted to forward, and backward with recomputation, of a decoder's "

@@ -90,16 +90,19 @@ def _launches(setting: Setting, costs: Costs) -> None:
 
 
 def _memory(setting: Setting, costs: Costs) -> None:
-    """Time folds of a partial output of the first dtype into an fp32 accumulator, and copies of an accumulator."""
+    """Time folds of a partial of the first dtype into an fp32 accumulator, its sum and cast, and copies of one."""
     clock, tokens = CLOCKS[setting.device], setting.memory_tokens
     out, other = (random(setting, tokens, "float32") for _ in range(2))
     part = random(setting, tokens, setting.dtypes[0])
     lse, part_lse = (torch.randn(1, setting.heads, tokens, device=setting.device) for _ in range(2))
     costs.fold_bytes, costs.copy_bytes = fold_bytes(out, lse, part), 2 * out.nbytes
+    costs.sum_bytes = 3 * out.nbytes + 2 * part.nbytes
     for repetition in range(1 + setting.repetitions):
         report(("memory", repetition))
         fold_s, _ = clock(fold_, out, lse, part, part_lse)
         copy_s, _ = clock(out.copy_, other)
+        sum_s, cast_s = clock(out.add_, part)[0], clock(other.copy_, part)[0]
         if repetition:
             costs.fold_s.append(fold_s)
             costs.copy_s.append(copy_s)
+            costs.sum_s.append(sum_s + cast_s)

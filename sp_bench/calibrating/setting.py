@@ -55,6 +55,9 @@ class Costs:
     fold_s: Samples = field(default_factory=list)
     fold_bytes: int = 0
     """Bytes that a fold reads and writes."""
+    sum_s: Samples = field(default_factory=list)
+    sum_bytes: int = 0
+    """Bytes that adding a gradient to its accumulator and a cast read and write."""
     products_s: dict[str, Samples] = field(default_factory=dict)
     """Seconds of a matrix product by dtype: `product_shape` rows, inputs and outputs."""
     product_shape: tuple[int, int, int] = (0, 0, 0)

@@ -35,7 +35,7 @@ def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:
 def at_speed(cluster: Mapping[str, Any], speed: float) -> dict[str, Any]:
     """The config of a cluster with cores `speed` times as fast, to 4 digits. Its links are unchanged."""
     device, hosts = scaled_device(cluster["device"], speed), hosts_of(cluster)
-    for rate in ("memory_bytes_per_s", "fold_bytes_per_s"):
+    for rate in ("memory_bytes_per_s", "fold_bytes_per_s", "sum_bytes_per_s"):
         if device.get(rate):
             device[rate] *= speed
     device["launch_s"] /= speed

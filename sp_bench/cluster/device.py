@@ -46,6 +46,8 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     memory_bytes_per_s: Positive
     fold_bytes_per_s: Positive | None = None
     """Bytes/s of a fold; None: memory_bytes_per_s."""
+    sum_bytes_per_s: Positive | None = None
+    """Bytes/s of adding a gradient to its accumulator, and of casts; None: memory_bytes_per_s."""
     launch_s: NotNegative
     elementwise_bytes_per_s: Positive | None = None
     """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
@@ -79,9 +81,11 @@ class DeviceCosts:
     memory_bytes: float | None
     """Memory of a rank; None for no limit."""
     memory_bytes_per_s: float
-    """Bandwidth of copies, casts and gradient sums; reads plus writes."""
+    """Bandwidth of copies; reads plus writes."""
     fold_bytes_per_s: float
-    """Bandwidth of merging partial outputs, arithmetic included; on a GPU equal to memory_bytes_per_s."""
+    """Bandwidth of merging partial outputs, arithmetic included."""
+    sum_bytes_per_s: float
+    """Bandwidth of casts and of gradient sums, which read a narrower dtype than they write."""
     launch_s: float
     """Launch overhead of each kernel."""
     elementwise_bytes_per_s: float
@@ -110,6 +114,7 @@ class DeviceCosts:
             memory_bytes=section.memory_bytes,
             memory_bytes_per_s=section.memory_bytes_per_s,
             fold_bytes_per_s=section.fold_bytes_per_s or section.memory_bytes_per_s,
+            sum_bytes_per_s=section.sum_bytes_per_s or section.memory_bytes_per_s,
             launch_s=section.launch_s,
             elementwise_bytes_per_s=section.elementwise_bytes_per_s or section.memory_bytes_per_s,
             layer_launch_s=section.launch_s if section.layer_launch_s is None else section.layer_launch_s,
@@ -227,10 +232,11 @@ class DeviceCosts:
     ) -> float:
         """Seconds of folding one chunk's partial into its accumulator, bound by memory.
 
-        A fold reads the partial in its own dtype, and reads and writes the accumulator. The first fold only writes it;
-        if the dtypes are equal, as they are without `summed`, the partial becomes the accumulator at no cost. An
-        implementation that merges by several kernels (Implementation.fold_bytes_per_element) moves more, but only the
-        `share` of the rows that the block has; whether these are `sliced` out of the chunk adds to it.
+        A fold reads the partial in its own dtype, and reads and writes the accumulator, where the block has rows: the
+        `share` of the chunk's. The first fold only writes the accumulator, all of it; if it has all rows and the dtypes
+        are equal, as they are without `summed`, the partial becomes the accumulator at no cost. An implementation that
+        merges by several kernels (Implementation.fold_bytes_per_element) moves more, and more again where the rows are
+        `sliced` out of the chunk.
         """
         moved, unfused = 0, self.implementation.fold_bytes_per_element
         if unfused is not None:
@@ -239,13 +245,13 @@ class DeviceCosts:
             held = problem.field_dtype(field, wire=False, summed=summed)
             part = problem.field_dtype(field, wire=True) if arriving else problem.dtype
             part = held if field.kind is Kind.STATISTIC else part
-            if first and part == held:
+            if first and part == held and share == 1:
                 continue
             elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
-            fused = DTYPE_BYTES[part] + (1 if first else 2) * DTYPE_BYTES[held]
+            fused = share * DTYPE_BYTES[part] + (1 if first else 2 * share) * DTYPE_BYTES[held]
             moved += elements * (fused if first or unfused is None else unfused)
         merges = not first and any(field.kind is Kind.STATISTIC for field in FIELDS[tensor])
-        return self._memory_s(moved, self.fold_bytes_per_s if merges else self.memory_bytes_per_s)
+        return self._memory_s(moved, self.fold_bytes_per_s if merges else self.sum_bytes_per_s)
 
     def cast_s(self, problem: Problem, tensor: str, *, wire: bool, summed: bool = True) -> float:
         """Seconds of casting a held chunk to its wire dtype, or (`wire` false) an accumulator to the compute dtype."""
@@ -256,7 +262,7 @@ class DeviceCosts:
             if field.kind is Kind.PARTIAL and to != held:
                 elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
                 moved += elements * (DTYPE_BYTES[held] + DTYPE_BYTES[to])
-        return self._memory_s(moved, self.memory_bytes_per_s)
+        return self._memory_s(moved, self.sum_bytes_per_s)
 
     def copy_s(self, moved_bytes: float) -> float:
         """Seconds of copying `moved_bytes` on the device."""

@@ -39,8 +39,9 @@ LOG = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 PATIENCE_S = 120.0
 """Seconds ranks may be silent: the first calls of some kernels compile them."""
 JOBS = "sp_bench.diagnosing.rank_jobs"
-METHOD = "striped"
-"""The method whose plans the gate runs: its blocks have every kind of causal region, and its transfers overlap."""
+METHODS = ("striped", "zigzag")
+"""The methods whose plans the gate runs: their blocks have every kind of causal region, alone and several in one call,
+and their transfers overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,26 +135,27 @@ def _kernels(ward: _Ward, dtype: str, head_dim: int) -> list[Finding]:
     for row in rows[0]:
         if row.name not in refused:
             try:
-                wrong[row.name] = next(filter(None, ward.run("gate", workload(ward.n, row.name, dtype, head_dim))), "")
+                checked = [workload(method, ward.n, row.name, dtype, head_dim) for method in METHODS]
+                wrong[row.name] = next((why for one in checked for why in ward.run("gate", one) if why), "")
             except RankFailure as failure:
                 wrong[row.name] = str(failure)
     return judge_kernels(rows, wrong, dtype, head_dim)
 
 
-def workload(n: int, kernel: str, dtype: str, head_dim: int) -> Attention:
+def workload(method: str, n: int, kernel: str, dtype: str, head_dim: int) -> Attention:
     """A small causal attention on n ranks, forward and backward, two query heads to a key head."""
     problem = Problem(
         n=n, seqlen=128 * n, heads=4, kv_heads=2, head_dim=head_dim, mask=CAUSAL, dtype=dtype,
         layout=LAYOUTS["contiguous"],
     )  # fmt: skip
-    method = build(METHOD, {}).candidates(problem)[0]
-    problem = method.dealt(problem)
-    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+    chosen = build(method, {}).candidates(problem)[0]
+    problem = chosen.dealt(problem)
+    plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
     return Attention(phases=PHASES, problem=problem, plans=plans, kernel=kernel)
 
 
 def _links(ward: _Ward, facts: Sequence[RankFacts], known: dict[str, Any]) -> list[Finding]:
-    plans = workload(ward.n, "auto", "float32", 16).plans
+    plans = workload(METHODS[0], ward.n, "auto", "float32", 16).plans
     by_rank = ward.run("pair_rates", plans, pairs_of(ward.n), MESSAGE_BYTES[ward.device])
     rates = [pair for of_rank in by_rank for pair in of_rank]
     known["links"] = [asdict(pair) for pair in rates]

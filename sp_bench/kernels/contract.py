@@ -26,7 +26,7 @@ class BlockKernel(ABC):
 
     name: ClassVar[str]
     varlen: ClassVar[bool] = False
-    """Whether it takes pieces of different sizes in one call (`_forward_varlen`, `_backward_varlen`)."""
+    """Whether it has `_forward_varlen` and `_backward_varlen`."""
     has_margin: ClassVar[bool] = False
     """Whether its kernels are persistent, and leave `sm_margin` SMs free."""
     sm_margin: int = 0
@@ -92,9 +92,13 @@ class BlockKernel(ABC):
                 grad[:, part_slice] = part
         return grads[0], grads[1], grads[2]
 
+    def takes_varlen(self, head_dim: int) -> bool:
+        """Whether it takes pieces of different sizes in one call."""
+        return self.varlen
+
     def forward_pieces(self, q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """`forward` of pieces: q, k and v are gathered, and so are (out, lse)."""
-        if self.varlen:
+        if self.takes_varlen(q.shape[3]):
             cu_q, cu_kv = pieces.cumulative(len(q))
             out, lse = self._forward_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pieces, cu_q, cu_kv)
             return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
@@ -106,7 +110,7 @@ class BlockKernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`backward` of pieces: all tensors are gathered, and so are (dq, dk, dv)."""
         lse = _harmless(lse)
-        if self.varlen:
+        if self.takes_varlen(q.shape[3]):
             cu_q, cu_kv = pieces.cumulative(len(q))
             flat_dout, flat_q, flat_k, flat_v, flat_out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
             flat_lse = lse.transpose(0, 1).flatten(1).contiguous()

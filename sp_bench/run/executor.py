@@ -317,5 +317,5 @@ class Executor:
         regions = blocks.regions_of(blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank))))
         if self._problem.mask.sends_unseen:
             return [(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]
-        found = calls(regions, self._device, varlen=self._kernel.varlen)
+        found = calls(regions, self._device, varlen=self._kernel.takes_varlen(self._problem.head_dim))
         return [(c.queries, c.keys, c) if isinstance(c, Pieces) else (c.q, c.kv, c.kind) for c in found]

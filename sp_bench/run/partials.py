@@ -23,7 +23,7 @@ Rows = range | Tensor
 class Partials:
     """Accumulators by chunk, in fp32 (fp64 for fp64 problems). `unsummed` chunks stay in the compute dtype.
 
-    The first block result of a chunk becomes its accumulator, without a copy, if shape and dtype allow.
+    The first block result of a chunk becomes its accumulator, without a copy if shape and dtype allow.
     """
 
     def __init__(self, problem: Problem, rank: int, device: torch.device, unsummed: Container[Chunk] = ()) -> None:
@@ -32,8 +32,8 @@ class Partials:
 
     def add_output(self, chunk: Chunk, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS) of the chunk's tokens `rows` into its accumulator."""
-        if chunk not in self._held and isinstance(rows, range) and len(rows) == self._tokens(chunk):
-            self._held[chunk] = (in_dtype(out, self._dtype(chunk)).contiguous(), lse)
+        if chunk not in self._held and isinstance(rows, range):
+            self._held[chunk] = self._begun(chunk, rows, (out, lse))
             return
         into_out, into_lse = self._sum(chunk)
         here_out, here_lse = tokens_of(into_out, rows), tokens_of(into_lse, rows)
@@ -44,14 +44,31 @@ class Partials:
 
     def add_gradients(self, chunk: Chunk, rows: Rows, gradients: Tensors) -> None:
         """Add gradients_BSHD of the chunk's tokens `rows` to its accumulator."""
-        if chunk not in self._held and isinstance(rows, range) and len(rows) == self._tokens(chunk):
-            self._held[chunk] = tuple(in_dtype(x, self._dtype(chunk)).contiguous() for x in gradients)
+        if chunk not in self._held and isinstance(rows, range):
+            self._held[chunk] = self._begun(chunk, rows, gradients)
             return
         for into, gradient in zip(self._sum(chunk), gradients, strict=True):
             if isinstance(rows, range):
                 tokens_of(into, rows).add_(gradient)
             else:
                 into.index_add_(1, rows, gradient.to(into.dtype))
+
+    def _begun(self, chunk: Chunk, rows: range, part: Tensors) -> Tensors:
+        """A chunk's accumulator after its first result, which has its tokens `rows`: all else is neutral."""
+        tokens, dtype = self._tokens(chunk), self._dtype(chunk)
+        if len(rows) == tokens:
+            return tuple(x if x.ndim == 3 else in_dtype(x, dtype).contiguous() for x in part)
+        begun = []
+        for x in part:
+            dim, neutral, held = (2, -math.inf, x.dtype) if x.ndim == 3 else (1, 0.0, dtype)
+            shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
+            into = torch.empty(shape, dtype=held, device=self._device)
+            into.narrow(dim, rows.start, len(rows)).copy_(x)
+            for other in (range(rows.start), range(rows.stop, tokens)):
+                if other:
+                    into.narrow(dim, other.start, len(other)).fill_(neutral)
+            begun.append(into)
+        return tuple(begun)
 
     def add_part(self, chunk: Chunk, rows: range, part: Tensors, *, alone: bool) -> None:
         """Fold what one kernel call has of a chunk's tokens `rows`; unless `alone`, it is cut out of a larger result.

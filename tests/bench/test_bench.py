@@ -114,7 +114,13 @@ def test_noise_is_drawn_for_the_chosen_variant_alone(monkeypatch: pytest.MonkeyP
     assert noisy == [True, True] and alone.candidates is None
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses", "mesh method.tile=[4,4]", "all_gather"])
+STRIPED = "method.layout=striped"
+"""A layout that is the same for all phases: auto may choose another for each."""
+
+
+@pytest.mark.parametrize(
+    "method", [f"ring {STRIPED}", "ulysses", f"mesh method.tile=[4,4] {STRIPED}", f"all_gather {STRIPED}"]
+)
 def test_a_simulated_backward_is_that_of_both(method: str) -> None:
     only, both, forward = (
         simulate_point(point(f"phase={phase}", "gpus=16", "seqlen=64k", *f"method={method}".split()))[0]

@@ -225,6 +225,7 @@ class OneGpu:
     def costs(self, setting: Setting) -> Costs:
         costs = Costs(kernel="cudnn", launch_s=[5e-6] * 3, fold_bytes=2000, fold_s=[6e-6] * 3)
         costs.copy_bytes, costs.copy_s = 3000, [6e-6] * 3
+        costs.sum_bytes, costs.sum_s = 4000, [12e-6] * 3
         costs.product_shape, costs.products_s = (8192, 4096, 8192), {dtype: [1e-3] * 3 for dtype in setting.dtypes}
         costs.layers_s = {(phase, n): [n * 1e-6] * 3 for phase in PHASES for n in setting.sizes}
         for dtype, phase in itertools.product(setting.dtypes, PHASES):
@@ -252,6 +253,7 @@ def test_a_gpu_is_a_cluster_with_the_links_of_another(one_gpu: None, options: st
     assert cluster.device.name == "NVIDIA H100 80GB HBM3" and cluster.device.memory_bytes == 80 * 2**30
     assert cluster.device.peak_tflops == base.device.peak_tflops
     assert cluster.device.fold_bytes_per_s == pytest.approx(2000 / 1e-6)
+    assert cluster.device.sum_bytes_per_s == pytest.approx(4000 / 2e-6)
     assert cluster.device.memory_bytes_per_s == pytest.approx(3000 / 1e-6)
     for dtype in ("bfloat16", "float16"):
         for tokens, phase in itertools.product((512, 1024), PHASES):
@@ -264,7 +266,8 @@ def test_a_gpu_is_a_cluster_with_the_links_of_another(one_gpu: None, options: st
     assert sources["software"] == "CUDA 13.0, cuDNN 91900"
     assert ("blocks of 32/4 heads" in sources["rates"]) == ("kv_heads=4" in options)
     assert (
-        "CUDA events" in sources["rates"] and "in bfloat16 into them" in sources["memory_bytes_per_s, fold_bytes_per_s"]
+        "CUDA events" in sources["rates"]
+        and "in bfloat16 into them" in sources["memory_bytes_per_s, fold_bytes_per_s, sum_bytes_per_s"]
     )
 
 
@@ -367,7 +370,9 @@ def test_costs_of_gqa() -> None:
         ]
     }
     rows = setting.memory_tokens * setting.heads
-    assert (costs.fold_bytes, costs.copy_bytes) == ((10 * 16 + 12) * rows, 8 * 16 * rows)
+    assert (costs.fold_bytes, costs.copy_bytes, costs.sum_bytes) == (
+        (10 * 16 + 12) * rows, 8 * 16 * rows, (10 + 6) * 16 * rows,
+    )  # fmt: skip
 
 
 def test_the_clock_of_a_gpu_times_kernels_and_not_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,9 @@ def test_pairs() -> None:
 @pytest.mark.parametrize("n", [2, 3, 8, 16])
 def test_all_ranks_have_made_the_communicator_that_pairs_use(n: int) -> None:
     """NCCL's of the first lane among all ranks, when the plans were prepared: a pair alone could not make it."""
-    first = next(op for op in workload(n, "auto", "float32", 16).plans["forward"].ops if isinstance(op, Pass))
+    first = next(
+        op for op in workload("striped", n, "auto", "float32", 16).plans["forward"].ops if isinstance(op, Pass)
+    )
     assert isinstance(first.group, Group)
     assert {members_of(first.group, rank) for rank in range(n)} == {tuple(range(n))}
 
@@ -112,7 +114,7 @@ def test_all_ranks_have_made_the_communicator_that_pairs_use(n: int) -> None:
 @pytest.mark.exhaustive
 def test_ranks_measure_pair_by_pair(ranks: Ranks) -> None:
     wanted = [(0, 1), (2, 5), (0, 8)]
-    found = ranks.run(pairs, workload(WORLD, "auto", "float32", 16).plans, wanted)
+    found = ranks.run(pairs, workload("striped", WORLD, "auto", "float32", 16).plans, wanted)
     assert [[(pair.a, pair.b) for pair in of_rank] for of_rank in found] == [[(0, 1), (0, 8)], [], [(2, 5)], *[[]] * 6]
     assert all(pair.bytes_per_s > 0 and pair.latency_s > 0 for of_rank in found for pair in of_rank)
 

@@ -428,6 +428,7 @@ class CuteInterface(ModuleType):
         check(dout, q, k, v, out)
         self.deterministic = deterministic
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            assert q.shape[-1] % 32 == 0, "4.0.0b36 has wrong gradients"
             longest = (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max()))
             scale = softmax_scale or q.shape[2] ** -0.5
             return backward_varlen(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, longest, scale, causal)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sp_bench.kernels.pieces import SMALL, Pieces, calls
 from sp_bench.plan.regions import Region, RegionKind
 from tests.kernels.cases import Case, cases
-from tests.support.dense import LSE_TOLERANCE, TOLERANCE, attention, block_of, relative_error
+from tests.support.dense import HEAD_DIM, LSE_TOLERANCE, TOLERANCE, attention, block_of, relative_error
 
 CPU = torch.device("cpu")
 
@@ -32,12 +32,14 @@ DIFFERENT = (
 
 
 @cases
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 32])
 @pytest.mark.parametrize("regions", [*ALIKE, *DIFFERENT], ids=lambda regions: f"{regions[0].kind.value}{len(regions)}")
-def test_pieces_are_their_regions(case: Case, regions: list[Region]) -> None:
-    whole = block_of(16, 16, 2, case.dtype, device=case.device)
+def test_pieces_are_their_regions(case: Case, regions: list[Region], head_dim: int) -> None:
+    whole = block_of(16, 16, 2, case.dtype, device=case.device, head_dim=head_dim)
     with case.kernel() as kernel:
-        found = calls(regions, torch.device(case.device), varlen=kernel.varlen)
-        if regions in DIFFERENT and not kernel.varlen:
+        varlen = kernel.takes_varlen(head_dim)
+        found = calls(regions, torch.device(case.device), varlen=varlen)
+        if regions in DIFFERENT and not varlen:
             assert all(isinstance(call, Region) for call in found)
             return
         (pieces,) = found

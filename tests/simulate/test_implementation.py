@@ -48,7 +48,7 @@ def test_merging_moves_what_is_counted(layout: str, rows: float) -> None:
     """Each of 7 hops merges a rank's rows, or zigzag's last rank's half of them, at 40 bytes for an element."""
     p = problem(layout, causal=layout == "zigzag")
     device = cluster("h100_ndr400").device
-    elements, bytes_per_s = 2048 * 8 * (128 + 1), device.memory_bytes_per_s  # an lse for each row and head
+    elements, bytes_per_s = 2048 * 8 * (128 + 1), device.fold_bytes_per_s  # an lse for each row and head
     free = run(p, replace_bytes(1e-9)).work_s
     rank = {"contiguous": 0, "zigzag": 0}[layout]
     taken = run(p, UNFUSED).work_s[rank] - free[rank]
@@ -83,12 +83,21 @@ def test_a_slow_host_is_what_small_blocks_wait_for() -> None:
     assert run(large, host).makespan_s == run(large, OURS).makespan_s
 
 
-def test_ours_is_what_it_was() -> None:
-    """One fused pass over whole chunks, whatever the mask leaves of them."""
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_ours_is_one_pass_over_the_rows_that_a_block_has(share: float) -> None:
+    """A fold reads its part and both ways the accumulator; the first one writes all of that, and zeros are written."""
     device, p = cluster("h100_ndr400").device, problem("zigzag")
-    moved = 2048 * 8 * (128 * 10 + 12)
-    assert device.fold_s(p, "o", share=0.5, sliced=True) == device.fold_s(p, "o")
-    assert device.fold_s(p, "o") == pytest.approx(device.launch_s + moved / device.fold_bytes_per_s)
+    rows, sliced = 2048 * 8, share < 1
+
+    def moved(tensor: str, bytes_per_s: float, *, first: bool) -> float:
+        taken_s = device.fold_s(p, tensor, share=share, sliced=sliced, first=first)
+        return (taken_s - device.launch_s) * bytes_per_s / rows
+
+    assert moved("o", device.fold_bytes_per_s, first=False) == pytest.approx(share * (128 * 10 + 12))
+    assert moved("dq", device.sum_bytes_per_s, first=False) == pytest.approx(share * 128 * 10)
+    assert moved("dq", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4))
+    lse = sliced * 4 * (1 + share)  # of all rows, a block's own becomes the accumulator's
+    assert moved("o", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4) + lse)
 
 
 def test_crowded_pcie_links_lose_capacity() -> None:

@@ -27,6 +27,7 @@ def samples() -> tuple[Costs, list[Links]]:
     """What a machine of known rates would have shown: blocks of 1, 2, 3 ... ms."""
     costs = Costs(kernel="aten_cpu", launch_s=[LAUNCH_S] * 3, fold_bytes=10, fold_s=[2e-6] * 3)
     costs.copy_bytes, costs.copy_s = 8, [3e-6] * 3
+    costs.sum_bytes, costs.sum_s = 10, [4e-6] * 3
     costs.product_shape, costs.products_s = (128, 32, 88), {"float32": [1e-4] * 3}
     costs.layers_s = {(phase, n): [n * 1e-5 * (1 + i)] * 3 for i, phase in enumerate(PHASES) for n in SETTING.sizes}
     for phase in PHASES:

@@ -48,11 +48,12 @@ def block_of(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     device: str = "cpu",
+    head_dim: int = HEAD_DIM,
 ) -> Block:
     """Unit normal operands, the same on every device."""
     source = torch.Generator().manual_seed(seed)
     shapes = ((queries, HEADS), (keys, kv_heads), (keys, kv_heads), (queries, HEADS))
-    draw = (torch.randn(BATCH, s, h, HEAD_DIM, generator=source, dtype=torch.float64) for s, h in shapes)
+    draw = (torch.randn(BATCH, s, h, head_dim, generator=source, dtype=torch.float64) for s, h in shapes)
     return Block(*(x.to(device, dtype) for x in draw))
 
 
