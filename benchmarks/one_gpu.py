@@ -5,13 +5,17 @@
   kernels=null             one or more of conf/kernel; null: those of torch
   page=false               true: simulate the same points, and write docs/results/one_gpu.md; this needs no GPU
 
-Each kernel is calibrated on this GPU (`python -m sp_bench.calibrate`). One rank of several methods is executed by
+Each kernel is calibrated on this GPU (`python -m sp_bench.calibrate`). Then one rank of several methods is executed by
 itself, with copies for transfers (`mode=alone`): its blocks and folds are those of a rank among so many. The same
-points are simulated with the calibrated figures, and with the published ones of the cluster file. So the table shows
-what simulated compute is off by: by the simulator, if it is off with both, else by the published figures.
+points are simulated with the calibrated figures, and with those of the cluster file. A ratio is simulated over
+measured, of kernels and folds together. Two effects are not simulated here. A GPU at its power limit lowers its clock,
+which blocks that are timed one at a time don't see. And where the thread that queues a step takes nearly as long as the
+device (`queueing`), kernels wait for their host.
 
-Then the blocks and folds of a rank of 8 are timed in turn with one call of the kernel on the whole sequence. A share is
-the time of the call over 8 times that of the rank, by medians.
+Rates are of square blocks, with that of the cluster file in brackets where it differs.
+
+Last, the blocks and folds of a rank of 8 are timed in turn with one call of the kernel on the whole sequence. A share
+is the time of the call over 8 times that of the rank, by medians.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ class Bench:
     """What is measured on a device."""
 
     kernels: tuple[str, ...]
-    published: str
-    """The cluster whose published figures are compared; empty: none."""
+    cluster: str
+    """The cluster with such GPUs; empty: none."""
     sizes: tuple[tuple[int, str], ...]
     """Ranks and tokens of the whole sequence."""
     where: Where
@@ -64,16 +68,16 @@ GPU = Where(device="cuda", kernel="", dtype="bfloat16", heads=32, head_dim=128, 
 CPU = Where(device="cpu", kernel="", dtype="float32", heads=2, head_dim=32, clock=CLOCKS["cpu"])
 BENCHES = {
     "cuda": Bench(
-        kernels=("cudnn", "aten_flash"), published="h100_ndr400",
+        kernels=("cudnn", "aten_flash"), cluster="h100_ndr400",
         sizes=((8, "128k"), (64, "256k"), (256, "1M")), where=GPU, calibration=(),
     ),
     "cpu": Bench(
-        kernels=("aten_cpu",), published="", sizes=((8, "4k"), (16, "8k")), where=CPU,
+        kernels=("aten_cpu",), cluster="", sizes=((8, "4k"), (16, "8k")), where=CPU,
         calibration=("quick=true", "ranks=2", "heads=2"),
     ),
 }  # fmt: skip
-PUBLISHED_AS = {"aten_flash": "flash_attn"}
-"""Kernels whose published figures are those of another kernel, by the same code."""
+SAME_CODE = {"aten_flash": "flash_attn"}
+"""Kernels whose figures in cluster files are those of another kernel."""
 METHODS: tuple[Point, ...] = (
     ("method=ring", "method.layout=striped"),
     ("method=ring", "method.layout=zigzag"),
@@ -113,21 +117,21 @@ def measure(folder: Path, bench: Bench) -> Iterator[str]:
             try:
                 yield from part(folder, bench, kernel)
             except Exception as error:  # the other parts go on
-                yield f"{part.__name__}, {kernel}: {type(error).__name__}: {' '.join(str(error).split())}"
+                yield f"{part.__name__.strip('_')}, {kernel}: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _calibrate(folder: Path, bench: Bench, kernel: str) -> Iterator[str]:
     path, where = _calibrated(folder, kernel), bench.where
     if path.exists():
         return
-    links = [f"cluster={bench.published}"] if bench.published else []
+    links = [f"cluster={bench.cluster}"] if bench.cluster else []
     keys = [f"name={kernel}", f"kernel={kernel}", f"device={where.device}", f"head_dim={where.head_dim}"]
     if code := calibrate.calibrate([*keys, f"out={path}", *links, *bench.calibration]):
         yield f"calibrating {kernel}: exit code {code}"
 
 
 def _ranks_alone(folder: Path, bench: Bench, kernel: str) -> Iterator[str]:
-    cluster = bench.published or "cpu_local"
+    cluster = bench.cluster or "cpu_local"
     keys = (f"cluster={cluster}", f"kernel={kernel}", "mode=alone", f"device={bench.where.device}", *ITERATIONS)
     asked = [(*point, *keys) for point in points(bench)]
     for point, record in zip(asked, run(asked, folder / "alone"), strict=True):
@@ -152,35 +156,35 @@ def _shares_kept(folder: Path, kernel: str) -> Path:
 
 def page(folder: Path, bench: Bench) -> str:
     """The page of what `measure` has found."""
-    about_it = yaml.safe_load(_calibrated(folder, bench.kernels[0]).read_text())
+    calibrated = yaml.safe_load(_calibrated(folder, bench.kernels[0]).read_text())
     text = [
-        f"# One GPU as a rank of many\n\nMade by `python -m benchmarks.one_gpu`, on {about_it['device']['name']},"
-        f" {about_it['sources'].get('software', '')}.",
+        f"# One GPU as a rank of many\n\nMade by `python -m benchmarks.one_gpu kernels={','.join(bench.kernels)}`, on"
+        f" one {calibrated['device']['name']}, {calibrated['sources'].get('software', '')}.",
         about(__doc__).partition("\n\n")[2],
     ]
     for kernel in bench.kernels:
-        text += [f"## Ranks alone, {kernel}", of_rows(_alone_rows(folder, bench, kernel))]
-        if bench.published:
-            text += [f"## Rates, {kernel}, TFLOP/s measured (published)", of_rows(_rates(folder, bench, kernel))]
+        rows, code = _alone_rows(folder, bench, kernel)
+        text += [f"## Ranks alone, {kernel}", f"Measured by code {', '.join(code)}.", of_rows(rows)]
+        text += [f"## Rates, {kernel}, TFLOP/s", of_rows(_rates(folder, bench, kernel))]
         if (kept := _shares_kept(folder, kernel)).exists():
             text += [f"## A rank's blocks against one call, {kernel}", of_rows(json.loads(kept.read_text()))]
     return "\n\n".join(text) + "\n"
 
 
-def _alone_rows(folder: Path, bench: Bench, kernel: str) -> list[Row]:
-    """A row for each point that was measured with the kernel."""
+def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], list[str]]:
+    """A row for each point that was measured with the kernel, and the versions of the code that measured them."""
     found = {_asked(record.config or {}): record for record in records.read_all(folder / "alone")}
-    rows = []
+    rows, code = [], []
     with Composer(folder / "conf") as composer:
         for point in points(bench):
             record = found.get(_asked(composer.compose([*point, f"kernel={kernel}"])))
             if record and record.status == "ok":
                 simulated = {"calibrated": _simulated(composer, point, kernel, "auto")}
-                if bench.published and PUBLISHED_AS.get(kernel, kernel) in _published(composer, bench):
-                    as_published = PUBLISHED_AS.get(kernel, kernel)
-                    simulated["published"] = _simulated(composer, point, bench.published, as_published)
+                if SAME_CODE.get(kernel, kernel) in _filed(composer, bench):
+                    simulated[bench.cluster] = _simulated(composer, point, bench.cluster, SAME_CODE.get(kernel, kernel))
                 rows.append(_row(record, simulated))
-    return rows
+                code.append((record.provenance or {})["code_version"])
+    return rows, list(dict.fromkeys(code))
 
 
 def _asked(config: Mapping[str, Any]) -> str:
@@ -189,46 +193,54 @@ def _asked(config: Mapping[str, Any]) -> str:
 
 
 def _row(record: Record, simulated: Mapping[str, Record]) -> Row:
-    measured_ms = known(record.kernels_ms) + known(record.folds_ms)
+    measured_ms, step_ms = known(record.kernels_ms) + known(record.folds_ms), known(record.alone_ms_median)
     row = {
         "GPUs": str(record.gpus),
         "tokens": f"{record.seqlen // 1024}k",
-        "method": f"{record.method} {record.variant or ''}",
+        "method": f"{record.method} {record.variant or ''}".strip(),
         "layout": str(record.layout),
-        "kernels + folds": f"{known(record.kernels_ms):.2f} + {known(record.folds_ms):.2f} ms",
-        "whole step": f"{known(record.alone_ms_median):.2f} ms",
+        "kernels + folds, ms": f"{known(record.kernels_ms):.1f} + {known(record.folds_ms):.1f}",
+        "step, ms": f"{step_ms:.1f}",
+        "queueing": f"{known(record.interpreter_ms) / step_ms:.0%}",
     }
+    if record.sm_mhz_median:
+        row["clock, power"] = f"{record.sm_mhz_median:.0f} MHz, {record.gpu_power_w_median:.0f} W"
     for name, other in simulated.items():
-        row[f"simulated, {name}"] = f"{known(other.compute_ms):.2f} ms"
-        row[f"{name} / measured"] = f"{known(other.compute_ms) / measured_ms:.3f}"
+        row[f"simulated, {name}, ms"] = f"{known(other.compute_ms):.1f}"
+        row[f"ratio, {name}"] = f"{known(other.compute_ms) / measured_ms:.3f}"
     return row
 
 
-def _published(composer: Composer, bench: Bench) -> Mapping[str, Any]:
-    """The published rates by kernel."""
-    return composer.compose([f"cluster={bench.published}"])["cluster"]["device"]["rates"]
+def _filed(composer: Composer, bench: Bench) -> Mapping[str, Any]:
+    """The tables of rates in the cluster's file, by name."""
+    return composer.compose([f"cluster={bench.cluster}"])["cluster"]["device"]["rates"] if bench.cluster else {}
 
 
 def _simulated(composer: Composer, point: Point, cluster: str, kernel: str) -> Record:
-    return simulate_point(
-        resolve(composer.compose([*point, f"cluster={cluster}", f"kernel={kernel}", "mode=simulate"]))
-    )[0]
+    keys = (f"cluster={cluster}", f"kernel={kernel}", "mode=simulate")
+    return simulate_point(resolve(composer.compose([*point, *keys])))[0]
 
 
 def _rates(folder: Path, bench: Bench, kernel: str) -> list[Row]:
-    """The rates of square blocks, each with the published one of that size, whose batch differs."""
+    """A row for each phase and mask, in the dtype of the ranks."""
     measured = yaml.safe_load(_calibrated(folder, kernel).read_text())["device"]["rates"]
     with Composer() as composer:
-        theirs = _published(composer, bench).get(PUBLISHED_AS.get(kernel, kernel), {})
+        filed = _filed(composer, bench).get(SAME_CODE.get(kernel, kernel), {})
+    table = next(table for table in measured.values() if bench.where.dtype in table["dtypes"])
     rows = []
-    for name, table in measured.items():
-        for case in RATES:
-            row = {"figures": name, "case": case}
-            for size, rate in table[case].items():
-                other = theirs.get(case, {}).get(size)
-                row[str(size)] = f"{rate:.0f}" + (f" ({other})" if other else "")
-            rows.append(row)
+    for case in RATES:
+        row = {"": case.replace("_", ", ")}
+        for tokens, rate in _square(table[case]).items():
+            other = _square(filed.get(case, {})).get(tokens, rate)
+            row[tokens] = f"{rate:.0f}" + (f" ({other:.0f})" if round(other) != round(rate) else "")
+        rows.append(row)
     return rows
+
+
+def _square(rates: Mapping[Any, float]) -> dict[str, float]:
+    """The rates of blocks with as many queries as keys, by these."""
+    sides = {size: str(size).split("x") for size in rates}
+    return {side[0]: rates[size] for size, side in sides.items() if side[0] == side[-1]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,79 @@
+"""benchmarks.one_gpu on CPUs: what it measures, and the page it makes of that."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fused_blocks, one_gpu
+from sp_bench import records
+
+SMALL = replace(
+    one_gpu.BENCHES["cpu"],
+    sizes=((4, "512"),),
+    where=replace(one_gpu.CPU, head_dim=16),
+    calibration=("quick=true", "ranks=2", "heads=2", "repetitions=1"),
+)
+METHODS = (("method=ring", "method.layout=zigzag"), ("method=mesh", "method.layout=zigzag", "method.fuse=true"))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(one_gpu.BENCHES, "cpu", SMALL)
+    monkeypatch.setattr(one_gpu, "METHODS", METHODS)
+    monkeypatch.setattr(one_gpu, "TILES", {(4, 1): (2, 2)})
+    monkeypatch.setattr(one_gpu, "REPORT", tmp_path / "one_gpu.md")
+    monkeypatch.setattr(fused_blocks, "TOKENS", (64,))
+    monkeypatch.setattr(fused_blocks, "REPETITIONS", 6)
+
+
+@pytest.mark.exhaustive
+def test_ranks_alone_are_beside_their_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "measured"
+    asked = ["device=cpu", f"folder={folder}"]
+    assert one_gpu.main([*asked, "page=true"]) == 2
+    assert "has no figures of aten_cpu" in capsys.readouterr().err
+    assert one_gpu.main(asked) == 0
+    found = records.read_all(folder / "alone")
+    assert {(record.method, record.status, record.gpus) for record in found} == {("ring", "ok", 4), ("mesh", "ok", 4)}
+    assert one_gpu.main([*asked, "page=true"]) == 0
+    page = one_gpu.REPORT.read_text()
+    for record in found:
+        shown = rf"\| 4 \| 0k \| {record.method} .*{record.kernels_ms:.1f} \+ {record.folds_ms:.1f}"
+        assert re.search(shown, page), record.method
+    ratios = [float(line.rsplit("|", 2)[1]) for line in page.splitlines() if line.startswith("| 4 |")]
+    assert len(ratios) == 2 and min(ratios) > 0
+    assert page.count("| 64 | causal |") == len(fused_blocks.SETTINGS[0][1])
+    stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
+    assert one_gpu.main(asked) == 0, "what is there is not measured again"
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")} == stamps
+
+
+def test_what_fails_is_named_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = []
+
+    def breaks(*asked: object) -> list[str]:
+        raise RuntimeError("no more memory")
+
+    for name in ("_calibrate", "_ranks_alone"):
+        monkeypatch.setattr(one_gpu, name, breaks)
+    monkeypatch.setattr(one_gpu, "_shares", lambda *asked: iter(done.append(asked[2]) or ["one share"]))
+    assert one_gpu.main(["device=cpu", f"folder={tmp_path}", "kernels=a,b"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("RuntimeError: no more memory") == 4 and shown.count("one share") == 2
+    assert done == ["a", "b"]
+
+
+def test_a_device_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_gpu.main(["device=tpu"]) == 2
+    assert "device=tpu" in capsys.readouterr().err
+
+
+def test_square_blocks_are_those_with_as_many_queries_as_keys() -> None:
+    assert one_gpu._square({"512x512": 1.0, "512x1024": 2.0, "1024x1024": 3.0}) == {"512": 1.0, "1024": 3.0}
+    assert one_gpu._square({512: 1.0, 1024: 2.0}) == {"512": 1.0, "1024": 2.0}
