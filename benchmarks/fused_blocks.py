@@ -161,7 +161,7 @@ def rows(tokens: int, mask: Mask, settings: Sequence[Setting], where: Where) -> 
     times = np.array([[step() for step in timed] for _ in range(REPETITIONS)])
     found = []
     for number, (setting, rank) in enumerate(zip(settings, ranks, strict=True), 1):
-        shares = [of_medians(RANKS * times[:, number, p], times[:, 0, p], in_turn=True) for p in range(2)]
+        by_phase = [of_medians(RANKS * times[:, number, p], times[:, 0, p], in_turn=True) for p in range(2)]
         found.append(
             {
                 "tokens of a rank": str(tokens),
@@ -170,7 +170,7 @@ def rows(tokens: int, mask: Mask, settings: Sequence[Setting], where: Where) -> 
                 "layout": setting.layout,
                 "fuse": str(setting.fuse).lower(),
                 "operations with blocks": " + ".join(map(str, rank.blocks)),
-                **{f"{phase} [95%]": ratio(share, 3) for phase, share in zip(PHASES, shares, strict=True)},
+                **{f"{phase} [95%]": ratio(share, 3) for phase, share in zip(PHASES, by_phase, strict=True)},
             }
         )
         print(found[-1], flush=True)

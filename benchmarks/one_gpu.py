@@ -8,9 +8,10 @@
 Each kernel is calibrated on this GPU (`python -m sp_bench.calibrate`). Then one rank of several methods is executed by
 itself, with copies for transfers (`mode=alone`): its blocks and folds are those of a rank among so many. The same
 points are simulated with the calibrated figures, and with those of the cluster file. A ratio is simulated over
-measured, of kernels and folds together. Two effects are not simulated here. A GPU at its power limit lowers its clock,
-which blocks that are timed one at a time don't see. And where the thread that queues a step takes nearly as long as the
-device (`queueing`), kernels wait for their host.
+measured, of all that a rank computes: kernels, folds, and copies of what kernels read. Three effects are not simulated
+here. A GPU at its power limit lowers its clock, which blocks that are timed one at a time don't see. Where the thread
+that queues a step takes nearly as long as the device (`queueing`), kernels wait for their host. And copies take the
+place of transfers on the same GPU, which slows what moves much memory beside them.
 
 Rates are of square blocks, with that of the cluster file in brackets where it differs.
 
@@ -157,24 +158,37 @@ def _shares_kept(folder: Path, kernel: str) -> Path:
 def page(folder: Path, bench: Bench) -> str:
     """The page of what `measure` has found."""
     calibrated = yaml.safe_load(_calibrated(folder, bench.kernels[0]).read_text())
+    shares = {kernel: kept for kernel in bench.kernels if (kept := _shares_kept(folder, kernel)).exists()}
+    opening, of_shares = about(__doc__).partition("\n\n")[2].rsplit("\n\n", 1)
     text = [
         f"# One GPU as a rank of many\n\nMade by `python -m benchmarks.one_gpu kernels={','.join(bench.kernels)}`, on"
         f" one {calibrated['device']['name']}, {calibrated['sources'].get('software', '')}.",
-        about(__doc__).partition("\n\n")[2],
+        f"{opening}\n\n{of_shares}" if shares else opening,
     ]
     for kernel in bench.kernels:
-        rows, code = _alone_rows(folder, bench, kernel)
+        rows, code, lacking = _alone_rows(folder, bench, kernel)
         text += [f"## Ranks alone, {kernel}", f"Measured by code {', '.join(code)}.", of_rows(rows)]
+        text += [f"Not measured: {'; '.join(lacking)}."] if lacking else []
         text += [f"## Rates, {kernel}, TFLOP/s", of_rows(_rates(folder, bench, kernel))]
-        if (kept := _shares_kept(folder, kernel)).exists():
-            text += [f"## A rank's blocks against one call, {kernel}", of_rows(json.loads(kept.read_text()))]
+        if kernel in shares:
+            text += [f"## A rank's blocks against one call, {kernel}", of_rows(json.loads(shares[kernel].read_text()))]
     return "\n\n".join(text) + "\n"
 
 
-def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], list[str]]:
-    """A row for each point that was measured with the kernel, and the versions of the code that measured them."""
-    found = {_asked(record.config or {}): record for record in records.read_all(folder / "alone")}
-    rows, code = [], []
+def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], list[str], list[str]]:
+    """A row for each point that was measured with the kernel, the versions of the code that measured them, and the
+    points that weren't.
+
+    Raises RequestError if a point was measured twice, by two versions of the code or on two machines.
+    """
+    found: dict[str, Record] = {}
+    for record in records.read_all(folder / "alone"):
+        asked = _asked(record.config or {})
+        if asked in found:
+            rule = f"has two records of a point, {found[asked].run_id} and {record.run_id}"
+            raise RequestError(f"folder={folder}", rule, "the folder without one of them would work")
+        found[asked] = record
+    rows, code, lacking = [], [], []
     with Composer(folder / "conf") as composer:
         for point in points(bench):
             record = found.get(_asked(composer.compose([*point, f"kernel={kernel}"])))
@@ -184,7 +198,16 @@ def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], lis
                     simulated[bench.cluster] = _simulated(composer, point, bench.cluster, SAME_CODE.get(kernel, kernel))
                 rows.append(_row(record, simulated))
                 code.append((record.provenance or {})["code_version"])
-    return rows, list(dict.fromkeys(code))
+            else:
+                words = [key.rpartition(".")[2].rpartition("method=")[2] for key in point if key.startswith("method")]
+                lacking.append(
+                    f"{' '.join(words)} gpus={_value(point, 'gpus')}{f' ({record.error})' if record else ''}"
+                )
+    return rows, list(dict.fromkeys(code)), lacking
+
+
+def _value(point: Point, name: str) -> str:
+    return next(key.partition("=")[2] for key in point if key.startswith(f"{name}="))
 
 
 def _asked(config: Mapping[str, Any]) -> str:
@@ -193,13 +216,14 @@ def _asked(config: Mapping[str, Any]) -> str:
 
 
 def _row(record: Record, simulated: Mapping[str, Record]) -> Row:
-    measured_ms, step_ms = known(record.kernels_ms) + known(record.folds_ms), known(record.alone_ms_median)
+    measured_ms, step_ms = known(record.compute_ms), known(record.alone_ms_median)
     row = {
         "GPUs": str(record.gpus),
         "tokens": f"{record.seqlen // 1024}k",
         "method": f"{record.method} {record.variant or ''}".strip(),
         "layout": str(record.layout),
         "kernels + folds, ms": f"{known(record.kernels_ms):.1f} + {known(record.folds_ms):.1f}",
+        "computed, ms": f"{measured_ms:.1f}",
         "step, ms": f"{step_ms:.1f}",
         "queueing": f"{known(record.interpreter_ms) / step_ms:.0%}",
     }

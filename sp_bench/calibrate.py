@@ -20,6 +20,8 @@ of its network comes from another one.
   ranks=auto        rank processes that share the links; auto: as many as cores, from 2 to 16, or 16 with hosts. With
                     device=cuda one for each GPU, of all hosts in a launch
   repetitions=null  null: 5, or 3 if quick
+  sustained_s=0     seconds for which each block is computed before it is timed. In a long step a GPU is at its power
+                    limit, and slower than one that has rested. On a GPU 0.2 adds about six minutes
   quick=false       small blocks and messages, for a try: seconds instead of minutes
 """
 
@@ -58,7 +60,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.reading import Count, read
+from sp_bench.reading import Count, NotNegative, read
 from sp_bench.resources import CONF, conf_content, conf_files, user_conf
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ if TYPE_CHECKING:
 
 DEFAULTS: dict[str, Any] = {
     "name": "calibrated", "out": None, "cluster": None, "device": "auto", "kernel": "auto", "head_dim": None,
-    "heads": None, "kv_heads": None, "ranks": "auto", "repetitions": None, "quick": False,
+    "heads": None, "kv_heads": None, "ranks": "auto", "repetitions": None, "sustained_s": 0, "quick": False,
 }  # fmt: skip
 CPU = Setting(
     device="cpu", kernel="auto", dtypes=("float32", "bfloat16"), heads=8, kv_heads=8, head_dim=64,
@@ -146,6 +148,7 @@ def _setting(options: dict[str, Any]) -> Setting:
     counts = ("heads", "kv_heads", "head_dim", "repetitions")
     given = {key: read(Count, options[key], key) for key in counts if options[key] is not None}
     setting = replace(setting, **{"kv_heads": given.get("heads", setting.heads), **given})
+    setting = replace(setting, sustained_s=read(NotNegative, options["sustained_s"], "sustained_s"))
     if setting.heads % setting.kv_heads:
         rule = f"must divide heads={setting.heads}"
         raise RequestError(f"kv_heads={setting.kv_heads}", rule, f"kv_heads={setting.heads} would work")

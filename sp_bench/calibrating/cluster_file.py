@@ -72,9 +72,10 @@ def device_sources(setting: Setting, costs: Costs, how: str) -> dict[str, str]:
         f"{setting.heads} heads" if setting.kv_heads == setting.heads else f"{setting.heads}/{setting.kv_heads} heads"
     )
     tokens, (rows, inputs, outputs) = setting.launch_tokens, costs.product_shape
+    before = f", after {setting.sustained_s:g} s of the same block" if setting.sustained_s else ""
     return {
         "spread": "half of the interquartile range over the median",
-        "rates": f"medians of {setting.repetitions} blocks of {heads} {how}, less launch_s; "
+        "rates": f"medians of {setting.repetitions} blocks of {heads} {how}{before}, less launch_s; "
         f"spread {blocks_spread(costs):.1%}, of the worst block {max(_spreads(costs.blocks_s.values())):.1%}",
         "launch_s": f"a block of {'one token' if tokens == 1 else f'{tokens} tokens'}, median of {len(costs.launch_s)}",
         "memory_bytes_per_s, fold_bytes_per_s, sum_bytes_per_s": f"medians of {setting.repetitions} copies of "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from sp_bench.plan.regions import RegionKind
 
 LAUNCHES = 20
 """The number of tiny blocks in each repetition."""
+AT_ONCE = 8
+"""Calls that are queued before a GPU is waited for, so that it doesn't idle between small blocks."""
 
 
 def describe_gpu() -> Gpu:
@@ -60,7 +65,7 @@ def kernel_for(setting: Setting, dtype: str) -> BlockKernel:
 
 
 def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
-    kernel, clock = kernel_for(setting, dtype), CLOCKS[setting.device]
+    kernel = kernel_for(setting, dtype)
     costs.kernel = kernel.name
     q, dout = (random(setting, max(setting.sizes), dtype) for _ in range(2))
     k, v = (random(setting, max(setting.sizes), dtype, heads=setting.kv_heads) for _ in range(2))
@@ -71,13 +76,24 @@ def _blocks(setting: Setting, dtype: str, costs: Costs) -> None:
         for mask, rows, columns in cases:
             report((dtype, repetition, mask.value, rows, columns))
             block = q[:, :rows], k[:, :columns], v[:, :columns]
-            forward_s, (out, lse) = clock(kernel.forward, *block, mask)
+            forward_s, (out, lse) = _timed(setting, kernel.forward, *block, mask)
             report((dtype, repetition, mask.value, rows, columns, "backward"))
-            backward_s, _ = clock(kernel.backward, dout[:, :rows], *block, out, lse, mask)
+            backward_s, _ = _timed(setting, kernel.backward, dout[:, :rows], *block, out, lse, mask)
             if repetition:
                 for phase, seconds in (("forward", forward_s), ("backward", backward_s)):
                     key = (dtype, f"{phase}_{mask.value}", rows, columns)
                     costs.blocks_s.setdefault(key, []).append(seconds)
+
+
+def _timed(setting: Setting, call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """The seconds of a call and its result, after the same call has kept the device busy for as long as is asked."""
+    until = time.perf_counter() + setting.sustained_s
+    while time.perf_counter() < until:
+        for _ in range(AT_ONCE):
+            call(*arguments)
+        if setting.device == "cuda":
+            torch.cuda.synchronize()
+    return CLOCKS[setting.device](call, *arguments)
 
 
 def _launches(setting: Setting, costs: Costs) -> None:

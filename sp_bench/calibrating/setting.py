@@ -30,6 +30,8 @@ class Setting:
     repetitions: int
     message_bytes: int
     """The size of a large message. A tiny one has a few bytes."""
+    sustained_s: float = 0.0
+    """Seconds for which a block is computed again and again before it is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)

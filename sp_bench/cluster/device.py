@@ -245,7 +245,7 @@ class DeviceCosts:
             held = problem.field_dtype(field, wire=False, summed=summed)
             part = problem.field_dtype(field, wire=True) if arriving else problem.dtype
             part = held if field.kind is Kind.STATISTIC else part
-            if first and part == held and share == 1:
+            if first and part == held and not sliced:
                 continue
             elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
             fused = share * DTYPE_BYTES[part] + (1 if first else 2 * share) * DTYPE_BYTES[held]

@@ -28,8 +28,8 @@ from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.ranks import open_ranks
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.documents import Documents
+from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.workload import Attention
@@ -39,9 +39,8 @@ LOG = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 PATIENCE_S = 120.0
 """Seconds ranks may be silent: the first calls of some kernels compile them."""
 JOBS = "sp_bench.diagnosing.rank_jobs"
-METHODS = ("striped", "zigzag")
-"""The methods whose plans the gate runs: their blocks have every kind of causal region, alone and several in one call,
-and their transfers overlap."""
+DOCUMENTS = (40, 3, 85)
+"""The lengths of the documents on each rank that the gate computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,27 +134,35 @@ def _kernels(ward: _Ward, dtype: str, head_dim: int) -> list[Finding]:
     for row in rows[0]:
         if row.name not in refused:
             try:
-                checked = [workload(method, ward.n, row.name, dtype, head_dim) for method in METHODS]
+                checked = workloads(ward.n, row.name, dtype, head_dim)
                 wrong[row.name] = next((why for one in checked for why in ward.run("gate", one) if why), "")
             except RankFailure as failure:
                 wrong[row.name] = str(failure)
     return judge_kernels(rows, wrong, dtype, head_dim)
 
 
-def workload(method: str, n: int, kernel: str, dtype: str, head_dim: int) -> Attention:
-    """A small causal attention on n ranks, forward and backward, two query heads to a key head."""
-    problem = Problem(
-        n=n, seqlen=128 * n, heads=4, kv_heads=2, head_dim=head_dim, mask=CAUSAL, dtype=dtype,
-        layout=LAYOUTS["contiguous"],
-    )  # fmt: skip
-    chosen = build(method, {}).candidates(problem)[0]
-    problem = chosen.dealt(problem)
-    plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-    return Attention(phases=PHASES, problem=problem, plans=plans, kernel=kernel)
+def workloads(n: int, kernel: str, dtype: str, head_dim: int) -> tuple[Attention, Attention]:
+    """Small attentions on n ranks, forward and backward, two query heads to a key head.
+
+    The first is causal and striped: its blocks have their diagonal or lack it, and its transfers overlap. The second
+    has documents, of which a block has several of different lengths.
+    """
+
+    def attention(mask: Mask, layout: str) -> Attention:
+        problem = Problem(
+            n=n, seqlen=sum(DOCUMENTS) * n, heads=4, kv_heads=2, head_dim=head_dim, mask=mask, dtype=dtype,
+            layout=mask.layout(layout, n),
+        )  # fmt: skip
+        method = build("ring", {"layout": layout}).candidates(problem)[0]
+        problem = method.dealt(problem)
+        plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+        return Attention(phases=PHASES, problem=problem, plans=plans, kernel=kernel)
+
+    return attention(CAUSAL, "striped"), attention(Documents(DOCUMENTS * n), "contiguous")
 
 
 def _links(ward: _Ward, facts: Sequence[RankFacts], known: dict[str, Any]) -> list[Finding]:
-    plans = workload(METHODS[0], ward.n, "auto", "float32", 16).plans
+    plans = workloads(ward.n, "auto", "float32", 16)[0].plans
     by_rank = ward.run("pair_rates", plans, pairs_of(ward.n), MESSAGE_BYTES[ward.device])
     rates = [pair for of_rank in by_rank for pair in of_rank]
     known["links"] = [asdict(pair) for pair in rates]

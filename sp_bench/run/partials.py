@@ -75,7 +75,7 @@ class Partials:
 
         A part of a larger one can't become the accumulator, as it would keep all of it alive.
         """
-        if not alone and chunk not in self._held:
+        if not alone and chunk not in self._held and len(rows) == self._tokens(chunk):
             uncast = (x.ndim == 3 or x.dtype == self._dtype(chunk) for x in part)
             part = tuple(
                 x.clone(memory_format=torch.contiguous_format) if as_is else x

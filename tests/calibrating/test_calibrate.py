@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from sp_bench.__main__ import main as bench
 from sp_bench.calibrate import main
 from sp_bench.calibrating.clock import CLOCKS
-from sp_bench.calibrating.cluster_file import block_flops, cluster_config
+from sp_bench.calibrating.cluster_file import block_flops, cluster_config, device_sources
 from sp_bench.calibrating.gpu_file import measured_links
 from sp_bench.calibrating.kernels import describe_gpu, measure_kernels
 from sp_bench.calibrating.links import MOST_MESSAGES
@@ -24,11 +26,13 @@ from sp_bench.calibrating.pairs import PairRate
 from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
+from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.pool import RankPool
 from sp_bench.plan import Problem
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.regions import RegionKind
 from sp_bench.resources import conf_files
 from tests.calibrating.jobs import messages_of_10_ms
 from tests.support.calibration import LAUNCH_S, SETTING, samples
@@ -166,6 +170,7 @@ def test_its_own_file_is_written_again_and_no_other(quick: Path, capsys: pytest.
         ("heads=0", "heads=0: must be a whole number of at least 1"),
         ("head_dim=x", "head_dim=x: must be a whole number"),
         ("repetitions=0", "repetitions=0: must be a whole number of at least 1"),
+        ("sustained_s=-1", "sustained_s=-1: must be a finite number"),
         ("ranks=1", "ranks=1: must be a whole number of at least 2"),
         ("name=../x", "name=../x: must be a word"),
         ("out=somewhere", "out=somewhere: must be a .yaml file"),
@@ -354,6 +359,27 @@ def test_torch_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RequestError, match="device=cuda: torch .* can't use a GPU here"):
         describe_gpu()
+
+
+def test_blocks_are_timed_after_a_run_of_the_same_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    forward = AtenCpu.forward
+
+    def counted(self: AtenCpu, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
+        calls[f"{mask.value} {q.shape[1]}x{k.shape[1]}"] += 1
+        return forward(self, q, k, v, mask)
+
+    monkeypatch.setattr(AtenCpu, "forward", counted)
+    setting = replace(SETTING, sizes=(64,), repetitions=1)
+    rested = measure_kernels(setting)
+    once, sustained = dict(calls), replace(setting, sustained_s=0.05)
+    calls.clear()
+    busy = measure_kernels(sustained)
+    assert rested and busy and rested.blocks_s.keys() == busy.blocks_s.keys()
+    assert once["full 64x64"] == once["causal 64x64"] == 2
+    assert min(calls["full 64x64"], calls["causal 64x64"]) > 10
+    assert "after 0.05 s of the same block" in device_sources(sustained, busy, "on one thread")["rates"]
+    assert "after" not in device_sources(setting, rested, "on one thread")["rates"]
 
 
 def test_costs_of_gqa() -> None:

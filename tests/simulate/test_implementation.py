@@ -83,11 +83,11 @@ def test_a_slow_host_is_what_small_blocks_wait_for() -> None:
     assert run(large, host).makespan_s == run(large, OURS).makespan_s
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_ours_is_one_pass_over_the_rows_that_a_block_has(share: float) -> None:
+@pytest.mark.parametrize(("share", "sliced"), [(1.0, False), (1.0, True), (0.5, True)])
+def test_ours_is_one_pass_over_the_rows_that_a_block_has(share: float, sliced: bool) -> None:
     """A fold reads its part and both ways the accumulator; the first one writes all of that, and zeros are written."""
     device, p = cluster("h100_ndr400").device, problem("zigzag")
-    rows, sliced = 2048 * 8, share < 1
+    rows = 2048 * 8
 
     def moved(tensor: str, bytes_per_s: float, *, first: bool) -> float:
         taken_s = device.fold_s(p, tensor, share=share, sliced=sliced, first=first)
@@ -96,7 +96,7 @@ def test_ours_is_one_pass_over_the_rows_that_a_block_has(share: float) -> None:
     assert moved("o", device.fold_bytes_per_s, first=False) == pytest.approx(share * (128 * 10 + 12))
     assert moved("dq", device.sum_bytes_per_s, first=False) == pytest.approx(share * 128 * 10)
     assert moved("dq", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4))
-    lse = sliced * 4 * (1 + share)  # of all rows, a block's own becomes the accumulator's
+    lse = sliced * 4 * (1 + share)  # of a block with all rows it becomes the accumulator's
     assert moved("o", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4) + lse)
 
 

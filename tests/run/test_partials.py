@@ -1,0 +1,73 @@
+"""Accumulators of partial results, of which a block's result may have only some rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sp_bench.methods import build
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.ops import Attend, AttendBackward
+from sp_bench.plan.problem import Problem
+from sp_bench.run.partials import Partials
+
+TOKENS, CPU = 6, torch.device("cpu")
+ROWS = [range(TOKENS), range(2), range(1, TOKENS), range(2, 4)]
+
+
+@pytest.fixture(autouse=True)
+def nan_in_fresh_memory() -> Iterator[None]:
+    """What is allocated and not written is NaN, not by chance zero."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def problem(dtype: str) -> Problem:
+    return Problem(
+        n=2, seqlen=2 * TOKENS, batch=2, heads=2, kv_heads=2, head_dim=4, mask=CAUSAL, dtype=dtype,
+        layout=LAYOUTS["striped"],
+    )  # fmt: skip
+
+
+def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_output_is_where_its_rows_are_and_all_else_is_neutral(dtype: str, rows: range) -> None:
+    p = problem(dtype)
+    op = next(op for op in build("ring", {}).plan(p, "forward", COMPUTE_BOUND).ops if isinstance(op, Attend))
+    partials, before, after = Partials(p, 0, CPU), rows.start, TOKENS - rows.stop
+    out, lse = random(2, len(rows), 2, 4, dtype=dtype), random(2, len(rows), 2).transpose(1, 2)
+    partials.add_output(op.o, rows, out, lse)
+    held_out, held_lse = partials.get(op.o)
+    wanted = torch.nn.functional.pad(out.float(), (0, 0, 0, 0, before, after))
+    assert held_out.dtype == torch.float32 and torch.equal(held_out, wanted)
+    assert torch.equal(held_lse, torch.nn.functional.pad(lse, (before, after), value=-math.inf))
+    partials.add_output(op.o, range(TOKENS), torch.zeros(2, TOKENS, 2, 4), torch.full((2, 2, TOKENS), -math.inf))
+    assert torch.equal(partials.get(op.o)[0], wanted), "a part that saw no key changes nothing"
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_first_gradients_are_summed_with_zeros_and_are_nobody_elses(dtype: str, rows: range, alone: bool) -> None:
+    p = problem(dtype)
+    op = next(op for op in build("ring", {}).plan(p, "backward", COMPUTE_BOUND).ops if isinstance(op, AttendBackward))
+    partials = Partials(p, 0, CPU)
+    whole = random(2, TOKENS + 1, 2, 4, dtype=dtype)
+    part = whole[:, : len(rows)] if not alone else whole[:, : len(rows)].clone()
+    before = whole.clone()
+    partials.add_part(op.dkv, rows, (part, 2 * part), alone=alone)
+    for held, x in zip(partials.get(op.dkv), (part, 2 * part), strict=True):
+        wanted = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, rows.start, TOKENS - rows.stop))
+        assert held.dtype == torch.float32 and held.is_contiguous() and torch.equal(held, wanted)
+    partials.add_part(op.dkv, range(TOKENS), tuple(torch.ones(2, TOKENS, 2, 4) for _ in range(2)), alone=True)
+    assert torch.equal(whole, before), "a larger result is left as it was"
