@@ -58,7 +58,8 @@ def test_fitted_are_ring_and_mesh_on_32_gpus() -> None:
 def test_the_cluster_reproduces_the_report(cell: Cell) -> None:
     found = predict(load_cluster(), cell)
     tile, _, ours = stated()[cell]
-    assert 100 / found.seconds == pytest.approx(ours, abs=0.051)
+    # The report has one decimal, and the layout that auto takes, which makes less than 0.1%.
+    assert 100 / found.seconds == pytest.approx(ours, abs=0.05 + 0.001 * ours)
     assert tile == "x".join(map(str, found.tile))
 
 
