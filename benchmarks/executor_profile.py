@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reports import RESULTS, about, ratio
 from sp_bench.analysis.verdict import Ratio, of_medians
-from sp_bench.kernels import choose
+from sp_bench.calibrating.clock import Clock, cpu_seconds
+from sp_bench.kernels import BlockKernel, choose
 from sp_bench.markdown import of_rows
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
@@ -113,21 +115,26 @@ def _memory_events(profiled: profile) -> list[Any]:
     return [event for event in results.events() if event.name() == "[memory]"]
 
 
-def inputs(tokens: int, heads: int, kv_heads: int) -> list[torch.Tensor]:
-    """q, k, v and dout: (1, tokens, heads, HEAD_DIM) each."""
-    return [torch.randn(1, tokens, count, HEAD_DIM) for count in (heads, kv_heads, kv_heads, heads)]
+def inputs(
+    tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, dtype: str = "float32", device: str = "cpu"
+) -> list[torch.Tensor]:
+    """q, k, v and dout: (1, tokens, heads, head_dim) each, k and v with kv_heads."""
+    shapes = [(1, tokens, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, device=device).to(getattr(torch, dtype)) for shape in shapes]
+
+
+def one_call_s(kernel: BlockKernel, tensors: Sequence[torch.Tensor], mask: Mask, clock: Clock) -> tuple[float, float]:
+    """Seconds of one call of the kernel on all of `tensors` (as `inputs` gives them), forward and backward."""
+    (q, k, v, dout), kind = tensors, RegionKind(mask.name)
+    forward_s, (out, lse) = clock(kernel.forward, q, k, v, kind)
+    backward_s, _ = clock(kernel.backward, dout, q, k, v, out, lse, kind)
+    return forward_s, backward_s
 
 
 def monolithic_s(seqlen: int, mask: Mask, heads: int, kv_heads: int) -> tuple[float, float]:
     """Seconds of one call of the kernel on the whole sequence, forward and backward."""
     kernel = choose("auto", "cpu", "float32", HEAD_DIM)
-    q, k, v, dout = inputs(seqlen, heads, kv_heads)
-    kind = RegionKind(mask.name)
-    started = time.perf_counter()
-    out, lse = kernel.forward(q, k, v, kind)
-    between = time.perf_counter()
-    kernel.backward(dout, q, k, v, out, lse, kind)
-    return between - started, time.perf_counter() - between
+    return one_call_s(kernel, inputs(seqlen, heads, kv_heads), mask, cpu_seconds)
 
 
 def efficiency(seqlen: int, mask: Mask, kv_heads: int) -> list[Ratio]:

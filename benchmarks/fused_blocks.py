@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.executor_profile import inputs, one_call_s
 from benchmarks.reports import RESULTS, about, interval, known, ratio, run_ok
 from sp_bench.analysis.verdict import of_medians
 from sp_bench.calibrating.clock import Clock
@@ -38,7 +39,6 @@ from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import RegionKind
 from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport
@@ -76,8 +76,7 @@ class Where:
 
     def inputs(self, tokens: int) -> list[torch.Tensor]:
         """q, k, v and dout: (1, tokens, heads, head_dim) each."""
-        shape = (1, tokens, self.heads, self.head_dim)
-        return [torch.randn(shape, device=self.device).to(getattr(torch, self.dtype)) for _ in range(4)]
+        return inputs(tokens, self.heads, self.heads, self.head_dim, self.dtype, self.device)
 
 
 ONE_CORE = Where(device="cpu", kernel="auto", dtype="float32", heads=1, head_dim=64, clock=thread_seconds)
@@ -145,11 +144,7 @@ class Rank:
 def one_call(mask: Mask, tokens: int, where: Where) -> tuple[float, float]:
     """Seconds of one call of the kernel on the whole sequence, forward and backward."""
     kernel = choose(where.kernel, where.device, where.dtype, where.head_dim)
-    q, k, v, dout = where.inputs(RANKS * tokens)
-    kind = RegionKind(mask.name)
-    forward_s, (out, lse) = where.clock(kernel.forward, q, k, v, kind)
-    backward_s, _ = where.clock(kernel.backward, dout, q, k, v, out, lse, kind)
-    return forward_s, backward_s
+    return one_call_s(kernel, where.inputs(RANKS * tokens), mask, where.clock)
 
 
 def rows(tokens: int, mask: Mask, settings: Sequence[Setting], where: Where) -> list[dict[str, str]]:

@@ -32,6 +32,7 @@ import yaml
 
 from benchmarks import fused_blocks
 from benchmarks.fused_blocks import Where
+from benchmarks.gpu_kernels import SAME_CODE
 from benchmarks.reports import RESULTS, about, known, run
 from sp_bench import calibrate, records
 from sp_bench.bench import resolve
@@ -77,8 +78,6 @@ BENCHES = {
         calibration=("quick=true", "ranks=2", "heads=2"),
     ),
 }  # fmt: skip
-SAME_CODE = {"aten_flash": "flash_attn"}
-"""Kernels whose figures in cluster files are those of another kernel."""
 METHODS: tuple[Point, ...] = (
     ("method=ring", "method.layout=striped"),
     ("method=ring", "method.layout=zigzag"),
@@ -140,11 +139,11 @@ def _ranks_alone(folder: Path, bench: Bench, kernel: str) -> Iterator[str]:
             yield f"{' '.join(point)}: {record.status}: {record.error}"
 
 
-def _shares(folder: Path, bench: Bench, kernel: str) -> Iterator[str]:
+def _shares(folder: Path, bench: Bench, kernel: str) -> Sequence[str]:
     kept = _shares_kept(folder, kernel)
     if not kept.exists():
         kept.write_text(json.dumps(fused_blocks.shares(replace(bench.where, kernel=kernel))))
-    yield from ()
+    return ()
 
 
 def _calibrated(folder: Path, kernel: str) -> Path:
@@ -188,26 +187,22 @@ def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], lis
             rule = f"has two records of a point, {found[asked].run_id} and {record.run_id}"
             raise RequestError(f"folder={folder}", rule, "the folder without one of them would work")
         found[asked] = record
-    rows, code, lacking = [], [], []
+    rows, code, lacking, filed_as = [], [], [], SAME_CODE.get(kernel, kernel)
     with Composer(folder / "conf") as composer:
+        is_filed = filed_as in _filed(composer, bench)
         for point in points(bench):
             record = found.get(_asked(composer.compose([*point, f"kernel={kernel}"])))
             if record and record.status == "ok":
                 simulated = {"calibrated": _simulated(composer, point, kernel, "auto")}
-                if SAME_CODE.get(kernel, kernel) in _filed(composer, bench):
-                    simulated[bench.cluster] = _simulated(composer, point, bench.cluster, SAME_CODE.get(kernel, kernel))
+                if is_filed:
+                    simulated[bench.cluster] = _simulated(composer, point, bench.cluster, filed_as)
                 rows.append(_row(record, simulated))
                 code.append((record.provenance or {})["code_version"])
             else:
                 words = [key.rpartition(".")[2].rpartition("method=")[2] for key in point if key.startswith("method")]
-                lacking.append(
-                    f"{' '.join(words)} gpus={_value(point, 'gpus')}{f' ({record.error})' if record else ''}"
-                )
+                words += [key for key in point if key.startswith("gpus=")]
+                lacking.append(" ".join(words) + (f" ({record.error})" if record else ""))
     return rows, list(dict.fromkeys(code)), lacking
-
-
-def _value(point: Point, name: str) -> str:
-    return next(key.partition("=")[2] for key in point if key.startswith(f"{name}="))
 
 
 def _asked(config: Mapping[str, Any]) -> str:

@@ -27,7 +27,6 @@ from sp_bench.analysis.studies.honest_grid import (
     NIC_AT,
     NIC_GB_PER_S,
     SCALE_AT,
-    SCALE_GPUS,
     SEQLEN,
     WHOLE_HEADS,
     Key,
@@ -196,21 +195,21 @@ def scale(runs: Runs) -> Section:
             place = "fastest or tied" if step.name in names else ""
             lines.append([gpus, step.name, step.record.variant or "-", step.ms, step.ms.over(ranked[0].ms), place])
     heads = columns("GPUs; method; variant; step | ms; over the fastest || .2f; verdict")
-    first, last = (found[gpus][0] for gpus in (SCALE_GPUS[0], SCALE_GPUS[-1]))
+    first, last = (found[gpus][0] for gpus in (GPUS[0], GPUS[-1]))
     return Section(
-        f"From {SCALE_GPUS[0]} to {SCALE_GPUS[-1]} GPUs",
+        f"From {GPUS[0]} to {GPUS[-1]} GPUs",
         text(
             "The same tokens on more H100, with {kv} KV heads. With {high} GPUs a chunk is {few} tokens: latencies and"
             " small blocks set the time. {name} takes {first:.4g} ms on {low} GPUs; {other} takes {last:.4g} ms on"
             " {high}.",
             kv=str(SCALE_AT["kv_heads"]),
-            few=str(2**20 // SCALE_GPUS[-1]),
+            few=str(2**20 // GPUS[-1]),
             name=first.name,
             first=first.ms,
-            low=str(SCALE_GPUS[0]),
+            low=str(GPUS[0]),
             other=last.name,
             last=last.ms,
-            high=str(SCALE_GPUS[-1]),
+            high=str(GPUS[-1]),
         ),
         _lines("honest-scale", found, "GPUs", f"Steps by GPUs, {SEQLEN} tokens"),
         Table("honest-scale", "Steps by GPUs", heads, lines, shown_rows=12),
@@ -319,7 +318,7 @@ def limits(runs: Runs) -> Section:
             " one method isn't in it. All clusters have 8 GPUs in a node, and no other jobs load their links."
             " Above {most} GPUs nothing was simulated.",
             seqlen=SEQLEN,
-            most=str(SCALE_GPUS[-1]),
+            most=str(GPUS[-1]),
         ),
     )
 

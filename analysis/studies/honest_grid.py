@@ -30,7 +30,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 NIC_AT = {"cluster": "h100_ndr400", "gpus": 64, "kv_heads": 4}
 NIC_GB_PER_S = (25, 50, 100, 200, 400, 800)
 SCALE_AT = {"cluster": "h100_ndr400", "kv_heads": 4}
-SCALE_GPUS = GPUS
 
 Key = tuple[str, int, int]
 """Cluster, KV heads, GPUs."""
@@ -105,6 +104,6 @@ def by_nic(runs: Runs) -> dict[int, list[Step]]:
 
 def by_gpus(runs: Runs) -> dict[int, list[Step]]:
     """The steps by the number of GPUs."""
-    points = {(gpus, name): asked(name, gpus=gpus, **SCALE_AT) for gpus in SCALE_GPUS for name in METHODS}
+    points = {(gpus, name): asked(name, gpus=gpus, **SCALE_AT) for gpus in GPUS for name in METHODS}
     found = runs.by_key(points)
-    return {gpus: steps({name: found[gpus, name] for name in METHODS}) for gpus in SCALE_GPUS}
+    return {gpus: steps({name: found[gpus, name] for name in METHODS}) for gpus in GPUS}

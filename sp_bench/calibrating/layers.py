@@ -50,8 +50,8 @@ def _layers(setting: Setting, dtype: str, costs: Costs) -> None:
             angles = rotary(positions, setting.head_dim, workload.model.rope_theta, wide)
             x = torch.randn(1, tokens, workload.model.width, dtype=kind, device=setting.device, requires_grad=True)
             forward_s, out = clock(layer, x, angles, None, _queries, RECOMPUTE)
-            gradients = partial(torch.autograd.grad, out, (x, *layer.parameters()), torch.ones_like(out))
-            backward_s, _ = clock(partial(gradients, retain_graph=True))  # a clock may call more than once
+            gradients = partial(torch.autograd.grad, retain_graph=True)  # a clock may call more than once
+            backward_s, _ = clock(gradients, out, (x, *layer.parameters()), torch.ones_like(out))
             if repetition:
                 costs.layers_s.setdefault(("forward", tokens), []).append(forward_s)
                 costs.layers_s.setdefault(("backward", tokens), []).append(backward_s)

@@ -134,35 +134,33 @@ def _kernels(ward: _Ward, dtype: str, head_dim: int) -> list[Finding]:
     for row in rows[0]:
         if row.name not in refused:
             try:
-                checked = workloads(ward.n, row.name, dtype, head_dim)
-                wrong[row.name] = next((why for one in checked for why in ward.run("gate", one) if why), "")
+                asked = checked(ward.n, row.name, dtype, head_dim)
+                wrong[row.name] = next((why for one in asked for why in ward.run("gate", one) if why), "")
             except RankFailure as failure:
                 wrong[row.name] = str(failure)
     return judge_kernels(rows, wrong, dtype, head_dim)
 
 
-def workloads(n: int, kernel: str, dtype: str, head_dim: int) -> tuple[Attention, Attention]:
-    """Small attentions on n ranks, forward and backward, two query heads to a key head.
+def checked(n: int, kernel: str, dtype: str, head_dim: int) -> tuple[Attention, Attention]:
+    """What goes through the gate: blocks with their diagonal and without it, and blocks of several documents."""
+    documents = Documents(DOCUMENTS * n)
+    return workload(n, kernel, dtype, head_dim), workload(n, kernel, dtype, head_dim, documents, "contiguous")
 
-    The first is causal and striped: its blocks have their diagonal or lack it, and its transfers overlap. The second
-    has documents, of which a block has several of different lengths.
-    """
 
-    def attention(mask: Mask, layout: str) -> Attention:
-        problem = Problem(
-            n=n, seqlen=sum(DOCUMENTS) * n, heads=4, kv_heads=2, head_dim=head_dim, mask=mask, dtype=dtype,
-            layout=mask.layout(layout, n),
-        )  # fmt: skip
-        method = build("ring", {"layout": layout}).candidates(problem)[0]
-        problem = method.dealt(problem)
-        plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-        return Attention(phases=PHASES, problem=problem, plans=plans, kernel=kernel)
-
-    return attention(CAUSAL, "striped"), attention(Documents(DOCUMENTS * n), "contiguous")
+def workload(n: int, kernel: str, dtype: str, head_dim: int, mask: Mask = CAUSAL, layout: str = "striped") -> Attention:
+    """A small attention on n ranks, forward and backward, two query heads to a key head; its transfers overlap."""
+    problem = Problem(
+        n=n, seqlen=sum(DOCUMENTS) * n, heads=4, kv_heads=2, head_dim=head_dim, mask=mask, dtype=dtype,
+        layout=mask.layout(layout, n),
+    )  # fmt: skip
+    method = build("ring", {"layout": layout}).candidates(problem)[0]
+    problem = method.dealt(problem)
+    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+    return Attention(phases=PHASES, problem=problem, plans=plans, kernel=kernel)
 
 
 def _links(ward: _Ward, facts: Sequence[RankFacts], known: dict[str, Any]) -> list[Finding]:
-    plans = workloads(ward.n, "auto", "float32", 16)[0].plans
+    plans = workload(ward.n, "auto", "float32", 16).plans
     by_rank = ward.run("pair_rates", plans, pairs_of(ward.n), MESSAGE_BYTES[ward.device])
     rates = [pair for of_rank in by_rank for pair in of_rank]
     known["links"] = [asdict(pair) for pair in rates]

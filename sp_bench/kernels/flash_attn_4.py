@@ -61,7 +61,7 @@ class FlashAttn4(CudaKernel):
     def takes_varlen(self, head_dim: int) -> bool:
         # 4.0.0b36 rounds accumulators of gradients up to 32 elements a row, and reads those of variable lengths
         # elsewhere: on an H100 head_dim=16 got wrong gradients but for the first piece, 64 and 128 right ones.
-        return head_dim % 32 == 0
+        return super().takes_varlen(head_dim) and head_dim % 32 == 0
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module()._flash_attn_fwd(

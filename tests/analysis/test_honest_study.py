@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: honest_grid.METHODS[name] for name in ("zigzag", "usp", "mesh", "mesh with heads")}
     values = {
         "CLUSTERS": ("h100_ndr400",), "KV_HEADS": (8,), "GPUS": (8, 16), "METHODS": few, "NIC_GB_PER_S": (25, 50),
-        "KEYS": (("h100_ndr400", 8, 8), ("h100_ndr400", 8, 16)), "SEQLEN": "64k", "SCALE_GPUS": (8, 16),
+        "KEYS": (("h100_ndr400", 8, 8), ("h100_ndr400", 8, 16)), "SEQLEN": "64k",
         "NIC_AT": {**honest_grid.NIC_AT, "gpus": 16},
     }  # fmt: skip
     for module in (honest_grid, honest):
