@@ -18,7 +18,7 @@ from sp_bench.analysis import frames
 from sp_bench.analysis.number import RECORD_KINDS
 from sp_bench.analysis.pairs import Paired, Point, differences, in_turn, machines, paired
 from sp_bench.analysis.verdict import OF_AMOUNTS, ROUNDING, SLOWER, Ratio, exact, of_medians
-from sp_bench.cli.arguments import keys_and_paths, run_command
+from sp_bench.cli.arguments import flag, keys_and_paths, run_command
 from sp_bench.cli.report import amount, make_console, number
 from sp_bench.errors import RequestError
 
@@ -96,10 +96,9 @@ def parsed(arguments: Sequence[str]) -> tuple[tuple[str, str], Options]:
         threshold = -1.0
     if threshold is not None and not 0 <= threshold < 1:
         raise RequestError(f"same={same}", "must be a number from 0 to below 1", "same=0.02 would work")
-    if (fail := given.get("fail_slower", "false")) not in ("true", "false"):
-        raise RequestError(f"fail_slower={fail}", "must be true or false", "fail_slower=true would work")
+    fail = flag({"fail_slower": False} | given, "fail_slower")
     path = Path(given["csv"]) if given.get("csv") else None
-    return (names[0], names[1]), Options(threshold, path, fail == "true")
+    return (names[0], names[1]), Options(threshold, path, fail)
 
 
 def compare(a: Point, b: Point, same: float | None = None) -> list[Row]:

@@ -14,7 +14,7 @@ from sp_bench.analysis import report
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section
 from sp_bench.analysis.studies import STUDIES
-from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.cli.arguments import flag, only_keys, run_command
 from sp_bench.errors import RequestError, unknown
 
 USAGE = """\
@@ -42,12 +42,11 @@ def _reproduce(arguments: Sequence[str]) -> int:
     for paper in papers:
         if paper not in STUDIES:
             raise unknown("paper", paper, [*STUDIES, "all"])
-    if given["notebooks"] not in ("true", "false"):
-        raise RequestError(f"notebooks={given['notebooks']}", "must be true or false", "notebooks=true would work")
-    if given["notebooks"] == "true" and not all(map(find_spec, ("ipykernel", "jupytext", "nbclient"))):
+    with_notebooks = flag(given, "notebooks")
+    if with_notebooks and not all(map(find_spec, ("ipykernel", "jupytext", "nbclient"))):
         works = 'pip install "sp-bench[analysis]", or notebooks=false, would work'
         raise RequestError("notebooks=true", "needs ipykernel, jupytext and nbclient", works)
-    return reproduce(papers, Path(given["out"]), with_notebooks=given["notebooks"] == "true")
+    return reproduce(papers, Path(given["out"]), with_notebooks=with_notebooks)
 
 
 def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:

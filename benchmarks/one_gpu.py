@@ -38,12 +38,11 @@ from sp_bench import calibrate, records
 from sp_bench.bench import resolve
 from sp_bench.bench.simulated import simulate_point
 from sp_bench.calibrating.clock import CLOCKS
-from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.cli.arguments import flag, only_keys, run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
 from sp_bench.markdown import of_rows
-from sp_bench.reading import read
 from sp_bench.records import Record
 
 REPORT = RESULTS / "one_gpu.md"
@@ -274,7 +273,7 @@ def _main(arguments: list[str]) -> int:
     bench, folder = BENCHES[given["device"]], Path(given["folder"])
     if given["kernels"]:
         bench = replace(bench, kernels=tuple(given["kernels"].split(",")))
-    if read(bool, {"true": True, "false": False}.get(given["page"], given["page"]), "page"):
+    if flag(given, "page"):
         if missing := [kernel for kernel in bench.kernels if not _calibrated(folder, kernel).exists()]:
             would = f"python -m benchmarks.one_gpu folder={folder} on a GPU, first, would work"
             raise RequestError(f"folder={folder}", f"has no figures of {', '.join(missing)}", would)

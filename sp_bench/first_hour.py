@@ -32,7 +32,7 @@ from typing import Any
 
 from sp_bench import __main__ as points
 from sp_bench import calibrate, doctor, records
-from sp_bench.cli.arguments import only_keys, run_command, writable_folder
+from sp_bench.cli.arguments import flag, only_keys, run_command, writable_folder
 from sp_bench.diagnosing.manifest import Manifest
 from sp_bench.diagnosing.summary import report
 from sp_bench.errors import RequestError
@@ -40,7 +40,6 @@ from sp_bench.extras import require
 from sp_bench.measure.launch import launched
 from sp_bench.measure.ranks import drive
 from sp_bench.methods import REGISTRY
-from sp_bench.reading import read
 
 DEFAULTS: dict[str, Any] = {
     "out": "first_hour", "device": "auto", "ranks": "auto", "cluster": "null", "quick": "false", "force": "false",
@@ -104,10 +103,10 @@ def first_hour(arguments: Sequence[str]) -> int:
         raise RequestError("out", "a folder is needed", "out=first_hour would work")
     require("run", "measuring")
     options = {**DEFAULTS, **given}
-    device, force = doctor.device_of(options["device"]), _flag(options, "force")
+    device, force = doctor.device_of(options["device"]), flag(options, "force")
     ranks = doctor.ranks_of(options["ranks"], device, MOST_CPU_RANKS)
     folder = writable_folder("out", options["out"])
-    kept = {"device": device, "ranks": ranks, "cluster": options["cluster"], "quick": _flag(options, "quick")}
+    kept = {"device": device, "ranks": ranks, "cluster": options["cluster"], "quick": flag(options, "quick")}
     manifest = Manifest(folder, kept)
     for step in steps(folder, **kept):
         if manifest.done(step.name):
@@ -203,11 +202,6 @@ class _Copied(io.TextIOBase):
 def _write_report(folder: Path, manifest: Manifest) -> None:
     records.write_whole(folder / "report.md", report(folder, manifest.steps()))
     manifest.list_files()
-
-
-def _flag(options: dict[str, Any], key: str) -> bool:
-    value = {"true": True, "false": False}.get(str(options[key]).lower(), options[key])
-    return read(bool, value, key)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
-from sp_bench.cli.arguments import run_command
+from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.report import over_least
 from sp_bench.errors import RequestError
 
@@ -53,8 +53,7 @@ def _advise(arguments: Sequence[str]) -> int:
             raise RequestError(f"{key}={given[key]}", "is what the advice is about", "leaving it out would work")
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in OWN]
     memory_bytes = size(given["memory"]) if "memory" in given else None
-    if (asked := given.get("changes", "true")) not in ("true", "false"):
-        raise RequestError(f"changes={asked}", "must be true or false", "changes=false would work")
+    asked = flag({"changes": True} | given, "changes")
     with _progress() as progress, workers() as mapped:
         task = progress.add_task("")
         found = answer(
@@ -64,7 +63,7 @@ def _advise(arguments: Sequence[str]) -> int:
             done=lambda name: progress.update(task, description=name),
         )
         varied = []
-        if asked == "true":
+        if asked:
             varied = changes(
                 overrides,
                 found,

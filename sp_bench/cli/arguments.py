@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.reading import read
 
 
 def run_command(
@@ -59,6 +60,11 @@ def only_keys(arguments: Sequence[str], defaults: Mapping[str, Any]) -> dict[str
         key, default = next(iter(defaults.items()))
         raise RequestError(others[0], "is not of the form key=value", f"{key}={default} would work")
     return given
+
+
+def flag(given: Mapping[str, Any], key: str) -> bool:
+    """Whether `key` is true. Raises RequestError if it is neither true nor false."""
+    return read(bool, {"true": True, "false": False}.get(str(given[key]).lower(), given[key]), key)
 
 
 def config_dir(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
