@@ -18,7 +18,7 @@ from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
-from sp_bench.lower import TransportOptions
+from sp_bench.lower import TransportKind, TransportOptions
 from sp_bench.machine import cores_here, free_bytes
 from sp_bench.measure.devices import Devices
 from sp_bench.measure.homes import refuse_hosts
@@ -26,7 +26,7 @@ from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.mask import Mask
-from sp_bench.plan.method import Method
+from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records import MODES, Record
@@ -192,6 +192,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     workload.refuse_run(mode.name)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     cluster = replace(cluster, transport_options=transport)
+    method = _with_collectives(method, cluster.transport)
     notes += peer.notes(mode.devices.kind) if peer else []
     if peer:
         peers.refuse_run(peer, mode=mode.name, kernel=kernel, device=mode.devices.kind)
@@ -225,6 +226,16 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         alone=mode.alone,
         launch=launch if mode.name == "measure" else None,
     )
+
+
+def _with_collectives(method: Method | Peer, transport: TransportKind) -> Method | Peer:
+    """The method on that transport: where it would leave its collectives to gloo by default, they are messages.
+
+    gloo's all-to-alls take a third longer (docs/explanation/shaped_hosts.md), and its other collectives as long.
+    """
+    if isinstance(method, CollectiveMethod) and method.collectives == "auto" and not transport.adds:
+        return replace(method, collectives="messages")
+    return method
 
 
 def _problem(

@@ -9,7 +9,8 @@ pat     Parallel trees, where each member is alone on its node: log2 n steps, at
 nvls    NVSwitch's multicast, inside a node of a cluster that has its rate (intra.nvls_bytes_per_s): one latency.
 
 An all-to-all is a message between each pair. So is a reduce-scatter where the library can't add on the way.
-Gloo's all-gather is a ring in the order of ranks. Each hop waits for the one before.
+Gloo's all-gather is a ring in the order of ranks. Each hop waits for the one before. Its all-to-alls may get less of
+links than messages do (cluster.emulation.Carried.most_bytes_per_s).
 """
 
 from __future__ import annotations

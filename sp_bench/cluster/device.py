@@ -253,15 +253,18 @@ class DeviceCosts:
         merges = not first and any(field.kind is Kind.STATISTIC for field in FIELDS[tensor])
         return self._memory_s(moved, self.fold_bytes_per_s if merges else self.sum_bytes_per_s)
 
-    def cast_s(self, problem: Problem, tensor: str, *, wire: bool, summed: bool = True) -> float:
-        """Seconds of casting a held chunk to its wire dtype, or (`wire` false) an accumulator to the compute dtype."""
+    def cast_s(self, problem: Problem, tensor: str, *, wire: bool, summed: bool = True, share: float = 1.0) -> float:
+        """Seconds of casting a held chunk to its wire dtype, or (`wire` false) an accumulator to the compute dtype.
+
+        `share` is that of the chunk's rows.
+        """
         moved = 0
         for field in FIELDS[tensor]:
             held = problem.field_dtype(field, wire=False, summed=summed)
             to = problem.field_dtype(field, wire=True) if wire else problem.dtype
             if field.kind is Kind.PARTIAL and to != held:
                 elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
-                moved += elements * (DTYPE_BYTES[held] + DTYPE_BYTES[to])
+                moved += share * elements * (DTYPE_BYTES[held] + DTYPE_BYTES[to])
         return self._memory_s(moved, self.sum_bytes_per_s)
 
     def copy_s(self, moved_bytes: float) -> float:

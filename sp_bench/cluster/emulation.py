@@ -8,6 +8,7 @@ Hosts, which reads the file's section `hosts`; `hosts` sets the hosts up for the
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from abc import ABCMeta, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,8 @@ class Carried(NamedTuple):
     """Bytes that the receiver has at once, and that the links carry only after the message."""
     core_s_per_byte: Any = 0.0
     """Seconds of the shared cores that each byte takes."""
+    most_bytes_per_s: Any = math.inf
+    """The rate that it gets at most, whatever its links have."""
 
 
 class Effects:
@@ -76,8 +79,8 @@ class Effects:
         """Each rank's relative share of crowded cores, (q,) or one number, for blocks of `work_s` seconds, (q,)."""
         return 1.0
 
-    def carried(self, messages: Sequence[Message]) -> list[Carried]:
-        """How the network carries each of the concurrent messages of one transfer."""
+    def carried(self, messages: Sequence[Message], *, by_library: bool = False) -> list[Carried]:
+        """How the network carries each of the concurrent messages of one transfer, or of one of the library's."""
         return [Carried()] * len(messages)
 
 

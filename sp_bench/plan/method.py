@@ -166,7 +166,7 @@ class CollectiveMethod(Method):
 
     collectives: str = "auto"
     """library: NCCL's or gloo's own; messages: point-to-point; auto: the library's, but for gathers and reductions
-    under a pack of documents, where messages leave out what nobody needs."""
+    under a pack of documents, where messages leave out what nobody needs. Points on gloo take auto for messages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -55,11 +55,21 @@ def _token_bytes(problem: Problem, tensor: str) -> Mapping[str, int]:
 
 def _rows_sent(op: Pass, problem: Problem, rank):
     """How many tokens of its chunk each of one or an array of ranks sends."""
-    assert op.send is not None
     if op.against is None:
-        return problem.field_tokens(FIELDS[op.send.tensor][0], 0 if problem.is_even else op.send.owner(rank))
+        return _chunk_rows(op, problem, rank)
     kind = problem.blocks.of(*op.seen_by(rank))
     return sum((kind == i) * len(rows) for i, rows in enumerate(problem.blocks.rows_seen))
+
+
+def _chunk_rows(op: Pass, problem: Problem, rank):
+    """How many tokens the chunks have that one or an array of ranks sends, or sends some of."""
+    assert op.send is not None
+    return problem.field_tokens(FIELDS[op.send.tensor][0], 0 if problem.is_even else op.send.owner(rank))
+
+
+def share_sent(op: Pass, problem: Problem, rank):
+    """The share of its chunk's tokens that each of one or an array of ranks sends."""
+    return _rows_sent(op, problem, rank) / _chunk_rows(op, problem, rank)
 
 
 def rows_sent(op: Pass, problem: Problem, rank: int) -> range:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sp_bench.run.home import home
+
 _made: dict[str, Any] = {}
 _made_in: Any = None
 """The groups by name, and the default group that they were made in."""
@@ -37,6 +39,7 @@ def own_group(
     The members call it, in the same order of calls; ranks outside needn't. torch.distributed.new_group can't do that:
     it has all ranks of the default group call it or, with use_local_synchronization, names groups by how many a rank
     has made so far, which differs from rank to rank where groups overlap. `device` makes NCCL connect at once.
+    Only if the main thread calls it do the group's threads get the priority that a shaped host gives to transfers.
     """
     global _made, _made_in
     if _made_in is not dist.group.WORLD:
@@ -62,6 +65,7 @@ def own_group(
         whole.bound_device_id = bound
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
         _made[name] = group
+        home().put_transfers_first()  # gloo has started threads for the group
     return _made[name]
 
 

@@ -7,7 +7,7 @@ nobody waits for, may follow it. Tasks come in rows of n, by rank.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from sp_bench.cluster.collectives import Carriage
 from sp_bench.cluster.emulation import Carried, Message
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
+from sp_bench.lower.early import by_messages
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import (
@@ -38,7 +39,7 @@ from sp_bench.plan.ops import (
 )
 from sp_bench.plan.problem import FIELDS, Problem, is_partial
 from sp_bench.plan.schedule import Segment, segments
-from sp_bench.plan.transfers import messages, peers
+from sp_bench.plan.transfers import messages, peers, share_sent
 from sp_bench.simulate import collectives
 from sp_bench.simulate.blocks import BlockCosts
 from sp_bench.simulate.flows import TaskGraph, Timing
@@ -116,6 +117,24 @@ class PipelinedStart(NamedTuple):
     """Tasks that end so long after all that its sender waits for on other streams: [(n,), ...]."""
 
 
+def _brought(plan: Plan) -> dict[int, Pass]:
+    """By fold or transfer, the transfer that brought its operand, where that may have sent only some rows of it."""
+    brings, found = dict[Chunk, Pass](), dict[int, Pass]()
+    for index, op in plan:
+        operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
+        if operand and (hop := brings.get(operand)) and hop.against:
+            found[index] = hop
+        if isinstance(op, Pass) and op.recv:
+            brings[op.recv] = op
+    return found
+
+
+def _of_each(shares: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
+    """`seconds` of each rank's share, of which few are unlike: (q,)."""
+    unlike, which = np.unique(shares, return_inverse=True)
+    return np.array([seconds(float(share)) for share in unlike])[which]
+
+
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
         self.plan, self.problem, self.cluster, self.device = plan, problem, cluster, cluster.device
@@ -125,6 +144,7 @@ class _Builder:
         # A plan has thousands of operations, of few kinds.
         self.cast_s, self._carriage = cache(self._cast_s), cache(self._find_carriage)
         self.wanted = demand(plan, problem)
+        self.brought = _brought(plan)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
         is_even = use_symmetry and cluster.is_even(problem.n)
@@ -199,9 +219,10 @@ class _Builder:
             everyone = np.arange(self.problem.n)
             wanted = self.wanted.get(index)
             sizes = [sum(sizes.values()) for sizes in messages(op, self.problem, everyone, wanted)]
-            costs = (*sizes, self._staged_s(op, everyone), wanted)
+            costs = (*sizes, self._staged_s(index, op, everyone), wanted)
             return [cost for cost in costs if isinstance(cost, np.ndarray)]
-        return [self.wanted[index]] if index in self.wanted else []
+        shares = [self._share_brought(index, np.arange(self.problem.n))] if index in self.brought else []
+        return [*shares, self.wanted[index]] if index in self.wanted else shares
 
     def _keeps_carriages(self, move: np.ndarray) -> bool:
         """Whether the flows of collectives are the same after the ranks have moved."""
@@ -256,7 +277,11 @@ class _Builder:
     def _op_s(self, index: int, op: Op, merged: Container[Chunk]) -> np.ndarray | float:
         """What a fold costs, or a block with its folds, but for those into chunks that are `merged` already."""
         if isinstance(op, Fold):
-            return self.device.fold_s(self.problem, op.into.tensor, arriving=True) * self._wants(index)
+            fold_s = partial(self.device.fold_s, self.problem, op.into.tensor, arriving=True)
+            if index not in self.brought:
+                return fold_s() * self._wants(index)
+            shares = self._share_brought(index, self.ranks)
+            return _of_each(shares, lambda share: fold_s(share=share, sliced=share < 1)) * self._wants(index)
         if isinstance(op, RowSums):
             return self._row_sums_s(op)
         if not isinstance(op, Block):
@@ -270,12 +295,29 @@ class _Builder:
         fields = {field.name: field for chunk in (part, op.into) for field in FIELDS[chunk.tensor]}
         return self.device.copy_s(self.problem.field_bytes(fields["out"], wire=False))
 
+    def _share_brought(self, index: int, ranks: np.ndarray) -> np.ndarray:
+        """The share of its operand's rows that have come to each of some ranks: 1 where no transfer brought it."""
+        if index not in self.brought:
+            return np.ones(ranks.size)
+        hop = self.brought[index]
+        return share_sent(hop, self.problem, hop.source(ranks))
+
     def _wants(self, index: int) -> np.ndarray | float:
         """Whether each simulated rank has something to receive or to fold in an operation: (q,), or 1 for all."""
         return self.wanted[index][self.ranks] if index in self.wanted else 1.0
 
-    def _cast_s(self, tensor: str, summed: bool) -> float:
-        return self.device.cast_s(self.problem, tensor, wire=True, summed=summed)
+    def _cast_s(self, tensor: str, summed: bool, share: float = 1.0) -> float:
+        return self.device.cast_s(self.problem, tensor, wire=True, summed=summed, share=share)
+
+    def _cut_s(self, index: int, op: Pass, ranks: np.ndarray) -> np.ndarray:
+        """Seconds of casting the rows that each rank sends, or of copying them together where it has more."""
+        assert op.send is not None
+        assert not isinstance(op.group, Exchange), "partners exchange whole chunks"
+        summed, whole = op.send not in self.unsummed, self.problem.chunk_bytes(op.carries, wire=True)
+        sent, held = share_sent(op, self.problem, ranks), self._share_brought(index, ranks)
+        cast_s = _of_each(sent, lambda share: self.cast_s(op.carries, summed, share))
+        copy_s = _of_each(sent, lambda share: self.device.copy_s(share * whole))
+        return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))
 
     def _pipelined_start(self, index: int) -> PipelinedStart:
         """How a rank begins with a transfer when the first tensor of the one before has come, and not yet the last."""
@@ -310,7 +352,7 @@ class _Builder:
         """A collective by the library's algorithm; partials are packed before it."""
         before, sent = [*previous, *self._elsewhere(index)], self._sent(op)
         ours, where = (self.rows, self.quotient, self.network), (way, op.group, sent, before)
-        staged_s = self._staged_s(op, self.ranks)
+        staged_s = self._staged_s(index, op, self.ranks)
         noise = partial(self.noise, self.ranks.size)
         if way.hops:
             ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self._over_cores)
@@ -335,16 +377,18 @@ class _Builder:
         tasks, arrived = [], []
         paths = [self._path(*pair) for pair in peers(op)]
         sends, receives = self._moves(index, op)
-        staged_s = self._staged_s(op, self.ranks) * sends
+        staged_s = self._staged_s(index, op, self.ranks) * sends
         sizes = messages(op, self.problem, self.ranks, self.wanted.get(index))
         each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
-        self.carried[index] = self.effects.carried(each)
+        self.carried[index] = self.effects.carried(each, by_library=not by_messages(op))
         for path, message, carried in zip(paths, each, self.carried[index], strict=True):
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
             posted_there = (np.where(sends, ended[path.target], ended) for ended in expecting)
             deps = [*before, *posted_there, *begun]
-            over = self._over_cores(path._replace(loads=path.loads * self._crowding(path, len(paths))), carried)
+            rate_cap = np.minimum(path.rate_cap, carried.most_bytes_per_s)
+            loads = path.loads * self._crowding(path, len(paths))
+            over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), carried)
             sent = message.bytes - carried.later_bytes
             tasks.append(self.rows.add(latency_s + staged_s, deps, sent, over, carried.weight))
             if np.any(carried.later_bytes):
@@ -365,7 +409,7 @@ class _Builder:
         assert isinstance(op, Pass)
         return self.wanted[index][op.target(self.ranks)], self.wanted[index][self.ranks]
 
-    def _staged_s(self, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
+    def _staged_s(self, index: int, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
         """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
         if isinstance(op, AllToAll):
             return self.device.copy_s(self.lowering.packed_bytes(op)[0])
@@ -373,6 +417,8 @@ class _Builder:
             return 0.0
         if isinstance(op, ReduceScatter):
             return (op.group.size - 1) * self.device.copy_s(sum(self._sent(op).by_field.values()))
+        if op.against:
+            return self._cut_s(index, op, ranks)
         cast_s = self.cast_s(op.carries, op.send not in self.unsummed)
         if not isinstance(op.group, Exchange):
             return cast_s

@@ -124,9 +124,10 @@ def test_max_that_is_refused_is_a_row(tmp_path) -> None:
 
 
 def test_memory_has_the_buffers_of_the_transport() -> None:
-    """gloo needs buffers to reduce and scatter that NCCL doesn't."""
-    request = point("mode=simulate", "method=all_gather", "gpus=4", "cluster=cpu_local", "dtype=float32", "head_dim=64",
-                    "seqlen=4k", "cluster.device.matmul_tflops={float32: 0.03}")  # fmt: skip
+    """gloo needs buffers to reduce and scatter by its collectives that NCCL doesn't."""
+    request = point("mode=simulate", "method=all_gather", "method.collectives=library", "gpus=4", "cluster=cpu_local",
+                    "dtype=float32", "head_dim=64", "seqlen=4k",
+                    "cluster.device.matmul_tflops={float32: 0.03}")  # fmt: skip
     choice = choose(request)
     gloo, nccl = (
         account.peak_bytes(choice.plans.values(), choice.problem, kind) for kind in (request.cluster.transport, NCCL)

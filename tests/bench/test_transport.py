@@ -26,6 +26,14 @@ def test_shared_memory_is_of_cpus() -> None:
     assert asked.run_id != usual.run_id
 
 
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "usp", "startrail"])
+def test_collectives_are_messages_on_gloo_and_the_librarys_on_nccl(method: str) -> None:
+    """Unless asked for otherwise."""
+    for keys, taken in ((LOCAL, "messages"), ((*LOCAL, "transport=shared_memory"), "messages"), (H100, "auto")):
+        found = [point(*keys, f"method={method}", *asked).method for asked in ((), ("method.collectives=library",))]
+        assert [getattr(each, "collectives") for each in found] == [taken, "library"]  # noqa: B009
+
+
 def test_what_a_simulation_does_not_know_is_said() -> None:
     """The times stay those of the cluster file."""
     asked = point(*H100, "mode=simulate", "transport=symmetric_memory", "cuda_graph=true")

@@ -15,6 +15,7 @@ from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.plan import Plan, Problem
 from sp_bench.resources import conf_content, conf_files
 from sp_bench.simulate import Run, simulate
+from sp_bench.simulate.graph import build_graph
 from tests.support.problems import mask_of
 
 UNFUSED = Implementation(name="test", fold_bytes_per_element=40)
@@ -98,6 +99,38 @@ def test_ours_is_one_pass_over_the_rows_that_a_block_has(share: float, sliced: b
     assert moved("dq", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4))
     lse = sliced * 4 * (1 + share)  # of a block with all rows it becomes the accumulator's
     assert moved("o", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4) + lse)
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_arrived_partials_are_merged_where_they_have_rows(trim: bool) -> None:
+    """Ranks merge 7 partials. With `trim` those of later ranks' keys have half of the rows, as zigzag deals them."""
+    p, found = problem("zigzag"), cluster("h100_ndr400")
+    plan, p = planned(p, "tokenring", {"trim": trim})
+    free = replace(found, device=replace(found.device, fold_bytes_per_s=1e30))
+    taken_s = simulate(plan, p, found).work_s - simulate(plan, p, free).work_s
+    rank = np.arange(8)
+    whole_s = found.device.fold_s(p, "o", arriving=True) - found.device.launch_s
+    assert taken_s == pytest.approx(whole_s * (rank + (7 - rank) / 2 if trim else 7 + 0 * rank))
+
+
+def test_rows_that_are_sent_are_cut_out_or_cast() -> None:
+    """Rank 0 cuts the later half of 7 Q, which go on so. Of 7 partials, ranks cast the half for earlier ranks, and else
+    all."""
+    p, found = problem("zigzag", tokens=1024), cluster("h100_ndr400")
+    plan, p = planned(p, "tokenring", {})
+
+    def moved_bytes(key: str) -> np.ndarray:
+        rate, delays_s = getattr(found.device, key), []
+        for bytes_per_s in (rate, rate / 2):
+            graph = build_graph(plan, p, replace(found, device=replace(found.device, **{key: bytes_per_s})))
+            delays = graph.by_rank(graph.tasks.delay_s)[graph.rows_of(blocks=False)]
+            delays_s.append(delays.sum(axis=0)[graph.quotient.orbit])
+        return (delays_s[1] - delays_s[0]) * rate
+
+    rank, row_elements = np.arange(8), 8 * 128
+    assert moved_bytes("memory_bytes_per_s") == pytest.approx((rank == 0) * 7 * 512 * row_elements * 2 * 2)
+    cast_rows = rank * 512 + (7 - rank) * 1024
+    assert moved_bytes("sum_bytes_per_s") == pytest.approx(cast_rows * row_elements * (4 + 2))
 
 
 def test_crowded_pcie_links_lose_capacity() -> None:

@@ -104,6 +104,7 @@ def with_hosts(
         _of_crowds(shaped, beside.latency_s - idle.latency_s, crowding),
         _of_cores(shaped, hosts),
         _of_queues(shaped),
+        _of_all_to_alls(shaped, hosts.replace(payload_share=idle.payload_share)),
     )
     kept = {key: value for key, value in config.items() if key not in ("gpus_per_node", "intra", "device", "sources")}
     sources = {key: value for key, value in config["sources"].items() if key != "transfer_slowdown"}
@@ -193,6 +194,23 @@ def _of_queues(shaped: Mapping[float, Sequence[Exchanges]]) -> Figures:
         f"links beside blocks: by the first arrival in {len(firsts)} pairs"
     )
     return Figures({"ahead_bytes": ahead_bytes(firsts, size)}, {"hosts.ahead_bytes": source})
+
+
+def _of_all_to_alls(shaped: Mapping[float, Sequence[Exchanges]], hosts: Hosts) -> Figures:
+    """The rate of the library's all-to-alls."""
+    ranks = next(iter(shaped.values()))
+    if not ranks[0].all_to_all_s:
+        return Figures({}, {"hosts.all_to_all_share": "not measured: it needs two hosts"})
+    others = len(ranks) / hosts.ranks_per_host - 1
+    shares = [
+        others * size / (hosts.payload_share * rate) / seconds
+        for (rate, size), seconds in _medians_s(shaped, hosts, "all_to_all_s").items()
+    ]
+    source = (
+        f"all-to-alls of {min(ranks[0].all_to_all_s)} bytes for each rank, two at a time, several in a row: the rate "
+        "of messages over theirs, " + " and ".join(f"{1 / share:.2f}" for share in shares)
+    )
+    return Figures({"all_to_all_share": min(float(np.mean(shares)), 1.0)}, {"hosts.all_to_all_share": source})
 
 
 def cores_of_links(taken: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ consecutive messages get the rate and no more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,15 +39,17 @@ class ShapedEffects(Effects):
     def block_weights(self, work_s: np.ndarray) -> np.ndarray | float:
         return self._turns(work_s)
 
-    def carried(self, messages: Sequence[Message]) -> list[Carried]:
-        """How the network carries each of the concurrent messages of one transfer.
+    def carried(self, messages: Sequence[Message], *, by_library: bool = False) -> list[Carried]:
+        """How the network carries each of the concurrent messages of one transfer, or of one of the library's.
 
         All messages of the transfer that cross a link share its burst. Each lane has its own burst, so messages of
         several lanes that start together on an idle link gain more than in reality.
         """
         if not messages:  # an all-to-all of one rank
             return []
-        found, hosts = [], self._hosts
+        found, hosts, leaving = [], self._hosts, sum(message.inter for message in messages)
+        share = hosts.all_to_all_share if by_library else 1.0
+        each = self._network.topology.inter.bytes_per_s / (hosts.ranks_per_host * np.maximum(leaving, 1))
         for message, sharers in zip(messages, self._find_sharers(messages), strict=True):
             sent = np.broadcast_to(message.bytes, self._simulated.size)
             core_s_per_byte = hosts.core_s_per_byte + len(message.field_bytes) * hosts.message_core_s / np.maximum(
@@ -57,6 +60,7 @@ class ShapedEffects(Effects):
                     weight=np.where(message.inter, self._shares(sent), 1.0),
                     later_bytes=np.where(message.inter, hosts.at_once_bytes(message.bytes, sharers), 0.0),
                     core_s_per_byte=core_s_per_byte * message.inter,
+                    most_bytes_per_s=np.where(message.inter & (share < 1), share * each, math.inf),
                 )
             )
         return found

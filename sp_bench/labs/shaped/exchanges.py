@@ -23,11 +23,14 @@ from sp_bench.plan.patterns import receive_next
 from sp_bench.plan.problem import FIELDS, Problem
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Action, Executor
+from sp_bench.run.groups import own_group, timeout_of, world
 from sp_bench.run.streams import lane_threads
-from sp_bench.run.transport import GlooTransport
+from sp_bench.run.transport import Call, GlooTransport, begin
 
 TIMED = 8
 """The number of messages, or pairs of them, in each repetition; beside blocks at least that many."""
+ALL_TO_ALLS = 8
+"""The number of all-to-alls in each repetition, two at a time."""
 MOST_HOPS = 4
 """The most hops of an execution with the longest messages."""
 
@@ -44,6 +47,7 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
     messages = {size: Message(transport, size) for size in pace.message_bytes}
     short, long = min(messages), max(messages)
     pairs = Pairs(transport, middle(pace.message_bytes), ranks_per_host)
+    all_to_alls = AllToAlls(short, ranks_per_host) if limited and n >= 2 * ranks_per_host else None
     sizes = sorted({short, long}) if limited else []
     rounds = {size: Rounds(setting, transport, size, ranks_per_host, size == long) for size in sizes}
     for repetition in range(1 + setting.repetitions):
@@ -68,6 +72,11 @@ def measure_exchanges(setting: Setting, pace: Pace, ranks_per_host: int, pause_s
             report((repetition, "pairs"))
             firsts, _ = beside_blocks(block_s, pairs)
             kept.first_of_two += firsts
+            dist.barrier()
+        if all_to_alls:
+            report((repetition, "all-to-alls"))
+            with lane_threads(1) as lane:
+                kept.all_to_all_s.setdefault(short, []).append(lane.submit(all_to_alls).result())
             dist.barrier()
         for size, hops in rounds.items():
             report((repetition, "rounds", size))
@@ -118,6 +127,27 @@ class Pairs:
                 first, last = sorted(end.result() - started for end in ends)
                 found.append(first / last)
         return found
+
+
+class AllToAlls:
+    """The library's all-to-alls among one rank of each host, two at a time like those of K and V."""
+
+    def __init__(self, size: int, ranks_per_host: int) -> None:
+        """`size` is the number of bytes that go to each rank."""
+        rank, n = dist.get_rank(), dist.get_world_size()
+        hosts, members = n // ranks_per_host, range(rank % ranks_per_host, n, ranks_per_host)
+        self._group = own_group(world(), members, "all-to-alls", backend="gloo", timeout=timeout_of(world()))
+        received, sent = ([torch.zeros(hosts, size // 4) for _ in range(2)] for _ in range(2))
+        self._call = Call("all_to_all", Group(ranks_per_host, hosts), received, sent)
+
+    def __call__(self) -> float:
+        """The mean time of an all-to-all. The group's ranks start together."""
+        dist.barrier(self._group)
+        started = time.perf_counter()
+        for _ in range(ALL_TO_ALLS // 2):
+            for work in begin(self._call, self._group):
+                work.wait()
+        return (time.perf_counter() - started) / ALL_TO_ALLS
 
 
 class Rounds:

@@ -56,7 +56,8 @@ class ShapedHome(Home):
         with contextlib.suppress(PermissionError):
             for thread in mine if here == os.getpid() else [here]:
                 if thread != os.getpid():
-                    os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
+                    with contextlib.suppress(ProcessLookupError):  # it has ended since
+                        os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
 
     def link_bytes(self) -> tuple[int, int] | None:
         return link_bytes()

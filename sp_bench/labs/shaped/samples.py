@@ -32,7 +32,7 @@ def middle(sizes: Iterable[int]) -> int:
 
 @dataclass(kw_only=True)
 class Exchanges:
-    """One rank's times of messages to the next host and from the one before, over links of one rate."""
+    """One rank's times over links of one rate, of messages to the next host and from the one before unless said."""
 
     idle_s: dict[int, Samples] = field(default_factory=dict)
     """Seconds of a message over idle links while no rank computes, by its bytes."""
@@ -50,6 +50,9 @@ class Exchanges:
     first_of_two: Samples = field(default_factory=list)
     """The arrival of the first of two concurrent messages from two hosts over the arrival of both, beside blocks; empty
     with fewer than three hosts."""
+    all_to_all_s: dict[int, Samples] = field(default_factory=dict)
+    """Seconds of an all-to-all of the library, of several in a row while no rank computes, by the bytes that go to each
+    rank; empty with one host."""
     beside_spread: Samples = field(default_factory=list)
     """The variance of the time of SPREAD_BLOCKS consecutive blocks over its mean's square, beside the longest messages;
     empty if there are too few blocks."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.labs.shaped.home import SCHED_SETATTR
+from sp_bench.run.groups import own_group, world
 from sp_bench.run.home import home
 
 
@@ -60,6 +61,12 @@ def policies() -> tuple[int, set[int]]:
     """The scheduler's policies for this rank's main thread, and for its others."""
     others = {int(thread) for thread in os.listdir("/proc/self/task")} - {os.getpid()}
     return os.sched_getscheduler(os.getpid()), {os.sched_getscheduler(thread) for thread in others}
+
+
+def policies_with_a_group() -> tuple[int, set[int]]:
+    """The same once the suite has made a group of its own, which has threads too."""
+    own_group(world(), range(dist.get_world_size()), "policies", backend="gloo")
+    return policies()
 
 
 def slice_ns() -> int:

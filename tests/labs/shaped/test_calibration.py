@@ -39,6 +39,8 @@ CORES = min(2, cores_here())
 """That two ranks can have."""
 LINK_CORES, BYTE_CORE_S, MESSAGE_CORE_S = 0.01, 2e-9, 1e-5
 """What a busy link takes of them, and each byte and message."""
+ALL_TO_ALL_SHARE = 0.75
+"""What the library's all-to-alls get of the rate of messages."""
 CROWDING = 2.5
 """How many times as long a block takes on its share of the cores where two ranks compute."""
 
@@ -56,8 +58,11 @@ def exchanges(hosts: Hosts, *, latency_s: float, share: float, most_bytes_per_s:
         for size in (min(times), max(times)):
             byte_core_s = LINK_CORES / carried[max(times)] + BYTE_CORE_S + MESSAGE_CORE_S / size
             kept[size] = 1 - byte_core_s * carried[size] * (2 / per_host) / CORES
+        hosts_in_all = 2 // per_host
+        all_to_all_s = {MESSAGE_BYTES[0]: (hosts_in_all - 1) * MESSAGE_BYTES[0] / each / ALL_TO_ALL_SHARE}
         found[rate] = [
             Exchanges(
+                all_to_all_s={size: [x * factor] * 3 for size, x in all_to_all_s.items() if hosts_in_all > 1},
                 idle_s={size: [x * factor] * 3 for size, x in times.items()},
                 beside_s={size: [0.9 * factor * x, factor * x, 3 * factor * x] for size, x in times.items()},
                 alone_blocks_per_s=[10.0 * CROWDING / CORES] * 3,
@@ -90,6 +95,7 @@ def test_figures_of_hosts_come_back(ranks_per_host: int) -> None:
     assert found.hosts.link_cores == pytest.approx(LINK_CORES, rel=1e-3)
     assert found.hosts.byte_core_s == pytest.approx(BYTE_CORE_S, rel=1e-3)
     assert found.hosts.message_core_s == pytest.approx(MESSAGE_CORE_S, rel=1e-3)
+    assert found.hosts.all_to_all_share == (pytest.approx(ALL_TO_ALL_SHARE) if ranks_per_host == 1 else 1.0)
     size = max(MESSAGE_BYTES)  # the middle one of two
     assert found.hosts.ahead_bytes == pytest.approx(size * math.log(1.5) / 1.645 / math.sqrt(2), rel=1e-3)
     alone = Cluster.build(cluster_config("box", SETTING, costs, links, {}))
@@ -244,6 +250,7 @@ def test_hosts_are_calibrated(tmp_path: Path) -> None:
         "message_core_s",
         "turn_s",
         "ahead_bytes",
+        "all_to_all_share",
         "crowd_latency_s",
     }
     assert cluster.hosts and cluster.topology.gpus_per_node == shaped["ranks_per_host"]

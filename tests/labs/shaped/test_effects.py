@@ -13,6 +13,8 @@ from sp_bench.labs.shaped.description import MOST_UNEVEN_RANKS
 from sp_bench.labs.shaped.effects import Shares
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.ops import ReduceScatter, Transfer
+from sp_bench.plan.transfers import messages
 from sp_bench.simulate import Run, simulate
 from tests.support.clusters import block_s, problem
 from tests.support.hosts import on_hosts
@@ -86,6 +88,32 @@ def test_messages_inside_a_host_are_in_no_queue() -> None:
     queues = replace(where, hosts=where.hosts.replace(ahead_bytes=1e9))
     plan = build("tokenring", {}).plan(p, "backward", where.profile(p))
     assert simulate(plan, p, queues).makespan_s == pytest.approx(simulate(plan, p, where).makespan_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("collectives", ["library", "messages"])
+def test_an_all_to_all_of_the_library_gets_its_share(collectives: str) -> None:
+    """gloo's, of links between hosts; messages get all of them."""
+    p, where = problem(4, tokens=TOKENS), on_hosts(4, 1e6, 0.0)
+    assert where.hosts
+    slower = replace(where, hosts=where.hosts.replace(all_to_all_share=0.5))
+    method = build("ulysses", {"collectives": collectives})
+    plan, p = method.plan(p, "forward", where.profile(p)), method.dealt(p)
+    all_s, half_s = (simulate(plan, p, each).makespan_s for each in (where, slower))
+    sent = [sum(each.values()) for _, op in plan if isinstance(op, Transfer) for each in messages(op, p, 0)]
+    assert half_s - all_s == pytest.approx(sum(sent) / 1e6 * (collectives == "library"), rel=1e-6, abs=1e-9)
+
+
+def test_a_reduce_scatter_is_an_all_to_all_and_a_gather_is_not() -> None:
+    """Nor is anything that stays inside a host."""
+    for per_host, expected in ((1, 1.0), (4, 0.0)):
+        p, where = problem(4, tokens=TOKENS), on_hosts(4, 1e6, 0.0, per_host=per_host)
+        assert where.hosts
+        slower = replace(where, hosts=where.hosts.replace(all_to_all_share=0.5))
+        plan = build("all_gather", {"stride": p.kv_heads, "collectives": "library"}).plan(p, "backward", COMPUTE_BOUND)
+        all_s, half_s = (simulate(plan, p, each).makespan_s for each in (where, slower))
+        (reduced,) = (op for _, op in plan if isinstance(op, ReduceScatter))
+        sent = sum(sum(each.values()) for each in messages(reduced, p, 0))
+        assert half_s - all_s == pytest.approx(expected * sent / 1e6, rel=1e-6, abs=1e-9)
 
 
 def in_turns(cores: int, turn_s: float, seed: int = 0) -> Cluster:

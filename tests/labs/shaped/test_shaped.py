@@ -87,6 +87,7 @@ def test_transfers_go_before_blocks(transfers_first: bool) -> None:
     with RankPool(2, hosts=ShapedHosts(described(transfers_first=transfers_first), (0, 1))) as pool:
         others = {os.SCHED_RR if transfers_first else os.SCHED_OTHER}
         assert pool.run(jobs.policies) == [(os.SCHED_OTHER, others)] * 2
+        assert pool.run(jobs.policies_with_a_group) == [(os.SCHED_OTHER, others)] * 2
         if kernel_version() >= LONG_SLICES_SINCE:
             assert all((found == SLICE_NS) is transfers_first for found in pool.run(jobs.slice_ns))
 
