@@ -298,7 +298,7 @@ def _again(left_out: LeftOut, index: int, phase: str) -> str:
 def _points(found: pd.DataFrame) -> str:
     rows = [
         [
-            short_source(p["source"]), p["hardware"], f"{int(p['seqlen']) // 1024}k, {p['heads']} heads", p["phase"],
+            short_source(p["source"]), p["hardware"], _shape(p), p["phase"],
             "causal" if p["causal"] == "True" else "full", point_name(p), f"{p['step_measured_ms']:.2f}",
             f"{p['step_simulated_ms']:.2f}", f"{p['error']:+.1%}", f"{p['error_left_out']:+.1%}",
         ]
@@ -317,6 +317,11 @@ def _points(found: pd.DataFrame) -> str:
         "left out",
     ]
     return markdown.table(head, rows)
+
+
+def _shape(point: Mapping[str, Any]) -> str:
+    batch = f", batch {point['batch']}" if int(point["batch"]) > 1 else ""
+    return f"{int(point['seqlen']) // 1024}k, {point['heads']} heads{batch}"
 
 
 def short_source(source: str) -> str:
