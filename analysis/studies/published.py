@@ -31,6 +31,7 @@ from sp_bench.validate.published import (
     overrides,
     pairs,
     point_name,
+    shape_name,
     short_source,
 )
 
@@ -211,9 +212,8 @@ def points(runs: Runs) -> Section:
     lines: list[list[Cell]] = []
     for one in compared(runs):
         row = one.row
-        shape = f"{int(row['seqlen']) // 1024}k, {row['heads']} heads"
         mask = "causal" if row["causal"] == "True" else "full"
-        about = [short_source(row["source"]), row["hardware"], shape, row["phase"], mask, point_name(row)]
+        about = [short_source(row["source"]), row["hardware"], shape_name(row), row["phase"], mask, point_name(row)]
         lines.append([*about, one.measured, one.simulated, *one.errors])
     heads = columns(
         "source; machine; shape; phase; mask; method; measured | ms | .2f; simulated | ms | .2f; error || +.1%;"
