@@ -300,7 +300,7 @@ class _Builder:
         if index not in self.brought:
             return np.ones(ranks.size)
         hop = self.brought[index]
-        return share_sent(hop, self.problem, hop.source(ranks))
+        return np.asarray(share_sent(hop, self.problem, hop.source(ranks)))
 
     def _wants(self, index: int) -> np.ndarray | float:
         """Whether each simulated rank has something to receive or to fold in an operation: (q,), or 1 for all."""
@@ -314,7 +314,7 @@ class _Builder:
         assert op.send is not None
         assert not isinstance(op.group, Exchange), "partners exchange whole chunks"
         summed, whole = op.send not in self.unsummed, self.problem.chunk_bytes(op.carries, wire=True)
-        sent, held = share_sent(op, self.problem, ranks), self._share_brought(index, ranks)
+        sent, held = np.asarray(share_sent(op, self.problem, ranks)), self._share_brought(index, ranks)
         cast_s = _of_each(sent, lambda share: self.cast_s(op.carries, summed, share))
         copy_s = _of_each(sent, lambda share: self.device.copy_s(share * whole))
         return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))

@@ -49,7 +49,7 @@ class ShapedEffects(Effects):
             return []
         found, hosts, leaving = [], self._hosts, sum(message.inter for message in messages)
         share = hosts.all_to_all_share if by_library else 1.0
-        each = self._network.topology.inter.bytes_per_s / (hosts.ranks_per_host * np.maximum(leaving, 1))
+        each = hosts.payload_share * hosts.link_bytes_per_s / (hosts.ranks_per_host * np.maximum(leaving, 1))
         for message, sharers in zip(messages, self._find_sharers(messages), strict=True):
             sent = np.broadcast_to(message.bytes, self._simulated.size)
             core_s_per_byte = hosts.core_s_per_byte + len(message.field_bytes) * hosts.message_core_s / np.maximum(
