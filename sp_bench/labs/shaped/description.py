@@ -52,9 +52,11 @@ class Hosts(EmulatedHosts, frozen=True, kw_only=True):
     flow_bytes_per_s: Positive | None = None
     """The highest rate of a message on any link, which this machine's cores limit; None: no limit."""
     all_to_all_share: Annotated[float, Meta(gt=0, le=1, examples=[0.7])] = 1.0
-    """The fraction of the rate of messages that gloo's all-to-alls get, of which it makes reduce-scatters too. It
-    posts the sends to half of a rank's peers before the receives from them, whose notices then wait behind what is sent. Simulated messages
-    of an all-to-all get at most so much of their part of the host's link; other lanes get what is left."""
+    """The fraction of the rate of messages that gloo's all-to-alls get, of which it makes reduce-scatters too.
+
+    It posts the sends to half of a rank's peers before the receives from them, whose notices then wait behind what is
+    sent. Simulated messages of an all-to-all get at most so much of their part of the host's link; other lanes get what
+    is left."""
     byte_core_s: NotNegative = 0.0
     """Core seconds that a byte to another host takes from blocks, to send and to receive it."""
     link_cores: NotNegative = 0.0
