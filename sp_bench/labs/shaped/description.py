@@ -73,11 +73,16 @@ class Hosts(EmulatedHosts, frozen=True, kw_only=True):
     Simulated transfers always have it."""
 
     @property
+    def payload_bytes_per_s(self) -> float:
+        """The rate that messages get of a host's link, in each direction."""
+        return self.payload_share * self.link_bytes_per_s
+
+    @property
     def core_s_per_byte(self) -> float:
         """Core seconds of a byte. `link_cores` counts as at the link's full rate, so a message that is slowed by others
         takes less here than in reality.
         """
-        return self.byte_core_s + self.link_cores / (self.payload_share * self.link_bytes_per_s)
+        return self.byte_core_s + self.link_cores / self.payload_bytes_per_s
 
     def at_once_bytes(self, sent: Any, sharers: Any = 1) -> Any:
         """The bytes of a message that an idle link carries at once. `sharers` messages starting together share it.
@@ -125,7 +130,6 @@ class Hosts(EmulatedHosts, frozen=True, kw_only=True):
 
     def network(self) -> Mapping[str, Any]:
         """The Topology keys of the network between hosts, with the rates that messages get."""
-        link_bytes_per_s = self.payload_share * self.link_bytes_per_s
         fabric = None
         if self.hosts_per_leaf and self.uplink_bytes_per_s:
             below_bytes_per_s = self.hosts_per_leaf * self.link_bytes_per_s
@@ -135,7 +139,7 @@ class Hosts(EmulatedHosts, frozen=True, kw_only=True):
                 "oversubscription": max(1.0, below_bytes_per_s / self.uplink_bytes_per_s),
                 "latency_s": self.uplink_latency_s,
             }
-        inter = {"bytes_per_s": link_bytes_per_s, "latency_s": self.latency_s, "nics_per_node": 1}
+        inter = {"bytes_per_s": self.payload_bytes_per_s, "latency_s": self.latency_s, "nics_per_node": 1}
         if self.flow_bytes_per_s:
             inter["flow_bytes_per_s"] = self.flow_bytes_per_s
         return {"gpus_per_node": self.ranks_per_host, "inter": inter, "fabric": fabric}

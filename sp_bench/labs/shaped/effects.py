@@ -47,9 +47,8 @@ class ShapedEffects(Effects):
         """
         if not messages:  # an all-to-all of one rank
             return []
-        found, hosts, leaving = [], self._hosts, sum(message.inter for message in messages)
-        share = hosts.all_to_all_share if by_library else 1.0
-        each = hosts.payload_share * hosts.link_bytes_per_s / (hosts.ranks_per_host * np.maximum(leaving, 1))
+        found, hosts = [], self._hosts
+        most_bytes_per_s = self._most_bytes_per_s(messages) if by_library else math.inf
         for message, sharers in zip(messages, self._find_sharers(messages), strict=True):
             sent = np.broadcast_to(message.bytes, self._simulated.size)
             core_s_per_byte = hosts.core_s_per_byte + len(message.field_bytes) * hosts.message_core_s / np.maximum(
@@ -60,10 +59,17 @@ class ShapedEffects(Effects):
                     weight=np.where(message.inter, self._shares(sent), 1.0),
                     later_bytes=np.where(message.inter, hosts.at_once_bytes(message.bytes, sharers), 0.0),
                     core_s_per_byte=core_s_per_byte * message.inter,
-                    most_bytes_per_s=np.where(message.inter & (share < 1), share * each, math.inf),
+                    most_bytes_per_s=np.where(message.inter, most_bytes_per_s, math.inf),
                 )
             )
         return found
+
+    def _most_bytes_per_s(self, messages: Sequence[Message]) -> np.ndarray | float:
+        """What each message of an all-to-all of the library gets at most of its host's link: (q,), or inf."""
+        hosts, leaving = self._hosts, sum(message.inter for message in messages)
+        if hosts.all_to_all_share == 1:
+            return math.inf
+        return hosts.all_to_all_share * hosts.payload_bytes_per_s / (hosts.ranks_per_host * np.maximum(leaving, 1))
 
     def _find_sharers(self, messages: Sequence[Message]) -> list[np.ndarray]:
         """For each of some concurrent messages, (q,): the number of messages on its busiest link."""
