@@ -13,7 +13,7 @@ from sp_bench.bench.measured import measure_points
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request
 from sp_bench.bench.request import resolve as resolve_plain
-from sp_bench.bench.simulated import simulate_point, time_by_rank, trace_of
+from sp_bench.bench.simulated import simulate_point, time_by_rank, timeline_of, trace_of
 from sp_bench.bench.training import longest, simulate_training
 from sp_bench.errors import RequestError
 from sp_bench.measure.launch import Launch
@@ -144,7 +144,8 @@ def _simulate(request: Request) -> Outcome:
         if isinstance(request.workload, Train):
             return Outcome(simulate_training(request))
         record, choice = simulate_point(request)
-        return Outcome(record, choice, trace=trace_of(choice, request.trace), ranks=time_by_rank(choice))
+        trace, ranks = trace_of(choice, request.trace), time_by_rank(choice)
+        return Outcome(record, timeline_of(choice), trace=trace, ranks=ranks)
     except Exception as error:
         return _failed(request, error)
 
@@ -160,7 +161,8 @@ def _failed(request: Request, error: Exception) -> Outcome:
 
 def _write(folder: Path, outcome: Outcome) -> None:
     samples = outcome.samples.columns() if outcome.samples else None
-    records.write(folder, outcome.record, samples=samples, trace=outcome.trace, ranks=outcome.ranks, hang=outcome.hang)
+    others = {"trace": outcome.trace, "ranks": outcome.ranks, "hang": outcome.hang, "timeline": outcome.timeline}
+    records.write(folder, outcome.record, samples=samples, **others)
 
 
 def _kept(folder: Path, request: Request) -> Record | None:

@@ -18,6 +18,7 @@ from sp_bench.bench.timed import (
     interface_bytes,
     memory,
     sent_per_gpu,
+    timeline_of,
     timing,
     timing_alone,
     traffic_of_peer,
@@ -51,7 +52,7 @@ def outcome_of(
     if wrong := next(filter(None, (rank.wrong(request.problem.dtype) for rank in ranks)), ""):
         parts = (asked, setup, plans.traffic, plans.memory, exactness)
         error = f"the correctness gate: {wrong}"
-        return Outcome(request.record("incorrect", error, *parts, notes=request.notes, provenance=provenance), choice)
+        return Outcome(request.record("incorrect", error, *parts, notes=request.notes, provenance=provenance))
     provenance |= {"device": {**ranks[0].device, "nccl_settings": request.devices.nccl}}
     provenance |= {"communicators": list(ranks[0].communicators)} if ranks[0].communicators else {}
     setup, notes = _ran_on(request, setup, ranks)
@@ -79,7 +80,8 @@ def outcome_of(
     found, notes = [*found, state], [*notes, *remarks]
     status = "incorrect" if wrong else "ok"
     parts = (asked, setup, exactness, *found)
-    return Outcome(request.record(status, wrong or None, *parts, notes=notes, provenance=provenance), choice, samples)
+    record = request.record(status, wrong or None, *parts, notes=notes, provenance=provenance)
+    return Outcome(record, None if request.alone else timeline_of(samples), samples)
 
 
 def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tuple[Setup, list[str]]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sp_bench.bench.choose import Choice
 from sp_bench.measure.samples import Samples
 from sp_bench.records import Record
+from sp_bench.records.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished point: its record, and the data of this run that tables and timelines show."""
+    """A finished point: its record, and what is written beside it."""
 
     record: Record
-    choice: Choice | None = None
+    timeline: Timeline | None = None
+    """The timeline that is printed with the point."""
     samples: Samples | None = None
     """The samples of a measured point."""
     hang: dict[str, Any] | None = None

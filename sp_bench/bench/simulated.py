@@ -13,8 +13,11 @@ from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.counted import counted, rates
 from sp_bench.bench.request import Request
 from sp_bench.check import check_all
+from sp_bench.plan.ops import BLOCKS
 from sp_bench.records import Record
 from sp_bench.records.parts import Breakdown, Setup, Timing
+from sp_bench.records.timeline import SimulatedTimeline
+from sp_bench.simulate import WAITING
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 
 
@@ -95,6 +98,24 @@ def time_by_rank(choice: Choice) -> dict[str, list[float]]:
         for name, seconds in (("busy", run.busy_s), ("exposed", run.exposed_s), ("idle", run.idle_s)):
             found[f"{phase}_{name}_ms"] = (1e3 * seconds).tolist()
     return found
+
+
+def timeline_of(choice: Choice) -> SimulatedTimeline:
+    """What the rank does whose timeline shows best what the step waits for (Run.shown_rank of the longest phase)."""
+    runs = choice.runs
+    rank = max(runs.values(), key=lambda run: run.makespan_s).shown_rank
+    lanes: dict[str, list[tuple[float, float]]] = {}
+    blocks: list[tuple[float, float]] = []
+    waits: list[tuple[float, float]] = []
+    start_s = 0.0
+    for run in runs.values():
+        for span in run.waits(rank):
+            shown = waits if span.stream == WAITING else lanes.setdefault(span.stream, [])
+            shown.append((start_s + span.start_s, start_s + span.end_s))
+        computed = (span for span in run.spans(rank) if span.stream == BLOCKS)
+        blocks += [(start_s + span.start_s, start_s + span.end_s) for span in computed]
+        start_s += run.makespan_s
+    return SimulatedTimeline(rank=rank, phases=[*runs], end_s=start_s, lanes=lanes, blocks=blocks, waits=waits)
 
 
 def trace_of(choice: Choice, ranks: int) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
 from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic, TrainingStep
+from sp_bench.records.timeline import MeasuredTimeline
 from sp_bench.workload import Workload
 
 
@@ -40,6 +41,14 @@ def start_skew_ms(phases: Sequence[str], samples: Samples) -> float | None:
         return None
     waited_s = [samples.by_rank(START, phase) for phase in phases]
     return 1e3 * max(float(np.median(of_phase.max(axis=0) - of_phase.min(axis=0))) for of_phase in waited_s)
+
+
+def timeline_of(samples: Samples) -> MeasuredTimeline | None:
+    """Every rank's mean step; None without times of blocks, as of a peer's code or the replay of a graph."""
+    blocks_s, waits_s = samples.by_rank("blocks"), samples.by_rank("waits")
+    if not blocks_s.size:
+        return None
+    return MeasuredTimeline(blocks_s=blocks_s.mean(axis=1).tolist(), waits_s=waits_s.mean(axis=1).tolist())
 
 
 def timing_alone(samples: Samples) -> Timing:

@@ -7,20 +7,17 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from sp_bench import draw
 from sp_bench.bench import Outcome, backing
-from sp_bench.plan.ops import BLOCKS
+from sp_bench.cli.timeline import print_timeline
 from sp_bench.records import Record
-from sp_bench.simulate import WAITING
+from sp_bench.records.timeline import read_timeline
 
-BAR, NAME, FRAME = 88, 12, 5
-"""Characters of a timeline (fewer on a narrow console), of the name before it, and of the frame around both."""
 FEWEST_ITERATIONS = 5
 """With fewer iterations, the interval of a median means nothing."""
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
@@ -258,8 +255,11 @@ NOT_ALONE = {"throughput", "model FLOP/s for each GPU", "MFU", "error against fp
 """Rows of all other records."""
 
 
-def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print a point and its baseline side by side, with timelines and the candidates for its variant."""
+def print_points(console: Console, outcomes: Sequence[Outcome], folder: Path) -> None:
+    """Print a point and its baseline side by side, with timelines and the candidates for its variant.
+
+    The timelines are those beside the records in `folder`.
+    """
     first = outcomes[0].record
     table = Table(title=title(first), title_justify="left", title_style="bold")
     table.add_column("")
@@ -273,8 +273,9 @@ def print_points(console: Console, outcomes: Sequence[Outcome]) -> None:
     table.add_row(f"speed-up over {outcomes[-1].record.method}", *(speed_up(o.record, outcomes) for o in outcomes))
     console.print(table)
     print_notes(console, [outcome.record for outcome in outcomes])
-    for outcome in outcomes:
-        print_timeline(console, outcome)
+    for record in (outcome.record for outcome in outcomes if outcome.record.status == "ok"):
+        if timeline := read_timeline(folder / f"{record.run_id}.json"):
+            print_timeline(console, record.method, timeline)
     print_candidates(console, first)
 
 
@@ -303,37 +304,6 @@ def print_notes(console: Console, records: Sequence[Record]) -> None:
         console.print("[ ] of a simulated step: two of three measurements like it are within (row or field validation)")
     for note in dict.fromkeys(note for record in records for note in record.notes or ()):
         console.print(f"note: {note}")
-
-
-def print_timeline(console: Console, outcome: Outcome) -> None:
-    """Print timelines. Simulated: arrivals, blocks and waits of one rank (shown_rank). Measured: each rank's mean."""
-    record = outcome.record
-    if record.status != "ok":
-        return
-    width = max(1, min(BAR, console.width - NAME - FRAME))
-    if record.mode == "simulate" and outcome.choice:
-        runs = outcome.choice.runs
-        rank = max(runs.values(), key=lambda run: run.makespan_s).shown_rank
-        start_s, spans = 0.0, []
-        for run in runs.values():
-            waits, blocks = run.waits(rank), [span for span in run.spans(rank) if span.stream == BLOCKS]
-            shown = [(f"{span.stream} in", span) for span in waits if span.stream != WAITING]
-            shown += [(span.stream, span) for span in (*blocks, *waits) if span.stream in (BLOCKS, WAITING)]
-            spans += [(name, start_s + span.start_s, start_s + span.end_s) for name, span in shown]
-            start_s += run.makespan_s
-        about = f", rank {rank}, what it waits for, simulated: {' then '.join(runs)}, {start_s * 1e3:.4g} ms"
-        console.print(Text.assemble("\n", (record.method, "bold"), about))
-        bars = draw.timeline(spans, start_s, width)
-        lanes = [stream for stream in bars if stream not in (BLOCKS, WAITING)]
-        for stream in (*lanes, BLOCKS, WAITING):
-            console.print(f"  {stream:>{NAME}} |{bars[stream]}|")
-    elif outcome.samples and record.mode == "measure" and (blocks_s := outcome.samples.by_rank("blocks")).size:
-        about = ", every rank's mean step, measured: █ blocks and folds, ░ waiting"
-        console.print(Text.assemble("\n", (record.method, "bold"), about))
-        waits_s = outcome.samples.by_rank("waits")
-        for rank, means in enumerate(zip(blocks_s.mean(axis=1), waits_s.mean(axis=1), strict=True)):
-            parts = list(zip("█░", map(float, means), strict=True))
-            console.print(f"  {f'rank {rank}':>{NAME}} |{draw.shares(parts, width)}|")
 
 
 def print_candidates(console: Console, record: Record) -> None:

@@ -36,22 +36,18 @@ def run_point(
         except RequestError as error:
             console.print(f"no baseline: {error}")
     _say_mode(console, requests)
-    full: dict[str, Outcome] = {}
-    """The outcomes by run_id, with the data of their timelines."""
-    reuse = _reuse(config, sweep=False)
     try:
-        _run(console, requests, folder, logger, reuse=reuse, finished=lambda o: full.update({o.record.run_id: o}))
+        outcomes = _run(console, requests, folder, logger, reuse=_reuse(config, sweep=False))
     except NotWritten as error:
-        report.print_points(console, error.outcomes)
+        report.print_points(console, error.outcomes, folder)
         print(f"sp_bench: {error}", file=sys.stderr)
         return 1
-    outcomes = [full[request.run_id] for request in requests]
     if outcomes[0].record.status == "unsupported":
         print(f"sp_bench: {outcomes[0].record.error}", file=sys.stderr)
         return 2
     if as_json:
         report.print_json([outcome.record for outcome in outcomes])
-    report.print_points(console, outcomes)
+    report.print_points(console, outcomes, folder)
     console.print(f"\nrecords: {', '.join(str(folder / f'{o.record.run_id}.json') for o in outcomes)}")
     failed = [o for o in outcomes if o.record.status not in ("ok", "unsupported")]
     return 1 if failed else 0
@@ -128,10 +124,8 @@ def _run(
     logger: Logger,
     *,
     reuse: bool,
-    finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     def log(outcome: Outcome) -> None:
-        finished(outcome)
         if not outcome.reused:
             logger.log(folder / f"{outcome.record.run_id}.json")
 

@@ -2,7 +2,8 @@
 
 `python -m sp_bench` writes a record to <results_dir>/<run_id>.json. Beside it are, for a measured point, its samples in
 <run_id>.samples.json; for a simulated one, each rank's times in <run_id>.ranks.json and the timelines of some ranks,
-for Perfetto, in <run_id>.trace.json; if ranks hung, their threads in <run_id>.hang.json. `load(dir)` reads a folder's
+for Perfetto, in <run_id>.trace.json; of both, the timeline that is printed in <run_id>.timeline.json; if ranks hung,
+their threads in <run_id>.hang.json. `load(dir)` reads a folder's
 records into a pandas frame; `python -m sp_bench.records collect` makes tables of many folders.
 """
 

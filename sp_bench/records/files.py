@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sp_bench.extras import require
 from sp_bench.records.record import SCHEMA_VERSION, Record
 from sp_bench.records.schema import columns, complaints
+from sp_bench.records.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
 
-BESIDE = ("samples", "trace", "ranks", "hang")
+BESIDE = ("samples", "trace", "ranks", "hang", "timeline")
 """Names of the files that may stand beside a record, in <run_id>.<name>.json."""
 
 
@@ -32,6 +35,7 @@ def write(
     trace: Mapping[str, Any] | None = None,
     ranks: Mapping[str, Any] | None = None,
     hang: Mapping[str, Any] | None = None,
+    timeline: Timeline | None = None,
 ) -> Path:
     """Write a record, after the files beside it; return its path. Those of an earlier record of the point are removed.
 
@@ -39,12 +43,12 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.run_id}.json"
-    for name, content in zip(BESIDE, (samples, trace, ranks, hang), strict=True):
+    for name, content in zip(BESIDE, (samples, trace, ranks, hang, timeline), strict=True):
         other = path.with_suffix(f".{name}.json")
         if content is None:
             other.unlink(missing_ok=True)
         else:
-            write_whole(other, json.dumps(content) + "\n")
+            write_whole(other, json.dumps(msgspec.to_builtins(content)) + "\n")
     write_whole(path, json.dumps(record.to_dict(), indent=1) + "\n")
     return path
 

@@ -102,6 +102,20 @@ def test_timelines_fit(
     assert all(line.endswith("|") and line.count("|") == 2 for line in bars)
 
 
+@pytest.mark.parametrize(
+    "point", [["gpus=8", "seqlen=64k"], ["method=ring", "cluster=local", "gpus=2", "seqlen=64", "iters=2"]]
+)
+def test_a_reused_point_prints_what_a_fresh_one_printed(
+    point: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables, notes and timelines come from the record and the files beside it alone."""
+    shown = []
+    for reuse in ("false", "true"):
+        assert main([*point, "logger=none", f"reuse={reuse}", f"results_dir={tmp_path}"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "|" in shown[0]
+
+
 def test_brackets_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a user wrote stands in tables and errors as it is."""
     strange = outcome("ring", 44.5, dtype="[/x]", status="unsupported", error="dtype=[/x]: must be one of [bold]")
@@ -109,6 +123,6 @@ def test_brackets_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, [strange, MESH])
     assert cells_of(lines, "ring")[0][0] == "32x128 causal [/x]"
     assert lines[-1] == "ring, 8 GPUs, seqlen 64k: unsupported: dtype=[/x]: must be one of [bold]"
-    print_points(make_console(), [strange, MESH])
+    print_points(make_console(), [strange, MESH], Path())
     assert isinstance(sys.stdout, io.StringIO)
     assert "unsupported: dtype=[/x]: must be one of [bold]" in sys.stdout.getvalue()

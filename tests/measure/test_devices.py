@@ -285,7 +285,7 @@ def test_a_backward_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_alone_are_shown_as_that(alone: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
-    print_points(make_console(), [alone])
+    print_points(make_console(), [alone], Path())
     print_sweep(make_console(), [alone])
     shown = capsys.readouterr().out
     assert "ranks 0, 63 of 64 GPUs, alone on h100_ndr400" in shown
