@@ -12,7 +12,8 @@ import yaml
 
 from sp_bench import records
 from sp_bench.bench import resolve
-from sp_bench.bench.request import NOT_IN_THE_RESULT, setting_of, unsupported
+from sp_bench.bench.given import NOT_IN_THE_RESULT
+from sp_bench.bench.request import setting_of, unsupported
 from sp_bench.cli.arguments import in_group
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError, unknown

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from msgspec import structs
-
 from sp_bench import methods, records
-from sp_bench.bench.masks import described, identified, mask_of
+from sp_bench.bench.given import SHAPE, Given
 from sp_bench.bench.mode import Mode, resolve_mode
 from sp_bench.bench.transport import transport_of
 from sp_bench.cluster import Cluster
@@ -25,19 +23,14 @@ from sp_bench.measure.homes import refuse_hosts
 from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.peers.peer import Peer
-from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.problem import Problem
-from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
+from sp_bench.reading import Count, Natural, Section, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.parts import Asked, Setup
 from sp_bench.records.record import Part, fields_of
-from sp_bench.workload import WORKLOADS, Workload, workload_named
+from sp_bench.workload import Workload, workload_named
 
-NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
-"""Keys that don't affect a point's numbers, and so are left out of its run_id."""
-SHAPE = ("seqlen", "batch", "heads", "kv_heads", "head_dim")
-"""Fields of a problem that have the same names in a config and in a record."""
 LEAST_STEP = 128
 """seqlen=max is found to so many tokens of a rank, and refused if not even these fit."""
 RANKS_PER_CORE = 64
@@ -52,28 +45,12 @@ class KernelSection(Section, frozen=True, kw_only=True):
     sm_margin: Natural | Literal["auto"] = "auto"
 
 
-class Values(Section, frozen=True, kw_only=True):
-    """The numbers and booleans of conf/config.yaml."""
-
-    gpus: Count
-    seqlen: Tokens
-    batch: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    trace: Natural
-    iters: Count
-    warmup: Natural
-    verify: bool
-    parts: bool
-    seed: Natural
-    timeout_s: Seconds
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A benchmark point whose values are valid together."""
 
+    given: Given = field(repr=False)
+    """The config that asked for it."""
     method: Method | Peer
     """One of our methods, or a peer: another package's code, which has no plans."""
     problem: Problem
@@ -99,13 +76,17 @@ class Request:
     """The number of ranks whose simulated timelines are written."""
     timeout_s: float
     run_id: str
-    config: Mapping[str, Any] = field(repr=False)
     devices: Devices
     """The devices of a measured point's ranks."""
     alone: tuple[int, ...] = ()
     """The ranks that mode=alone executes, one after the other."""
     launch: Launch | None = None
     """The launch that has started a measured point's ranks; None: they are started on this machine."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved config."""
+        return self.given.config
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -130,7 +111,7 @@ class Request:
     def asked(self) -> Asked:
         """The part of the record that has the request."""
         return replace(
-            _asked(self.config),
+            self.given.asked(),
             method=self.method.name,
             impl=self.method.impl if isinstance(self.method, Peer) else None,
             seed=self.seed,
@@ -172,16 +153,17 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     `config` has the keys of conf/config.yaml and its groups: method, cluster, kernel, logger. `launch` has the ranks
     that the point is measured on; None: they are started on this machine.
     """
-    kind = workload_named(str(config["workload"]))
+    given = Given.of(config)
+    kind, values = given.workload, given.values
     phases = kind.phases_of(str(config["phase"]))
-    values = _values(config)
-    mask = mask_of(config, values.seqlen, values.seed)
     options = {key: value for key, value in config["method"].items() if key != "name"}
-    name = config["method"]["name"]
-    method = peers.build(config["impl"], options, mask=mask) if name == peers.METHOD else methods.build(name, options)
+    if given.method == peers.METHOD:
+        method: Method | Peer = peers.build(config["impl"], options, mask=given.mask)
+    else:
+        method = methods.build(given.method, options)
     peer = method if isinstance(method, Peer) else None
     tensor_parallel = kind.tensor_parallel(config)
-    problem = _problem(config, values, method, mask, tensor_parallel)
+    problem = _problem(given, method, tensor_parallel)
     section = read(KernelSection, config["kernel"], "kernel")
     kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
     workload = kind.build(config, problem, phases=phases, peer=peer, kernel=kernel, sm_margin=margin, seed=values.seed)
@@ -204,6 +186,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         refuse_others(implementation)
         notes += _refuse_measuring(config, workload, cluster, mode, launch)
     return Request(
+        given=given,
         method=method,
         problem=problem,
         cluster=cluster,
@@ -220,8 +203,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         trace=values.trace,
         timeout_s=values.timeout_s,
         notes=notes,
-        run_id=_point_id(config, mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices),
-        config=config,
+        run_id=given.run_id(mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices),
         devices=mode.devices,
         alone=mode.alone,
         launch=launch if mode.name == "measure" else None,
@@ -238,13 +220,12 @@ def _with_collectives(method: Method | Peer, transport: TransportKind) -> Method
     return method
 
 
-def _problem(
-    config: Mapping[str, Any], values: Values, method: Method | Peer, mask: Mask, tensor_parallel: int
-) -> Problem:
+def _problem(given: Given, method: Method | Peer, tensor_parallel: int) -> Problem:
     """The problem in the method's layout, with the heads of one of the GPUs that share a rank's tokens.
 
     Raises RequestError if the method refuses it, or the GPUs can't share the heads.
     """
+    values, mask = given.values, given.mask
     shape = {key: getattr(values, key) for key in SHAPE}
     for key in ("gpus", "heads", "kv_heads"):
         if getattr(values, key) % tensor_parallel:
@@ -252,8 +233,8 @@ def _problem(
             raise RequestError(f"train.tensor_parallel={tensor_parallel}", rule, "train.tensor_parallel=1 would work")
     n = values.gpus // tensor_parallel
     shape |= {key: shape[key] // tensor_parallel for key in ("heads", "kv_heads")}
-    layout, dtype = method.layout_of(mask, n), str(config["dtype"])
-    wire_dtype = str(config["wire_dtype"] or "")
+    layout, dtype = method.layout_of(mask, n), str(given.config["dtype"])
+    wire_dtype = str(given.config["wire_dtype"] or "")
     problem = Problem(n=n, **shape, mask=mask, dtype=dtype, wire_dtype=wire_dtype, layout=layout)
     method.refuse(problem)
     return method.dealt(problem) if isinstance(method, Peer) else problem
@@ -296,9 +277,10 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
         config = {**config, "seqlen": LEAST_STEP * max(ranks, 1)}
     measured = config["mode"] == "auto" and config["cluster"].get("this_machine") is True
     mode = config["mode"] if config["mode"] in MODES else "measure" if measured else "simulate"
+    given = Given.of(config)
     return Record(
-        **vars(_asked(config)),
-        run_id=_point_id(config, mode, cores=None),
+        **vars(given.asked()),
+        run_id=given.run_id(mode),
         status="unsupported",
         mode=mode,
         error=str(error),
@@ -306,65 +288,10 @@ def unsupported(config: Mapping[str, Any], error: RequestError) -> Record:
     )
 
 
-def _asked(config: Mapping[str, Any]) -> Asked:
-    """The request of a config that need not be valid. Raises RequestError if its numbers are invalid."""
-    values, method = _values(config), config["method"]["name"]
-    return Asked(
-        workload=str(config["workload"]),
-        method=config["impl"] or method if method == peers.METHOD else method,
-        gpus=values.gpus,
-        **{key: getattr(values, key) for key in SHAPE},
-        **described(mask_of(config, values.seqlen, values.seed)),
-        dtype=str(config["dtype"]),
-        wire_dtype=str(config["wire_dtype"] or config["dtype"]),
-        phase=str(config["phase"]),
-        cluster=config["cluster"]["name"],
-        config=dict(config),
-    )
-
-
 def setting_of(config: Mapping[str, Any]) -> str:
     """A text that is equal for points which differ only in their methods."""
     kept = {key: value for key, value in config.items() if key not in ("method", "impl")}
     return json.dumps(kept, sort_keys=True, default=str)
-
-
-def _values(config: Mapping[str, Any]) -> Values:
-    """The numbers and booleans of a config, with kv_heads filled in. Raises RequestError for an invalid one."""
-    given = {key: config[key] for key in Values.__struct_fields__}
-    return read(Values, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
-
-
-def _point_id(
-    config: Mapping[str, Any],
-    mode: str,
-    cores: int | None,
-    version: str | None = None,
-    launch: Launch | None = None,
-    devices: Devices | None = None,
-) -> str:
-    """The run_id of a point. Equivalent configs have the same.
-
-    `cores` is that of the cluster; `version` is that of a peer's package.
-    """
-    values = _values(config)
-    given = {**config, **structs.asdict(values)}
-    kept = {key: value for key, value in given.items() if key not in NOT_IN_THE_RESULT}
-    others = {key for name, kind in WORKLOADS.items() if name != config["workload"] for key in kind.keys}
-    kept = {key: value for key, value in kept.items() if key not in others - {*workload_named(config["workload"]).keys}}
-    kept |= {"wire_dtype": config["wire_dtype"] or config["dtype"], "mode": mode, "cores": cores}
-    kept |= identified(mask_of(config, values.seqlen, values.seed))
-    if mode == "measure" and launch and len(launch.ranks_by_node) > 1:
-        kept["ranks_by_node"] = launch.ranks_by_node
-    if mode == "simulate":
-        kept |= {"device": None, "nccl": None}
-    elif devices:
-        kept |= {"device": devices.kind, "nccl": dict(devices.nccl)}
-    kept["alone"] = config["alone"] if mode == "alone" else None
-    # In a sweep, impl may be set for another point.
-    kept |= {"impl": config["impl"] if config["method"]["name"] == peers.METHOD else None, "version": version}
-    on_gpus = devices is not None and devices.kind == "cuda"
-    return records.run_id(kept, measured=mode != "simulate", on_gpus=on_gpus)
 
 
 def refuse_what_does_not_fit(n: int, rank_bytes: Mapping[str, int], config: Mapping[str, Any]) -> None:

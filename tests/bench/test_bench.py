@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sp_bench import records
-from sp_bench.bench import Request, resolve, run_points
+from sp_bench.bench import Request, masks, resolve, run_points
 from sp_bench.bench import choose as choosing
 from sp_bench.bench.choose import DeviceMemoryError, choose
 from sp_bench.bench.simulated import simulate_point
@@ -249,3 +249,14 @@ def test_busy_cores_are_shown_where_ticks_can_tell(
 def test_a_kernel_that_refuses() -> None:
     with pytest.raises(RequestError, match=r"kernel.nam: there is no such key"):
         point("kernel.nam=3")
+
+
+def test_the_config_is_read_and_documents_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record's fields, the run_id and the problem come from the same reading."""
+    drawn: list[int] = []
+    draw = masks.lengths_of
+    monkeypatch.setattr(masks, "lengths_of", lambda data, seqlen, seed: drawn.append(seed) or draw(data, seqlen, seed))
+    request = point("method=usp", "gpus=8", "seqlen=64k", "mask=document", "data=short", "seed=3")
+    (outcome,) = run_points([request], folder=tmp_path, reuse=False)
+    assert outcome.record.status == "ok" and outcome.record.documents
+    assert drawn == [3]

@@ -1,0 +1,122 @@
+"""A composed config, read once: its numbers, its workload and its mask. Documents are drawn here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from msgspec import structs
+
+from sp_bench import records
+from sp_bench.bench.masks import described, identified, mask_of
+from sp_bench.measure.devices import Devices
+from sp_bench.measure.launch import Launch
+from sp_bench.peers import registry as peers
+from sp_bench.plan.mask import Mask
+from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
+from sp_bench.records.parts import Asked
+from sp_bench.workload import WORKLOADS, Workload, workload_named
+
+NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")
+"""Keys that don't affect a point's numbers, and so are left out of its run_id."""
+SHAPE = ("seqlen", "batch", "heads", "kv_heads", "head_dim")
+"""Fields of a problem that have the same names in a config and in a record."""
+
+
+class Values(Section, frozen=True, kw_only=True):
+    """The numbers and booleans of conf/config.yaml."""
+
+    gpus: Count
+    seqlen: Tokens
+    batch: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    trace: Natural
+    iters: Count
+    warmup: Natural
+    verify: bool
+    parts: bool
+    seed: Natural
+    timeout_s: Seconds
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Those of a config, with kv_heads filled in. Raises RequestError for an invalid one."""
+        given = {key: config[key] for key in cls.__struct_fields__}
+        return read(cls, given | {"kv_heads": given["heads"] if given["kv_heads"] is None else given["kv_heads"]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The keys of a config that every workload and method has. The values need not go together."""
+
+    config: Mapping[str, Any] = field(repr=False)
+    """The resolved config."""
+    workload: type[Workload]
+    values: Values
+    mask: Mask
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Read a config with the keys of conf/config.yaml. Raises RequestError for the first invalid value."""
+        workload, values = workload_named(str(config["workload"])), Values.of(config)
+        return cls(config=config, workload=workload, values=values, mask=mask_of(config, values.seqlen, values.seed))
+
+    @property
+    def method(self) -> str:
+        """The name of the method, or `peer`."""
+        return self.config["method"]["name"]
+
+    @property
+    def impl(self) -> str | None:
+        """The name of a peer's implementation; None for a method of the suite. A sweep may set the key for others."""
+        return self.config["impl"] if self.method == peers.METHOD else None
+
+    @property
+    def wire_dtype(self) -> str:
+        """The dtype of partial results on the wire."""
+        return str(self.config["wire_dtype"] or self.config["dtype"])
+
+    def asked(self) -> Asked:
+        """The part of a record that has the request."""
+        return Asked(
+            workload=self.workload.name,
+            method=self.impl or self.method,
+            gpus=self.values.gpus,
+            **{key: getattr(self.values, key) for key in SHAPE},
+            **described(self.mask),
+            dtype=str(self.config["dtype"]),
+            wire_dtype=self.wire_dtype,
+            phase=str(self.config["phase"]),
+            cluster=self.config["cluster"]["name"],
+            config=dict(self.config),
+        )
+
+    def run_id(
+        self,
+        mode: str,
+        cores: int | None = None,
+        version: str | None = None,
+        launch: Launch | None = None,
+        devices: Devices | None = None,
+    ) -> str:
+        """The run_id of the point in a mode. Equivalent configs have the same.
+
+        `cores` is that of the cluster; `version` is that of a peer's package.
+        """
+        others = {key for kind in WORKLOADS.values() if kind is not self.workload for key in kind.keys}
+        left_out = {*NOT_IN_THE_RESULT, *(others - {*self.workload.keys})}
+        given = {**self.config, **structs.asdict(self.values)}
+        kept = {key: value for key, value in given.items() if key not in left_out}
+        kept |= {"wire_dtype": self.wire_dtype, "mode": mode, "cores": cores} | identified(self.mask)
+        if mode == "measure" and launch and len(launch.ranks_by_node) > 1:
+            kept["ranks_by_node"] = launch.ranks_by_node
+        if mode == "simulate":
+            kept |= {"device": None, "nccl": None}
+        elif devices:
+            kept |= {"device": devices.kind, "nccl": dict(devices.nccl)}
+        kept |= {"alone": self.config["alone"] if mode == "alone" else None, "impl": self.impl, "version": version}
+        on_gpus = devices is not None and devices.kind == "cuda"
+        return records.run_id(kept, measured=mode != "simulate", on_gpus=on_gpus)
