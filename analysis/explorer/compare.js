@@ -35,14 +35,14 @@ export function verdict({ ratio, low, high }, same, better) {
 export function ratioOf(name, a, b) {
   const field = result(name);
   const [x, y] = [value(name, a), value(name, b)];
-  const noisy = field.time && (value("mode", a) !== "simulated" || (name in content.low && !isAlike(a, b)));
+  const noisy = field.noisy && (value("mode", a) !== "simulated" || (name in content.low && !isAlike(a, b)));
   const ratio = x === y ? 1 : y / x;
   let [low, high] = [ratio, ratio];
   if (noisy) {
     const [ofA, ofB] = [interval(name, a), interval(name, b)];
     [low, high] = ofA && ofB ? [ofB[0] / ofA[1], ofB[1] / ofA[0]] : [null, null];
   }
-  const better = field.time ? field.better : "";
+  const better = field.noisy ? field.better : "";
   return { ratio, low, high, verdict: verdict({ ratio, low, high }, noisy ? SAME.noisy : SAME.exact, better) };
 }
 

@@ -1,41 +1,28 @@
-"""Fields of records in plain words: their labels, units and formats. The explorer and the report share them."""
+"""The settings and results that the explorer and the report show, from the rows of records.quantities."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sp_bench.records import rows
+from sp_bench.records.schema import quantities
 
-@dataclass(frozen=True)
-class Setting:
-    """A field that was asked for or follows from it. Points are filtered and grouped by it."""
-
-    name: str
-    label: str
-    words: str = ""
-    """How numbers are written: tokens (256k), or as they are."""
+FIRST = ("mode", "status")
+"""Settings that come before the others."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """A number that came out."""
+class Setting(rows.Setting):
+    """A setting with its name."""
 
-    name: str
-    label: str
-    unit: str = ""
-    factor: float = 1.0
-    """A record's value times this is in `unit`."""
-    better: str = ""
-    """less or more; empty where neither is better by itself."""
-    time: bool = False
-    """Whether it has noise where it is measured: a time, or made of one."""
-    interval: str = ""
-    """How its interval follows from the step's: direct or inverse (by proportion), of simulated (as direct, and a
-    measured one has none); empty: none."""
+    name: str = ""
 
-    @property
-    def head(self) -> str:
-        """The label with the unit, for the head of a column or an axis."""
-        return head(self.label, self.unit)
+
+@dataclass(frozen=True)
+class Result(rows.Result):
+    """A result with its name."""
+
+    name: str = ""
 
 
 def head(label: str, unit: str) -> str:
@@ -43,64 +30,25 @@ def head(label: str, unit: str) -> str:
     return f"{label} ({unit})" if unit else label
 
 
-SETTINGS = (
-    Setting("mode", "mode"),
-    Setting("status", "status"),
-    Setting("workload", "workload"),
-    Setting("method", "method"),
-    Setting("impl", "implementation"),
-    Setting("variant", "variant"),
-    Setting("layout", "layout"),
-    Setting("method_options", "method's options"),
-    Setting("cluster", "cluster"),
-    Setting("cluster_options", "cluster's options"),
-    Setting("device_name", "device"),
-    Setting("nodes", "nodes"),
-    Setting("gpus", "GPUs"),
-    Setting("seqlen", "sequence length", "tokens"),
-    Setting("batch", "batch"),
-    Setting("heads", "query heads"),
-    Setting("kv_heads", "KV heads"),
-    Setting("head_dim", "head dimension"),
-    Setting("mask", "mask"),
-    Setting("documents", "documents"),
-    Setting("phase", "phase"),
-    Setting("dtype", "dtype"),
-    Setting("wire_dtype", "wire dtype"),
-    Setting("kernel", "kernel"),
-    Setting("options", "other options"),
-    Setting("bound_by", "bound by"),
-    Setting("code", "code version"),
-)
-"""Everything that points may differ in. Options and code are made from the request and the provenance."""
+MADE = {
+    "method_options": "method's options",
+    "cluster_options": "cluster's options",
+    "options": "other options",
+    "code": "code version",
+}
+"""Settings that are made from the request and the provenance of a record, and their labels."""
 
-RESULTS = (
-    Result("step_ms_median", "step time", "ms", better="less", time=True, interval="direct"),
-    Result("forward_ms_median", "forward time", "ms", better="less", time=True, interval="of simulated"),
-    Result("backward_ms_median", "backward time", "ms", better="less", time=True, interval="of simulated"),
-    Result("tokens_per_s", "throughput", "tokens/s", better="more", time=True, interval="inverse"),
-    Result("tflops_per_gpu", "model FLOP/s per GPU", "TFLOP/s", better="more", time=True, interval="inverse"),
-    Result("mfu", "MFU", "%", 100.0, better="more", time=True, interval="inverse"),
-    Result("compute_ms", "compute time of the busiest rank", "ms", time=True),
-    Result("exposed_comm_ms", "exposed communication", "ms", better="less", time=True),
-    Result("bound_ms", "lower bound of the step", "ms"),
-    Result("comm_bytes_per_gpu", "sent per GPU", "GB", 1e-9, better="less"),
-    Result("comm_bytes_busiest_gpu", "sent by the busiest GPU", "GB", 1e-9, better="less"),
-    Result("comm_bytes_expected", "closed form of sent per GPU", "GB", 1e-9),
-    Result("comm_bytes_lower_bound", "lower bound of sent per GPU", "GB", 1e-9),
-    Result("comm_bytes_least", "lower bound with any split of heads", "GB", 1e-9),
-    Result("comm_bytes_across_nodes_max", "sent to other nodes by the busiest GPU", "GB", 1e-9, better="less"),
-    Result("peak_mem_bytes_max", "peak memory per GPU", "GB", 1e-9, better="less"),
-    Result("rank_imbalance", "busiest rank over mean", better="less", time=True),
-    Result("work_imbalance", "work of the busiest rank over mean", better="less"),
-    Result("err_out", "error of out"),
-    Result("err_dq", "error of dq"),
-    Result("err_dk", "error of dk"),
-    Result("err_dv", "error of dv"),
-)
 
-LABELS = {field.name: field.label for field in (*SETTINGS, *RESULTS)}
-HEADS = {result.name: result.head for result in RESULTS}
+MARKED = [(name, one.shown) for name, one in quantities().items() if one.shown and one.shown.label]
+"""The rows with a label, by name."""
+SETTINGS = sorted(
+    [Setting(**vars(mark), name=name) for name, mark in MARKED if isinstance(mark, rows.Setting)]
+    + [Setting(label=label, name=name) for name, label in MADE.items()],
+    key=lambda one: one.name not in FIRST,
+)
+"""Everything that points may differ in."""
+RESULTS = [Result(**vars(mark), name=name) for name, mark in MARKED if isinstance(mark, rows.Result)]
+"""Every number with a label, in the order of the record."""
 KIND_WORDS = {
     "measured": "measured: wall time of all ranks together",
     "measured alone": "measured alone: wall time of single ranks, without their peers",

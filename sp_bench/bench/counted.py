@@ -14,7 +14,7 @@ from sp_bench.bench.choose import Choice
 from sp_bench.bench.request import Request
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.problem import Problem
-from sp_bench.records.parts import Memory, Rates, Setup, Traffic
+from sp_bench.records.quantities import Memory, Rates, Setup, Traffic
 from sp_bench.workload import Workload
 
 FORMS = ("PCIe", "NVL")

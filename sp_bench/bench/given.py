@@ -15,7 +15,7 @@ from sp_bench.measure.launch import Launch
 from sp_bench.peers import registry as peers
 from sp_bench.plan.mask import Mask
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
-from sp_bench.records.parts import Asked
+from sp_bench.records.quantities import Asked
 from sp_bench.workload import WORKLOADS, Workload, workload_named
 
 NOT_IN_THE_RESULT = ("results_dir", "logger", "baseline", "reuse", "timeout_s", "trace")

@@ -27,7 +27,7 @@ from sp_bench.bench.timed import (
 from sp_bench.measure.gpu_watch import gpu_state
 from sp_bench.measure.samples import Samples
 from sp_bench.measure.spec import RankResult
-from sp_bench.records.parts import Breakdown, Exactness, Setup
+from sp_bench.records.quantities import Breakdown, Exactness, Setup
 from sp_bench.records.record import Part
 
 

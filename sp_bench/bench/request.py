@@ -27,7 +27,7 @@ from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Natural, Section, read
 from sp_bench.records import MODES, Record
-from sp_bench.records.parts import Asked, Setup
+from sp_bench.records.quantities import Asked, Setup
 from sp_bench.records.record import Part, fields_of
 from sp_bench.workload import Workload, workload_named
 

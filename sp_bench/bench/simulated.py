@@ -15,7 +15,7 @@ from sp_bench.bench.request import Request
 from sp_bench.check import check_all
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.records import Record
-from sp_bench.records.parts import Breakdown, Setup, Timing
+from sp_bench.records.quantities import Breakdown, Setup, Timing
 from sp_bench.records.timeline import SimulatedTimeline
 from sp_bench.simulate import WAITING
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds

@@ -13,7 +13,7 @@ from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, ST
 from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
-from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic, TrainingStep
+from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic, TrainingStep
 from sp_bench.records.timeline import MeasuredTimeline
 from sp_bench.workload import Workload
 

@@ -22,7 +22,7 @@ from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.records import Record
-from sp_bench.records.parts import Breakdown, Memory, Timing, Traffic
+from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes
 from sp_bench.simulate.graph import build_graph

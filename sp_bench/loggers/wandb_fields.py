@@ -5,23 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sp_bench.records.schema import columns
+from sp_bench.records.rows import CONFIG, SUMMARY
+from sp_bench.records.schema import quantities
 
-CONFIG = (
-    *("schema_version", "workload", "method", "impl", "tile_a", "tile_b", "variant", "layout", "mode", "phase"),
-    *("gpus", "nodes", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal"),
-    *("documents", "longest_document", "window", "dtype", "wire_dtype", "implementation"),
-    *("model", "recompute", "sharded", "tensor_parallel", "workload_id", "source"),
-    *("cluster", "alone_ranks", "kernel", "transport", "device_name", "iters", "warmup", "seed", "stragglers"),
-)
-"""Fields of the run's config: the request."""
 PROVENANCE = ("code_version", "git_commit", "git_dirty", "versions")
 """Fields of the provenance in the run's config: none about the machine or its user."""
-SUMMARY = (
-    *("status", "error", "bound_by", "peak_mem_source", "comm_bytes_by_lane", "comm_bytes_by_link", "validation"),
-    "clocks_held_down",
-)
-"""Fields of the run's summary that are no numbers."""
 SAMPLE_COLUMNS = ("rank", "iteration", "phase", "part", "seconds")
 MAX_TAG = 64
 """The most characters that W&B allows in a tag."""
@@ -32,9 +20,7 @@ TIMELINE = ("trace", "ranks")
 def config(record: Mapping[str, Any]) -> dict[str, Any]:
     """The run's config: the request and the code's version. None stays None."""
     provenance = record.get("provenance") or {}
-    return {key: record[key] for key in CONFIG if key in record} | {
-        key: provenance[key] for key in PROVENANCE if key in provenance
-    }
+    return _placed(record, CONFIG) | {key: provenance[key] for key in PROVENANCE if key in provenance}
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,11 +28,11 @@ def summary(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Other texts and nested values are left out, since they include host names, arguments and environment variables.
     """
-    return {
-        key: record[key]
-        for key, kind in columns().items()
-        if key in record and key not in CONFIG and (key in SUMMARY or kind in (int, float))
-    }
+    return _placed(record, SUMMARY)
+
+
+def _placed(record: Mapping[str, Any], place: str) -> dict[str, Any]:
+    return {name: record[name] for name, one in quantities().items() if one.wandb == place and name in record}
 
 
 def group(record: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sp_bench.records.parts import GpuState
+from sp_bench.records.quantities import GpuState
 
 if TYPE_CHECKING:
     import torch

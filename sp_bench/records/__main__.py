@@ -3,7 +3,8 @@
 collect writes records.parquet and records.csv, with a row for each record in the folders and below. A file that is not
 a whole record is moved to FOLDER/set_aside. One that older or newer code wrote is named and stays. If a point has
 several records, the newest is taken.
-check says what is wrong with record files and folders of them. schema prints the JSON Schema of a record.
+check says what is wrong with record files and folders of them. schema prints the JSON Schema of a record, fields its
+quantities as a page.
 Exit codes: 0 ok, 1 check found something wrong, 2 a request that can't be served.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from sp_bench import records
 from sp_bench.errors import RequestError
 from sp_bench.records.checking import problems_of
+from sp_bench.records.fields_page import fields_page
 from sp_bench.records.gather import SET_ASIDE, Gathered, files_below, gather
 from sp_bench.records.json_schema import json_schema
 from sp_bench.records.tables import write_tables
@@ -38,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     check_ = commands.add_parser("check", help="can others rely on these records?")
     check_.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="record files, or folders of them")
     commands.add_parser("schema", help="print the JSON Schema of a record")
+    commands.add_parser("fields", help="print the quantities of a record as a Markdown page")
     arguments = parser.parse_args(argv)
     try:
         match arguments.command:
@@ -45,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
                 return check(arguments.paths)
             case "schema":
                 print(json.dumps(json_schema(), indent=1))
+            case "fields":
+                print(fields_page())
             case _:
                 collect(arguments.folders, arguments.to or arguments.folders[0])
     except RequestError as error:

@@ -1,16 +1,14 @@
-"""The JSON Schema of a record (docs/reference/record.schema.json), from the dataclass and its docstrings."""
+"""The JSON Schema of a record (docs/reference/record.schema.json), from the rows of records.quantities."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from typing import Any
 
 import msgspec
 
 from sp_bench.plan.problem import DTYPE_BYTES
 from sp_bench.records.record import MODES, REPORTED, SCHEMA_VERSION, STATUSES, Record
+from sp_bench.records.schema import quantities
 
 IDENTIFIER = "https://json-schema.org/draft/2020-12/schema"
 _VALUES = {
@@ -25,10 +23,9 @@ _VALUES = {
 def json_schema() -> dict[str, Any]:
     """The schema of a record's file. A field's description has its unit."""
     schema = msgspec.json.schema(Record)["$defs"]["Record"]
-    about = descriptions()
+    known = quantities()
     for name, field in schema["properties"].items():
-        field |= _VALUES.get(name, {})
-        field |= {"description": about[name]} if name in about else {}
+        field |= _VALUES.get(name, {}) | {"description": known[name].meaning}
         if field.get("type") == "integer" and name in ("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim"):
             field["minimum"] = 1
     reported = {"properties": {"mode": {"const": REPORTED}}}
@@ -43,16 +40,3 @@ def json_schema() -> dict[str, Any]:
         "else": {"properties": {"source": {"type": "null"}}},
     }
     return schema
-
-
-def descriptions() -> dict[str, str]:
-    """The docstring below each field of the record and its parts."""
-    found = {}
-    for cls in Record.__mro__[:-1]:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-                text = ast.literal_eval(below.value)
-                found[field.target.id] = " ".join(text.split())
-    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from sp_bench.records.parts import (
+from sp_bench.records.quantities import (
     Asked,
     Breakdown,
     Exactness,
@@ -18,6 +18,7 @@ from sp_bench.records.parts import (
     Traffic,
     TrainingStep,
 )
+from sp_bench.records.rows import SUMMARY, Result, Setting
 from sp_bench.records.workloads import workload_id
 
 SCHEMA_VERSION = 4
@@ -38,21 +39,27 @@ class Record(TrainingStep, Exactness, GpuState, Memory, Breakdown, Traffic, Rate
     unknown status or mode.
     """
 
+    how: ClassVar[str] = "kept by the suite"
+
     run_id: str
     """A hash of everything the numbers depend on (records.identity)."""
-    status: str
-    mode: str
+    status: Annotated[str, Setting("status", wandb=SUMMARY)]
+    """ok, oom, unsupported, incorrect, timeout or failed."""
+    mode: Annotated[str, Setting("mode")]
     """measure, alone (single ranks without their peers), simulate, or report (what others published). Numbers of
     different modes are never mixed."""
-    schema_version: int = SCHEMA_VERSION
-    workload_id: str = ""
+    schema_version: Annotated[int, Setting()] = SCHEMA_VERSION
+    """The version of these fields."""
+    workload_id: Annotated[str, Setting()] = ""
     """The question that the record answers, in words (records.workloads). Files may leave it out."""
-    source: str | None = None
+    source: Annotated[str | None, Setting()] = None
     """With mode=report: where the numbers are published, a URL or a citation with its table or figure."""
-    error: str | None = None
+    error: Annotated[str | None, Result()] = None
+    """Why the status isn't ok."""
     notes: list[str] | None = None
     """Remarks that a reader of the numbers must know."""
     provenance: dict[str, Any] | None = None
+    """The code, its versions, the command and the machine that made the record."""
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

@@ -1,9 +1,12 @@
-"""The types of a record's fields, from the dataclass's annotations. Files are checked against them."""
+"""The quantities of a record as data: read from the rows of records.quantities and of Record itself."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -11,35 +14,92 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from sp_bench.records.record import Record
+from sp_bench.records.rows import SUMMARY, Result, Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One field of a record."""
+
+    name: str
+    hint: Any
+    """Its type, with None where it may not be known."""
+    kind: type
+    """Its type without None: str, int, float, bool or, for nested ones, dict or list."""
+    meaning: str
+    part: str
+    """The name of the part that it is a row of."""
+    how: str
+    """Where values come from."""
+    shown: Setting | Result | None
+    """How it is shown; None if the record alone has it."""
+
+    @property
+    def type_name(self) -> str:
+        """The type in words, such as int or None."""
+        text = self.hint.__name__ if isinstance(self.hint, type) and not get_args(self.hint) else str(self.hint)
+        return text.replace("typing.", "")
+
+    @property
+    def wandb(self) -> str | None:
+        """The place in a W&B run. Unmarked numbers are what came out; unmarked texts and nested values stay here."""
+        if self.shown:
+            return self.shown.wandb
+        return SUMMARY if self.kind in (int, float) else None
 
 
 @cache
+def quantities() -> dict[str, Quantity]:
+    """Every field of a record by its name, in the order of the file."""
+    hints, marked = get_type_hints(Record), get_type_hints(Record, include_extras=True)
+    part_of, meanings = {}, {}
+    for part in Record.__mro__[-2::-1]:
+        for name, meaning in _rows(part).items():
+            part_of[name], meanings[name] = part, meaning
+    found = {}
+    for field in fields(Record):
+        hint = hints[field.name]
+        (kind,) = set(get_args(hint) or (hint,)) - {NoneType} if get_origin(hint) not in (list, dict) else (hint,)
+        marks = getattr(marked[field.name], "__metadata__", ())
+        found[field.name] = Quantity(
+            name=field.name,
+            hint=hint,
+            kind=get_origin(kind) or kind,
+            meaning=meanings[field.name],
+            part=part_of[field.name].__name__,
+            how=part_of[field.name].how,
+            shown=next((mark for mark in marks if isinstance(mark, Setting | Result)), None),
+        )
+    return found
+
+
+def _rows(part: type) -> dict[str, str]:
+    """The fields that a part declares, and the docstring below each; empty where there is none."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for row, below in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name) and row.target.id != "how":
+            text = ast.literal_eval(below.value) if isinstance(below, ast.Expr) else ""
+            found[row.target.id] = " ".join(text.split())
+    return found
+
+
 def columns() -> dict[str, type]:
     """The type of each field in order, without None: str, int, float, bool or, for nested ones, dict or list."""
-    found = {}
-    for name, (_, hint) in _types().items():
-        (kind,) = set(get_args(hint) or (hint,)) - {NoneType}
-        found[name] = get_origin(kind) or kind
-    return found
+    return {name: quantity.kind for name, quantity in quantities().items()}
 
 
 def complaints(content: Mapping[str, Any]) -> list[str]:
     """The errors in the fields of a JSON object that should be a record. Fields may be missing."""
-    types = _types()
-    if unknown := sorted(set(content) - set(types)):
+    known = quantities()
+    if unknown := sorted(set(content) - set(known)):
         return [f"unknown fields {', '.join(unknown)}"]
     return [
-        f"{name}={value!r:.80} is not {types[name][0]}"
+        f"{name}={value!r:.80} is not {known[name].type_name}"
         for name, value in content.items()
-        if not _is_a(value, types[name][1])
+        if not _is_a(value, known[name].hint)
     ]
-
-
-@cache
-def _types() -> dict[str, tuple[str, Any]]:
-    """The type of each field, as text and as a type."""
-    hints = get_type_hints(Record)
-    return {field.name: (str(field.type), hints[field.name]) for field in fields(Record)}
 
 
 def _is_a(value: Any, kind: Any) -> bool:

@@ -13,7 +13,7 @@ from sp_bench.errors import unknown
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.records.parts import TrainingStep
+from sp_bench.records.quantities import TrainingStep
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.reading import Count, Positive, Section, Tokens, read
-from sp_bench.records.parts import TrainingStep
+from sp_bench.records.quantities import TrainingStep
 from sp_bench.workload.base import RankContext, Step, Workload
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.model import NONE, Model, shard_elements

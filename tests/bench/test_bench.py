@@ -24,7 +24,7 @@ from sp_bench.measure.spec import RankResult
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.records import identity
-from sp_bench.records.parts import Breakdown
+from sp_bench.records.quantities import Breakdown
 from sp_bench.simulate import Run, simulate
 from sp_bench.workload import GateErrors
 from tests.support.made_records import made

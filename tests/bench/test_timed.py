@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sp_bench.bench.timed import exposed
-from sp_bench.records.parts import Breakdown
+from sp_bench.records.quantities import Breakdown
 
 
 def test_communication_is_exposed_for_no_less_than_no_time() -> None:

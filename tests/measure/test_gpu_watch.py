@@ -16,7 +16,7 @@ import torch
 
 from sp_bench.measure import gpu_watch
 from sp_bench.measure.gpu_watch import GpuLoad, GpuWatch, gpu_state
-from sp_bench.records.parts import GpuState
+from sp_bench.records.quantities import GpuState
 
 GPU = torch.device("cuda", 1)
 UUID = "GPU-11111111-2222-3333-4444-555555555555"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,18 @@ import jsonschema
 import pytest
 
 from sp_bench import records
+from sp_bench.analysis.explorer.fields import MADE, RESULTS, SETTINGS
+from sp_bench.loggers import wandb_fields
 from sp_bench.records.__main__ import main
 from sp_bench.records.checking import problems_of
-from sp_bench.records.json_schema import descriptions, json_schema
-from sp_bench.records.parts import Timing
+from sp_bench.records.fields_page import fields_page
+from sp_bench.records.json_schema import json_schema
+from sp_bench.records.record import Record
+from sp_bench.records.schema import columns, quantities
 from tests.support.made_records import made, simulated, spread, written
 
 PAGE = Path(__file__).parents[2] / "docs/reference/record.schema.json"
+FIELDS = PAGE.with_name("record_fields.md")
 REPORTED = {"mode": "report", "source": "Table 3 of somebody's paper", "step_ms_median": 12.5, "provenance": None}
 INTERVAL = {"step_ms_ci95_low": 99.0, "step_ms_ci95_high": 101.0, "device_name": "a CPU"}
 
@@ -29,12 +35,23 @@ def test_the_page_has_the_schema() -> None:
     assert json.loads(PAGE.read_text()) == json_schema()
 
 
-def test_every_field_of_a_part_is_described_where_its_docstring_is() -> None:
-    about = descriptions()
-    assert about["alone_ms_median"].startswith("With mode=alone: the time of all phases of the slowest rank")
-    assert "mode" in about
-    assert not {"step_ms_median", "forward_ms_median"} & {*about}, "whose class says what they are"
-    assert Timing.__doc__ is not None
+def test_the_page_has_the_fields() -> None:
+    assert FIELDS.read_text() == fields_page() + "\n"
+
+
+def test_every_quantity_is_one_row_with_a_meaning() -> None:
+    """A record's file, its schema, tables, W&B and the explorer have the rows of records.quantities, and no others."""
+    known = quantities()
+    assert not [name for name, one in known.items() if not one.meaning or not one.how]
+    declared = [name for part in Record.__mro__[:-1] for name in inspect.get_annotations(part)]
+    assert sorted(name for name in declared if name != "how") == sorted(known), "a name in two parts"
+    assert list(known) == list(made().to_dict()) == list(columns())
+    assert sorted(json_schema()["properties"]) == sorted(known)
+    shown = {one.name for one in (*SETTINGS, *RESULTS)} - {*MADE}
+    assert shown == {name for name, one in known.items() if one.shown and one.shown.label}
+    record = made().to_dict()
+    placed = {*wandb_fields.config(record | {"provenance": None}), *wandb_fields.summary(record)}
+    assert placed == {name for name, one in known.items() if one.wandb}
 
 
 @pytest.mark.parametrize(

@@ -1,44 +1,68 @@
-"""The parts that a record is composed of. None means not known. Times are in ms, sizes in bytes."""
+"""The quantities of a record: one row for each, with its name, type, meaning and how it is shown.
+
+A row is a field of one of the parts below. Everything that lists fields reads them from here: the record's file and its
+JSON Schema, the columns of tables, W&B's keys, the explorer's settings and results, and the page of fields. A row that
+is marked `Setting` or `Result` is shown by its label; of unmarked rows numbers go to W&B's summary, and texts and
+nested values stay in the record. None means not known. Names carry units: times are in ms, sizes in bytes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from sp_bench.records.rows import SUMMARY, Result, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """The request, as far as it could be resolved."""
 
-    workload: str
+    how: ClassVar[str] = "asked"
+
+    workload: Annotated[str, Setting("workload")]
     """The operation that is timed."""
-    method: str
-    impl: str | None = None
+    method: Annotated[str, Setting("method")]
+    """The method, or the implementation of a peer."""
+    impl: Annotated[str | None, Setting("implementation")] = None
     """With method=peer: the implementation that ran."""
-    gpus: int
-    seqlen: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mask: str = ""
+    gpus: Annotated[int, Setting("GPUs")]
+    """The number of GPUs, which is that of ranks times train.tensor_parallel."""
+    seqlen: Annotated[int, Setting("sequence length", words="tokens")]
+    """Tokens of the whole sequence."""
+    batch: Annotated[int, Setting("batch")]
+    """The number of sequences."""
+    heads: Annotated[int, Setting("query heads")]
+    """The number of query heads."""
+    kv_heads: Annotated[int, Setting("KV heads")]
+    """The number of key heads."""
+    head_dim: Annotated[int, Setting("head dimension")]
+    """Elements of a head."""
+    mask: Annotated[str, Setting("mask")] = ""
     """The name of the attention mask. Files without it get causal or full, by `causal`."""
-    causal: bool
+    causal: Annotated[bool, Setting()]
     """Whether a query sees keys up to its own position only; in a pack, inside each document."""
-    documents: int | None = None
+    documents: Annotated[int | None, Setting("documents")] = None
     """The number of packed documents."""
-    longest_document: int | None = None
+    longest_document: Annotated[int | None, Setting()] = None
     """Tokens of the longest document."""
-    window: list[int | None] | None = None
+    window: Annotated[list[int | None] | None, Setting()] = None
     """How many keys before and behind its own position a query sees; None for no limit."""
-    dtype: str
-    wire_dtype: str
-    phase: str
-    cluster: str
-    seed: int | None = None
-    iters: int | None = None
-    warmup: int | None = None
-    stragglers: dict[str, Any] | None = None
+    dtype: Annotated[str, Setting("dtype")]
+    """The dtype of inputs and results."""
+    wire_dtype: Annotated[str, Setting("wire dtype")]
+    """The dtype of partial results on the wire."""
+    phase: Annotated[str, Setting("phase")]
+    """The timed phases: forward, backward or forward_backward."""
+    cluster: Annotated[str, Setting("cluster")]
+    """The cluster file."""
+    seed: Annotated[int | None, Setting()] = None
+    """The seed of inputs, of drawn documents and of stragglers."""
+    iters: Annotated[int | None, Setting()] = None
+    """Measured: timed iterations."""
+    warmup: Annotated[int | None, Setting()] = None
+    """Measured: iterations before them, which are not kept."""
+    stragglers: Annotated[dict[str, Any] | None, Setting()] = None
     """The simulated slow ranks, slow links and noise."""
     config: dict[str, Any] | None = None
     """The resolved config, as `--cfg` prints it."""
@@ -48,29 +72,37 @@ class Asked:
 class Setup:
     """The method's variant, and the hardware and software it ran on."""
 
-    layout: str | None = None
-    tile_a: int | None = None
-    tile_b: int | None = None
-    variant: str | None = None
+    how: ClassVar[str] = "resolved from the request, or found where it ran"
+
+    layout: Annotated[str | None, Setting("layout")] = None
+    """Which tokens a rank owns."""
+    tile_a: Annotated[int | None, Setting()] = None
+    """Ranks of a Q group: the a of a tile a x b."""
+    tile_b: Annotated[int | None, Setting()] = None
+    """Ranks of a KV group."""
+    variant: Annotated[str | None, Setting("variant")] = None
     """The method's variant, if it has several: its tile, ring or group sizes."""
-    nodes: int | None = None
-    kernel: str | None = None
+    nodes: Annotated[int | None, Setting("nodes")] = None
+    """The number of nodes."""
+    kernel: Annotated[str | None, Setting("kernel")] = None
+    """The block kernel that ran, or whose figures were simulated."""
     sm_margin: int | None = None
     """Measured on GPUs: SMs that a persistent block kernel leaves to transfers; None if the kernel takes all."""
     lane_ctas: int | None = None
     """Measured on GPUs: the SMs that the transfers of one lane take at most."""
-    transport: str | None = None
+    transport: Annotated[str | None, Setting()] = None
     """What carries the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer."""
-    implementation: str | None = None
+    implementation: Annotated[str | None, Setting()] = None
     """Simulated: whose code it stands for (conf/implementation)."""
-    validation: str | None = None
+    validation: Annotated[str | None, Result()] = None
     """Simulated: which measurements like it back its times, and how far from them simulations were (bench.backing)."""
     validation_error: float | None = None
     """Simulated: what two of three errors of that validation are within; None where nothing backs the times."""
-    device_name: str | None = None
-    alone_ranks: list[int] | None = None
+    device_name: Annotated[str | None, Setting("device")] = None
+    """The ranks' device."""
+    alone_ranks: Annotated[list[int] | None, Setting()] = None
     """With mode=alone: the ranks that were executed, each without its peers, receiving copies of what it sent."""
-    work_imbalance: float | None = None
+    work_imbalance: Annotated[float | None, Result("work of the busiest rank over mean", better="less")] = None
     """(query, key) pairs of the rank that computes most over the mean of all, from the first phase's plan."""
     work_imbalance_lower_bound: float | None = None
     """The least possible work_imbalance: above 1 only where documents are dealt whole."""
@@ -82,13 +114,28 @@ class Setup:
 class Timing:
     """The time of a step: the sum of its phases, each as long as its slowest rank. Statistics are over iterations."""
 
-    step_ms_median: float | None = None
+    how: ClassVar[str] = "measured or simulated"
+
+    step_ms_median: Annotated[float | None, Result("step time", "ms", better="less", noisy=True, interval="direct")] = (
+        None
+    )
+    """The median step."""
     step_ms_p25: float | None = None
+    """The first quartile."""
     step_ms_p75: float | None = None
+    """The third quartile."""
     step_ms_ci95_low: float | None = None
+    """The lower end of a bootstrap 95% interval of the median."""
     step_ms_ci95_high: float | None = None
-    forward_ms_median: float | None = None
-    backward_ms_median: float | None = None
+    """Its upper end."""
+    forward_ms_median: Annotated[
+        float | None, Result("forward time", "ms", better="less", noisy=True, interval="of simulated")
+    ] = None
+    """The forward."""
+    backward_ms_median: Annotated[
+        float | None, Result("backward time", "ms", better="less", noisy=True, interval="of simulated")
+    ] = None
+    """The backward."""
     update_ms_median: float | None = None
     """The end of a training step: the summation of gradients over the ranks, and the optimizer."""
     rank_step_ms_min: float | None = None
@@ -106,11 +153,19 @@ class Timing:
 class Rates:
     """Throughput of the median step."""
 
+    how: ClassVar[str] = "computed from the step and the shape"
+
     iters_per_s: float | None = None
-    tokens_per_s: float | None = None
-    tflops_per_gpu: float | None = None
+    """Steps per second."""
+    tokens_per_s: Annotated[
+        float | None, Result("throughput", "tokens/s", better="more", noisy=True, interval="inverse")
+    ] = None
+    """Tokens of the sequences per second, on all GPUs together."""
+    tflops_per_gpu: Annotated[
+        float | None, Result("model FLOP/s per GPU", "TFLOP/s", better="more", noisy=True, interval="inverse")
+    ] = None
     """Model FLOPs: a causal mask counts half, a backward 2.5 times its forward."""
-    mfu: float | None = None
+    mfu: Annotated[float | None, Result("MFU", "%", 100.0, better="more", noisy=True, interval="inverse")] = None
     """Model FLOP utilisation; None if the device's peak is not known."""
 
 
@@ -118,23 +173,27 @@ class Rates:
 class Traffic:
     """Bytes that the GPUs send in one step."""
 
-    comm_bytes_per_gpu: float | None = None
+    how: ClassVar[str] = "counted"
+
+    comm_bytes_per_gpu: Annotated[float | None, Result("sent per GPU", "GB", 1e-9, better="less")] = None
     """The mean over the GPUs: counted from the tensors that were sent if measured, otherwise from the plan."""
-    comm_bytes_busiest_gpu: int | None = None
+    comm_bytes_busiest_gpu: Annotated[int | None, Result("sent by the busiest GPU", "GB", 1e-9, better="less")] = None
     """The bytes of the GPU that sends most."""
-    comm_bytes_expected: float | None = None
+    comm_bytes_expected: Annotated[float | None, Result("closed form of sent per GPU", "GB", 1e-9)] = None
     """The value of the method's closed form; None with packed documents, which have none."""
-    comm_bytes_lower_bound: float | None = None
+    comm_bytes_lower_bound: Annotated[float | None, Result("lower bound of sent per GPU", "GB", 1e-9)] = None
     """The fewest payload bytes any method with the same head split can send (account.lower_bound_bytes)."""
-    comm_bytes_least: float | None = None
+    comm_bytes_least: Annotated[float | None, Result("lower bound with any split of heads", "GB", 1e-9)] = None
     """The fewest payload bytes any method can send, however it splits heads (account.least_bytes); None for packs."""
     comm_bytes_statistics: float | None = None
     """The share of lse in comm_bytes_per_gpu. Papers leave it out."""
-    comm_bytes_by_lane: dict[str, float] | None = None
+    comm_bytes_by_lane: Annotated[dict[str, float] | None, Result()] = None
     """comm_bytes_per_gpu by phase, lane, tensor and field."""
-    comm_bytes_across_nodes_max: int | None = None
+    comm_bytes_across_nodes_max: Annotated[
+        int | None, Result("sent to other nodes by the busiest GPU", "GB", 1e-9, better="less")
+    ] = None
     """The bytes to other nodes of the rank that sends most of them."""
-    comm_bytes_by_link: dict[str, float] | None = None
+    comm_bytes_by_link: Annotated[dict[str, float] | None, Result()] = None
     """Bytes that cross each class of links (port, nic, ...), divided by the number of GPUs."""
     interface_bytes_per_gpu: float | None = None
     """Measured on emulated hosts: bytes sent by the hosts' link counters, headers included, divided by the number of
@@ -145,11 +204,13 @@ class Traffic:
 class Breakdown:
     """The components of a step's time."""
 
-    bound_ms: float | None = None
+    how: ClassVar[str] = "measured or simulated"
+
+    bound_ms: Annotated[float | None, Result("lower bound of the step", "ms")] = None
     """A lower bound on the step on that cluster: for each phase its blocks, its busiest link, or its latencies."""
-    bound_by: str | None = None
+    bound_by: Annotated[str | None, Setting("bound by", wandb=SUMMARY)] = None
     """What sets most of the bound: compute, latency, or a class of links."""
-    compute_ms: float | None = None
+    compute_ms: Annotated[float | None, Result("compute time of the busiest rank", "ms", noisy=True)] = None
     """Blocks and folds of the busiest rank. On shared cores this includes waiting for a core."""
     compute_only_ms_median: float | None = None
     """Measured: the same plans without transfers, timed in turn with the step: each phase's slowest rank or, with
@@ -157,12 +218,17 @@ class Breakdown:
     compute_only_forward_ms_median: float | None = None
     """The forward of compute_only_ms_median; None with mode=alone."""
     compute_only_backward_ms_median: float | None = None
+    """The backward of compute_only_ms_median."""
     compute_only_update_ms_median: float | None = None
+    """The update of compute_only_ms_median."""
     communication_only_ms_median: float | None = None
     """Measured: the same plans without blocks."""
     communication_only_forward_ms_median: float | None = None
+    """Its forward."""
     communication_only_backward_ms_median: float | None = None
+    """Its backward."""
     communication_only_update_ms_median: float | None = None
+    """Its update."""
     core_ms_mean: float | None = None
     """Measured on CPUs: busy core time of all the ranks' machines in one step and the barriers around it, by all
     processes. The kernel counts ticks of 10 ms, so the value of a short step is meaningless."""
@@ -170,7 +236,7 @@ class Breakdown:
     """The same for the plans without transfers."""
     communication_only_core_ms_mean: float | None = None
     """The same for the plans without blocks."""
-    exposed_comm_ms: float | None = None
+    exposed_comm_ms: Annotated[float | None, Result("exposed communication", "ms", better="less", noisy=True)] = None
     """The step minus compute_only_ms_median or, if that was not measured, minus compute_ms. Measured: at least 0."""
     kernels_ms: float | None = None
     """Measured: time in block kernels of the rank with most."""
@@ -180,7 +246,7 @@ class Breakdown:
     """Measured: on a CPU the time of blocks outside kernels and folds; on a GPU the time to queue the whole step."""
     rank_idle_ms_max: float | None = None
     """Simulated: how long the first rank to end waits for the last, over all phases."""
-    rank_imbalance: float | None = None
+    rank_imbalance: Annotated[float | None, Result("busiest rank over mean", better="less", noisy=True)] = None
     """Blocks and folds of the busiest rank, divided by the mean of all ranks."""
 
 
@@ -188,30 +254,37 @@ class Breakdown:
 class Memory:
     """Memory that a rank needs for the attention."""
 
-    peak_mem_bytes_max: int | None = None
+    how: ClassVar[str] = "computed from the plans, or measured"
+
+    peak_mem_bytes_max: Annotated[int | None, Result("peak memory per GPU", "GB", 1e-9, better="less")] = None
     """The peak of the rank with most: inputs, buffers, accumulators, results."""
     peak_mem_bytes_min: int | None = None
     """The peak of the rank with least, if measured."""
-    peak_mem_source: str | None = None
+    peak_mem_source: Annotated[str | None, Result()] = None
     """Where these two come from: the plans, the executor's tensors, or an allocator."""
     peak_mem_bytes_expected: int | None = None
     """The peak computed from the plans, with lanes as late as the waits allow (account.peak_bytes)."""
     peak_rss_growth_bytes_max: int | None = None
     """Measured on CPUs: growth of a rank's resident memory from before its inputs to its peak in the first step."""
     peak_rss_growth_bytes_min: int | None = None
+    """The same of the rank with least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
     """Measured on GPUs where NVML is installed (extra gpu): samples of all ranks' GPUs, one in each timed phase."""
 
+    how: ClassVar[str] = "measured"
+
     sm_mhz_min: int | None = None
     """The lowest SM clock of any GPU."""
     sm_mhz_median: float | None = None
+    """The median SM clock."""
     sm_mhz_most: int | None = None
     """The highest SM clock that the cards have."""
     gpu_power_w_median: float | None = None
-    clocks_held_down: list[str] | None = None
+    """The median power of a GPU."""
+    clocks_held_down: Annotated[list[str] | None, Result()] = None
     """What held clocks down in any sample; the software power cap is usual under full load."""
 
 
@@ -219,11 +292,18 @@ class GpuState:
 class Exactness:
     """Relative L2 errors against fp64 on the scaled-down problem of the correctness gate."""
 
-    err_out: float | None = None
-    err_dq: float | None = None
-    err_dk: float | None = None
-    err_dv: float | None = None
+    how: ClassVar[str] = "measured"
+
+    err_out: Annotated[float | None, Result("error of out")] = None
+    """The error of the output."""
+    err_dq: Annotated[float | None, Result("error of dq")] = None
+    """The error of dq."""
+    err_dk: Annotated[float | None, Result("error of dk")] = None
+    """The error of dk."""
+    err_dv: Annotated[float | None, Result("error of dv")] = None
+    """The error of dv."""
     err_loss: float | None = None
+    """The error of the loss, in a training step."""
     err_gradient: float | None = None
     """The error of the gradients of all parameters together, in a training step."""
 
@@ -235,14 +315,17 @@ class TrainingStep:
     Measured times of parts are medians over iterations of the rank with most.
     """
 
-    model: str | None = None
+    how: ClassVar[str] = "measured or simulated"
+
+    model: Annotated[str | None, Setting()] = None
+    """The model (conf/model)."""
     parameters: int | None = None
     """The number of the model's parameters."""
-    recompute: str | None = None
+    recompute: Annotated[str | None, Setting()] = None
     """What of a layer the backward computes again: none, attention (all but the attention), full."""
-    sharded: bool | None = None
+    sharded: Annotated[bool | None, Setting()] = None
     """Whether parameters, gradients and the optimizer's state are split over the ranks."""
-    tensor_parallel: int | None = None
+    tensor_parallel: Annotated[int | None, Setting()] = None
     """How many GPUs share the tokens of a rank, with a part of the heads each."""
     attention_ms: float | None = None
     """The attention of all layers, waits for its transfers included."""
@@ -258,9 +341,13 @@ class TrainingStep:
     tensor_sum_ms: float | None = None
     """Simulated: sums of activations over tensor-parallel GPUs, which nothing hides."""
     optimizer_ms: float | None = None
+    """The optimizer."""
     parameters_bytes: int | None = None
+    """Parameters."""
     gradients_bytes: int | None = None
+    """Gradients."""
     optimizer_bytes: int | None = None
+    """The optimizer's state."""
     activations_bytes: int | None = None
     """What the backward keeps from the forward: the attention's inputs and outputs, the head's gradient among it."""
     attention_bytes: int | None = None
