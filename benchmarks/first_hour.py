@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.reports import RESULTS, about
+from sp_bench.launch import host_name
 from sp_bench.machine import cores_here
-from sp_bench.measure.launch import host_name
 from sp_bench.resources import ROOT
 from sp_bench.slurm.testcluster import SlurmBox
 

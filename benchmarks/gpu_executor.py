@@ -25,7 +25,7 @@ from sp_bench import account
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
-from sp_bench.measure.devices import Devices
+from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.samples import STEP
 from sp_bench.measure.spec import RankResult, Spec

@@ -17,7 +17,7 @@ from sp_bench.bench.request import setting_of, unsupported
 from sp_bench.cli.arguments import in_group
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError, unknown
-from sp_bench.measure.launch import Launch
+from sp_bench.launch import Launch
 from sp_bench.reading import Count, read
 from sp_bench.records import Record
 from sp_bench.resources import conf_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sp_bench.measure.ranks import drive
+from sp_bench.cli.drive import drive
 
 
 def main(argv: list[str] | None = None) -> int:

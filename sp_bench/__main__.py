@@ -26,7 +26,7 @@ from pathlib import Path
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code. Under srun or torchrun, rank 0 runs it, the others are its ranks."""
-    from sp_bench.measure.ranks import drive
+    from sp_bench.cli.drive import drive
 
     return drive(lambda: answer(sys.argv[1:] if argv is None else argv))
 

@@ -44,16 +44,15 @@ from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
 from sp_bench.calibrating.gpu_file import MARK, above_peak, base_cluster, gpu_cluster_config
 from sp_bench.calibrating.setting import Setting, pairs_of
 from sp_bench.cli.arguments import only_keys, run_command
+from sp_bench.cli.drive import drive
 from sp_bench.cluster import Cluster
-from sp_bench.cluster.emulation import EmulatedHosts, hosts_of, lab_module
+from sp_bench.cluster.emulation import EmulatedHosts, hosts_of, lab_module, refuse_hosts
 from sp_bench.errors import RequestError, unknown
 from sp_bench.extras import require
-from sp_bench.machine import cores_here, gpus_here
-from sp_bench.measure.devices import Devices
-from sp_bench.measure.homes import refuse_hosts
-from sp_bench.measure.launch import launched
+from sp_bench.launch import launched
+from sp_bench.machine import Devices, cores_here, gpus_here
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
-from sp_bench.measure.ranks import drive, open_ranks, ranks_by_host
+from sp_bench.measure.ranks import open_ranks, ranks_by_host
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS

@@ -33,12 +33,12 @@ from typing import Any
 from sp_bench import __main__ as points
 from sp_bench import calibrate, doctor, records
 from sp_bench.cli.arguments import flag, only_keys, run_command, writable_folder
+from sp_bench.cli.drive import drive
 from sp_bench.diagnosing.manifest import Manifest
 from sp_bench.diagnosing.summary import report
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
-from sp_bench.measure.launch import launched
-from sp_bench.measure.ranks import drive
+from sp_bench.launch import launched
 from sp_bench.methods import REGISTRY
 
 DEFAULTS: dict[str, Any] = {

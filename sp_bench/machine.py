@@ -1,4 +1,4 @@
-"""The machine that this process runs on: cores, memory and GPUs."""
+"""The machine that this process runs on: cores, memory and GPUs; and the devices of ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices of all ranks of a pool."""
+
+    kind: str = "cpu"
+    """cpu or cuda."""
+    nccl: Mapping[str, str] = field(default_factory=dict)
+    """NCCL settings for all methods: its environment variables, named without NCCL_."""
+    shared: bool = False
+    """Whether several ranks share one GPU. Only tests do that; no point is measured so."""
+
+
+CPUS = Devices()
 
 
 def cores_here() -> int:

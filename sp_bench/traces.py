@@ -34,12 +34,13 @@ from sp_bench.bench.choose import choose
 from sp_bench.bench.measured import executed_plans
 from sp_bench.cli.arguments import keys_and_paths, run_command, writable_folder
 from sp_bench.cli.compose import Composer
+from sp_bench.cli.drive import drive
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
+from sp_bench.launch import launched
 from sp_bench.measure.homes import homes_for
-from sp_bench.measure.launch import launched
 from sp_bench.measure.pool import RankFailure
-from sp_bench.measure.ranks import drive, open_ranks
+from sp_bench.measure.ranks import open_ranks
 from sp_bench.plan.method import Method
 from sp_bench.reading import Natural, read
 from sp_bench.tracing.compared import BLOCKS, Row, compared, refit, steps

@@ -10,9 +10,9 @@ from msgspec import structs
 
 from sp_bench import records
 from sp_bench.bench.masks import described, identified, mask_of
-from sp_bench.measure.devices import Devices
-from sp_bench.measure.launch import Launch
-from sp_bench.peers import registry as peers
+from sp_bench.launch import Launch
+from sp_bench.machine import Devices
+from sp_bench.peers.peer import PEER
 from sp_bench.plan.mask import Mask
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records.quantities import Asked
@@ -70,9 +70,14 @@ class Given:
         return self.config["method"]["name"]
 
     @property
+    def of_a_peer(self) -> bool:
+        """Whether another package's attention is asked for."""
+        return self.method == PEER
+
+    @property
     def impl(self) -> str | None:
         """The name of a peer's implementation; None for a method of the suite. A sweep may set the key for others."""
-        return self.config["impl"] if self.method == peers.METHOD else None
+        return self.config["impl"] if self.of_a_peer else None
 
     @property
     def wire_dtype(self) -> str:

@@ -19,10 +19,10 @@ from sp_bench.measure.homes import homes_for
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import open_ranks, ranks_by_host
 from sp_bench.measure.spec import Spec
-from sp_bench.measure.termination import raise_if_terminated
 from sp_bench.measure.thread_dump import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
+from sp_bench.termination import raise_if_terminated
 
 
 def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:

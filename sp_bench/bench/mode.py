@@ -10,9 +10,8 @@ from msgspec import Meta
 
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.machine import gpus_here, torch_has_cuda
-from sp_bench.measure.devices import CPUS, Devices
-from sp_bench.measure.launch import Launch
+from sp_bench.launch import Launch
+from sp_bench.machine import CPUS, Devices, gpus_here, torch_has_cuda
 from sp_bench.reading import read
 
 Asked = Literal["auto", "measure", "simulate", "alone"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sp_bench.measure.samples import Samples
 from sp_bench.records import Record
 from sp_bench.records.timeline import Timeline
+
+if TYPE_CHECKING:
+    from sp_bench.measure.samples import Samples
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,14 @@ from sp_bench.bench.given import SHAPE, Given
 from sp_bench.bench.mode import Mode, resolve_mode
 from sp_bench.bench.transport import transport_of
 from sp_bench.cluster import Cluster
+from sp_bench.cluster.emulation import refuse_hosts
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.stragglers import Stragglers
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
+from sp_bench.launch import Launch
 from sp_bench.lower import TransportKind, TransportOptions
-from sp_bench.machine import cores_here, free_bytes
-from sp_bench.measure.devices import Devices
-from sp_bench.measure.homes import refuse_hosts
-from sp_bench.measure.launch import Launch
-from sp_bench.peers import registry as peers
+from sp_bench.machine import Devices, cores_here, free_bytes
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.problem import Problem
@@ -157,7 +155,9 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     kind, values = given.workload, given.values
     phases = kind.phases_of(str(config["phase"]))
     options = {key: value for key, value in config["method"].items() if key != "name"}
-    if given.method == peers.METHOD:
+    if given.of_a_peer:
+        from sp_bench.peers import registry as peers
+
         method: Method | Peer = peers.build(config["impl"], options, mask=given.mask)
     else:
         method = methods.build(given.method, options)
@@ -177,7 +177,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     method = _with_collectives(method, cluster.transport)
     notes += peer.notes(mode.devices.kind) if peer else []
     if peer:
-        peers.refuse_run(peer, mode=mode.name, kernel=kernel, device=mode.devices.kind)
+        peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind)
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)

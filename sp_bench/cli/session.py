@@ -16,8 +16,8 @@ from sp_bench.bench import NotWritten, Outcome, Request, resolve, run_points, wo
 from sp_bench.bench.request import unsupported
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
+from sp_bench.launch import RankCountError, launched
 from sp_bench.loggers import Logger
-from sp_bench.measure.launch import RankCountError, launched
 from sp_bench.records import Record
 
 

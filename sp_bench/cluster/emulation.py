@@ -40,6 +40,11 @@ def hosts_of(config: Mapping[str, Any]) -> EmulatedHosts | None:
     return lab_module(config.get("lab") or DEFAULT_LAB, "description").Hosts.build(config["hosts"])
 
 
+def refuse_hosts(hosts: EmulatedHosts) -> None:
+    """Raise RequestError if this machine can't make these hosts."""
+    lab_module(hosts.lab, "hosts").refuse(hosts)
+
+
 class Message(NamedTuple):
     """One message of a transfer, for each of the q simulated ranks."""
 

@@ -21,9 +21,8 @@ from sp_bench.diagnosing.nvidia_smi import judge_gpus
 from sp_bench.diagnosing.seen import HostFacts, RankFacts
 from sp_bench.diagnosing.settings import judge_settings
 from sp_bench.diagnosing.software import judge_software, measures
-from sp_bench.machine import gpus_here
-from sp_bench.measure.devices import Devices
-from sp_bench.measure.launch import Launch
+from sp_bench.launch import Launch
+from sp_bench.machine import Devices, gpus_here
 from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.ranks import open_ranks
 from sp_bench.methods import build

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sp_bench.diagnosing.findings import Finding, finding
 from sp_bench.diagnosing.seen import HostFacts, RankFacts
-from sp_bench.measure.launch import Launch
+from sp_bench.launch import Launch
 
 SHM_BYTES_PER_GPU = 64 * 2**20
 """Shared memory that NCCL may take for each GPU of a host."""

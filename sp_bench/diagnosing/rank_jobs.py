@@ -21,8 +21,8 @@ from sp_bench.diagnosing.seen import HostFacts, RankFacts, host_facts, rank_fact
 from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS, auto_order
 from sp_bench.kernels.cuda import CudaKernel
+from sp_bench.launch import host_name
 from sp_bench.measure.devices import device_here, device_versions, transport_here
-from sp_bench.measure.launch import host_name
 from sp_bench.measure.pool import report
 from sp_bench.run.devices import clock_of
 from sp_bench.workload import RankContext, Workload

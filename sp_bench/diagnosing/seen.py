@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sp_bench.diagnosing.nvidia_smi import gpus_state
+from sp_bench.launch import host_name
 from sp_bench.machine import cores_here, cpu_model, free_bytes, gpus_here, proc_number
-from sp_bench.measure.launch import host_name
 from sp_bench.records import KEPT_VARIABLES
 
 

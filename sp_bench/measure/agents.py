@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sp_bench.machine import oom_kills
-from sp_bench.measure.devices import CPUS, Devices, group_backend, local_rank
-from sp_bench.measure.launch import Launch, host_name, launched
+from sp_bench.launch import Launch, host_name, launched
+from sp_bench.machine import CPUS, Devices, oom_kills
+from sp_bench.measure.devices import group_backend, local_rank
 from sp_bench.measure.pool import (
     GRACE_S,
     RankFailure,

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, SHARED, SYMMETRIC, TransportOptions
-from sp_bench.machine import gpus_and_driver
+from sp_bench.machine import CPUS, Devices, gpus_and_driver
 from sp_bench.records.identity import GPU_PACKAGES, gpu_environment, version
 
 if TYPE_CHECKING:
@@ -31,21 +30,6 @@ PREFIX = "NCCL_"
 SETTINGS = {LAUNCH_ORDER: "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """What ranks on GPUs set unless the environment does: NCCL keeps the order in which lanes' operations are launched, and
 streams have hardware queues of their own, so that a hop doesn't wait behind a block."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """The devices of all ranks of a pool."""
-
-    kind: str = "cpu"
-    """cpu or cuda."""
-    nccl: Mapping[str, str] = field(default_factory=dict)
-    """NCCL settings for all methods: its environment variables, named without NCCL_."""
-    shared: bool = False
-    """Whether several ranks share one GPU. Only tests do that; no point is measured so."""
-
-
-CPUS = Devices()
 
 
 class _Process:

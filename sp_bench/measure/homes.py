@@ -8,7 +8,6 @@ from sp_bench.run.home import Home
 
 if TYPE_CHECKING:
     from sp_bench.cluster.cluster import Cluster
-    from sp_bench.cluster.emulation import EmulatedHosts
 
 
 class Homes(Protocol):
@@ -39,10 +38,3 @@ def homes_for(cluster: Cluster, ranks: int, *, transfers_first: bool = True) -> 
         return None
     host_of = cluster.node_of(ranks).tolist()
     return lab_module(cluster.hosts.lab, "hosts").make(cluster.hosts, host_of, transfers_first=transfers_first)
-
-
-def refuse_hosts(hosts: EmulatedHosts) -> None:
-    """Raise RequestError if this machine can't make these hosts."""
-    from sp_bench.cluster.emulation import lab_module
-
-    lab_module(hosts.lab, "hosts").refuse(hosts)

@@ -22,12 +22,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sp_bench.machine import oom_kills
-from sp_bench.measure.devices import CPUS, Devices, group_backend, set_up_device
-from sp_bench.measure.termination import deferred
+from sp_bench.machine import CPUS, Devices, oom_kills
+from sp_bench.measure.devices import group_backend, set_up_device
 from sp_bench.measure.thread_dump import ThreadDump, dump, dumping
 from sp_bench.run.home import Home, move_to
 from sp_bench.run.patience import FIRST_USE
+from sp_bench.termination import deferred
 
 if TYPE_CHECKING:
     from sp_bench.measure.homes import Homes

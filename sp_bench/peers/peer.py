@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
     """This rank's q (B, S, H, D), k and v (B, S, kv_heads, D), S = seqlen / n -> out (B, S, H, D), differentiable."""
 
+PEER = "peer"
+"""The value of the key `method` that runs the peer which `impl` names."""
 AUTO = "auto"
 
 
@@ -139,6 +141,15 @@ class Peer(ABC):
         if importlib.util.find_spec(self.module) is None:
             rule = f"{self.distribution} is not installed"
             raise RequestError(f"impl={self.name}", rule, f"{self.install} would work")
+
+    def refuse_run(self, *, mode: str, kernel: str, device: str) -> None:
+        """Raise RequestError for a run that a peer can't do: a simulation, one on that device, or another kernel's."""
+        if mode == "simulate":
+            rule = f"{self.name} has no plan that could be simulated"
+            raise RequestError(f"method={PEER} mode=simulate", rule, "cluster=local would work, which measures")
+        self.refuse_device(device)
+        if kernel != "auto":
+            raise RequestError(f"kernel={kernel}", f"{self.name} has its own kernel", "kernel=auto would work")
 
     def refuse_device(self, device: str) -> None:
         """Raise RequestError if its kernel can't compute on cpu or cuda: a stand-in has flash_attn's place on CPUs."""

@@ -20,7 +20,7 @@ SIMULATED_CODE = (
     *("account.py", "check.py", "packing.py"),
 )
 """Folders and files of the package that compute a simulated point."""
-MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run")
+MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run", "launch.py", "machine.py", "termination.py")
 """Those of a measured point. Simulation is part of it: it chooses the variant."""
 SIMULATED_PACKAGES = ("numpy", "numba")
 GPU_PACKAGES = (

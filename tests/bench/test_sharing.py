@@ -15,7 +15,7 @@ from sp_bench.bench import Request, measured, resolve
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.sharing import USABLE, packs
 from sp_bench.cli.compose import Composer
-from sp_bench.measure.devices import Devices
+from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankError
 from sp_bench.measure.spec import Spec
 

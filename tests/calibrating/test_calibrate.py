@@ -27,7 +27,7 @@ from sp_bench.calibrating.setting import Costs, Gpu, Setting
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.kernels.aten_cpu import AtenCpu
-from sp_bench.measure.devices import Devices
+from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankPool
 from sp_bench.plan import Problem
 from sp_bench.plan.layout import LAYOUTS

@@ -17,7 +17,7 @@ from sp_bench.diagnosing.nvidia_smi import gpus_state, judge_gpus
 from sp_bench.diagnosing.rank_jobs import KernelRow, PairRate
 from sp_bench.diagnosing.seen import Port, rdma_ports
 from sp_bench.diagnosing.settings import RULES, Rule, judge_settings
-from sp_bench.measure.launch import Launch
+from sp_bench.launch import Launch
 from tests.diagnosing.fakes import NO_DEVICE, fake_nvidia_smi, gpus, host_of, nccl_log, rank_of
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from sp_bench import records
+from sp_bench.launch import Launch, RankCountError, first_host, launched, tasks_per_node
 from sp_bench.measure import agents as agents_module
 from sp_bench.measure import rendezvous
 from sp_bench.measure.agents import Agents, LaunchedRanks
-from sp_bench.measure.launch import Launch, RankCountError, first_host, launched, tasks_per_node
 from sp_bench.measure.pool import RankError, RankFailure, RankPool
 from sp_bench.measure.ranks import ranks_by_host
 from tests.measure import jobs
@@ -33,7 +33,7 @@ import os
 import sys
 from dataclasses import replace
 from sp_bench.measure.agents import Agents, LaunchedRanks, run_agent
-from sp_bench.measure.launch import Launch
+from sp_bench.launch import Launch
 rank, n, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 launch = replace(Launch.planned(n), rank=rank, address="localhost", name=name)
 """

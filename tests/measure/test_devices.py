@@ -22,9 +22,10 @@ from sp_bench.bench.mode import nccl_settings
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import make_console, print_points, print_sweep
 from sp_bench.errors import RequestError
+from sp_bench.launch import Launch
+from sp_bench.machine import CPUS, Devices
 from sp_bench.measure import devices
-from sp_bench.measure.devices import CPUS, Devices, device_here, group_backend, local_rank, set_up_device
-from sp_bench.measure.launch import Launch
+from sp_bench.measure.devices import device_here, group_backend, local_rank, set_up_device
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.spec import RankResult
 

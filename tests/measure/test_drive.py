@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sp_bench.measure.ranks import drive
-from sp_bench.measure.termination import raise_if_terminated
+from sp_bench.cli.drive import drive
+from sp_bench.termination import raise_if_terminated
 
 
 def test_told_to_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,10 @@ def test_what_an_extra_brings_is_asked_for_by_its_name(core: Install, arguments:
     assert f'pip install "sp-bench[{extra}]" would work' in done.stderr.splitlines()[-1]
 
 
+MEASURING = tuple(
+    f"sp_bench.{name}" for name in ("kernels", "run", "measure", "labs", "peers.registry", "bench.measured")
+)
+"""What only ranks and those who ask them need."""
 POINT = "from sp_bench.__main__ import main; assert main(['method=mesh', 'gpus=16', 'logger=none']) == 0"
 DESCRIPTION = "from sp_bench.describe import main; assert main(['method=mesh', 'gpus=9']) == 0"
 
@@ -91,6 +95,7 @@ DESCRIPTION = "from sp_bench.describe import main; assert main(['method=mesh', '
 @pytest.mark.parametrize("code", [POINT, DESCRIPTION])
 def test_simulating_imports_nothing_heavy_where_it_is_installed(code: str, tmp_path: Path) -> None:
     code += f"\nimport sys; print(*({HEAVY!r} & sys.modules.keys()), file=sys.stderr)"
+    code += f"\nprint(*(name for name in sys.modules if name.startswith({MEASURING!r})), file=sys.stderr)"
     here = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "\n")
+    assert (done.returncode, done.stderr) == (0, "\n\n")

@@ -14,7 +14,7 @@ import yaml
 
 from sp_bench.errors import RequestError
 from sp_bench.peers.deepspeed_ulysses import DeepSpeedUlysses
-from sp_bench.peers.registry import PEERS, build, refuse_run
+from sp_bench.peers.registry import PEERS, build
 from sp_bench.peers.ring_flash_attn import RingFlashAttn
 from sp_bench.peers.torch_context_parallel import TorchContextParallel
 from sp_bench.peers.transformer_engine import TransformerEngine
@@ -133,19 +133,19 @@ def test_auto_is_the_balanced_algorithm_or_the_default() -> None:
 def test_flash_attn_is_for_gpus_and_its_stand_in_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, device = DeepSpeedUlysses(mask=CAUSAL), {"mode": "measure", "kernel": "auto"}
     assert (peer.kernel_on("cpu"), peer.kernel_on("cuda")) == ("aten_cpu", "flash_attn")
-    refuse_run(peer, device="cpu", **device)
+    peer.refuse_run(device="cpu", **device)
     with pytest.raises(RequestError, match="flash_attn is not installed, and what stands in .* pip install flash-attn"):
-        refuse_run(peer, device="cuda", **device)
+        peer.refuse_run(device="cuda", **device)
     (tmp_path / "flash_attn.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    refuse_run(peer, device="cuda", **device)
+    peer.refuse_run(device="cuda", **device)
     with pytest.raises(RequestError, match="impl=deepspeed_ulysses: flash_attn is installed here, and takes no"):
-        refuse_run(peer, device="cpu", **device)
+        peer.refuse_run(device="cpu", **device)
     for either in ("cpu", "cuda"):
-        refuse_run(TorchContextParallel(mask=CAUSAL), device=either, **device)
+        TorchContextParallel(mask=CAUSAL).refuse_run(device=either, **device)
     with pytest.raises(RequestError, match="impl=transformer_engine: transformer-engine takes tensors of GPUs only"):
-        refuse_run(TransformerEngine(mask=CAUSAL), device="cpu", **device)
-    refuse_run(TransformerEngine(mask=CAUSAL), device="cuda", **device)
+        TransformerEngine(mask=CAUSAL).refuse_run(device="cpu", **device)
+    TransformerEngine(mask=CAUSAL).refuse_run(device="cuda", **device)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_ulysses_ranks_of_yunchang_share_a_chunk() -> None:
 
 def test_no_simulation_and_no_other_kernel() -> None:
     peer = build("torch_context_parallel", DEFAULTS, mask=CAUSAL)
-    refuse_run(peer, mode="measure", kernel="auto", device="cpu")
+    peer.refuse_run(mode="measure", kernel="auto", device="cpu")
     with pytest.raises(RequestError, match="method=peer mode=simulate: .* cluster=local would work"):
-        refuse_run(peer, mode="simulate", kernel="auto", device="cpu")
+        peer.refuse_run(mode="simulate", kernel="auto", device="cpu")
     with pytest.raises(RequestError, match="kernel=reference: .* kernel=auto would work"):
-        refuse_run(peer, mode="measure", kernel="reference", device="cpu")
+        peer.refuse_run(mode="measure", kernel="reference", device="cpu")
 
 
 def test_the_version_of_an_own_function_is_that_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

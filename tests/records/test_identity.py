@@ -28,7 +28,7 @@ OF_NO_NUMBER = {
     ),
     *("slurm", "tracing", "validate"),
     *("__init__.py", "__main__.py", "calibrate.py", "describe.py", "doctor.py", "draw.py", "errors.py", "extras.py"),
-    *("first_hour.py", "machine.py", "markdown.py", "reading.py", "resources.py", "traces.py", "wandb_upload.py"),
+    *("first_hour.py", "markdown.py", "reading.py", "resources.py", "traces.py", "wandb_upload.py"),
 }
 """What reads, writes, shows and refuses, and changes no number of a point."""
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sp_bench import account
 from sp_bench.errors import RequestError
-from sp_bench.measure.devices import Devices
+from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankPool
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND

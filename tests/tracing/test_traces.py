@@ -91,7 +91,7 @@ def test_figures_are_fitted_to_the_trace() -> None:
     assert new.topology.inter and old.topology.inter
     assert new.topology.inter.bytes_per_s == pytest.approx(old.topology.inter.bytes_per_s / 4, rel=1e-3)
     assert new.topology.inter.latency_s == pytest.approx(4 * old.topology.inter.latency_s, rel=1e-3)
-    again = replace(request, cluster=new, config={**request.config, "cluster": config})
+    again = replace(request, cluster=new, given=replace(request.given, config={**request.config, "cluster": config}))
     blocks = [row for row in compared(again, traces)[0] if row.kind == BLOCKS]
     assert blocks and all(row.error == pytest.approx(0, abs=0.01) for row in blocks)
     assert "blocks 0.5 times as fast" in config["sources"]["refit"]

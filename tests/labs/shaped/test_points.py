@@ -14,7 +14,7 @@ from sp_bench.__main__ import main
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
-from sp_bench.measure.launch import Launch
+from sp_bench.launch import Launch
 from tests.support.hosts import BURST_BYTES
 
 ROOT = Path(__file__).parents[3]
