@@ -5,11 +5,12 @@ VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
 
 WORKERS ?= 3
+LAYOUT := build/layout
 
 # Tests start several hundred interpreters. Without bytecode each compiles all modules of the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench test test-all check format clean
+.PHONY: bench test test-all check types floors layout format clean
 
 bench: $(VENV)/ready
 	$(RUN) sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32 iters=5 warmup=1
@@ -21,12 +22,24 @@ test test-all: $(VENV)/ready
 	$(RUN) pytest -m 'ranks $(LESS)' && ok=true || ok=false; \
 	$(RUN) pytest -n $(WORKERS) -m 'not ranks $(LESS)' && $$ok
 
-check: $(VENV)/ready
+check: $(VENV)/ready types floors
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
-	$(RUN) pyright
-	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/oxlint --deny-warnings analysis/explorer/*.js
+
+# The package as a wheel has it, for tools that read files and import nothing: links to files, or copies without them.
+layout:
+	rm -rf $(LAYOUT) && mkdir -p $(LAYOUT)
+	cp -rs $(CURDIR)/sp_bench $(LAYOUT) 2>/dev/null || cp -r sp_bench $(LAYOUT)
+	for name in analysis conf methods slurm; do \
+	    cp -rs $(CURDIR)/$$name $(LAYOUT)/sp_bench 2>/dev/null || cp -r $$name $(LAYOUT)/sp_bench; \
+	done
+
+types: $(VENV)/ready layout
+	$(RUN) pyright
+
+floors: $(VENV)/ready layout
+	cd $(LAYOUT) && $(CURDIR)/$(VENV)/bin/lint-imports --no-cache --config $(CURDIR)/pyproject.toml
 
 format: $(VENV)/ready
 	$(RUN) ruff check --fix .
@@ -38,4 +51,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LAYOUT) .pytest_cache .ruff_cache .hypothesis

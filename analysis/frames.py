@@ -56,7 +56,7 @@ def samples(record: Record, path: Path) -> pd.DataFrame:
     file = records.beside(path).get("samples")
     columns = ["rank", "iteration", "phase", "part", "seconds"]
     stored = pd.DataFrame(json.loads(file.read_text()) if file else None, columns=columns)
-    found = stored[stored["part"] == STEP].drop(columns="part").reset_index(drop=True)
+    found = stored.loc[stored["part"] == STEP].drop(columns="part").reset_index(drop=True)
     phases = [phase for phase in PHASES if phase in set(found["phase"])]
     found["phase"] = pd.Categorical(found["phase"], phases, ordered=True)
     about = {"run_id": record.run_id, "method": record.method, "variant": record.variant or ""}

@@ -59,8 +59,10 @@ class Cell:
     @property
     def problem(self) -> Problem:
         """The attention of the cell, with a striped layout if causal (section 3.7), else contiguous."""
-        mask, shape = self.mask, {"heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM}
-        return Problem(n=self.gpus, seqlen=self.seqlen, mask=mask, layout=mask.layout("auto"), **shape)
+        return Problem(
+            n=self.gpus, seqlen=self.seqlen, mask=self.mask, layout=self.mask.layout("auto"),
+            heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM,
+        )  # fmt: skip
 
     @property
     def flops_per_gpu(self) -> float:

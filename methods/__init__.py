@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sp_bench.checkout import one_name
 from sp_bench.methods.all_gather import AllGatherKV
 from sp_bench.methods.burst_attention import BurstAttention
 from sp_bench.methods.double_ring import DoubleRing
@@ -22,6 +23,8 @@ from sp_bench.methods.upipe import UPipe
 from sp_bench.methods.usp import USP
 from sp_bench.methods.zigzag import Zigzag
 from sp_bench.plan import Method, unknown
+
+one_name(__name__)
 
 REGISTRY: dict[str, type[Method]] = {
     method.name: method

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sp_bench import checkout as checkout
+
 if TYPE_CHECKING:
     from sp_bench.packing import documents
     from sp_bench.run.attention import SequenceParallelAttention

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(str(files("sp_bench")))
+from sp_bench.checkout import PACKAGE, place
+
 ROOT = PACKAGE.parent
 """The folder that Python imports the package from: a checkout, or site-packages."""
-CONF = PACKAGE / "conf"
+CONF = place("conf")
 """The suite's Hydra groups."""
 
 

@@ -52,9 +52,11 @@ def again(name: str, what: str, value: float) -> Number:
 def example() -> Problem:
     """The attention of one layer: the explainer's width as heads of 128, no mask, two bytes for each element."""
     said = stated()
-    n, heads, layout = int(said["gpus"]), int(said["width"]) // 128, LAYOUTS["contiguous"]
-    shape = {"seqlen": int(said["sequence"]), "heads": heads, "kv_heads": heads, "head_dim": 128}
-    return Problem(n=n, mask=FULL, layout=layout, **shape)
+    heads = int(said["width"]) // 128
+    return Problem(
+        n=int(said["gpus"]), seqlen=int(said["sequence"]), mask=FULL, layout=LAYOUTS["contiguous"],
+        heads=heads, kv_heads=heads, head_dim=128,
+    )  # fmt: skip
 
 
 def ask(runs: Runs, problem: Problem) -> tuple[Record, Record, Record]:

@@ -9,11 +9,10 @@ import os
 import platform
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from sp_bench.machine import cores_here, cpu_model, gpus_and_driver
-from sp_bench.resources import PACKAGE
+from sp_bench.resources import place
 
 SIMULATED_CODE = (
     *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "bench"),
@@ -62,16 +61,16 @@ def _text_keys(value: Any) -> Any:
 @cache
 def code_version(*, measured: bool = True) -> str:
     """A hash of the source files that compute a measured, or a simulated, point."""
-    return source_hash(PACKAGE, MEASURED_CODE if measured else SIMULATED_CODE)
+    return source_hash(MEASURED_CODE if measured else SIMULATED_CODE)
 
 
-def source_hash(package: Path, names: tuple[str, ...]) -> str:
-    """A hash of the Python files of a package that `names`, files and folders, select."""
+def source_hash(names: tuple[str, ...]) -> str:
+    """A hash of the Python files of this package that `names`, files and folders, select."""
     found = hashlib.sha256()
     for name in names:
-        top = package / name
+        top = place(name)
         for path in sorted([top] if top.is_file() else top.rglob("*.py")):
-            found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+            found.update(str(name / path.relative_to(top)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]
 
 

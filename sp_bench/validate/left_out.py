@@ -17,9 +17,9 @@ import yaml
 from sp_bench.bench import resolve
 from sp_bench.bench.backing import kinds_of
 from sp_bench.bench.choose import choose
-from sp_bench.resources import PACKAGE
+from sp_bench.resources import place
 
-FITS = PACKAGE / "analysis" / "published" / "fits.yaml"
+FITS = place("analysis/published/fits.yaml")
 ROUNDS = 3
 """How often a factor is fitted. Each round ends with times that are as much too long as too short, to first order."""
 

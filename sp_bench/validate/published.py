@@ -27,7 +27,7 @@ from sp_bench.cli.arguments import only_keys, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.extras import require
 from sp_bench.plan.method import PHASES
-from sp_bench.resources import PACKAGE
+from sp_bench.resources import PACKAGE, place
 from sp_bench.validate import machine
 from sp_bench.validate.left_out import LeftOut, fits, simulation
 from sp_bench.validate.machine import plot
@@ -35,7 +35,7 @@ from sp_bench.validate.machine import plot
 if TYPE_CHECKING:
     import pandas as pd
 
-DATA = PACKAGE / "analysis" / "published"
+DATA = place("analysis/published")
 CLUSTERS = {
     "A100": "a100_hdr200",
     "A800": "a800",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sp_bench.checkout import place
 from tests.support.walkthrough import follow, patched, run, steps
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +47,17 @@ def test_files_and_commands_that_pages_name_are_there(page: Path) -> None:
     """But for names in capitals, which stand for any, and files that the page itself tells to write."""
     text, made = page.read_text(), {step.path for step in steps(page)}
     files = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
-    modules = [name.replace(".", "/") for name in re.findall(rf"python -m ((?:{'|'.join(FOLDERS)})[\w.]*)", text)]
+    modules = [
+        place_of(name.replace(".", "/")) for name in re.findall(rf"python -m ((?:{'|'.join(FOLDERS)})[\w.]*)", text)
+    ]
     files += [f"{name}/__main__.py" if (ROOT / name).is_dir() else f"{name}.py" for name in modules]
     assert {name for name in files if not re.search("[A-Z]{2}", name) and not (ROOT / name).exists()} <= made
+
+
+def place_of(module: str) -> str:
+    """The path of a module in a checkout, where sp_bench/analysis is analysis."""
+    top, _, rest = module.partition("/")
+    return str(place(rest).relative_to(ROOT)) if top == "sp_bench" else module
 
 
 @pytest.mark.parametrize("page", RESULTS, ids=lambda path: path.stem)

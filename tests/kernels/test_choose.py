@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import yaml
 
-import conf
 from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS, auto_order, choose, cuda
 from sp_bench.kernels.contract import empty_output
 from sp_bench.plan.regions import RegionKind
+from sp_bench.resources import CONF
 from tests.kernels import fakes
 from tests.kernels.cases import ON_CPU
 from tests.support.dense import block_of
@@ -225,7 +224,7 @@ def test_auto_takes_the_fastest_that_takes_it(
 def test_auto_knows_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, H100)
     assert {kernel.name for device in ("cpu", "cuda") for kernel in auto_order(device)} == {*KERNELS}
-    files = (Path(next(iter(conf.__path__))) / "kernel").glob("*.yaml")
+    files = (CONF / "kernel").glob("*.yaml")
     assert {path.stem: yaml.safe_load(path.read_text())["name"] for path in files} == {
         name: name for name in ("auto", *KERNELS)
     }

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterable
@@ -17,8 +18,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from sp_bench.checkout import BESIDE
+
 ROOT = Path(__file__).parents[2]
-SOURCES = ("sp_bench", "methods", "conf", "analysis", "slurm")
+SOURCES = ("sp_bench", *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -46,23 +49,48 @@ def pyproject() -> dict:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: a build folder that is there already would be packed too."""
     sources, built = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+    return packed("wheel", checkout(sources), built)
+
+
+@pytest.fixture(scope="session")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Install:
+    """An environment in which a copy of this checkout is installed as `pip install -e` does, with all packages here."""
+    sources, built, home = (tmp_path_factory.mktemp(name) for name in ("checkout", "editable", "developer"))
+    site = environment(home, packed("editable", checkout(sources), built))
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    return Install(home / "bin" / "python", tmp_path_factory.mktemp("elsewhere"))
+
+
+def checkout(folder: Path) -> Path:
+    """The folder, with a copy in it of what a wheel is built from."""
     for name in SOURCES:
-        shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, sources)
-    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(built)!r})"
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def packed(kind: str, sources: Path, built: Path) -> Path:
+    """The `wheel`, or the `editable` one that refers to the sources, in the folder `built`."""
+    build = f"from setuptools import build_meta; build_meta.build_{kind}({str(built)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, capture_output=True, timeout=120)
     (path,) = built.glob("*.whl")
     return path
+
+
+def environment(home: Path, wheel: Path) -> Path:
+    """The site-packages of a new environment that has the wheel alone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=60)
+    (site,) = home.glob("lib/python3*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
 
 
 @pytest.fixture(scope="session")
 def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Install:
     """The wheel, and of this environment only what the wheel's dependencies need, without any extra."""
     home, folder = tmp_path_factory.mktemp("core"), tmp_path_factory.mktemp("elsewhere")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True, timeout=60)
-    (site,) = home.glob("lib/python3*/site-packages")
-    zipfile.ZipFile(wheel).extractall(site)
+    site = environment(home, wheel)
     for name in needed(pyproject()["project"]["dependencies"]):
         for top in tops(name):
             (site / top.name).symlink_to(top)

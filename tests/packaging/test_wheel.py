@@ -12,7 +12,7 @@ import pytest
 
 from sp_bench.extras import EXTRAS
 from sp_bench.records import read_all
-from tests.packaging.conftest import ROOT, Install, needed, pyproject
+from tests.packaging.conftest import ROOT, SOURCES, Install, needed, pyproject
 from tests.support.marks import exhaustive
 
 HEAVY = {"torch", "wandb", "matplotlib", "seaborn", "pandas", "pyarrow"}
@@ -21,10 +21,10 @@ HEAVY = {"torch", "wandb", "matplotlib", "seaborn", "pandas", "pyarrow"}
 def test_it_has_one_name_and_all_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"sp_bench"}
-    data = [path for folder in ("conf", "analysis", "slurm") for path in (ROOT / folder).rglob("*") if path.is_file()]
-    shipped = {f"sp_bench/{path.relative_to(ROOT)}" for path in data if "__pycache__" not in path.parts}
-    assert shipped - names == set()
-    assert "sp_bench/py.typed" in names
+    there = {path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.is_file()}
+    there = {path.relative_to(ROOT) for path in there if "__pycache__" not in path.parts}
+    shipped = {str(path) if path.parts[0] == "sp_bench" else f"sp_bench/{path}" for path in there}
+    assert shipped == {name for name in names if ".dist-info/" not in name}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sp_bench.checkout import BESIDE
 from sp_bench.records import identity
 from sp_bench.records.provenance import git_state
-from sp_bench.resources import PACKAGE, ROOT
+from sp_bench.resources import PACKAGE, ROOT, place
 
 OF_NO_NUMBER = {
     *(
@@ -27,8 +28,9 @@ OF_NO_NUMBER = {
         "records",
     ),
     *("slurm", "tracing", "validate"),
-    *("__init__.py", "__main__.py", "calibrate.py", "describe.py", "doctor.py", "draw.py", "errors.py", "extras.py"),
-    *("first_hour.py", "markdown.py", "reading.py", "resources.py", "traces.py", "wandb_upload.py"),
+    *("__init__.py", "__main__.py", "calibrate.py", "checkout.py", "describe.py", "doctor.py", "draw.py"),
+    *("errors.py", "extras.py", "first_hour.py", "markdown.py", "reading.py", "resources.py", "traces.py"),
+    "wandb_upload.py",
 }
 """What reads, writes, shows and refuses, and changes no number of a point."""
 
@@ -37,9 +39,11 @@ Ids = Callable[[], tuple[str, str]]
 
 @pytest.fixture
 def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ids:
-    """The ids of a simulated and a measured point by the package in tmp_path / "sp_bench", a copy of this one."""
-    shutil.copytree(PACKAGE, tmp_path / "sp_bench", ignore=shutil.ignore_patterns("__pycache__", "analysis", "slurm"))
-    monkeypatch.setattr(identity, "PACKAGE", tmp_path / "sp_bench")
+    """The ids of a simulated and a measured point by the package in tmp_path, a copy of this one."""
+    for name in (*identity.MEASURED_CODE, "cli", "loggers"):
+        copy = shutil.copy if place(name).is_file() else shutil.copytree
+        copy(place(name), tmp_path / name)
+    monkeypatch.setattr(identity, "place", lambda name: tmp_path / name)
     monkeypatch.setattr(identity, "code_version", identity.code_version.__wrapped__)
     return lambda: (identity.run_id({"gpus": 2}, measured=False), identity.run_id({"gpus": 2}, measured=True))
 
@@ -61,13 +65,14 @@ def test_code_that_changes_a_number_changes_the_id(
     path: str, simulated: bool, measured: bool, tmp_path: Path, ids: Ids
 ) -> None:
     before = ids()
-    with (tmp_path / "sp_bench" / path).open("a") as file:
+    with (tmp_path / path).open("a") as file:
         file.write("# touched\n")
     assert [new != old for new, old in zip(ids(), before, strict=True)] == [simulated, measured]
 
 
 def test_of_every_file_is_known_whether_it_changes_a_number() -> None:
-    there = {path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
+    there = {*BESIDE, *(path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py")}
+    there -= {"__pycache__"}
     assert there - set(identity.MEASURED_CODE) == OF_NO_NUMBER
 
 
