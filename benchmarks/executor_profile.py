@@ -179,7 +179,7 @@ def efficiency_rows() -> list[dict[str, str]]:
     for seqlen, (mask, kv_heads) in itertools.product(EFFICIENCY_SEQLENS, EFFICIENCY_OF):
         found = [ratio(each, digits=3) for each in efficiency(seqlen, mask, kv_heads)]
         row = {"tokens": str(seqlen), "tokens of a block": str(seqlen // RANKS), "KV heads": str(kv_heads)}
-        row |= {"mask": mask.name, "layout": mask.balanced_layout}
+        row |= {"mask": mask.name, "layout": mask.balanced[0]}
         parts = ("forward, kernels alone [95%]", "forward [95%]", "backward [95%]")
         rows.append(row | dict(zip(parts, found, strict=True)))
         print(rows[-1], flush=True)

@@ -9,7 +9,8 @@ from typing import Any
 from sp_bench.analysis.number import Number, derived, of_record
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.methods import REGISTRY
-from sp_bench.plan.layout import DEALERS, LAYOUTS
+from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.layout import LAYOUTS
 from sp_bench.records import Record
 
 CLUSTER = "h100_ndr400"

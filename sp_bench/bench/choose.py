@@ -13,7 +13,6 @@ from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
@@ -21,9 +20,6 @@ from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
-BALANCED = {"causal": ("striped", "zigzag")}
-"""The layouts that give all ranks equal work under a mask of one sequence, if there are several. Of equally fast ones
-the first is taken."""
 FUSED = "fused"
 """The word in a variant's name that says that blocks of its plans are fused."""
 
@@ -165,13 +161,14 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
 def _dealings(method: Method, problem: Problem) -> list[Problem]:
     """The problem in every layout that may be the fastest, where that is to be chosen.
 
-    `search` is all that the method takes, and so is `auto` of a pack; of one causal sequence `auto` is those that give
-    all ranks equal work.
+    `search` is all that the method takes; `auto` is those that give all ranks equal work, or all if the mask doesn't
+    know.
     """
-    if method.layout == "search" or (method.layout == "auto" and isinstance(problem.mask, Packed)):
+    auto, balanced = method.layout == "auto", problem.mask.balanced
+    if method.layout == "search" or (auto and not balanced):
         names = method.dealings()
     else:
-        names = BALANCED.get(problem.mask.name, ()) if method.layout == "auto" and problem.n > 1 else ()
+        names = balanced if auto and problem.n > 1 else ()
     found = []
     for name in names:
         with suppress(RequestError):  # too few tokens for it, or no documents

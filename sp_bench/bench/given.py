@@ -123,5 +123,13 @@ class Given:
         elif devices:
             kept |= {"device": devices.kind, "nccl": dict(devices.nccl)}
         kept |= {"alone": self.config["alone"] if mode == "alone" else None, "impl": self.impl, "version": version}
-        on_gpus = devices is not None and devices.kind == "cuda"
-        return records.run_id(kept, measured=mode != "simulate", on_gpus=on_gpus)
+        return records.run_id(kept, measured=mode != "simulate", gpu_packages=_gpu_packages(devices))
+
+
+def _gpu_packages(devices: Devices | None) -> tuple[str, ...] | None:
+    """The packages whose code a point on GPUs may run; None for any other point, which imports nothing that measures."""
+    if devices is None or devices.kind != "cuda":
+        return None
+    from sp_bench.measure.devices import gpu_packages
+
+    return gpu_packages()

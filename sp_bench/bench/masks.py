@@ -10,7 +10,7 @@ from msgspec import Meta
 from sp_bench.errors import RequestError, unknown
 from sp_bench.packing import lengths_of
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
-from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask
+from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, WholeMask
 from sp_bench.reading import Natural, Tokens, read
 
 Sides = Annotated[
@@ -48,8 +48,9 @@ def mask_of(config: Mapping[str, Any], seqlen: int, seed: int) -> Mask:
 
 def described(mask: Mask) -> dict[str, Any]:
     """The fields of a record that describe a mask."""
-    if not isinstance(mask, Packed):
-        return {"mask": mask.name, "causal": mask is CAUSAL}
+    if isinstance(mask, WholeMask):
+        return {"mask": mask.name, "causal": mask.causal}
+    assert isinstance(mask, Packed)
     window = [mask.left, 0 if mask.causal else mask.right] if mask.windowed else None
     pack = {"documents": len(mask.lengths), "longest_document": max(mask.lengths)} if mask.name == "document" else {}
     return {"mask": mask.name, "causal": mask.causal, "window": window, **pack}

@@ -51,8 +51,6 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Positive, Section
 
-MASKS = ("full", "causal")
-RATES = tuple(f"{phase}_{mask}" for phase in PHASES for mask in MASKS)
 Block = Annotated[
     Count | Annotated[str, Meta(pattern=r"^0*[1-9]\d*(x0*[1-9]\d*)?$")],
     Meta(description="a whole number of at least 1, or two of them, queries x keys", examples=[512, "512x1024"]),
@@ -106,6 +104,10 @@ class Rates(Section, frozen=True, kw_only=True):
             q_tokens, _, kv_tokens = str(block).partition("x")
             found[int(q_tokens), int(kv_tokens or q_tokens)] = rate
         return found
+
+
+RATES = tuple(name for name in Rates.__struct_fields__ if name.partition("_")[0] in PHASES)
+"""The names of the rates of a table: phase_kind, of the kinds of blocks that kernels compute."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,13 +15,19 @@ from sp_bench.kernels.cudnn import Cudnn
 from sp_bench.kernels.flash_attn import FlashAttn
 from sp_bench.kernels.flash_attn_3 import FlashAttn3
 from sp_bench.kernels.flash_attn_4 import FlashAttn4
-from sp_bench.kernels.fold import fold_
+from sp_bench.kernels.fold import PACKAGES, fold_
 from sp_bench.kernels.reference import Reference
 
 KERNELS: dict[str, type[BlockKernel]] = {
     kernel.name: kernel for kernel in (Reference, AtenCpu, AtenFlash, Cudnn, FlashAttn, FlashAttn3, FlashAttn4)
 }
 """Every backend by its name. A new one is imported above and listed here."""
+
+
+def packages() -> set[str]:
+    """The distributions besides torch whose code a kernel or a fold may run."""
+    return {*PACKAGES.values(), *(name for kernel in KERNELS.values() for name in kernel.packages.values())}
+
 
 HOPPER = 9
 """The major compute capability of Hopper GPUs."""

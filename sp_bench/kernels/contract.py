@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -25,6 +26,8 @@ class BlockKernel(ABC):
     """
 
     name: ClassVar[str]
+    packages: ClassVar[Mapping[str, str]] = {}
+    """The modules besides torch's that it calls, with the distribution that each is installed by."""
     varlen: ClassVar[bool] = False
     """Whether it has `_forward_varlen` and `_backward_varlen`."""
     has_margin: ClassVar[bool] = False

@@ -6,6 +6,8 @@ The interface is that of flash_attn 2.7 and 2.8.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ class FlashAttn(CudaKernel):
 
     name = "flash_attn"
     package = "flash_attn.flash_attn_interface"
+    packages: ClassVar[Mapping[str, str]] = {"flash_attn": "flash-attn"}
     install = "pip install flash-attn --no-build-isolation"
     varlen = True
 

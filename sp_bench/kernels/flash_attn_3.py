@@ -6,7 +6,8 @@ torch's own prototype calls them, too: the package's Python functions change mor
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class FlashAttn3(CudaKernel):
     varlen = True
     has_margin = True
     package = "flash_attn_interface"
+    packages: ClassVar[Mapping[str, str]] = {"flash_attn_interface": "flash-attn-3", "flash_attn_3": "flash-attn-3"}
     install = "python setup.py install in hopper/ of github.com/Dao-AILab/flash-attention"
 
     @classmethod

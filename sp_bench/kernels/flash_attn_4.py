@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class FlashAttn4(CudaKernel):
     majors = (9, 10, 11, 12)
     varlen = True
     package = "flash_attn.cute.interface"
+    packages: ClassVar[Mapping[str, str]] = {"flash_attn.cute": "flash-attn-4"}
     install = "pip install --pre flash-attn-4"
 
     @classmethod

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+PACKAGES = {"triton": "triton"}
+"""The modules besides torch's that folds call, with the distribution that each is installed by."""
 _LEAST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
 """The lowest finite number of each dtype of an lse."""
 

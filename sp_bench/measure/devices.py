@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, LAUNCH_ORDER, SHARED, SYMMETRIC, TransportOptions
 from sp_bench.machine import CPUS, Devices, gpus_and_driver
-from sp_bench.records.identity import GPU_PACKAGES, gpu_environment, version
+from sp_bench.records.identity import gpu_environment, version
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +137,15 @@ def device_versions() -> dict[str, str]:
 
 
 @cache
+def gpu_packages() -> tuple[str, ...]:
+    """The packages, beside torch, whose code a point on GPUs may run: those that kernels, folds and peers name."""
+    from sp_bench.kernels import packages
+    from sp_bench.peers.registry import PEERS
+
+    return tuple(sorted({*packages(), *(peer.distribution for peer in PEERS.values())} - {"torch", ""}))
+
+
+@cache
 def _gpu_versions() -> dict[str, str]:
     """The versions of the driver, of CUDA, cuDNN and NCCL, and of the packages that are installed."""
     import torch
@@ -147,5 +156,5 @@ def _gpu_versions() -> dict[str, str]:
     found["cudnn"] = str(torch.backends.cudnn.version() or "")
     if torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, nccl.version()))
-    packages = {name: version(name) for name in ("torch", *GPU_PACKAGES)}
+    packages = {name: version(name) for name in ("torch", *gpu_packages())}
     return found | {name: number for name, number in packages.items() if number}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.layout import Layout
-from sp_bench.plan.mask import CAUSAL, MASKS, Mask
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.problem import Problem
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PEER = "peer"
 """The value of the key `method` that runs the peer which `impl` names."""
 AUTO = "auto"
+WHOLE = (FULL, CAUSAL)
+"""The masks of whole sequences that packages have a flag for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +75,11 @@ class Peer(ABC):
         return peer
 
     def __post_init__(self) -> None:
-        if self.mask not in MASKS.values() and not self._takes(self.mask):
+        if self.mask not in WHOLE and not self._takes(self.mask):
             also = " and documents without a window" if self.takes_documents else ""
-            rule = f"{self.name} is measured with the masks of whole sequences{also}"
-            raise RequestError(f"mask={self.mask.name}", rule, f"one of {', '.join(MASKS)} would work")
+            names = [mask.name for mask in WHOLE]
+            rule = f"{self.name} is measured with the masks {' and '.join(names)}{also}"
+            raise RequestError(f"mask={self.mask.name}", rule, f"one of {', '.join(names)} would work")
         if self.algorithm not in (*self.algorithms, AUTO):
             raise unknown("method.algorithm", str(self.algorithm), [*self.algorithms, AUTO])
         if self.algorithm == AUTO:

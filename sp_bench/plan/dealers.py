@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sp_bench.plan.layout import DEALERS, Positions, piece
+from sp_bench.plan.layout import Positions, piece
 
 if TYPE_CHECKING:
     from sp_bench.plan.documents import Packed
@@ -50,7 +50,7 @@ class Deal:
 
 @lru_cache(maxsize=32)
 def _dealt(mask: Packed, dealer: str, chunks: int) -> tuple[Positions, ...]:
-    return tuple(_joined(runs) for runs in _DEALERS[dealer](mask, chunks))
+    return tuple(_joined(runs) for runs in DEALERS[dealer](mask, chunks))
 
 
 @lru_cache(maxsize=32)
@@ -112,6 +112,9 @@ def _blocks(mask: Packed, chunks: int) -> list[list[range]]:
     return dealt
 
 
-_DEALERS: dict[str, Callable[[Packed, int], list[list[range]]]] = dict(
-    zip(DEALERS, (_zigzag_documents, _whole_documents, _blocks), strict=True)
-)
+DEALERS: dict[str, Callable[[Packed, int], list[list[range]]]] = {
+    "zigzag_documents": _zigzag_documents,
+    "whole_documents": _whole_documents,
+    "blocks": _blocks,
+}
+"""The layouts that know the documents of a pack: (pack, chunks) -> the runs of positions of each chunk."""

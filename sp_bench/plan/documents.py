@@ -19,9 +19,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.dealers import Deal
+from sp_bench.plan.dealers import DEALERS, Deal
 from sp_bench.plan.intervals import pair_counts, regions_between
-from sp_bench.plan.layout import DEALERS, LAYOUTS, Dealt, Layout, Positions
+from sp_bench.plan.layout import LAYOUTS, Dealt, Layout, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
 

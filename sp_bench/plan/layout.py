@@ -154,8 +154,6 @@ def _zigzag(chunk: int, chunks: int, seqlen: int) -> Positions:
     return tuple(filter(None, (piece(i, 2 * chunks, seqlen) for i in (chunk, 2 * chunks - 1 - chunk))))
 
 
-DEALERS = ("zigzag_documents", "whole_documents", "blocks")
-"""The names of the layouts that know the documents of a pack (plan.dealers)."""
 LAYOUTS = {
     layout.name: layout
     for layout in (

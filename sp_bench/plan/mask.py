@@ -20,7 +20,8 @@ from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.layout import DEALERS, LAYOUTS, Layout, Positions
+from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
 
@@ -31,6 +32,9 @@ class Mask(ABC):
     name: ClassVar[str]
     sends_unseen: ClassVar[bool] = True
     """Whether plans also send what no query of the receiver sees, as the papers' formulas have it."""
+    balanced: ClassVar[tuple[str, ...]] = ()
+    """The layouts that give all ranks equal work: of those with the same blocks one, the first of equally fast ones.
+    Empty where that depends on the mask's numbers."""
 
     @abstractmethod
     def regions(self, q: Positions, kv: Positions) -> Regions:
@@ -65,8 +69,8 @@ class WholeMask(Mask):
 
     flops_share: ClassVar[float]
     """The share of all N x N (query, key) pairs that MFU counts."""
-    balanced_layout: ClassVar[str]
-    """The layout that gives all ranks equal work."""
+    causal: ClassVar[bool]
+    """Whether no query sees a key behind its own position."""
 
     @abstractmethod
     def relation(self, q_chunk, kv_chunk) -> Any:
@@ -79,7 +83,7 @@ class WholeMask(Mask):
         return Blocks(self, layout, n, seqlen)
 
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
-        name = self.balanced_layout if name == "auto" else name
+        name = self.balanced[0] if name == "auto" else name
         if name in DEALERS:
             rule = f"deals documents, and mask={self.name} has none"
             would_work = f"one of {', '.join(LAYOUTS)}, or mask=document, would work"
@@ -98,7 +102,8 @@ class Full(WholeMask):
 
     name: ClassVar[str] = "full"
     flops_share: ClassVar[float] = 1.0
-    balanced_layout: ClassVar[str] = "contiguous"
+    causal: ClassVar[bool] = False
+    balanced: ClassVar[tuple[str, ...]] = ("contiguous",)
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
         return _filled([Region(RegionKind.FULL, range(_count(q)), range(_count(kv)))])
@@ -113,7 +118,8 @@ class Causal(WholeMask):
 
     name: ClassVar[str] = "causal"
     flops_share: ClassVar[float] = 0.5
-    balanced_layout: ClassVar[str] = "striped"
+    causal: ClassVar[bool] = True
+    balanced: ClassVar[tuple[str, ...]] = ("striped", "zigzag")
 
     def regions(self, q: Positions, kv: Positions) -> Regions:
         if q == kv:

@@ -10,8 +10,9 @@ from typing import ClassVar, NamedTuple, Self
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.fuse import fuse
-from sp_bench.plan.layout import DEALERS, LAYOUTS, Layout
+from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem

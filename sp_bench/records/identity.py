@@ -22,28 +22,24 @@ SIMULATED_CODE = (
 MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run", "launch.py", "machine.py", "termination.py")
 """Those of a measured point. Simulation is part of it: it chooses the variant."""
 SIMULATED_PACKAGES = ("numpy", "numba")
-GPU_PACKAGES = (
-    *("flash-attn", "flash-attn-3", "flash-attn-4", "triton"),
-    *("transformer-engine", "ring-flash-attn", "yunchang", "deepspeed"),
-)
-"""Packages whose kernels, or own transfers, a point on GPUs may use."""
 GPU_VARIABLES = ("NCCL_", "TORCH_NCCL_", "NVTE_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_")
 """Prefixes of variables that change what is measured on GPUs."""
 LOGS = ("NCCL_DEBUG_FILE",)
 """Variables with such a prefix that change nothing, and often differ from job to job."""
 
 
-def run_id(config: Mapping[str, Any], *, measured: bool, on_gpus: bool = False) -> str:
+def run_id(config: Mapping[str, Any], *, measured: bool, gpu_packages: tuple[str, ...] | None = None) -> str:
     """The run_id of a point: a hash of its resolved config and of the code and packages its numbers depend on.
 
-    For a `measured` point it also depends on the machine and, if `on_gpus`, on the GPUs and their software.
+    For a `measured` point it also depends on the machine and, on GPUs, on them and their software: `gpu_packages` are
+    the packages whose code it may run there.
     """
     versions = {name: version(name) for name in SIMULATED_PACKAGES}
     content = {"config": config, "code": code_version(measured=measured), "versions": versions}
     if measured:
         content["machine"] = machine()
-    if on_gpus:
-        content["gpus"] = gpu_software()
+    if gpu_packages is not None:
+        content["gpus"] = gpu_software(gpu_packages)
     return digest(content)
 
 
@@ -87,7 +83,7 @@ def machine() -> dict[str, Any]:
 
 
 @cache
-def gpu_software() -> dict[str, Any]:
+def gpu_software(packages: tuple[str, ...]) -> dict[str, Any]:
     """What a number measured on GPUs depends on: models, driver, CUDA, NCCL, cuDNN, packages, and their variables."""
     import torch
     from torch.cuda import nccl
@@ -97,7 +93,7 @@ def gpu_software() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": nccl.version() if torch.distributed.is_nccl_available() else None,
         "cudnn": torch.backends.cudnn.version(),
-        "packages": {name: version(name) for name in GPU_PACKAGES},
+        "packages": {name: version(name) for name in packages},
         "environment": gpu_environment(),
     }
 

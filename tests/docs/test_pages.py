@@ -31,15 +31,28 @@ def test_pages_that_need_no_checkout(page: str, tmp_path: Path, environment: dic
     assert follow(DOCS / f"{page}.md", tmp_path, environment)
 
 
+GUIDES = ("add_a_method", "add_a_cluster", "add_a_kernel", "add_a_mask")
+FROM_REGISTRIES = (
+    *("tests/test_house.py", "tests/test_describe.py", "tests/methods/test_options.py", "tests/plan/test_mask.py"),
+    *("tests/plan/test_vocabulary.py", "tests/check/test_accepted.py", "tests/records/test_identity.py"),
+    *("tests/kernels/test_packages.py", "tests/kernels/test_choose.py", "tests/cluster/test_kernel_table.py"),
+    "tests/golden/test_figures.py::test_all_that_is_registered_has_figures",
+)
+"""Tests that hold for all that is registered: methods, masks, kernels and clusters."""
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["add_a_method", "add_a_cluster", "add_a_kernel", "add_a_mask"])
+@pytest.mark.parametrize("page", GUIDES)
 def test_guides_in_a_checkout_of_their_own(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
+    """What a guide leads to is complete: no list that it doesn't name lacks the new one."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in FOLDERS:
         shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", checkout)
-    assert follow(DOCS / "how-to" / f"{page}.md", checkout, environment | {"PYTHONPATH": str(checkout)})
+    environment |= {"PYTHONPATH": str(checkout)}
+    assert follow(DOCS / "how-to" / f"{page}.md", checkout, environment)
+    run(f"$ pytest -q -m 'not exhaustive' {' '.join(FROM_REGISTRIES)}\n", checkout, environment)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

@@ -1,6 +1,7 @@
 """The recorded figures: simulated times, counted bytes, bounds and peak memory of points that cover what there is.
 
-python -m tests.golden.record    # records them again, after a change that is meant to change them
+python -m tests.golden.record          # records them again, after a change that is meant to change them
+python -m tests.golden.record --new    # records the points that have none, such as that of a new method
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import io
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sp_bench.__main__ import main as bench
+from sp_bench.methods import REGISTRY
+from sp_bench.plan.mask import MASKS
+from sp_bench.resources import CONF
 
 FILE = Path(__file__).with_name("figures.json")
 COUNTS = (
@@ -41,7 +46,7 @@ TIMES = (
 """Fields that may differ by rounding: processors round logarithms and roots differently."""
 
 H100 = "gpus=16 seqlen=256k cluster=h100_ndr400"
-POINTS = (
+CHOSEN = (
     *(f"method={name} {H100}" for name in ("striped", "pass_q", "tokenring", "usp", "loongtrain")),
     *(f"method={name} {H100} kv_heads=8" for name in ("ring", "double_ring", "all_gather", "ulysses")),
     f"method=tasp {H100} kv_heads=8",
@@ -82,7 +87,29 @@ POINTS = (
     "method=mesh gpus=8 seqlen=8k heads=8 head_dim=64 dtype=float32 cluster=cpu_local",
     "method=mesh gpus=16 seqlen=4k heads=8 head_dim=64 dtype=float32 cluster=shaped",
     "method=ulysses gpus=8 seqlen=4k heads=8 head_dim=64 dtype=float32 cluster=shaped",
+    f"method=ring mask=document data=short method.layout=striped {H100}",
+    f"method=mesh mask=document data=short method.layout=zigzag_documents {H100}",
+    f"method=ring mask=document data=short method.layout=whole_documents {H100}",
+    f"method=all_gather mask=document data=short method.layout=blocks {H100}",
+    f"method=mesh mask=window window=[16383,0] method.layout=contiguous {H100}",
+    f"method=ring mask=chunked chunk=64k method.layout=zigzag {H100}",
 )
+WHOLE = {"causal": "", "full": "causal=false"}
+"""The word of a chosen point on each mask that has a short form; others are named."""
+
+
+def registered() -> tuple[str, ...]:
+    """A point for each registered method, mask and cluster that no chosen point has. One that is refused is chosen."""
+    words = {word for point in CHOSEN for word in point.split()}
+    clusters = [path.stem for path in sorted((CONF / "cluster").glob("*.yaml")) if path.stem != "local"]
+    return (
+        *(f"method={name} {H100}" for name in REGISTRY if f"method={name}" not in words),
+        *(f"method=mesh mask={name} {H100}" for name in MASKS if WHOLE.get(name, f"mask={name}") not in {*words, ""}),
+        *(f"method=mesh gpus=8 seqlen=64k cluster={name}" for name in clusters if f"cluster={name}" not in words),
+    )
+
+
+POINTS = (*CHOSEN, *registered())
 
 
 def figures(point: str) -> dict[str, Any]:
@@ -99,10 +126,11 @@ def figures(point: str) -> dict[str, Any]:
     return {name: record[name] for name in (*COUNTS, *TIMES) if record[name] is not None}
 
 
-def main() -> int:
-    """Write the figures of all points; says which have changed."""
+def main(arguments: Sequence[str]) -> int:
+    """Write the figures of all points, or of those without; says which have changed."""
     before = json.loads(FILE.read_text()) if FILE.exists() else {}
-    now = {point: figures(point) for point in POINTS}
+    kept = before if "--new" in arguments else {}
+    now = {point: kept.get(point) or figures(point) for point in POINTS}
     FILE.write_text(json.dumps(now, indent=1) + "\n")
     for point in {**now, **before}:
         if before.get(point) != now.get(point):
@@ -111,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -10,9 +10,11 @@ import pytest
 import torch
 import yaml
 
+from sp_bench.cluster.head_dims import BUILT
 from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS, auto_order, choose, cuda
 from sp_bench.kernels.contract import empty_output
+from sp_bench.kernels.cuda import CudaKernel
 from sp_bench.plan.regions import RegionKind
 from sp_bench.resources import CONF
 from tests.kernels import fakes
@@ -221,13 +223,29 @@ def test_auto_takes_the_fastest_that_takes_it(
         assert choose("auto", "cuda", "float32", head_dim).name == "reference"
 
 
-def test_auto_knows_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, H100)
-    assert {kernel.name for device in ("cpu", "cuda") for kernel in auto_order(device)} == {*KERNELS}
+def test_every_kernel_has_a_name_and_auto_ends_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered kernel is not in auto's order before its author puts it there."""
+    for capability in (A100, H100):
+        gpu(monkeypatch, capability)
+        for order in (auto_order("cpu"), auto_order("cuda")):
+            assert set(order) <= {*KERNELS.values()}
+            assert order[-1] is KERNELS["reference"]
+            assert len(order) == len(set(order))
     files = (CONF / "kernel").glob("*.yaml")
     assert {path.stem: yaml.safe_load(path.read_text())["name"] for path in files} == {
         name: name for name in ("auto", *KERNELS)
     }
+
+
+def test_sizes_that_simulations_pad_to_are_those_of_registered_kernels() -> None:
+    """Simulations have no torch, so no kernel either: its sizes stand with the figures. `splash` has figures alone."""
+    assert BUILT.keys() - KERNELS.keys() == {"splash"}
+    for name in BUILT.keys() & KERNELS.keys():
+        kernel = KERNELS[name]
+        assert issubclass(kernel, CudaKernel)
+        most = max(kernel.most_head_dim((major, 0)) for major in kernel.majors)
+        assert max(BUILT[name]) >= most
+        assert list(BUILT[name]) == sorted(BUILT[name])
 
 
 @pytest.mark.parametrize("name", ["aten_flash", "cudnn"])

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from sp_bench.errors import RequestError
 from sp_bench.plan import intervals
+from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Chunked, Documents, PackBlocks, Packed, Window
-from sp_bench.plan.layout import DEALERS, LAYOUTS
+from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.problem import Problem
 from tests.support.dealing import tokens_of

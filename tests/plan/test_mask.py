@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sp_bench.bench import resolve
+from sp_bench.bench.choose import choose
+from sp_bench.bench.masks import described
+from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import LAYOUTS, Positions
-from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, mask_named
+from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, WholeMask, mask_named
 from sp_bench.plan.regions import Region, RegionKind
 from tests.support.dealing import Dealt, dealt
 from tests.support.regions import inside, times_computed
@@ -49,6 +53,37 @@ def test_classes_are_few_and_arithmetic(mask: Mask, case: Dealt) -> None:
     assert table.shape == (case.n, case.n)
     assert [[blocks.of(i, j) for j in range(case.n)] for i in range(case.n)] == table.tolist()
     assert table.max() < blocks.classes <= 12
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_says_whether_it_is_causal(mask: WholeMask) -> None:
+    """As records say it: no query sees a key behind its own position."""
+    ids = np.arange(64)
+    assert mask.causal == (not (seen(mask, ids, ids) & (ids[None, :] > ids[:, None])).any())
+    assert described(mask) == {"mask": mask.name, "causal": mask.causal}
+
+
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_the_balanced_layouts_are_all_that_give_equal_work(mask: WholeMask, n: int) -> None:
+    """`auto` simulates these alone. Of layouts with the same blocks, as all have under a full mask, one is enough."""
+    blocks = {name: mask.blocks(layout, n, 64 * n) for name, layout in LAYOUTS.items()}
+    ranks = np.arange(n)
+    work = {name: np.array(b.pairs)[b.of(ranks[:, None], ranks)].sum(axis=1) for name, b in blocks.items()}
+    even = {name for name, pairs in work.items() if pairs.max() <= 1.05 * pairs.mean()}
+    regions = {name: [blocks[name].regions_of(kind) for kind in range(blocks[name].classes)] for name in even}
+    assert set(mask.balanced) <= even
+    assert all(any(regions[name] == regions[one] for one in mask.balanced) for name in even - set(mask.balanced))
+    assert mask.layout("auto").name == mask.balanced[0]
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_auto_tries_every_balanced_layout(mask: WholeMask) -> None:
+    with Composer() as composer:
+        keys = ("method=ring", f"mask={mask.name}", "gpus=4", "seqlen=4k", "cluster=h100_ndr400")
+        choice = choose(resolve(composer.compose(keys)))
+    tried = choice.candidates or [{"layout": choice.problem.layout.name}]
+    assert [one["layout"] for one in tried] == list(mask.balanced)
 
 
 def test_causal_has_three_classes_and_full_one() -> None:

@@ -81,7 +81,7 @@ def test_versions_and_machines_change_the_ids_of_what_depends_on_them(monkeypatc
         return [
             identity.run_id({}, measured=False),
             identity.run_id({}, measured=True),
-            identity.run_id({}, measured=True, on_gpus=True),
+            identity.run_id({}, measured=True, gpu_packages=("triton",)),
         ]
 
     def changed(name: str, new: Callable) -> list[bool]:
@@ -92,14 +92,14 @@ def test_versions_and_machines_change_the_ids_of_what_depends_on_them(monkeypatc
         identity.machine.cache_clear()
         return [new != old for new, old in zip(found, before, strict=True)]
 
-    monkeypatch.setattr(identity, "gpu_software", lambda: {"gpus": ["H200, 570.1"], "nccl": (2, 27)})
+    monkeypatch.setattr(identity, "gpu_software", lambda packages: {"gpus": ["H200, 570.1"], "nccl": (2, 27)})
     before = ids()
     assert len(set(before)) == 3
     version = identity.version
     assert changed("version", lambda name: "0.0" if name == "torch" else version(name)) == [False, True, True]
     assert changed("version", lambda name: "0.0" if name == "numpy" else version(name)) == [True, True, True]
     assert changed("cores_here", lambda: 1000) == [False, True, True]
-    assert changed("gpu_software", lambda: {"gpus": ["H200, 580.2"], "nccl": (2, 27)}) == [False, False, True]
+    assert changed("gpu_software", lambda packages: {"gpus": ["H200, 580.2"], "nccl": (2, 27)}) == [False, False, True]
 
 
 def test_variables_of_gpus_are_part_of_the_id() -> None:

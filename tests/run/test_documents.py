@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sp_bench import account
 from sp_bench.methods import REGISTRY
+from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
-from sp_bench.plan.layout import DEALERS
 from sp_bench.plan.method import PHASES
 from tests.run import jobs
 from tests.run.matrix import assert_exact, everything, key_heads
