@@ -6,6 +6,7 @@ RUN := OMP_NUM_THREADS=1 $(VENV)/bin/python -m
 
 WORKERS ?= 3
 LAYOUT := build/layout
+CONSTRAINTS ?= constraints.txt
 
 # Tests start several hundred interpreters. Without bytecode each compiles all modules of the project again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,7 +48,7 @@ format: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 clean:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,16 @@ def test_readers_name_no_method(path: str) -> None:
     names = {*REGISTRY} | {cls.__name__ for cls in REGISTRY.values()}
     assert not names & words
     assert not names & literals
+
+
+def test_the_page_of_the_design_has_the_floors_that_are_checked() -> None:
+    """In their order; a package that is new, gone or moved is so on the page too."""
+    text = (ROOT / "docs" / "explanation" / "design.md").read_text().partition("| floor | packages |")[2]
+    rows = re.findall(r"^\|[^|]+\|([^|]+)\|$", text.partition("\n\n")[0], re.MULTILINE)
+    page = [set(re.findall(r"`(\w+)`", row)) for row in rows if "`" in row]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    assert page == [set(floor.split(" | ")) for floor in layers]
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")

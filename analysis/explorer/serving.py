@@ -54,7 +54,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Answers / and /points/<run_id>."""
 
-    server: Server
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
         if self.headers.get("Host") not in self.server.hosts:  # another site's page, by a name that leads here

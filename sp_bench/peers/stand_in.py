@@ -110,7 +110,9 @@ class _FlashAttn(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares no types
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         return (*_backward(grad_outputs[0], q, k, v, out, lse, ctx.causal), None)
 

@@ -39,7 +39,9 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares no types
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         _choose(ctx.causal, ctx.rotate)
         dout = grad_outputs[0].transpose(1, 2)
         dq, dk, dv = context_parallel._templated_ring_attention_backward(

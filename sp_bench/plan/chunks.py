@@ -11,7 +11,7 @@ class Place(NamedTuple):
     """The owner of a chunk's tokens: the rank `index` ahead in the group `home`."""
 
     home: Group | Grid
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def owner(self, rank):
         """The global index of the chunk, which is the rank that owns its tokens."""
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     """
 
     tensor: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     home: Group | Grid
     arrival: int = 0
     """0: the chunk that the rank holds. 1, 2, ...: a peer's partial in the wire dtype, to be folded into the held one;

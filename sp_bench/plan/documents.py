@@ -205,7 +205,7 @@ class PackBlocks(Blocks):
     Counts of pairs are an array over all pairs of chunks.
     """
 
-    mask: Packed
+    mask: Packed  # pyright: ignore[reportIncompatibleVariableOverride]
     found: dict[int, Regions] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, q_rank, kv_rank):
@@ -232,7 +232,7 @@ class PackBlocks(Blocks):
         return owner
 
     @cached_property
-    def pairs(self) -> np.ndarray:
+    def pairs(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         return pair_counts(self.owner, self.chunks, *self.mask.sees(np.arange(self.seqlen))).ravel()
 
     def parts(self, *, keys: bool) -> Sequence[Part]:

@@ -12,7 +12,7 @@ class Mark(NamedTuple):
     """An operation in a trace."""
 
     phase: str
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     """Its index in the phase's plan."""
 
 

@@ -210,7 +210,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares no types
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         tensors = iter(ctx.saved_tensors)
         saved = {name: tuple(itertools.islice(tensors, count)) for name, count in ctx.names.items()}
         return (*ctx.engine.backward(grad_outputs[0], saved), None)

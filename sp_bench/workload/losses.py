@@ -40,7 +40,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch declares no types
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         dhidden_TM, dweight_VM = ctx.saved_tensors
         scale = grad_outputs[0]
         dhidden_TM, dweight_VM = dhidden_TM * scale.to(dhidden_TM.dtype), dweight_VM * scale

@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     """(B, S) tokens or (B, S, C) noisy patches."""
     wanted: Tensor
     """(B, S) labels or (B, S, C) noise."""
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     """Labels, or elements, of all ranks."""
     times_B: Tensor | None = None
 
