@@ -23,17 +23,24 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DKV,
     DOWN,
+    DQ,
+    KV,
+    ODOQ,
     Attend,
     AttendBackward,
     Chunk,
     CollectiveMethod,
     CostProfile,
     Group,
+    O,
     Plan,
     Problem,
+    Q,
     Sized,
     Steps,
+    Tensor,
     all_gather,
     divisors,
     reduce_next,
@@ -82,7 +89,7 @@ class AllGatherKV(Sized, CollectiveMethod):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Step i gathers slice i, and computes slice i's own block and the remaining blocks of slice i - 1."""
-        q, kv, o = (self._slices(tensor, problem) for tensor in ("q", "kv", "o"))
+        q, kv, o = (self._slices(tensor, problem) for tensor in (Q, KV, O))
         steps = Steps()
         for i in range(problem.head_slices + 1):
             self._gather(steps, kv, i, problem)
@@ -91,7 +98,7 @@ class AllGatherKV(Sized, CollectiveMethod):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Step i is as in the forward, and also reduce-scatters the dKV of slice i - 2; hops, one per block."""
-        odoq, kv, dq, dkv = (self._slices(tensor, problem) for tensor in ("odoq", "kv", "dq", "dkv"))
+        odoq, kv, dq, dkv = (self._slices(tensor, problem) for tensor in (ODOQ, KV, DQ, DKV))
         steps = Steps()
         for i in range(problem.head_slices + 2):
             self._gather(steps, kv, i, problem)
@@ -105,12 +112,12 @@ class AllGatherKV(Sized, CollectiveMethod):
             steps.do(*behind[1:])
         return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """n - 1 chunks of KV per head slice, and backward as many of dKV; a chunk holds one slice here."""
-        hops = (problem.n - 1) * problem.head_slices * self.padding(problem, "kv")
-        return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
+        hops = (problem.n - 1) * problem.head_slices * self.padding(problem, KV)
+        return {KV: hops} if phase == "forward" else {KV: hops, DKV: hops}
 
-    def _slices(self, tensor: str, problem: Problem) -> list[Chunk]:
+    def _slices(self, tensor: Tensor, problem: Problem) -> list[Chunk]:
         return Chunk(tensor, 0, Group(1, problem.n, DOWN)).slices(problem.head_slices)
 
     def _gather(self, steps: Steps, kv: list[Chunk], i: int, problem: Problem) -> None:

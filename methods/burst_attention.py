@@ -21,7 +21,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.methods.double_ring import DoubleRing, carry_rounds_backward
-from sp_bench.plan import AttendBackward, Chunk, CostProfile, Group, Op, Plan, Problem, RowSums, Steps
+from sp_bench.plan import (
+    DKV,
+    DOQ,
+    DQ,
+    KV,
+    ODOQ,
+    AttendBackward,
+    Chunk,
+    CostProfile,
+    Group,
+    Op,
+    Plan,
+    Problem,
+    RowSums,
+    Steps,
+    Tensor,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +54,8 @@ class BurstAttention(DoubleRing):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Round r, step s computes with the Q and dO of the rank that is r inner rings and s positions behind."""
-        odoq, doq, dq = (self._chunk(tensor, problem) for tensor in ("odoq", "doq", "dq"))
-        kv, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("kv", "dkv"))
+        odoq, doq, dq = (self._chunk(tensor, problem) for tensor in (ODOQ, DOQ, DQ))
+        kv, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (KV, DKV))
         steps = Steps()
 
         def block(_: int, index: int) -> list[Op]:
@@ -52,7 +68,7 @@ class BurstAttention(DoubleRing):
         carry_rounds_backward(steps, [doq], [dq], block, lanes=("q", "dq"))
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """n - 1 chunks of KV; backward as many of Q with dO, and of dQ."""
         hops = problem.n - 1
-        return {"kv": hops} if phase == "forward" else {"doq": hops, "dq": hops}
+        return {KV: hops} if phase == "forward" else {DOQ: hops, DQ: hops}

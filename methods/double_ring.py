@@ -16,18 +16,25 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DKV,
     DOWN,
+    DQ,
+    KV,
+    ODOQ,
     Attend,
     AttendBackward,
     Chunk,
     CostProfile,
     Grid,
     Group,
+    O,
     Op,
     Plan,
     Problem,
+    Q,
     Sized,
     Steps,
+    Tensor,
     divisors,
     inner,
     outer,
@@ -71,25 +78,25 @@ class DoubleRing(Sized):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Both levels of rings (pass_rounds)."""
-        q, o, kv = Chunk("q", 0, Group(1, problem.n)), Chunk("o", 0, Group(1, problem.n)), self._chunk("kv", problem)
+        q, o, kv = Chunk(Q, 0, Group(1, problem.n)), Chunk(O, 0, Group(1, problem.n)), self._chunk(KV, problem)
         steps = Steps()
         pass_rounds(steps, [q], [kv], [o])
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Both levels of rings (pass_rounds_backward)."""
-        odoq, dq = Chunk("odoq", 0, Group(1, problem.n)), Chunk("dq", 0, Group(1, problem.n))
-        kv, dkv = self._chunk("kv", problem), self._chunk("dkv", problem)
+        odoq, dq = Chunk(ODOQ, 0, Group(1, problem.n)), Chunk(DQ, 0, Group(1, problem.n))
+        kv, dkv = self._chunk(KV, problem), self._chunk(DKV, problem)
         steps = Steps()
         pass_rounds_backward(steps, [odoq], [kv], [dq], [dkv])
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """n - 1 chunks of KV, and backward as many of dKV."""
         hops = problem.n - 1
-        return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
+        return {KV: hops} if phase == "forward" else {KV: hops, DKV: hops}
 
-    def _chunk(self, tensor: str, problem: Problem) -> Chunk:
+    def _chunk(self, tensor: Tensor, problem: Problem) -> Chunk:
         return Chunk(tensor, 0, rings(problem.n, self.size))
 
 

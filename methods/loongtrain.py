@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from sp_bench.methods.double_ring import pass_rounds, pass_rounds_backward, rings
 from sp_bench.methods.usp import USP
-from sp_bench.plan import Chunk, Problem, RequestError, Steps, divisors
+from sp_bench.plan import Chunk, Problem, RequestError, Steps, Tensor, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class LoongTrain(USP):
         assert isinstance(self.inner, int), "a caller picks one of the candidates first"
         return self.inner
 
-    def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
+    def _chunks(self, problem: Problem, *tensors: Tensor) -> tuple[Chunk, ...]:
         """As Ulysses', but KV and dKV by heads are at home in rings of two levels."""
         home = rings(problem.n, self._inner, stride=self.head_parallel(problem.n))
         found = super()._chunks(problem, *tensors)
-        return tuple(c._replace(home=home) if c.tensor in ("kv_h", "dkv_h") else c for c in found)
+        return tuple(c._replace(home=home) if c.tensor.of_keys else c for c in found)
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         pass_rounds(steps, [q_h], [kv_h], [o_h])

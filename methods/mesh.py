@@ -56,7 +56,14 @@ from sp_bench.methods.mesh_schedule import backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Block, Hop, Tensors, TileTimes, search, steps_of
 from sp_bench.methods.ulysses import by_heads, by_heads_backward, degrees, settled_degree
 from sp_bench.plan import (
+    DKV,
+    DO,
+    DOQ,
     DOWN,
+    DQ,
+    KV,
+    ODOQ,
+    OUT,
     Attend,
     AttendBackward,
     Chunk,
@@ -64,13 +71,16 @@ from sp_bench.plan import (
     Fold,
     Group,
     Method,
+    O,
     Op,
     Plan,
     Problem,
+    Q,
     RequestError,
     RowSums,
     ScheduleTime,
     Steps,
+    Tensor,
     divisors,
     line_of,
     receive_next,
@@ -245,9 +255,9 @@ class Mesh(Method):
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The plan of algorithm 2, or of the searched schedule; between all-to-alls where heads are split."""
         if problem.layout.head_parallel > 1:
-            q, kv, o = self._chunks(problem, "q_h", "kv_h", "o_h")
+            q, kv, o = self._chunks(problem, Q.by_heads, KV.by_heads, O.by_heads)
             return by_heads(problem, q[0], kv[0], o[0], lambda steps: self._attend(steps, problem, costs, q, kv, o))
-        q, kv, o = self._chunks(problem, "q", "kv", "o")
+        q, kv, o = self._chunks(problem, Q, KV, O)
         steps = Steps()
         self._attend(steps, problem, costs, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
@@ -255,18 +265,18 @@ class Mesh(Method):
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The plan of algorithm 3, or of the searched schedule; between all-to-alls where heads are split."""
         if problem.layout.head_parallel > 1:
-            q, o = self._chunks(problem, "q_h", "o_h")
-            odoq, kv, dq, dkv = chunks = self._chunks(problem, "odoq_h", "kv_h", "dq_h", "dkv_h")
+            q, o = self._chunks(problem, Q.by_heads, O.by_heads)
+            odoq, kv, dq, dkv = chunks = self._chunks(problem, ODOQ.by_heads, KV.by_heads, DQ.by_heads, DKV.by_heads)
             gathered, reduced = (odoq[0], kv[0]), (dq[0], dkv[0])
             return by_heads_backward(
                 problem, q[0], o[0], *gathered, *reduced, lambda s: self._attend_backward(s, problem, costs, *chunks)
             )
-        odoq, kv, dq, dkv = self._chunks(problem, "odoq", "kv", "dq", "dkv")
+        odoq, kv, dq, dkv = self._chunks(problem, ODOQ, KV, DQ, DKV)
         steps = Steps()
         self._attend_backward(steps, problem, costs, odoq, kv, dq, dkv)
         return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """Section 3.8: per slice, a - 1 chunks of each tensor of the Q group and b - 1 of each of the KV group.
 
         All-to-alls send (u - 1) / u chunks of each tensor; a chunk of kv_h has max(kv_heads, u) heads.
@@ -277,16 +287,18 @@ class Mesh(Method):
         if u > 1:
             dealt = Fraction(u - 1, u)
             if phase == "forward":
-                return {"q": dealt, "q_h": q, "kv_h": dealt + kv, "o_h": q, "out": dealt}
-            return {"do": dealt, f"{self._sent}_h": q, "kv_h": kv, "dq_h": q, "dq": dealt, "dkv_h": kv + dealt}
+                return {Q: dealt, Q.by_heads: q, KV.by_heads: dealt + kv, O.by_heads: q, OUT: dealt}
+            return {
+                DO: dealt, self._sent.by_heads: q, KV.by_heads: kv, DQ.by_heads: q, DQ: dealt, DKV.by_heads: kv + dealt
+            }  # fmt: skip
         if phase == "forward":
-            return {"q": q, "kv": kv, "o": q}
-        return {self._sent: q, "kv": kv, "dq": q, "dkv": kv}
+            return {Q: q, KV: kv, O: q}
+        return {self._sent: q, KV: kv, DQ: q, DKV: kv}
 
     @property
-    def _sent(self) -> str:
+    def _sent(self) -> Tensor:
         """The tensor that the backward sends along Q groups."""
-        return "doq" if self.row_sums else "odoq"
+        return DOQ if self.row_sums else ODOQ
 
     def schedule_time(self, problem: Problem, phase: str, costs: CostProfile) -> ScheduleTime | None:
         """The time of the tile's steps, and the least time of any order of them (mesh_bounds.py).
@@ -296,26 +308,25 @@ class Mesh(Method):
         if self.lanes != "one" or math.isinf(costs.block_s(phase)):
             return None
         problem = self.dealt(problem)
-        suffix = "_h" if problem.layout.head_parallel > 1 else ""
-        names: tuple[str, ...] = ("q", "kv", "o") if phase == "forward" else ("odoq", "kv", "dq", "dkv")
-        sent = [self._sent if name == "odoq" else name for name in names]
-        moving: dict[str, Slices] = dict(
-            zip(names, self._chunks(problem, *(name + suffix for name in sent)), strict=True)
-        )
+        tensors = (Q, KV, O) if phase == "forward" else (ODOQ, KV, DQ, DKV)
+        sent = [self._sent if tensor is ODOQ else tensor for tensor in tensors]
+        split = problem.layout.head_parallel > 1
+        chunks = self._chunks(problem, *(tensor.by_heads if split else tensor for tensor in sent))
+        moving = dict(zip(tensors, chunks, strict=True))
         times, moves = self._moves(problem, costs.of_a_slice(problem), phase, moving)
         return ScheduleTime(time_of(times, moves), least_s(times))
 
     def _attend(self, steps: Steps, problem: Problem, costs: CostProfile, q: Slices, kv: Slices, o: Slices) -> None:
         """Add the tile's forward."""
-        moving = {"q": q, "kv": kv, "o": o}
+        moving = {Q: q, KV: kv, O: o}
         _, moves = self._moves(problem, costs, "forward", moving)
         self._emit(steps, moves, (q, kv), (o,), lambda i, u, v: [Attend(q[i].at(u), kv[i].at(v), o[i].at(u))])
 
     def _attend_backward(self, steps: Steps, problem: Problem, costs: CostProfile, *chunks: Slices) -> None:
         """Add the tile's backward."""
         odoq, kv, dq, dkv = chunks
-        sent = [x._replace(tensor=x.tensor.replace("odoq", self._sent)) for x in odoq]
-        moving = {"odoq": sent, "kv": kv, "dq": dq, "dkv": dkv}
+        sent = [x._replace(tensor=self._sent.by_heads if x.tensor.is_by_heads else self._sent) for x in odoq]
+        moving = {ODOQ: sent, KV: kv, DQ: dq, DKV: dkv}
         _, moves = self._moves(problem, costs, "backward", moving)
         summed = self.row_sums and self.tile_shape(problem.n)[0] > 1
         whole = {(i, 0) for i in range(len(odoq))}
@@ -333,7 +344,7 @@ class Mesh(Method):
         self._emit(steps, moves, (sent, kv), (dq, dkv), block)
 
     def _moves(
-        self, problem: Problem, costs: CostProfile, phase: str, moving: Mapping[str, Slices]
+        self, problem: Problem, costs: CostProfile, phase: str, moving: Mapping[Tensor, Slices]
     ) -> tuple[TileTimes, list[Move]]:
         """The tile's costs, and the steps of the schedule that the option names."""
         names = {name: slices[0].tensor for name, slices in moving.items()}
@@ -355,10 +366,10 @@ class Mesh(Method):
             for step in greedy
         ]
 
-    def _chunks(self, problem: Problem, *tensors: str) -> tuple[Slices, ...]:
+    def _chunks(self, problem: Problem, *tensors: Tensor) -> tuple[Slices, ...]:
         """The rank's own chunks, by slice. The home of KV and dKV is the KV group, of others the Q group (table 1)."""
         q_group, kv_group = self._groups(problem)
-        chunks = (Chunk(t, 0, kv_group if t.removesuffix("_h") in ("kv", "dkv") else q_group) for t in tensors)
+        chunks = (Chunk(t, 0, kv_group if t.of_keys else q_group) for t in tensors)
         return tuple(chunk.slices(problem.head_slices) for chunk in chunks)
 
     def _groups(self, problem: Problem) -> tuple[Group, Group]:
@@ -384,7 +395,7 @@ class Mesh(Method):
         for hop, blocks in moves:
             steps.next()
             if hop:
-                lane = "rings" if self.lanes == "one" else hop.tensor
+                lane = "rings" if self.lanes == "one" else hop.tensor.name
                 if hop.tensor in received:
                     steps.do(receive_next(received[hop.tensor][hop.slice], hops[hop], lane))
                 else:
@@ -398,14 +409,14 @@ class Mesh(Method):
         steps.do(*unfolded.values())
 
 
-def _hiding(problem: Problem, costs: CostProfile, phase: str, moving: Mapping[str, Slices]) -> dict[str, int]:
-    """The paper's c_Q, c_KV, ... by its name of the tensor (CostProfile.hiding_blocks)."""
+def _hiding(problem: Problem, costs: CostProfile, phase: str, moving: Mapping[Tensor, Slices]) -> dict[Tensor, int]:
+    """The paper's c_Q, c_KV, ... by its own tensor (CostProfile.hiding_blocks)."""
     return {name: costs.hiding_blocks(problem, x.tensor, line_of(x).group, phase) for name, (x, *_) in moving.items()}
 
 
 def _relative_times(
     problem: Problem, costs: CostProfile, phase: str, *chunks: Slices
-) -> tuple[dict[str, float], float]:
+) -> tuple[dict[Tensor, float], float]:
     """(time of a hop by tensor, time of a block); only their ratios matter."""
     if math.isinf(costs.block_s(phase)):
         return {x.tensor: 0.0 for x, *_ in chunks}, 1.0

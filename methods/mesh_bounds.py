@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from sp_bench.plan import Tensor
+
 if TYPE_CHECKING:
     from sp_bench.methods.mesh_search import Block, Hop, TileTimes
 
@@ -56,7 +58,7 @@ def time_of(times: TileTimes, steps: Iterable[tuple[Hop | None, Sequence[Block]]
     lane_s = now_s = 0.0
     rows, columns = ([[0.0] for _ in slices] for _ in range(2))
     brought_s: dict[Hop, float] = {}
-    ends: dict[tuple[str | None, int, int], float] = {}
+    ends: dict[tuple[Tensor | None, int, int], float] = {}
     for hop, blocks in steps:
         if hop and hop.tensor in (names.o, names.dkv):
             first = hop not in brought_s
@@ -72,7 +74,7 @@ def time_of(times: TileTimes, steps: Iterable[tuple[Hop | None, Sequence[Block]]
     return max(lane_s, now_s)
 
 
-def _hops(times: TileTimes) -> dict[str, int]:
+def _hops(times: TileTimes) -> dict[Tensor, int]:
     """How often each tensor hops, by slice."""
     names, a, b = times.tensors, times.a, times.b
     hops = {names.q: a - 1, names.kv: b - 1, names.o: a - 1}

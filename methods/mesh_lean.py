@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sp_bench.methods.mesh_search import Block, Hop, Tensors
+from sp_bench.plan import Tensor
 
 ORDERS = ("rows", "columns")
 """The side that streams by."""
@@ -37,8 +38,8 @@ class _Side(NamedTuple):
     """One side of a tile."""
 
     lines: int
-    gathered: str
-    reduced: str | None
+    gathered: Tensor
+    reduced: Tensor | None
     """The tensor of its partials; None forward for columns."""
 
 
@@ -50,7 +51,7 @@ def lean_order(order: str, a: int, b: int, tensors: Tensors) -> Iterator[Step]:
     def block(line: int, i: int) -> tuple[Block, ...]:
         return (Block(0, line, i) if order == "rows" else Block(0, i, line),)
 
-    def hop(tensor: str | None, wanted: bool = True) -> Iterator[Step]:
+    def hop(tensor: Tensor | None, wanted: bool = True) -> Iterator[Step]:
         if tensor and wanted:
             yield Hop(0, tensor), ()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sp_bench.plan import DKV, DQ, KV, ODOQ, O, Q, Tensor
+
 
 @dataclass
 class Tile:
@@ -101,12 +103,12 @@ def _first_bit(bits: int) -> int:
 class Step:
     """One step: at most one transfer, and the blocks that overlap it."""
 
-    transfer: str
-    """The tensor that moves one hop (q, kv, o, odoq, dq, dkv), or "" for none."""
+    transfer: Tensor | None
+    """The tensor that moves one hop (Q, KV, O, ODOQ, DQ, DKV); None for no transfer."""
     blocks: tuple[tuple[int, int], ...]
 
 
-def forward_schedule(a: int, b: int, c: Mapping[str, int], *, runs: bool = False) -> list[Step]:
+def forward_schedule(a: int, b: int, c: Mapping[Tensor, int], *, runs: bool = False) -> list[Step]:
     """The steps of algorithm 2. `c` has c_Q, c_KV and c_O, by tensor: how many blocks hide one hop of it.
 
     With `runs`, which is ours, a step's blocks are of one row where there are enough, so that they can be fused.
@@ -122,32 +124,32 @@ def forward_schedule(a: int, b: int, c: Mapping[str, int], *, runs: bool = False
         return tuple(blocks)
 
     while not tile.received_all:
-        blocks = compute_blocks(c[chosen := _receive(tile, "q", c)])
+        blocks = compute_blocks(c[chosen := _receive(tile, Q, c)])
         steps.append(Step(chosen, blocks))
         _received(tile, chosen)
     while sent_o < a - 1:
         while tile.rows[sent_o + 1]:
-            steps.append(Step("", compute_blocks(1)))
-        steps.append(Step("o", compute_blocks(c["o"])))
+            steps.append(Step(None, compute_blocks(1)))
+        steps.append(Step(O, compute_blocks(c[O])))
         sent_o += 1
     while any(tile.rows):
-        steps.append(Step("", compute_blocks(1)))
+        steps.append(Step(None, compute_blocks(1)))
     return steps
 
 
-def backward_schedule(a: int, b: int, c: Mapping[str, int], *, runs: bool = False) -> list[Step]:
+def backward_schedule(a: int, b: int, c: Mapping[Tensor, int], *, runs: bool = False) -> list[Step]:
     """The steps of algorithm 3. `c` has c_OdOQ, c_KV, c_dQ and c_dKV, by tensor: how many blocks hide one hop of it.
 
     The paper's loop ends with the last send. Block (0, 0), which no send waits for, may be left then: it is added.
     `runs` is as in `forward_schedule`, by columns.
     """
-    tile, steps, sent = Tile(a, b), [], {"dq": 0, "dkv": 0}
+    tile, steps, sent = Tile(a, b), [], {DQ: 0, DKV: 0}
 
     def choose_next_block() -> tuple[int, int] | None:
         row, column = _first_unfinished(tile.rows), _first_unfinished(tile.columns)
         # c_dQ / n_dQ < c_dKV / n_dKV. Row and column 0 have no profit, as finishing them allows no send.
-        dq_profit = c["dq"] * tile.columns[column].bit_count() if row else 0
-        dkv_profit = c["dkv"] * tile.rows[row].bit_count() if column else 0
+        dq_profit = c[DQ] * tile.columns[column].bit_count() if row else 0
+        dkv_profit = c[DKV] * tile.rows[row].bit_count() if column else 0
         return tile.next_in_columns() if dq_profit < dkv_profit else tile.next_in_rows()
 
     def compute_blocks(x: int) -> tuple[tuple[int, int], ...]:
@@ -159,33 +161,33 @@ def backward_schedule(a: int, b: int, c: Mapping[str, int], *, runs: bool = Fals
             blocks.append(tile.compute(block))
         return tuple(blocks)
 
-    def valid(tensor: str) -> bool:
-        lines = tile.rows if tensor == "dq" else tile.columns
+    def valid(tensor: Tensor) -> bool:
+        lines = tile.rows if tensor is DQ else tile.columns
         return sent[tensor] + 1 < len(lines) and not lines[sent[tensor] + 1]
 
     while not tile.received_all:
-        blocks = compute_blocks(c[chosen := _receive(tile, "odoq", c)])
+        blocks = compute_blocks(c[chosen := _receive(tile, ODOQ, c)])
         steps.append(Step(chosen, blocks))
         _received(tile, chosen)
-    while sent["dq"] < a - 1 or sent["dkv"] < b - 1:
-        while not (valid("dq") or valid("dkv")):
-            steps.append(Step("", compute_blocks(1)))
-        for tensor in ("dq", "dkv"):
+    while sent[DQ] < a - 1 or sent[DKV] < b - 1:
+        while not (valid(DQ) or valid(DKV)):
+            steps.append(Step(None, compute_blocks(1)))
+        for tensor in (DQ, DKV):
             if valid(tensor):
                 steps.append(Step(tensor, compute_blocks(c[tensor])))
                 sent[tensor] += 1
     while any(tile.rows):
-        steps.append(Step("", compute_blocks(1)))
+        steps.append(Step(None, compute_blocks(1)))
     return steps
 
 
-def _receive(tile: Tile, q: str, c: Mapping[str, int]) -> str:
-    """The tensor to receive next: `q` if n_Q / c_Q > n_KV / c_KV, else kv."""
-    return q if tile.unlocked_by_q() * c["kv"] > tile.unlocked_by_kv() * c[q] else "kv"
+def _receive(tile: Tile, q: Tensor, c: Mapping[Tensor, int]) -> Tensor:
+    """The tensor to receive next: `q` if n_Q / c_Q > n_KV / c_KV, else KV."""
+    return q if tile.unlocked_by_q() * c[KV] > tile.unlocked_by_kv() * c[q] else KV
 
 
-def _received(tile: Tile, tensor: str) -> None:
-    if tensor == "kv":
+def _received(tile: Tile, tensor: Tensor) -> None:
+    if tensor is KV:
         tile.kv_received += 1
     else:
         tile.q_received += 1

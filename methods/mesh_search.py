@@ -22,6 +22,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from sp_bench.methods.mesh_bounds import busy_s, least_s
+from sp_bench.plan import Tensor
 
 EVALUATIONS = 200_000
 """Most blocks placed while hops are moved, summed over the orders tried: about half a second. Starts take as long."""
@@ -42,7 +43,7 @@ class Hop(NamedTuple):
     """One hop of one slice's tensor. The hops of a tensor are equal values; their order is that round its ring."""
 
     slice: int
-    tensor: str
+    tensor: Tensor
 
 
 class Block(NamedTuple):
@@ -67,10 +68,10 @@ class Placed(NamedTuple):
 class Tensors:
     """Tensors that travel in one phase: q (rows) and kv (columns) are gathered, o (rows) and dkv (columns) reduced."""
 
-    q: str
-    kv: str
-    o: str
-    dkv: str | None
+    q: Tensor
+    kv: Tensor
+    o: Tensor
+    dkv: Tensor | None
     """None in the forward."""
 
 
@@ -82,7 +83,7 @@ class TileTimes:
     b: int
     tensors: Tensors
     block_s: float
-    hop_s: Mapping[str, float]
+    hop_s: Mapping[Tensor, float]
     slices: int = 1
 
     def allowed(self, order: Sequence[Hop]) -> bool:
@@ -125,7 +126,7 @@ class _Placing:
         self._left = {"row": [[times.b] * times.a for _ in slices], "column": [[times.a] * times.b for _ in slices]}
         self._needed = {
             "row": [_places(order, Hop(i, names.o), times.a) for i in slices],
-            "column": [_places(order, Hop(i, names.dkv or ""), times.b) for i in slices],
+            "column": [_places(order, Hop(i, names.dkv) if names.dkv else None, times.b) for i in slices],
         }
         self._rows, self._columns = ([[0.0] for _ in slices] for _ in range(2))
         self._ready: list[tuple[tuple[int, int], Block]] = []
@@ -208,13 +209,13 @@ class _Placing:
             heapq.heappush(self._ready, ((min(row, column), max(row, column)), block))
 
 
-def _places(order: Sequence[Hop], sent: Hop, lines: int) -> list[int]:
+def _places(order: Sequence[Hop], sent: Hop | None, lines: int) -> list[int]:
     """For each row or column, the place in the order of the hop that sends it. The own one, #0, is never sent."""
     hops = [place for place, hop in enumerate(order) if hop == sent]
     return [len(order), *hops] if hops else [len(order)] * lines
 
 
-def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[Hop], Placed]:
+def search(times: TileTimes, greedy: Sequence[Tensor]) -> tuple[list[Hop], Placed]:
     """(order, its timing) of the best order found: never slower than the greedy order, one slice after another.
 
     It ends early with an order that no other beats by more than CLOSE (mesh_bounds.least_s).
@@ -244,7 +245,7 @@ def search(times: TileTimes, greedy: Sequence[str]) -> tuple[list[Hop], Placed]:
     return order, best
 
 
-def _starts(times: TileTimes, greedy: Sequence[str]) -> Iterator[list[Hop]]:
+def _starts(times: TileTimes, greedy: Sequence[Tensor]) -> Iterator[list[Hop]]:
     """Orders to start from: several orders of one slice, each with several distances between slices."""
     few = len(greedy) <= FEW_HOPS
     for order in _every(times, greedy) if few else (greedy, *_complete_first(times)):
@@ -253,20 +254,20 @@ def _starts(times: TileTimes, greedy: Sequence[str]) -> Iterator[list[Hop]]:
             yield _lagging(times, order, lag)
 
 
-def _lagging(times: TileTimes, order: Sequence[str], lag: int) -> list[Hop]:
+def _lagging(times: TileTimes, order: Sequence[Tensor], lag: int) -> list[Hop]:
     """The order of all slices' hops, each slice `lag` hops behind the one before."""
     hops = [(i * lag + place, Hop(i, name)) for i in range(times.slices) for place, name in enumerate(order)]
     return [hop for _, hop in sorted(hops, key=lambda placed: (placed[0], placed[1].slice))]
 
 
-def _every(times: TileTimes, order: Sequence[str]) -> Iterator[list[str]]:
+def _every(times: TileTimes, order: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """All allowed orders of one slice's hops, in a deterministic sequence: every rank must find the same schedule."""
     for other in dict.fromkeys(permutations(order)):
         if times.allowed([Hop(0, name) for name in other]):
             yield list(other)
 
 
-def _complete_first(times: TileTimes) -> Iterator[list[str]]:
+def _complete_first(times: TileTimes) -> Iterator[list[Tensor]]:
     """Orders that receive all rows first or all columns first, and send each complete partial at once."""
     names, a, b = times.tensors, times.a - 1, times.b - 1
     if names.dkv is None:

@@ -19,6 +19,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DKV,
+    DOQ,
+    DQ,
+    KV,
+    ODOQ,
     Attend,
     AttendBackward,
     Chunk,
@@ -26,12 +31,15 @@ from sp_bench.plan import (
     Group,
     Join,
     Method,
+    O,
     Op,
     Plan,
     Problem,
+    Q,
     RequestError,
     RowSums,
     Steps,
+    Tensor,
     receive_next,
     return_home,
 )
@@ -71,7 +79,7 @@ class PassQ(Method):
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Step s computes with Q#s while Q#(s+1) arrives. At the end every O#s goes to its owner."""
         ring = Group(1, problem.n)
-        q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
+        q, kv, o = (Chunk(tensor, 0, ring) for tensor in (Q, KV, O))
         steps = Steps()
         self._ring(steps, q, [[Attend(q.at(s), kv, o.at(s))] for s in range(problem.n)])
         self._all_home(steps, o)
@@ -80,11 +88,11 @@ class PassQ(Method):
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Step s computes with OdOQ#s while OdOQ#(s+1) arrives. At the end every dQ#s goes to its owner."""
         ring = Group(1, problem.n)
-        odoq, kv, dq, dkv = (Chunk(tensor, 0, ring) for tensor in ("odoq", "kv", "dq", "dkv"))
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, ring) for tensor in (ODOQ, KV, DQ, DKV))
         steps, moving = Steps(), odoq
         blocks: list[list[Op]] = [[AttendBackward(odoq.at(s), kv, dq.at(s), dkv)] for s in range(problem.n)]
         if self.row_sums and problem.n > 1:
-            moving = odoq._replace(tensor="doq")
+            moving = odoq._replace(tensor=DOQ)
             steps.next()
             steps.do(RowSums((odoq,), moving))
             blocks[1:] = [[RowSums((moving.at(s),), odoq.at(s)), *blocks[s]] for s in range(1, problem.n)]
@@ -92,10 +100,10 @@ class PassQ(Method):
         self._all_home(steps, dq)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """n - 1 chunks of Q (OdOQ), and as many of O (dQ)."""
         hops = problem.n - 1
-        return {"q": hops, "o": hops} if phase == "forward" else {"doq" if self.row_sums else "odoq": hops, "dq": hops}
+        return {Q: hops, O: hops} if phase == "forward" else {DOQ if self.row_sums else ODOQ: hops, DQ: hops}
 
     def _ring(self, steps: Steps, q: Chunk, blocks: Sequence[Sequence[Op]]) -> None:
         for s, block in enumerate(blocks):

@@ -9,7 +9,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sp_bench.plan import Attend, AttendBackward, Chunk, CostProfile, Group, Method, Plan, Problem, RequestError, Steps
+from sp_bench.plan import (
+    DKV,
+    DQ,
+    KV,
+    ODOQ,
+    Attend,
+    AttendBackward,
+    Chunk,
+    CostProfile,
+    Group,
+    Method,
+    O,
+    Plan,
+    Problem,
+    Q,
+    RequestError,
+    Steps,
+    Tensor,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +50,7 @@ class Reference(Method):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """One forward block."""
-        q, kv, o = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("q", "kv", "o"))
+        q, kv, o = (Chunk(tensor, 0, Group(1, 1)) for tensor in (Q, KV, O))
         steps = Steps()
         steps.next()
         steps.do(Attend(q, kv, o))
@@ -40,12 +58,12 @@ class Reference(Method):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """One backward block."""
-        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("odoq", "kv", "dq", "dkv"))
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, 1)) for tensor in (ODOQ, KV, DQ, DKV))
         steps = Steps()
         steps.next()
         steps.do(AttendBackward(odoq, kv, dq, dkv))
         return steps.plan("backward", 1, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """Empty: nothing is sent."""
         return {}

@@ -21,16 +21,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DKV,
     DOWN,
+    DQ,
+    KV,
+    ODOQ,
     Attend,
     AttendBackward,
     Chunk,
     CostProfile,
     Group,
     Method,
+    O,
     Plan,
     Problem,
+    Q,
     Steps,
+    Tensor,
     receive_next,
     reduce_next,
 )
@@ -51,22 +58,22 @@ class Ring(Method):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """One round of the ring (pass_round, pass_round_backward)."""
-        q, kv, o = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in ("q", "kv", "o"))
+        q, kv, o = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in (Q, KV, O))
         steps = Steps()
         pass_round(steps, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(q, kv), outputs=(o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """One round of the ring (pass_round, pass_round_backward)."""
-        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in ("odoq", "kv", "dq", "dkv"))
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n, DOWN)) for tensor in (ODOQ, KV, DQ, DKV))
         steps = Steps()
         pass_round_backward(steps, odoq, kv, dq, dkv)
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """n - 1 chunks of KV, and backward as many of dKV."""
         hops = problem.n - 1
-        return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
+        return {KV: hops} if phase == "forward" else {KV: hops, DKV: hops}
 
 
 def pass_round(steps: Steps, q: Chunk, kv: Chunk, o: Chunk) -> None:

@@ -29,7 +29,11 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DKV,
     DOWN,
+    DQ,
+    KV,
+    ODOQ,
     Attend,
     AttendBackward,
     Chunk,
@@ -40,11 +44,14 @@ from sp_bench.plan import (
     Grid,
     Group,
     Line,
+    O,
     Pass,
     Plan,
     Problem,
+    Q,
     Sized,
     Steps,
+    Tensor,
     all_gather,
     divisors,
     receive_next,
@@ -88,8 +95,8 @@ class StarTrail(Sized, CollectiveMethod):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The four stages of the header."""
-        q, kv, o = (self._in_team(tensor) for tensor in ("q", "kv", "o"))
-        orbit = self._in_orbit("kv", problem)
+        q, kv, o = (self._in_team(tensor) for tensor in (Q, KV, O))
+        orbit = self._in_orbit(KV, problem)
         steps = Steps()
         self._gather(steps, problem, q, kv, orbit)
         for s in range(problem.n // self.size**2):
@@ -102,8 +109,8 @@ class StarTrail(Sized, CollectiveMethod):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """The four stages, with dKV one hop behind KV, then back to its team."""
-        odoq, kv, dq, dkv = (self._in_team(tensor) for tensor in ("odoq", "kv", "dq", "dkv"))
-        orbit, orbit_dkv = self._in_orbit("kv", problem), self._in_orbit("dkv", problem)
+        odoq, kv, dq, dkv = (self._in_team(tensor) for tensor in (ODOQ, KV, DQ, DKV))
+        orbit, orbit_dkv = self._in_orbit(KV, problem), self._in_orbit(DKV, problem)
         lines, size = self._lines(orbit_dkv), problem.n // self.size**2
         steps = Steps()
         self._gather(steps, problem, odoq, kv, orbit)
@@ -125,23 +132,23 @@ class StarTrail(Sized, CollectiveMethod):
         steps.do(*reduce_scatter(dkv, lane="dkv", library=self.by_library(problem)))
         return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas, by tensor."""
         team, rings = self.size - 1, self.size - 1 + problem.n // self.size - self.size
-        sent = ("q", "kv", "o") if phase == "forward" else ("odoq", "kv", "dq", "dkv")
+        sent = (Q, KV, O) if phase == "forward" else (ODOQ, KV, DQ, DKV)
         gathered = {tensor: team * self.padding(problem, tensor) for tensor in sent}
-        return {t: count + rings * (t in ("kv", "dkv")) for t, count in gathered.items()}
+        return {t: count + rings * t.of_keys for t, count in gathered.items()}
 
     @property
     def _partners(self) -> Exchange:
         """Pairs rank c of team s with rank s of team c."""
         return Exchange(Group(1, self.size), Group(self.size, self.size))
 
-    def _in_team(self, tensor: str) -> Chunk:
+    def _in_team(self, tensor: Tensor) -> Chunk:
         """#u belongs to the team's rank u ahead."""
         return Chunk(tensor, 0, Group(1, self.size))
 
-    def _in_orbit(self, tensor: str, problem: Problem) -> Chunk:
+    def _in_orbit(self, tensor: Tensor, problem: Problem) -> Chunk:
         """#(e + C s) belongs to the rank that is e ahead of this rank's partner in its team, s blocks behind."""
         size = self.size
         return Chunk(tensor, 0, Grid(Group(1, size), Group(size**2, problem.n // size**2, DOWN), self._partners))

@@ -23,7 +23,24 @@ from math import gcd
 from typing import ClassVar
 
 from sp_bench.methods.double_ring import DoubleRing, pass_rounds, pass_rounds_backward, rings
-from sp_bench.plan import DOWN, Chunk, CostProfile, Group, Plan, Problem, RequestError, Steps, divisors
+from sp_bench.plan import (
+    DKV,
+    DOWN,
+    DQ,
+    KV,
+    ODOQ,
+    Chunk,
+    CostProfile,
+    Group,
+    O,
+    Plan,
+    Problem,
+    Q,
+    RequestError,
+    Steps,
+    Tensor,
+    divisors,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,25 +85,25 @@ class TASP(DoubleRing):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Both levels of rings, the inner ones side by side (pass_rounds)."""
-        q, kv, o = (self._slices(tensor, problem) for tensor in ("q", "kv", "o"))
+        q, kv, o = (self._slices(tensor, problem) for tensor in (Q, KV, O))
         steps = Steps()
         pass_rounds(steps, q, kv, o)
         return steps.plan("forward", problem.n, inputs=(*q, *kv), outputs=tuple(o))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Both levels of rings, the inner ones side by side (pass_rounds_backward)."""
-        odoq, kv, dq, dkv = (self._slices(tensor, problem) for tensor in ("odoq", "kv", "dq", "dkv"))
+        odoq, kv, dq, dkv = (self._slices(tensor, problem) for tensor in (ODOQ, KV, DQ, DKV))
         steps = Steps()
         pass_rounds_backward(steps, odoq, kv, dq, dkv)
         return steps.plan("backward", problem.n, inputs=(*odoq, *kv), outputs=(*dq, *dkv))
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """As DoubleRing's in each slice; a chunk holds one slice here."""
         return {name: count * problem.head_slices for name, count in super().chunks_sent(problem, phase).items()}
 
-    def _slices(self, tensor: str, problem: Problem) -> list[Chunk]:
+    def _slices(self, tensor: Tensor, problem: Problem) -> list[Chunk]:
         """The rank's own chunk in slices; each slice of KV and dKV is at home in its own ring."""
-        if tensor not in ("kv", "dkv"):
+        if not tensor.of_keys:
             return Chunk(tensor, 0, Group(1, problem.n)).slices(problem.head_slices)
         ways = [DOWN * step for step in _steps(self.size)[: problem.head_slices]]
         return [Chunk(tensor, 0, rings(problem.n, self.size, way=way), heads=i) for i, way in enumerate(ways)]

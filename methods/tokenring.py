@@ -30,7 +30,11 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DKV,
     DOWN,
+    DQ,
+    KV,
+    ODOQ,
     UP,
     Attend,
     AttendBackward,
@@ -38,12 +42,15 @@ from sp_bench.plan import (
     CostProfile,
     Group,
     Method,
+    O,
     Op,
     Pass,
     Plan,
     Problem,
+    Q,
     RequestError,
     Steps,
+    Tensor,
     divisors,
     receive_next,
     reduce_next,
@@ -85,7 +92,7 @@ class TokenRing(Method):
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 1, once for each node's KV."""
         ring, across = self._groups(problem)
-        q, o, kv = Chunk("q", 0, ring), Chunk("o", 0, ring), Chunk("kv", 0, across)
+        q, o, kv = Chunk(Q, 0, ring), Chunk(O, 0, ring), Chunk(KV, 0, across)
         steps, move = Steps(), self._move(problem)
         for node in range(across.size):
             blocks = [Attend(q.at(-move * s), kv.at(node), o.at(-move * s)) for s in range(ring.size)]
@@ -95,8 +102,8 @@ class TokenRing(Method):
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Algorithm 1 with OdOQ and dQ. After each round, dKV of that round's KV goes on to the next node."""
         ring, across = self._groups(problem)
-        odoq, dq = Chunk("odoq", 0, ring), Chunk("dq", 0, ring)
-        kv, dkv = Chunk("kv", 0, across), Chunk("dkv", 0, across)
+        odoq, dq = Chunk(ODOQ, 0, ring), Chunk(DQ, 0, ring)
+        kv, dkv = Chunk(KV, 0, across), Chunk(DKV, 0, across)
         steps, unfolded, move = Steps(), [], self._move(problem)
         for node in range(across.size):
             blocks = [
@@ -120,13 +127,13 @@ class TokenRing(Method):
         """The number of nodes, and the share s of Q that is sent."""
         return {"nodes": self.nodes, "s": float(self._share(problem))}
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas, by tensor."""
         ring, across = self._groups(problem)
         within, between = self._share(problem) * across.size * (ring.size - 1), across.size - 1
         if phase == "forward":
-            return {"q": within, "o": within, "kv": between}
-        return {"odoq": within, "dq": within, "kv": between, "dkv": between}
+            return {Q: within, O: within, KV: between}
+        return {ODOQ: within, DQ: within, KV: between, DKV: between}
 
     def _trims(self, problem: Problem) -> bool:
         return self.trim and problem.blocks.skips_queries and problem.layout.name == "zigzag"

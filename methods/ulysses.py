@@ -22,7 +22,13 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.plan import (
+    DKV,
+    DO,
     DOWN,
+    DQ,
+    KV,
+    ODOQ,
+    OUT,
     AllToAll,
     Attend,
     AttendBackward,
@@ -31,10 +37,13 @@ from sp_bench.plan import (
     CollectiveMethod,
     CostProfile,
     Group,
+    O,
     Plan,
     Problem,
+    Q,
     RequestError,
     Steps,
+    Tensor,
     divisors,
 )
 
@@ -72,26 +81,26 @@ class Ulysses(CollectiveMethod):
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of Q and KV, attention, all-to-all of O."""
-        q_h, kv_h, o_h = self._chunks(problem, "q_h", "kv_h", "o_h")
+        q_h, kv_h, o_h = self._chunks(problem, Q.by_heads, KV.by_heads, O.by_heads)
         return by_heads(
             problem, q_h, kv_h, o_h, lambda steps: self._attend(problem, steps, q_h, kv_h, o_h), self._by_messages
         )
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """All-to-all of dO, attention backward, all-to-all of dQ and dKV."""
-        q_h, o_h, odoq_h, kv_h = self._chunks(problem, "q_h", "o_h", "odoq_h", "kv_h")
-        dq_h, dkv_h = self._chunks(problem, "dq_h", "dkv_h")
+        q_h, o_h, odoq_h, kv_h = self._chunks(problem, Q.by_heads, O.by_heads, ODOQ.by_heads, KV.by_heads)
+        dq_h, dkv_h = self._chunks(problem, DQ.by_heads, DKV.by_heads)
         return by_heads_backward(
             problem, q_h, o_h, odoq_h, kv_h, dq_h, dkv_h,
             lambda steps: self._attend_backward(problem, steps, odoq_h, kv_h, dq_h, dkv_h), self._by_messages,
         )  # fmt: skip
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, n) heads."""
         dealt = Fraction(problem.n - 1, problem.n)
         if phase == "forward":
-            return {"q": dealt, "kv_h": dealt, "out": dealt}
-        return {"do": dealt, "dq": dealt, "dkv_h": dealt}
+            return {Q: dealt, KV.by_heads: dealt, OUT: dealt}
+        return {DO: dealt, DQ: dealt, DKV.by_heads: dealt}
 
     @property
     def _by_messages(self) -> bool:
@@ -107,7 +116,7 @@ class Ulysses(CollectiveMethod):
         steps.next()
         steps.do(AttendBackward(odoq_h, kv_h, dq_h, dkv_h))
 
-    def _chunks(self, problem: Problem, *tensors: str) -> tuple[Chunk, ...]:
+    def _chunks(self, problem: Problem, *tensors: Tensor) -> tuple[Chunk, ...]:
         """The rank's own chunks by heads. Their home is the ring of ranks that have the same heads."""
         u = self.head_parallel(problem.n)
         return tuple(Chunk(tensor, 0, Group(u, problem.n // u, DOWN)) for tensor in tensors)
@@ -123,7 +132,7 @@ def by_heads(
 ) -> Plan:
     """The forward plan whose attention, q_h, kv_h -> o_h, `attend` adds between the all-to-alls."""
     group, how = Group(1, problem.layout.head_parallel), by_messages
-    q, kv, out = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("q", "kv", "out"))
+    q, kv, out = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (Q, KV, OUT))
     steps = Steps()
     steps.next()
     steps.do(AllToAll(LANE, q, q_h, group, how), AllToAll(LANE, kv, kv_h, group, how))
@@ -146,8 +155,8 @@ def by_heads_backward(
 ) -> Plan:
     """The backward plan whose attention, odoq_h, kv_h -> dq_h, dkv_h, `attend` adds between the all-to-alls."""
     group, how = Group(1, problem.layout.head_parallel), by_messages
-    do, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("do", "dq", "dkv"))
-    do_h = q_h._replace(tensor="do_h")
+    do, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (DO, DQ, DKV))
+    do_h = q_h._replace(tensor=DO.by_heads)
     steps = Steps()
     steps.next()
     steps.do(AllToAll(LANE, do, do_h, group, how), Bundle((q_h, o_h, do_h), odoq_h))

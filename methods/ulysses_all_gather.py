@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import ClassVar
 
 from sp_bench.methods.usp import USP
-from sp_bench.plan import Attend, AttendBackward, Chunk, Problem, Steps, all_gather, reduce_scatter
+from sp_bench.plan import DKV, KV, Attend, AttendBackward, Chunk, Problem, Steps, Tensor, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class UlyssesAllGather(USP):
         u = self.head_parallel(n)
         return f"ulysses {u} x all-gather {n // u}"
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """USP's, with KV and dKV padded where the library gathers them."""
         others = problem.n // self.head_parallel(problem.n) - 1
-        gathered = ("kv_h",) if phase == "forward" else ("kv_h", "dkv_h")
+        gathered = (KV.by_heads,) if phase == "forward" else (KV.by_heads, DKV.by_heads)
         more = {tensor: others * (self.padding(problem, tensor) - 1) for tensor in gathered}
         return {tensor: count + more.get(tensor, 0) for tensor, count in super().chunks_sent(problem, phase).items()}
 

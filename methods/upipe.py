@@ -34,6 +34,12 @@ from typing import ClassVar
 
 from sp_bench.methods.ulysses import LANE, Ulysses
 from sp_bench.plan import (
+    DKV,
+    DO,
+    DQ,
+    KV,
+    ODOQ,
+    OUT,
     AllToAll,
     Attend,
     AttendBackward,
@@ -41,11 +47,14 @@ from sp_bench.plan import (
     Chunk,
     CostProfile,
     Group,
+    O,
     Op,
     Plan,
     Problem,
+    Q,
     RequestError,
     Steps,
+    Tensor,
     divisors,
 )
 
@@ -111,18 +120,18 @@ class UPipe(Ulysses):
         """The number of stages, in words."""
         return f"{self.stages} stages" + ("" if self.overlap else " one by one")
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk has the heads of one stage here."""
         dealt = Fraction(problem.n - 1, problem.n)
         queries, keys = problem.head_slices * dealt, problem.key_slices * dealt
         if phase == "forward":
-            return {"q": queries, "kv_h": keys, "out": queries}
-        return {"q": queries, "do": queries, "kv_h": keys, "dq": queries, "dkv_h": keys}
+            return {Q: queries, KV.by_heads: keys, OUT: queries}
+        return {Q: queries, DO: queries, KV.by_heads: keys, DQ: queries, DKV.by_heads: keys}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
         """For each stage: all-to-all of Q, and of KV where it is new, attention, all-to-all of O."""
-        q, kv, out = (_of_tokens(problem, tensor) for tensor in ("q", "kv", "out"))
-        q_h, kv_h, o_h = (self._by_heads(problem, tensor) for tensor in ("q_h", "kv_h", "o_h"))
+        q, kv, out = (_of_tokens(problem, tensor) for tensor in (Q, KV, OUT))
+        q_h, kv_h, o_h = (self._by_heads(problem, tensor) for tensor in (Q.by_heads, KV.by_heads, O.by_heads))
 
         def deal(stage: int) -> list[Op]:
             return [self._all_to_all(problem, x[i], x_h[i]) for x, x_h, i in _new(problem, stage, (q, q_h), (kv, kv_h))]
@@ -138,8 +147,8 @@ class UPipe(Ulysses):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """For each stage: all-to-all of Q, dO and new KV, attention backward, all-to-all of dQ and of whole dKV."""
-        q, do, kv, dq, dkv = (_of_tokens(problem, tensor) for tensor in ("q", "do", "kv", "dq", "dkv"))
-        by_heads = ("q_h", "o_h", "do_h", "odoq_h", "kv_h", "dq_h", "dkv_h")
+        q, do, kv, dq, dkv = (_of_tokens(problem, tensor) for tensor in (Q, DO, KV, DQ, DKV))
+        by_heads = (Q.by_heads, O.by_heads, DO.by_heads, ODOQ.by_heads, KV.by_heads, DQ.by_heads, DKV.by_heads)
         q_h, o_h, do_h, odoq_h, kv_h, dq_h, dkv_h = (self._by_heads(problem, tensor) for tensor in by_heads)
 
         def deal(stage: int) -> list[Op]:
@@ -177,12 +186,12 @@ class UPipe(Ulysses):
     def _all_to_all(self, problem: Problem, send: Chunk, recv: Chunk) -> AllToAll:
         return AllToAll(LANE, send, recv, Group(1, problem.n), self._by_messages)
 
-    def _by_heads(self, problem: Problem, tensor: str) -> list[Chunk]:
+    def _by_heads(self, problem: Problem, tensor: Tensor) -> list[Chunk]:
         (chunk,) = self._chunks(problem, tensor)
         return chunk.slices(problem.slices_of(tensor))
 
 
-def _of_tokens(problem: Problem, tensor: str) -> list[Chunk]:
+def _of_tokens(problem: Problem, tensor: Tensor) -> list[Chunk]:
     return Chunk(tensor, 0, Group(1, problem.n)).slices(problem.slices_of(tensor))
 
 

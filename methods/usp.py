@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from sp_bench.methods.ring import pass_round, pass_round_backward
 from sp_bench.methods.ulysses import Ulysses, degrees, settled_degree
-from sp_bench.plan import Chunk, Problem, Sized, Steps
+from sp_bench.plan import DKV, DO, DQ, KV, OUT, Chunk, Problem, Q, Sized, Steps, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +66,13 @@ class USP(Sized, Ulysses):
         """The value of u."""
         return {"u": self.head_parallel(problem.n)}
 
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, u) heads."""
         u = self.head_parallel(problem.n)
         dealt, hops = Fraction(u - 1, u), problem.n // u - 1
         if phase == "forward":
-            return {"q": dealt, "kv_h": dealt + hops, "out": dealt}
-        return {"do": dealt, "kv_h": hops, "dq": dealt, "dkv_h": dealt + hops}
+            return {Q: dealt, KV.by_heads: dealt + hops, OUT: dealt}
+        return {DO: dealt, KV.by_heads: hops, DQ: dealt, DKV.by_heads: dealt + hops}
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
         pass_round(steps, q_h, kv_h, o_h)

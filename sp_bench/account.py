@@ -21,7 +21,8 @@ from sp_bench.plan.demand import demand
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Pass, Plan, RowSums, Transfer
-from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem, is_of_keys, is_partial
+from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
 
 BACKWARD_OVER_FORWARD = 2.5
@@ -70,7 +71,7 @@ def _mean(sent: np.ndarray) -> float:
 
 
 def _is_statistic(tensor: str, name: str) -> bool:
-    return any(field.name == name and field.kind is Kind.STATISTIC for field in FIELDS[tensor])
+    return any(field.name == name and field.kind is Kind.STATISTIC for field in named(tensor).fields)
 
 
 def volume(plan: Plan, problem: Problem) -> Volume:
@@ -80,7 +81,7 @@ def volume(plan: Plan, problem: Problem) -> Volume:
         if isinstance(op, Transfer):
             for sizes in messages(op, problem, ranks, wanted.get(index)):
                 for name, size in sizes.items():
-                    counted = sent.setdefault((op.lane, op.carries, name), np.zeros(problem.n, np.int64))
+                    counted = sent.setdefault((op.lane, op.tensor.name, name), np.zeros(problem.n, np.int64))
                     counted += size
     return Volume(sent)
 
@@ -96,7 +97,7 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
     """
     ranks, wanted, sent, carried = np.arange(problem.n), demand(plan, problem), {}, Counter[Collective]()
     # A plan has thousands of operations, of few kinds: those to the same peers, of one tensor, in chunks of one size.
-    alike = dict[tuple[Group | Exchange, int, str] | int, list[int]]()
+    alike = dict[tuple[Group | Exchange, int, Tensor] | int, list[int]]()
     for index, op in plan:
         if isinstance(op, Collective) and cluster:
             carried[replace(op, lane="")] += 1
@@ -152,16 +153,16 @@ def lower_bound_bytes(problem: Problem, phase: str, *, kept: bool = False) -> fl
     """
     split, problem = problem.layout.head_parallel, problem.in_one_slice
 
-    def payload_bytes(tensor: str) -> float:
+    def payload_bytes(tensor: Tensor) -> float:
         return float(problem.mean_wire_bytes(tensor, statistics=False))
 
-    q, kv = payload_bytes("q_h") / split, payload_bytes("kv_h") / split
+    q, kv = payload_bytes(Q.by_heads) / split, payload_bytes(KV.by_heads) / split
     if phase == "forward":
-        per_row = q + min(payload_bytes("o_h"), payload_bytes("out_h")) / split
+        per_row = q + min(payload_bytes(O.by_heads), payload_bytes(OUT.by_heads)) / split
         per_column = kv
     else:
-        per_row = (1 if kept else 2) * q + payload_bytes("dq_h") / split
-        per_column = payload_bytes("dkv_h") / split + (0 if kept else kv)
+        per_row = (1 if kept else 2) * q + payload_bytes(DQ.by_heads) / split
+        per_column = payload_bytes(DKV.by_heads) / split + (0 if kept else kv)
     if isinstance(problem.blocks, PackBlocks):
         tokens = problem.seqlen / problem.n
         moved = split * problem.blocks.least_moved(per_row / tokens, per_column / tokens) / problem.n
@@ -191,15 +192,15 @@ def least_bytes(problem: Problem, phase: str) -> float | None:
         return None
     n, g, whole = problem.n, problem.heads // problem.kv_heads, problem.in_one_slice
 
-    def of_a_head(tensor: str, heads: int) -> float:
+    def of_a_head(tensor: Tensor, heads: int) -> float:
         return float(whole.mean_wire_bytes(tensor, statistics=False)) / heads
 
     if phase == "forward":
-        partial = min(of_a_head("o", problem.heads), of_a_head("out", problem.heads))
-        per_row, per_column = of_a_head("q", problem.heads) + partial, of_a_head("kv", problem.kv_heads)
+        partial = min(of_a_head(O, problem.heads), of_a_head(OUT, problem.heads))
+        per_row, per_column = of_a_head(Q, problem.heads) + partial, of_a_head(KV, problem.kv_heads)
     else:
-        per_row = of_a_head("do", problem.heads) + of_a_head("dq", problem.heads)
-        per_column = of_a_head("dkv", problem.kv_heads)
+        per_row = of_a_head(DO, problem.heads) + of_a_head(DQ, problem.heads)
+        per_column = of_a_head(DKV, problem.kv_heads)
 
     def cost(blocks: float) -> float:
         columns = math.sqrt(per_row * blocks / per_column)
@@ -291,7 +292,7 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     sliced = problem.head_slices > 1
 
     @cache  # a plan has thousands of chunks of few tensors
-    def held_bytes(tensor: str, summed: bool) -> int:
+    def held_bytes(tensor: Tensor, summed: bool) -> int:
         return problem.chunk_bytes(tensor, wire=False, summed=summed)
 
     def result_bytes(chunk: Chunk) -> int:
@@ -323,9 +324,9 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
             result[index] = sum(map(result_bytes, _fresh(op, index, flow, problem, lowering)))
         if isinstance(op, Fused):
             result[index] += _joined_bytes(op, index, problem, lowering)
-    copied = [c for c in plan.outputs if c not in lowering.views and (sliced or is_partial(c.tensor))]
+    copied = [c for c in plan.outputs if c not in lowering.views and (sliced or c.tensor.is_partial)]
     narrow = problem.dtype != problem.accumulate_dtype
-    cast = [c for c in plan.ends_with if narrow and is_partial(c.tensor) and c not in unsummed]
+    cast = [c for c in plan.ends_with if narrow and c.tensor.is_partial and c not in unsummed]
     outputs = sum(map(result_bytes, {*copied, *cast} if sliced else cast))
     if sliced:
         # Slices are concatenated field by field, and live until that is done.
@@ -366,7 +367,7 @@ def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lo
 def _cut(op: Fused) -> frozenset[Chunk]:
     """The chunks whose parts are cut out of the result of several."""
     of_keys = {False: len(op.queries) > 1, True: len(op.keys) > 1}
-    return frozenset(chunk for chunk in op.writes if of_keys[is_of_keys(chunk.tensor)])
+    return frozenset(chunk for chunk in op.writes if of_keys[chunk.tensor.of_keys])
 
 
 def _joined_bytes(op: Fused, index: int, problem: Problem, lowering: Lowering) -> int:
@@ -375,6 +376,6 @@ def _joined_bytes(op: Fused, index: int, problem: Problem, lowering: Lowering) -
         len(chunks) * problem.field_bytes(field, wire=False)
         for keys, chunks in ((False, op.queries), (True, op.keys))
         if len(chunks) > 1
-        for field in FIELDS[chunks[0].tensor]
+        for field in chunks[0].tensor.fields
         if field.kind is Kind.STATISTIC or problem.blocks.narrows or (index, keys) not in lowering.in_place
     )

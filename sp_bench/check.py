@@ -46,7 +46,8 @@ from sp_bench.plan.ops import (
     RowSums,
     Transfer,
 )
-from sp_bench.plan.problem import Problem, is_of_keys, is_partial
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 Ranks = np.ndarray
 NOTHING = -1
@@ -129,7 +130,7 @@ class _Facts:
 
     def parts(self, partial: Chunk) -> int:
         """How many blocks a partial has with one counterpart: a key head's gradients have one for each query slice."""
-        return self.problem.query_parts if is_of_keys(partial.tensor) else 1
+        return self.problem.query_parts if partial.tensor.of_keys else 1
 
     def bit(self, counterpart: Ranks) -> tuple[Ranks, np.ndarray]:
         return counterpart // 64, np.uint64(1) << (counterpart % 64).astype(np.uint64)
@@ -141,7 +142,7 @@ def check_all(plans: Mapping[str, Plan], problem: Problem) -> None:
         check(plan, problem)
     starts = {chunk.tensor for plan in plans.values() if plan.phase == "backward" for chunk in plan.inputs}
     ends = {chunk.tensor for plan in plans.values() if plan.phase == "forward" for chunk in plan.outputs}
-    if len(plans) > 1 and "odoq" in starts and "o" not in ends:
+    if len(plans) > 1 and ODOQ in starts and O not in ends:
         raise PlanError("the backward takes odoq, whose lse the forward doesn't leave: it ends with no o")
     if len({plan.kept for plan in plans.values()}) > 1:
         kept = " and ".join(f"{', '.join(map(str, plan.kept)) or 'nothing'} ({name})" for name, plan in plans.items())
@@ -168,9 +169,9 @@ def check(plan: Plan, problem: Problem) -> None:
     _complete(facts, plan)
 
 
-INTERFACES = {"forward": (("q", "kv"), ("o", "out")), "backward": (("odoq", "do", "q", "kv"), ("dq", "dkv"))}
+INTERFACES = {"forward": ((Q, KV), (O, OUT)), "backward": ((ODOQ, DO, Q, KV), (DQ, DKV))}
 """The inputs and outputs that each phase may have: a rank's own chunks, in all head slices."""
-COMPLETE = {"forward": (("o",), ("out",)), "backward": (("dq", "dkv"),)}
+COMPLETE = {"forward": ((O,), (OUT,)), "backward": ((DQ, DKV),)}
 """The sets of outputs that each phase may end with."""
 
 
@@ -211,12 +212,13 @@ def _tiles(n: int, op: Op, where: str) -> None:
             raise PlanError(f"{where}: {group} doesn't exchange two digits of a rank")
 
 
-def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequence[str]) -> None:
+def _tensors(facts: _Facts, where: str, chunks: Sequence[Chunk], wanted: Sequence[Tensor]) -> None:
     """A block's operands must be held chunks of the wanted tensors (by heads where split), of one head slice."""
-    split = "_h" if facts.problem.layout.head_parallel > 1 else ""
+    split = facts.problem.layout.head_parallel > 1
     for chunk, tensor in zip(chunks, wanted, strict=True):
-        if chunk.tensor not in (tensor + split, tensor + "_h") or chunk.is_arriving:
-            raise PlanError(f"{where}: {chunk} stands where a held chunk of {tensor}{split} should")
+        given = tensor.by_heads if split else tensor
+        if chunk.tensor not in (given, tensor.by_heads) or chunk.is_arriving:
+            raise PlanError(f"{where}: {chunk} stands where a held chunk of {given} should")
     _one_slice(facts, where, chunks)
 
 
@@ -224,7 +226,7 @@ def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
     """Chunks of queries must be of one head slice, and chunks of keys of the slice of key heads that it attends to."""
     problem, queries, keys = facts.problem, set[int](), set[int]()
     for chunk in chunks:
-        (keys if is_of_keys(chunk.tensor) else queries).add(chunk.heads)
+        (keys if chunk.tensor.of_keys else queries).add(chunk.heads)
     wanted = {slice_ // problem.query_parts for slice_ in queries} or keys
     there = queries <= set(range(problem.head_slices)) and keys <= set(range(problem.key_slices))
     if len(queries) > 1 or len(wanted | keys) > 1 or not there:
@@ -250,7 +252,7 @@ def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> Non
     _one_slice(facts, where, (op.send, op.recv))
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
-    partial = is_partial(op.send.tensor)
+    partial = op.send.tensor.is_partial
     if partial and op.send in facts.kept:
         raise PlanError(f"{where}: sends {op.send} on, which is kept")
     if partial != op.recv.is_arriving:
@@ -281,10 +283,10 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
     held = arriving = facts.rows_of(op.send)
     sent = facts.all_rows(facts.content[op.send])
     if op.against is not None:
-        if op.against.tensor not in ("kv", "kv_h") or op.send.tensor not in ("q", "odoq", "o", "dq"):
+        if op.against.tensor not in (KV, KV.by_heads) or op.send.tensor not in (Q, ODOQ, O, DQ):
             raise PlanError(f"{where}: no rows of {op.send} can be left out against {op.against}")
         sent = arriving = facts.rows_seen(*op.seen_by(facts.ranks))
-    if is_partial(op.send.tensor):
+    if op.send.tensor.is_partial:
         right, what = held.within(sent), "has rows that stay behind"
         facts.rows.pop(op.send, None)
     else:
@@ -294,17 +296,20 @@ def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
     facts.rows[op.recv] = arriving.at(source)
 
 
+_DEALT = {t: t.by_heads for t in (Q, KV, DO)} | {O.by_heads: OUT, DQ.by_heads: DQ, DKV.by_heads: DKV}
+"""What an all-to-all makes of each tensor that one may send."""
+
+
 def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
     degree, ranks = facts.problem.layout.head_parallel, facts.ranks
     if op.group != Group(1, degree):
         raise PlanError(f"{where}: heads are split among {degree} consecutive ranks, not among {op.group}")
-    pairs = {**{t: f"{t}_h" for t in ("q", "kv", "do")}, "o_h": "out", "dq_h": "dq", "dkv_h": "dkv"}
     own = all((chunk.owner(ranks) == ranks).all() for chunk in (op.send, op.recv))
-    if pairs.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
+    if _DEALT.get(op.send.tensor) != op.recv.tensor or not own or op.recv.is_arriving:
         raise PlanError(f"{where}: deals {op.send} to {op.recv}")
     _one_slice(facts, where, (op.send, op.recv))
     facts.content[op.recv] = ranks
-    if is_partial(op.send.tensor):
+    if op.send.tensor.is_partial:
         if op.recv in facts.blocks:
             raise PlanError(f"{where}: {op.recv} is there already")
         sets = facts.partial(op.send).reshape(-1, degree, facts.blocks[op.send].shape[1])
@@ -322,7 +327,7 @@ def _home_of_all(op: AllGather | ReduceScatter, where: str) -> None:
 
 def _all_gather(facts: _Facts, op: AllGather, where: str) -> None:
     _home_of_all(op, where)
-    if is_partial(op.carries):
+    if op.tensor.is_partial:
         raise PlanError(f"{where}: gathers partials")
     _one_slice(facts, where, (op.own,))
     _placed(facts, op.own, where)
@@ -335,8 +340,8 @@ def _all_gather(facts: _Facts, op: AllGather, where: str) -> None:
 def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: str) -> None:
     _home_of_all(op, where)
     arriving = op.own.arriving()
-    if not is_partial(op.carries):
-        raise PlanError(f"{where}: {op.carries} is no partial")
+    if not op.tensor.is_partial:
+        raise PlanError(f"{where}: {op.tensor} is no partial")
     if kept := [chunk for chunk in op.reads if chunk in facts.kept]:
         raise PlanError(f"{where}: sends {kept[0]} on, which is kept")
     if arriving in facts.blocks and facts.blocks[arriving].any():
@@ -356,7 +361,8 @@ def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: str) -> None:
 
 
 def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
-    if op.into.tensor != "odoq_h" or sorted(part.tensor for part in op.parts) != ["do_h", "o_h", "q_h"]:
+    parts = Counter(part.tensor for part in op.parts)
+    if op.into.tensor is not ODOQ.by_heads or parts != Counter(t.by_heads for t in (Q, O, DO)):
         raise PlanError(f"{where}: only q_h, o_h and do_h make an odoq_h")
     _one_slice(facts, where, (*op.parts, op.into))
     for part in op.parts:
@@ -369,9 +375,9 @@ def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
 
 
 def _row_sums(facts: _Facts, op: RowSums, where: str) -> None:
-    names = [chunk.tensor.removesuffix("_h") for chunk in (*op.parts, op.into)]
-    by_heads = {chunk.tensor.endswith("_h") for chunk in (*op.parts, op.into)}
-    if sorted(names) != ["doq", "odoq"] or len(by_heads) > 1:
+    tensors = [chunk.tensor for chunk in (*op.parts, op.into)]
+    alike = len({tensor.is_by_heads for tensor in tensors}) == 1
+    if Counter(tensor.by_tokens for tensor in tensors) != Counter((ODOQ, DOQ)) or not alike:
         raise PlanError(f"{where}: only odoq makes a doq, and only doq an odoq")
     _one_slice(facts, where, (*op.parts, op.into))
     source = facts.content[op.parts[0]]
@@ -394,7 +400,7 @@ def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visi
 
 
 def _attend(facts: _Facts, op: Attend, where: str) -> None:
-    _tensors(facts, where, (op.q, op.kv, op.o), ("q", "kv", "o"))
+    _tensors(facts, where, (op.q, op.kv, op.o), (Q, KV, O))
     q, kv, visible = _operands(facts, op.q, op.kv, where)
     _serves(facts, op.o, q, where)
     _rows_read(facts, op.q, op.kv, op.o, where)
@@ -402,7 +408,7 @@ def _attend(facts: _Facts, op: Attend, where: str) -> None:
 
 
 def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
-    _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), ("odoq", "kv", "dq", "dkv"))
+    _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), (ODOQ, KV, DQ, DKV))
     q, kv, visible = _operands(facts, op.odoq, op.kv, where)
     _serves(facts, op.dq, q, where)
     _serves(facts, op.dkv, kv, where)
@@ -491,12 +497,12 @@ def _complete(facts: _Facts, plan: Plan) -> None:
     degree = facts.problem.layout.head_parallel
     chunks = facts.problem.n // degree
     for chunk in plan.ends_with:
-        if chunk.tensor not in ("o", "o_h", "out", "dq", "dkv"):
+        if chunk.tensor not in (O, O.by_heads, OUT, DQ, DKV):
             continue
         blocks, parts = facts.blocks.pop(chunk), facts.parts(chunk)
         for counterpart, part in product(range(chunks), range(parts)):
             mine, other = (facts.ranks, np.full(facts.problem.n, counterpart * degree))
-            needed = facts.sees(other, mine) if chunk.tensor == "dkv" else facts.sees(mine, other)
+            needed = facts.sees(other, mine) if chunk.tensor == DKV else facts.sees(mine, other)
             word, bit = facts.bit(other // degree * parts + part)
             if (rank := _first(needed & ((blocks[facts.ranks, word] & bit) == 0))) is not None:
                 raise PlanError(f"the end of the plan: {chunk} of rank {rank} lacks its block with chunk {counterpart}")

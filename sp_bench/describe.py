@@ -29,6 +29,7 @@ from sp_bench.plan.mask import FULL, MASKS
 from sp_bench.plan.method import PHASES, Method, ScheduleTime
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Q
 from sp_bench.reading import Count, Tokens, read
 
 MOST_RANKS = 40
@@ -93,7 +94,7 @@ def describe(overrides: Sequence[str]) -> str:
     ]
     split = f", the lowest of {degree} that each take their own heads of it" if degree > 1 else ""
     for phase, plan in choice.plans.items():
-        volume, unit = account.volume(plan, problem), problem.chunk_bytes("q", wire=True) * problem.head_slices
+        volume, unit = account.volume(plan, problem), problem.chunk_bytes(Q, wire=True) * problem.head_slices
         lines += [
             f"\n{phase}: each rank sends {volume.payload_bytes / unit:g} units (chunks of Q), all of them "
             f"{gpus * volume.payload_bytes / unit:g}",
@@ -220,7 +221,7 @@ def counted_volumes(paper: PaperVolume, n: int) -> Volumes:
     method = least_volume(build(paper.method, {}), problem, PHASES[:1])
     problem = method.dealt(problem)
     volume = account.volume(method.plan(problem, "forward", COMPUTE_BOUND), problem)
-    whole = problem.chunk_bytes("q", wire=True) * n
+    whole = problem.chunk_bytes(Q, wire=True) * n
     statistics = volume.total_bytes - volume.payload_bytes
     formula = eval(paper.formula, {"__builtins__": {}}, {"n": n, **method.symbols(problem)})
     counted = volume.payload_bytes, volume.max_bytes - statistics
@@ -248,7 +249,7 @@ def _row(name: str) -> list[str]:
     method = least_volume(build(name, {}), _problem(cls, n))
     problem = method.dealt(_problem(cls, n))
     plans = [method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES]
-    unit = problem.chunk_bytes("q", wire=True) * problem.head_slices
+    unit = problem.chunk_bytes(Q, wire=True) * problem.head_slices
     memory = [f"{account.peak_bytes(chosen, problem) / unit:.1f}" for chosen in (plans[:1], plans)]
     volumes = [_as_text(cls.formula[phase]) for phase in PHASES]
     return [f"`{name}`", *volumes, *memory, cls.limit, ", ".join(cls.layouts), ", ".join(MASKS), cls.citation]

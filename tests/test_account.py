@@ -18,6 +18,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, O, Q
 from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, mask_of, splittable_problem
 
@@ -84,7 +85,7 @@ def test_the_bound_with_any_split_of_heads_is_all_but_reached_by_ulysses(n: int)
 def test_the_bound_with_any_split_of_heads_is_the_least_of_all_shares() -> None:
     """By trying every rectangle of each key head: two key heads of two heads each, on three ranks."""
     p = Problem(n=3, seqlen=9, heads=4, kv_heads=2, head_dim=8, mask=FULL, layout=LAYOUTS["contiguous"])
-    q, kv, g, n = p.chunk_bytes("q", wire=True) / 4, p.chunk_bytes("kv", wire=True) / 2, 2, 3
+    q, kv, g, n = p.chunk_bytes(Q, wire=True) / 4, p.chunk_bytes(KV, wire=True) / 2, 2, 3
     sides = [(x, y) for x in range(g, g * n + 1) for y in range(1, n + 1)]
     shares = [(x * y, 2 * q * (x - g) + kv * (y - 1)) for x, y in sides]
     whole = min(a + b for (m, a), (o, b) in itertools.product(shares, repeat=2) if m + o >= n * 4)
@@ -164,7 +165,7 @@ def test_ranks_that_keep_their_place_in_startrail_send_less(n: int, team: int, p
     ranks = np.arange(n)
     equal = ranks % team == ranks // team % team
     assert sent[~equal].min() == sent[~equal].max() == volume.max_bytes
-    spared = {"forward": ("kv",), "backward": ("kv", "dkv")}[phase]
+    spared = {"forward": (KV,), "backward": (KV, DKV)}[phase]
     assert (sent[equal] == volume.max_bytes - team * sum(p.chunk_bytes(t, wire=True) for t in spared)).all()
     assert volume.total_bytes == sent.mean()
     assert volume.sent_bytes == {key: by_rank.mean() for key, by_rank in volume.by_rank.items()}
@@ -177,7 +178,7 @@ def test_trimmed_tokenring_sends_halves_of_what_came_from_below() -> None:
     """
     n = 8
     p = problem(n, causal=True, layout="zigzag")
-    half = p.chunk_bytes("q", wire=True) // 2
+    half = p.chunk_bytes(Q, wire=True) // 2
     sent = account.volume(build("tokenring", {}).plan(p, "forward", COMPUTE_BOUND), p).by_rank
     assert sent["q", "q", "q"].tolist() == [half * (n - 1), *(half * (2 * (n - r) + r - 1) for r in range(1, n))]
     assert sent["o", "o", "out"].tolist() == [half * (2 * (n - 1 - r) + r) for r in range(n)]
@@ -198,11 +199,11 @@ def test_across_nodes() -> None:
     p = problem(16)
     plan = build("mesh", {"tile": (4, 4)}).forward(p, COMPUTE_BOUND)
     across = account.sent_across_nodes(plan, p, lambda rank: rank // 4)
-    assert (across == 3 * p.chunk_bytes("kv", wire=True)).all()
+    assert (across == 3 * p.chunk_bytes(KV, wire=True)).all()
     ring = build("ring", {}).forward(p, COMPUTE_BOUND)
     across = account.sent_across_nodes(ring, p, lambda rank: rank // 4)
     leaves = np.array([rank % 4 == 3 for rank in range(16)])  # everything moves to the next rank
-    assert (across == leaves * 15 * p.chunk_bytes("kv", wire=True)).all()
+    assert (across == leaves * 15 * p.chunk_bytes(KV, wire=True)).all()
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -236,8 +237,8 @@ def test_peak_memory_of_ring() -> None:
 def test_peak_memory_of_ulysses_counts_what_is_kept() -> None:
     """In units of Q by heads, as bf16: what a rank has, what stands in staging buffers, what is computed."""
     p = build("ulysses", {}).dealt(problem(4))
-    unit, lse = p.chunk_bytes("q_h", wire=True), 8 * 4 * 4
-    assert unit == p.chunk_bytes("q", wire=True)
+    unit, lse = p.chunk_bytes(Q.by_heads, wire=True), 8 * 4 * 4
+    assert unit == p.chunk_bytes(Q, wire=True)
     forward, backward = (build("ulysses", {}).plan(p, phase, COMPUTE_BOUND) for phase in PHASES)
     staged = 1 + 2 + 1  # to send q and kv, which are received in place; to receive out, which is sent in place
     kept = 1 + 2 + 1  # q_h, kv_h, o_h, with the lse
@@ -271,18 +272,18 @@ def test_ulysses_stages_only_what_does_not_lie_as_it_travels(batch: int, dtype: 
     """
     p = build("ulysses", {}).dealt(replace(problem(4, dtype=dtype), batch=batch, wire_dtype=wire))
     plans = [build("ulysses", {}).plan(p, phase, COMPUTE_BOUND) for phase in PHASES]
-    assert account.buffer_bytes(plans[:1], p) == staged * p.chunk_bytes("q_h", wire=True)
+    assert account.buffer_bytes(plans[:1], p) == staged * p.chunk_bytes(Q.by_heads, wire=True)
     own, copies = 1 / 4, {}
     for plan in plans:
         for op in plan.ops:
             if isinstance(op, AllToAll):
-                packed, unit = lower(plan, p).packed_bytes(op), p.chunk_bytes(op.carries, wire=True)
+                packed, unit = lower(plan, p).packed_bytes(op), p.chunk_bytes(op.tensor, wire=True)
                 copies[op.send.tensor] = [copied / unit for copied in packed]
     to_heads = {1: [1 - own, own], 2: [1 - own, 1]}[batch]
-    assert copies["q"] == copies["kv"] == copies["do"] == to_heads
-    assert copies["o_h"] == [0 if batch == 1 else 1 - own, 1]
+    assert copies[Q] == copies[KV] == copies[DO] == to_heads
+    assert copies[O.by_heads] == [0 if batch == 1 else 1 - own, 1]
     as_held = dtype == wire or wire == "float32"
-    assert copies["dq_h"] == copies["dkv_h"] == [0 if batch == 1 and as_held else 1 - own, 1]
+    assert copies[DQ.by_heads] == copies[DKV.by_heads] == [0 if batch == 1 and as_held else 1 - own, 1]
 
 
 def test_peak_memory_does_not_grow_with_ring_but_with_the_tile() -> None:

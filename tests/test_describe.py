@@ -15,6 +15,7 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan import Attend
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import Q
 from tests.support.problems import all_methods, splittable_problem
 
 
@@ -56,7 +57,7 @@ def test_every_slice_of_the_heads_has_its_tile(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("n", [1, 2, 6, 16])
 def test_formulas_are_the_counted_payload(n: int, k: int) -> None:
     problem = replace(splittable_problem(n, "zigzag"), heads=4 * n, kv_heads=4 * n // k)
-    unit = problem.chunk_bytes("q", wire=True)
+    unit = problem.chunk_bytes(Q, wire=True)
     for method in all_methods(problem):
         names = {"n": n, "h": problem.heads, "k": problem.kv_ratio, "max": max, **method.symbols(problem)}
         for phase in PHASES:

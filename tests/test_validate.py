@@ -18,6 +18,7 @@ from sp_bench.calibrating import speed
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import O
 from sp_bench.validate import machine as validate
 from sp_bench.validate.machine import main, pairs_in_order
 from tests.support.clusters import problem
@@ -191,7 +192,7 @@ def test_cores_are_simulated_as_fast_as_they_are() -> None:
     p = problem(4, dtype="float32")
     for phase in ("forward", "backward"):
         assert twice.device.block_s(p, phase) == pytest.approx(plain.device.block_s(p, phase) / 2, rel=1e-3)
-    assert twice.device.fold_s(p, "o") == pytest.approx(plain.device.fold_s(p, "o") / 2)
+    assert twice.device.fold_s(p, O) == pytest.approx(plain.device.fold_s(p, O) / 2)
     assert plain.hosts and twice.hosts
     assert twice.hosts.core_s_per_byte == pytest.approx(plain.hosts.core_s_per_byte / 2)
     assert twice.topology == plain.topology

@@ -20,6 +20,7 @@ from sp_bench.analysis.table import Table, columns
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
+from sp_bench.plan.tensors import Q, named
 
 Tile = tuple[int, int]
 Printed = dict[Cell, tuple[Number, ...]]
@@ -61,7 +62,7 @@ def kept_bytes(problem: Problem, phase: str, tile: Tile | None) -> int:
 
 def _bytes(problem: Problem, phase: str, held: str) -> int:
     found = [row for row in BUFFERS if (row["phase"], row["held"]) == (phase, held)]
-    return sum(problem.chunk_bytes(row["tensor"], wire=row["dtype"] == "wire") for row in found)
+    return sum(problem.chunk_bytes(named(row["tensor"]), wire=row["dtype"] == "wire") for row in found)
 
 
 def nearest_tile(cell: Cell, phase: str, gigabytes: float) -> Tile:
@@ -179,7 +180,7 @@ def _own_count(paper: Printed) -> Number:
     """The two KV chunks and one Q chunk of section 4.6 over Ring's printed forward peak, the median."""
     rings = {cell: values[0] for cell, values in paper.items() if cell.method == "ring"}
     return median(
-        computed(5 * cell.problem.chunk_bytes("q", wire=True) / 1e9, KEPT).over(printed)
+        computed(5 * cell.problem.chunk_bytes(Q, wire=True) / 1e9, KEPT).over(printed)
         for cell, printed in rings.items()
     )
 
@@ -199,7 +200,7 @@ def _off(ours: float, paper: float) -> float:
 def _buffers(paper: Printed) -> Table:
     """The buffers that are counted, in chunks."""
     problem, made = next(iter(paper)).problem, []
-    unit = problem.chunk_bytes("q", wire=True)
+    unit = problem.chunk_bytes(Q, wire=True)
     for phase in PHASES:
         for held in HELD:
             what = ", ".join(row["what"] for row in BUFFERS if (row["phase"], row["held"]) == (phase, held))

@@ -20,6 +20,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Q
 
 TABLE2 = "mesh_table2_comm_volume.csv"
 COUNTED = formula(
@@ -91,7 +92,7 @@ def _units(method: str, n: int) -> Number:
     problem = Problem(n=n, seqlen=2 * n, heads=n, kv_heads=n, head_dim=8, mask=FULL, layout=LAYOUTS["contiguous"])
     options = {"tile": [3, 3]} if method == "mesh" else {}
     plan = build(method, options).plan(problem, "forward", COMPUTE_BOUND)
-    return computed(n * account.volume(plan, problem).payload_bytes / problem.chunk_bytes("q", wire=True), COUNTED)
+    return computed(n * account.volume(plan, problem).payload_bytes / problem.chunk_bytes(Q, wire=True), COUNTED)
 
 
 def _nine_gpus() -> Table:

@@ -22,6 +22,7 @@ from sp_bench.analysis.table import Table, columns
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import DKV
 from sp_bench.records import Record
 
 POINTS = 2.0
@@ -78,7 +79,7 @@ def phase_bytes(cell: Cell, phase: str, tile: Tile | None, accounting: Accountin
     problem = replace(cell.problem, wire_dtype=wire)
     method = methods.build(cell.method, {"tile": list(tile)} if tile else {})
     volume = account.volume(method.plan(problem, phase, COMPUTE_BOUND), problem)
-    home = problem.chunk_bytes("dkv", wire=True) if accounting.home and not tile and phase == "backward" else 0
+    home = problem.chunk_bytes(DKV, wire=True) if accounting.home and not tile and phase == "backward" else 0
     return (volume.total_bytes if accounting.statistics else volume.payload_bytes) + home
 
 

@@ -15,6 +15,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
 from sp_bench.plan.ops import Transfer
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Q
 from sp_bench.records import Record
 
 FILE = "ring_explainer"
@@ -77,7 +78,7 @@ def items(runs: Runs) -> list[Item]:
 def _memory(runs: Runs, said: dict[str, float], problem: Problem) -> list[Item]:
     step, one, shared = ask(runs, problem)
     tokens = again("tokens", "tokens over GPUs", said["sequence"] / said["gpus"])
-    held = of_record(step, "peak_mem_bytes_max").times(1 / problem.chunk_bytes("q", wire=False))
+    held = of_record(step, "peak_mem_bytes_max").times(1 / problem.chunk_bytes(Q, wire=False))
     saved = of_record(one, "peak_mem_bytes_max").over(of_record(shared, "peak_mem_bytes_max"))
     return [
         Item("tokens_each", tokens, computed(problem.local_seqlen, COUNTED)),

@@ -17,6 +17,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL, Mask
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV, O
 from sp_bench.simulate.bounds import link_bytes
 
 PAPER = "Liu et al. 2023, section 3"
@@ -77,7 +78,7 @@ class Setting:
         problem = self.problem(STEP)
         plan = ring_plan(problem, "forward")
         load_s, _ = load(self._cluster, plan, problem)
-        return (problem.n - 1) * problem.chunk_bytes("kv", wire=True) / load_s
+        return (problem.n - 1) * problem.chunk_bytes(KV, wire=True) / load_s
 
     def paper_tokens(self) -> Number:
         """The least block in tokens by the paper's condition, F / B."""
@@ -100,7 +101,7 @@ class Setting:
 
     def _block_s(self, block: int, mask: Mask) -> float:
         device, problem = self._cluster.device, self.problem(block, mask)
-        return float(device.block_s(problem, "forward").min()) + device.fold_s(problem, "o")
+        return float(device.block_s(problem, "forward").min()) + device.fold_s(problem, O)
 
 
 @cache

@@ -8,6 +8,7 @@ from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Cell, Table, columns
 from sp_bench.plan.ops import Transfer
+from sp_bench.plan.tensors import O, Q
 from sp_bench.records import Record
 
 METHODS = ("ring", "tokenring")
@@ -24,9 +25,9 @@ PLACES = (
 def sends_both(record: Record) -> Number:
     """The share of steps of a forward that send Q and a partial output."""
     plan = choice_of(record).plans["forward"]
-    sent = {(step, op.carries) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Transfer)}
+    sent = {(step, op.tensor) for op, step in zip(plan.ops, plan.steps, strict=True) if isinstance(op, Transfer)}
     steps = range(max(plan.steps) + 1)
-    share = sum((step, "q") in sent and (step, "o") in sent for step in steps) / len(steps)
+    share = sum((step, Q) in sent and (step, O) in sent for step in steps) / len(steps)
     return computed(share, record_source(record))
 
 

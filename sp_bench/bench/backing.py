@@ -60,7 +60,7 @@ def transfers_of(plans: Iterable[Plan]) -> str:
     """What plans send, in words: all-to-alls, KV from rank to rank, Q and outputs from rank to rank, or nothing."""
     found = set()
     for op in (op for plan in plans for op in plan.ops if isinstance(op, Transfer)):
-        passed = "KV passed on" if op.carries.removesuffix("_h") in ("kv", "dkv") else "Q and outputs passed on"
+        passed = "KV passed on" if op.tensor.of_keys else "Q and outputs passed on"
         found.add("all-to-alls" if isinstance(op, AllToAll) else passed)
     return " and ".join(sorted(found)) or "no transfers"
 

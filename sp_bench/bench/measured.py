@@ -22,6 +22,7 @@ from sp_bench.measure.spec import Spec
 from sp_bench.measure.thread_dump import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
+from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ
 from sp_bench.termination import raise_if_terminated
 
 
@@ -128,7 +129,7 @@ def _least_bytes(request: Request, choice: Choice | None) -> int:
     """Memory a rank needs at least: the plans' peak or, for a peer, its inputs and outputs."""
     if choice:
         return account.peak_bytes(executed_plans(request, choice).values(), choice.problem, request.cluster.transport)
-    return sum(request.problem.chunk_bytes(tensor, wire=False) for tensor in ("odoq", "kv", "dq", "dkv"))
+    return sum(request.problem.chunk_bytes(tensor, wire=False) for tensor in (ODOQ, KV, DQ, DKV))
 
 
 def _status(failure: Exception) -> str:

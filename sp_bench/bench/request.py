@@ -23,6 +23,7 @@ from sp_bench.machine import Devices, cores_here, free_bytes
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV, Q
 from sp_bench.reading import Count, Natural, Section, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup
@@ -258,7 +259,7 @@ def _refuse_measuring(
     here, cores = (launch.ranks_here, launch.cores_here) if launch else (problem.n, cores_here())
     here = 1 if mode.alone else here
     on_cpu = mode.devices.kind == "cpu"
-    inputs = problem.chunk_bytes("q", wire=False) + problem.chunk_bytes("kv", wire=False) if on_cpu else 0
+    inputs = problem.chunk_bytes(Q, wire=False) + problem.chunk_bytes(KV, wire=False) if on_cpu else 0
     held = workload.held_bytes(cluster.device) if on_cpu else {}
     refuse_what_does_not_fit(here, {"attention": inputs, **held}, config)
     if cluster.hosts and not mode.alone:

@@ -21,6 +21,7 @@ from sp_bench.machine import cores_here
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.ops import Collective
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import DKV, DQ, O, Tensor
 from sp_bench.reading import Count, Section, read
 
 NETWORK_KEYS = Topology.__struct_fields__
@@ -167,13 +168,13 @@ class Cluster:
         intra_rate, inter_rate = self.topology.crowded_bytes_per_s(problem.n)
         crowded = self.crowding(problem.n)
 
-        def block_s(phase: str, *folded: str) -> float:
+        def block_s(phase: str, *folded: Tensor) -> float:
             folds_s = sum(self.device.fold_s(problem, tensor) for tensor in folded)
             return (float(self.device.block_s(problem, phase).max()) + folds_s) * crowded
 
         return CostProfile(
-            forward_block_s=block_s("forward", "o"),
-            backward_block_s=block_s("backward", "dq", "dkv"),
+            forward_block_s=block_s("forward", O),
+            backward_block_s=block_s("backward", DQ, DKV),
             node_size=problem.n if self.nodes(problem.n) == 1 else self.topology.neighbours(problem.n),
             intra_latency_s=intra.latency_s,
             intra_bytes_per_s=intra_rate,

@@ -16,8 +16,9 @@ from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
-from sp_bench.plan.problem import DTYPE_BYTES, FIELDS, Kind, Problem
+from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, read
 
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
@@ -222,7 +223,7 @@ class DeviceCosts:
     def fold_s(
         self,
         problem: Problem,
-        tensor: str,
+        tensor: Tensor,
         *,
         first: bool = False,
         arriving: bool = False,
@@ -241,7 +242,7 @@ class DeviceCosts:
         moved, unfused = 0, self.implementation.fold_bytes_per_element
         if unfused is not None:
             unfused = share * (unfused + sliced * self.implementation.slice_bytes_per_element)
-        for field in FIELDS[tensor]:
+        for field in tensor.fields:
             held = problem.field_dtype(field, wire=False, summed=summed)
             part = problem.field_dtype(field, wire=True) if arriving else problem.dtype
             part = held if field.kind is Kind.STATISTIC else part
@@ -250,16 +251,16 @@ class DeviceCosts:
             elements = problem.field_bytes(field, wire=False, summed=summed) // DTYPE_BYTES[held]
             fused = share * DTYPE_BYTES[part] + (1 if first else 2 * share) * DTYPE_BYTES[held]
             moved += elements * (fused if first or unfused is None else unfused)
-        merges = not first and any(field.kind is Kind.STATISTIC for field in FIELDS[tensor])
+        merges = not first and any(field.kind is Kind.STATISTIC for field in tensor.fields)
         return self._memory_s(moved, self.fold_bytes_per_s if merges else self.sum_bytes_per_s)
 
-    def cast_s(self, problem: Problem, tensor: str, *, wire: bool, summed: bool = True, share: float = 1.0) -> float:
+    def cast_s(self, problem: Problem, tensor: Tensor, *, wire: bool, summed: bool = True, share: float = 1.0) -> float:
         """Seconds of casting a held chunk to its wire dtype, or (`wire` false) an accumulator to the compute dtype.
 
         `share` is that of the chunk's rows.
         """
         moved = 0
-        for field in FIELDS[tensor]:
+        for field in tensor.fields:
             held = problem.field_dtype(field, wire=False, summed=summed)
             to = problem.field_dtype(field, wire=True) if wire else problem.dtype
             if field.kind is Kind.PARTIAL and to != held:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from sp_bench.lower.staging import StagingBuffers, StagingUse
 from sp_bench.plan.groups import Group
 from sp_bench.plan.ops import AllToAll, Bundle, Chunk, Collective, Op, Pass, Plan, Transfer
-from sp_bench.plan.problem import is_partial
 from sp_bench.plan.schedule import Schedule, Waits
 from sp_bench.plan.transfers import peers
 
@@ -94,7 +93,7 @@ def by_messages(op: Transfer) -> bool:
 
 
 def _sends_as_is(op: Op) -> bool:
-    return isinstance(op, Pass) and not op.against and not is_partial(op.carries)
+    return isinstance(op, Pass) and not op.against and not op.tensor.is_partial
 
 
 def _sources(op: Op) -> set[tuple[object, ...]]:

@@ -7,8 +7,9 @@ from itertools import pairwise
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan.fuse import Slots
 from sp_bench.plan.ops import Chunk, Fused, Plan
-from sp_bench.plan.problem import FIELDS, Kind, Problem
+from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import ReceiveBuffer, schedule
+from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.plan.union import KernelCall, Pieces, tokens
 
 
@@ -20,7 +21,7 @@ def side_by_side_rows(plan: Plan, transport: TransportKind) -> tuple[tuple[Recei
     if transport.lands:
         return ()
     read = {c[0].tensor for op in plan.ops if isinstance(op, Fused) for c in (op.queries, op.keys) if len(c) > 1}
-    rows: dict[str, list[ReceiveBuffer]] = {}
+    rows: dict[Tensor, list[ReceiveBuffer]] = {}
     for buffer in dict.fromkeys(schedule(plan).receive_buffers.values()):
         if buffer.tensor in read and not buffer.arriving and buffer.chunks == 1:
             rows.setdefault(buffer.tensor, []).append(buffer)
@@ -58,14 +59,14 @@ def copied_bytes(call: KernelCall, problem: Problem, op: Fused, *, in_place: tup
         tokens(pieces) * problem.token_bytes(field, wire=False)
         for pieces, chunks, lies in sides
         if len(pieces) > 1
-        for field in FIELDS[chunks[0].tensor]
+        for field in chunks[0].tensor.fields
         if field.kind is Kind.STATISTIC or not (lies and _whole(pieces, chunks, problem))
     )
 
 
 def _whole(pieces: Pieces, chunks: tuple[Chunk, ...], problem: Problem) -> bool:
     """Whether the pieces are whole chunks, one after the other. All chunks of a fused plan are of one size."""
-    size = problem.field_tokens(FIELDS[chunks[0].tensor][0])
+    size = problem.field_tokens(chunks[0].tensor.fields[0])
     return all(len(piece.rows) == size for piece in pieces) and all(
         after.chunk == before.chunk + 1 for before, after in pairwise(pieces)
     )

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan.dataflow import Value, dataflow
 from sp_bench.plan.ops import AllToAll, Block, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
-from sp_bench.plan.problem import FIELDS, Kind, Problem, is_partial
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.plan.transfers import adds_up, by_heads, piece_bytes
 
 
@@ -24,7 +25,7 @@ class StagingUse(NamedTuple):
     """The use of a staging buffer: a lane packs, casts or unpacks chunks of one tensor in it."""
 
     lane: str
-    tensor: str
+    tensor: Tensor
     """The tensor that the transfer sends."""
     use: Literal["send", "recv", "pass", "land"]
     """send: pieces that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows that a Pass
@@ -44,12 +45,12 @@ def unsummed_partials(plan: Plan, problem: Problem) -> frozenset[Chunk]:
     flow, writers = dataflow(plan), dict[Value, list[Op]]()
     for index, op in plan:
         for value in flow.writes[index]:
-            if is_partial(value.chunk.tensor) and not value.chunk.is_arriving:
+            if value.chunk.tensor.is_partial and not value.chunk.is_arriving:
                 writers.setdefault(value, []).append(op)
     summed = {value.chunk for value, ops in writers.items() if len(ops) > 1 or not _makes_all(ops[0], problem)}
     if problem.wire_dtype == problem.accumulate_dtype:
         transfers = (op for op in plan.ops if isinstance(op, Transfer) and op.reads)
-        summed |= {chunk for op in transfers if is_partial(op.carries) for chunk in op.reads}
+        summed |= {chunk for op in transfers if op.tensor.is_partial for chunk in op.reads}
     return frozenset(value.chunk for value in writers) - summed
 
 
@@ -68,7 +69,7 @@ def sliced_in_place(plan: Plan, problem: Problem, unsummed: Container[Chunk]) ->
 
 
 def _held_as_result(chunk: Chunk, problem: Problem, unsummed: Container[Chunk]) -> bool:
-    kept = {problem.field_dtype(f, wire=False, summed=chunk not in unsummed) for f in FIELDS[chunk.tensor]}
+    kept = {problem.field_dtype(f, wire=False, summed=chunk not in unsummed) for f in chunk.tensor.fields}
     return kept == {problem.dtype}
 
 
@@ -94,10 +95,10 @@ def staging_buffers(
             if not goes_in_place(op, problem, unsummed):
                 found[StagingUse(op.lane, op.send.tensor, other)] = pieces
         elif isinstance(op, ReduceScatter):
-            of_all = side_by_side(chunk_specs(problem, op.carries, wire=True), op.group.size)
-            found[StagingUse(op.lane, op.carries, "send")] = of_all
+            of_all = side_by_side(chunk_specs(problem, op.tensor, wire=True), op.group.size)
+            found[StagingUse(op.lane, op.tensor, "send")] = of_all
             if not adds_up_on_the_way(op, transport):
-                found[StagingUse(op.lane, op.carries, "recv")] = of_all
+                found[StagingUse(op.lane, op.tensor, "recv")] = of_all
         elif isinstance(op, Pass) and (sent := op.send):
             if op.against or needs_cast(sent.tensor, sent not in unsummed):
                 found[StagingUse(op.lane, sent.tensor, "pass")] = sent_as(sent.tensor)
@@ -106,14 +107,14 @@ def staging_buffers(
     return found
 
 
-def chunk_specs(problem: Problem, tensor: str, *, wire: bool) -> tuple[TensorSpec, ...]:
+def chunk_specs(problem: Problem, tensor: Tensor, *, wire: bool) -> tuple[TensorSpec, ...]:
     """Shape and dtype of each field of the largest chunk, on the wire or held."""
-    return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in FIELDS[tensor])
+    return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in tensor.fields)
 
 
 def held_specs(problem: Problem, chunk: Chunk, unsummed: Container[Chunk]) -> tuple[TensorSpec, ...]:
     """Shape and dtype of each field of a chunk as a rank holds it."""
-    fields = FIELDS[chunk.tensor]
+    fields = chunk.tensor.fields
     summed = chunk not in unsummed
     return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=False, summed=summed)) for f in fields)
 
@@ -125,7 +126,7 @@ def side_by_side(specs: tuple[TensorSpec, ...], count: int) -> tuple[TensorSpec,
 
 def adds_up_on_the_way(op: ReduceScatter, transport: TransportKind) -> bool:
     """Whether the library adds the partials. If not, they are exchanged by an all-to-all and merged by their owner."""
-    return transport.adds and all(field.kind is Kind.PARTIAL for field in FIELDS[op.carries])
+    return transport.adds and all(field.kind is Kind.PARTIAL for field in op.tensor.fields)
 
 
 def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> bool:
@@ -135,7 +136,7 @@ def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) ->
     a token together, always needs packing or unpacking.
     """
     chunk = op.recv if op.to_heads else op.send
-    held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in FIELDS[chunk.tensor])
+    held = (problem.field_dtype(field, wire=False, summed=chunk not in unsummed) for field in chunk.tensor.fields)
     sent = (problem.field_dtype(field, wire=True) for field in by_heads(op))
     as_held = all(here == there for here, there in zip(held, sent, strict=False))  # a partial's statistics stay
     return as_held and problem.batch == 1

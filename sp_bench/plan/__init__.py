@@ -31,9 +31,17 @@ from sp_bench.plan.patterns import (
     return_home,
 )
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 __all__ = [
+    "DKV",
+    "DO",
+    "DOQ",
     "DOWN",
+    "DQ",
+    "KV",
+    "ODOQ",
+    "OUT",
     "UP",
     "AllToAll",
     "Attend",
@@ -49,15 +57,18 @@ __all__ = [
     "Join",
     "Line",
     "Method",
+    "O",
     "Op",
     "Pass",
     "Plan",
     "Problem",
+    "Q",
     "RequestError",
     "RowSums",
     "ScheduleTime",
     "Sized",
     "Steps",
+    "Tensor",
     "all_gather",
     "divisors",
     "inner",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sp_bench.plan.groups import Grid, Group
+from sp_bench.plan.tensors import Tensor
 
 
 class Place(NamedTuple):
@@ -19,13 +20,13 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of a tensor on a rank: `q#2` is the query chunk of the rank 2 ahead in the chunk's home group.
+    """A chunk of a tensor on a rank: Chunk(Q, 2, home), `q#2`, is that of queries of the rank 2 ahead in its home.
 
     This is table 1 of the Mesh paper: Q#u on rank i is chunk a*floor(i/a) + (i+u) mod a, KV#u is (i + a*u) mod n, and
     (i - a*u) mod n in a group that counts DOWN.
     """
 
-    tensor: str
+    tensor: Tensor
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     home: Group | Grid
     arrival: int = 0

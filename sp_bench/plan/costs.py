@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sp_bench.plan.groups import Group
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class CostProfile:
             return self.intra_latency_s + n_bytes / self.intra_bytes_per_s
         return self.inter_latency_s + n_bytes / self.inter_bytes_per_s
 
-    def hiding_blocks(self, problem: Problem, tensor: str, group: Group, phase: str) -> int:
+    def hiding_blocks(self, problem: Problem, tensor: Tensor, group: Group, phase: str) -> int:
         """The least number of blocks that hide one hop of one chunk of `tensor`: c_Q, c_KV, c_O, c_OdOQ, ...
 
         Source: Mesh-Attention, section 3.5.

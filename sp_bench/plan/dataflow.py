@@ -7,7 +7,6 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sp_bench.plan.ops import BLOCKS, Bundle, Chunk, Fold, Plan, PlanError, RowSums, Transfer
-from sp_bench.plan.problem import is_partial
 
 
 class Value(NamedTuple):
@@ -69,7 +68,7 @@ def _values(plan: Plan) -> tuple[Values, Values]:
         read = tuple([Value(chunk, versions[chunk]) for chunk in reading])
         reads.append((*read, *(part for value in read for part in bundled.get(value, ()))) if bundled else read)
         if isinstance(op, Fold | Transfer):  # a partial is folded or sent on once
-            there -= {chunk for chunk in reading if is_partial(chunk.tensor) and chunk not in plan.kept}
+            there -= {chunk for chunk in reading if chunk.tensor.is_partial and chunk not in plan.kept}
         writing = op.writes
         for chunk in writing:
             if chunk in given:

@@ -16,6 +16,7 @@ from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Tensor
 
 PHASES = ("forward", "backward")
 OPEN_LAYOUTS = ("auto", "search")
@@ -151,7 +152,7 @@ class Method(ABC):
         """The backward plan of a dealt problem: odoq#0 (do#0 if the rest was kept), kv#0 -> dq#0, dkv#0."""
 
     @abstractmethod
-    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float | Fraction]:
+    def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The closed form: the mean number of whole chunks of each tensor that a GPU sends."""
 
     def bytes_sent(self, problem: Problem, phase: str) -> float:
@@ -178,7 +179,7 @@ class CollectiveMethod(Method):
         """Whether gathers and reductions are the library's."""
         return self.collectives == "library" or (self.collectives == "auto" and problem.mask.sends_unseen)
 
-    def padding(self, problem: Problem, tensor: str) -> Fraction:
+    def padding(self, problem: Problem, tensor: Tensor) -> Fraction:
         """The longest chunk of a tensor over the mean one, as the pieces of the library's collectives are equal."""
         if not self.by_library(problem):
             return Fraction(1)

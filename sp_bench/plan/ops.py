@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from sp_bench.plan.chunks import Chunk, Place
 from sp_bench.plan.groups import Exchange, Grid, Group
-from sp_bench.plan.problem import FIELDS, Field, is_partial
+from sp_bench.plan.tensors import Field, Tensor
 
 __all__ = [
     "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Block", "Bundle", "Chunk", "Collective", "Fold",
@@ -62,8 +62,8 @@ class Pass:
         return (self.recv,) if self.recv else ()
 
     @property
-    def carries(self) -> str:
-        """The name of the tensor that travels."""
+    def tensor(self) -> Tensor:
+        """The tensor that travels."""
         assert self.send is not None
         return self.send.tensor
 
@@ -79,7 +79,7 @@ class Pass:
         """(owner of the queries, owner of the keys) that decide which rows `rank` sends."""
         assert self.send is not None
         assert self.against is not None
-        keys_at = rank if is_partial(self.send.tensor) else self.target(rank)
+        keys_at = rank if self.send.tensor.is_partial else self.target(rank)
         return self.send.owner(rank), self.against.owner(keys_at)
 
     def __str__(self) -> str:
@@ -119,14 +119,14 @@ class AllToAll:
         return (self.recv,)
 
     @property
-    def carries(self) -> str:
-        """The name of the tensor that travels."""
+    def tensor(self) -> Tensor:
+        """The tensor that travels."""
         return self.recv.tensor
 
     @property
     def to_heads(self) -> bool:
         """Whether it goes from tokens to heads."""
-        return self.recv.tensor.endswith("_h")
+        return self.recv.tensor.is_by_heads
 
     def __str__(self) -> str:
         return f"AllToAll[{self.lane}] {self.send} -> {self.recv} of {self.group.size}"
@@ -151,8 +151,8 @@ class _OfHome:
         return self.own.home
 
     @property
-    def carries(self) -> str:
-        """The name of the tensor that travels."""
+    def tensor(self) -> Tensor:
+        """The tensor that travels."""
         return self.own.tensor
 
 
@@ -345,8 +345,8 @@ class RowSums(Bundle):
     @property
     def made(self) -> tuple[Field, ...]:
         """The fields that are computed."""
-        given = {field.name for part in self.parts for field in FIELDS[part.tensor]}
-        return tuple(field for field in FIELDS[self.into.tensor] if field.name not in given)
+        given = {field.name for part in self.parts for field in part.tensor.fields}
+        return tuple(field for field in self.into.tensor.fields if field.name not in given)
 
     def __str__(self) -> str:
         return f"RowSums {', '.join(map(str, self.parts))} as {self.into}"

@@ -7,71 +7,15 @@ doesn't divide seqlen, ranks differ by a token; functions that depend on it take
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cached_property
 
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL, Blocks, Mask
+from sp_bench.plan.tensors import Field, Kind, Tensor
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-
-class Kind(Enum):
-    """The kind of content of a field, which decides its dtype."""
-
-    COMPUTE = "compute"
-    """Inputs of a kernel: in the compute dtype, held and on the wire."""
-    PARTIAL = "partial"
-    """A partial output or gradient: accumulated in fp32, sent in the wire dtype. If nothing is ever added to it, it is
-    held in the compute dtype (lower.staging)."""
-    STATISTIC = "statistic"
-    """One number per row (the lse), in fp32."""
-
-
-@dataclass(frozen=True)
-class Field:
-    """One torch tensor of a chunk: (B, S, H, D), or (B, H, S) for a statistic."""
-
-    name: str
-    kind: Kind
-    kv: bool = False
-    """Whether it has kv_heads heads; otherwise it has heads."""
-    by_heads: bool = False
-    """Whether it has one rank's heads of all tokens of a layout chunk that ranks share."""
-
-
-_Q, _OUT, _DOUT = (Field(name, Kind.COMPUTE) for name in ("q", "out", "dout"))
-_LSE, _DELTA = (Field(name, Kind.STATISTIC) for name in ("lse", "delta"))
-
-FIELDS = {
-    "q": (_Q,),
-    "kv": (Field("k", Kind.COMPUTE, kv=True), Field("v", Kind.COMPUTE, kv=True)),
-    "o": (Field("out", Kind.PARTIAL), _LSE),
-    "out": (_OUT,),
-    "do": (_DOUT,),
-    "odoq": (_Q, _OUT, _DOUT, _LSE),
-    "doq": (_Q, _DOUT, _LSE, _DELTA),
-    "dq": (Field("dq", Kind.PARTIAL),),
-    "dkv": (Field("dk", Kind.PARTIAL, kv=True), Field("dv", Kind.PARTIAL, kv=True)),
-}
-"""The fields of each tensor. `odoq` is the Mesh paper's OdOQ (section 3.6), `doq` has rowsum(dO * O), delta, in the
-place of O (FlashAttention-2, Dao 2023, algorithm 2: all that its backward needs of O). `out` is a complete o. Names in
-_h are tensors by heads: all tokens of the ranks that share a layout chunk, with one rank's heads (DeepSpeed-Ulysses,
-section 3.1)."""
-FIELDS |= {f"{name}_h": tuple(replace(field, by_heads=True) for field in fields) for name, fields in FIELDS.items()}
-
-
-@cache
-def is_partial(tensor: str) -> bool:
-    """Whether chunks of the tensor are partial sums over blocks: o, dq, dkv, and the same by heads."""
-    return any(field.kind is Kind.PARTIAL for field in FIELDS[tensor])
-
-
-def is_of_keys(tensor: str) -> bool:
-    """Whether a tensor has a row for each key rather than for each query."""
-    return tensor.startswith(("kv", "dkv"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +89,9 @@ class Problem:
         """How many slices of the key heads there are: chunks of keys hold one of them."""
         return self.head_slices // self.query_parts
 
-    def slices_of(self, tensor: str) -> int:
+    def slices_of(self, tensor: Tensor) -> int:
         """How many slices the heads of a tensor are in."""
-        return self.key_slices if is_of_keys(tensor) else self.head_slices
+        return self.key_slices if tensor.of_keys else self.head_slices
 
     @property
     def in_one_slice(self) -> Problem:
@@ -214,20 +158,20 @@ class Problem:
         """Bytes of one field of the largest chunk."""
         return self.field_tokens(field) * self.token_bytes(field, wire=wire, summed=summed)
 
-    def chunk_bytes(self, tensor: str, *, wire: bool, summed: bool = True) -> int:
+    def chunk_bytes(self, tensor: Tensor, *, wire: bool, summed: bool = True) -> int:
         """Bytes of the largest chunk of `tensor`, statistics included."""
-        return sum(self.field_bytes(field, wire=wire, summed=summed) for field in FIELDS[tensor])
+        return sum(self.field_bytes(field, wire=wire, summed=summed) for field in tensor.fields)
 
-    def mean_wire_bytes(self, tensor: str, *, statistics: bool = True) -> Fraction:
+    def mean_wire_bytes(self, tensor: Tensor, *, statistics: bool = True) -> Fraction:
         """Mean bytes of a chunk of `tensor` on the wire. Papers leave statistics out."""
-        fields = [field for field in FIELDS[tensor] if statistics or field.kind is not Kind.STATISTIC]
+        fields = [field for field in tensor.fields if statistics or field.kind is not Kind.STATISTIC]
         ranks = {field: self.layout.head_parallel if field.by_heads else 1 for field in fields}
         total = sum(self.seqlen * ranks[field] * self.token_bytes(field, wire=True) for field in fields)
         return Fraction(total, self.n)
 
-    def needs_cast(self, tensor: str, *, summed: bool = True) -> bool:
+    def needs_cast(self, tensor: Tensor, *, summed: bool = True) -> bool:
         """Whether the held dtype of a chunk differs from its wire dtype, so that sending it takes a staging buffer."""
-        held, sent = ([self.field_dtype(f, wire=w, summed=summed) for f in FIELDS[tensor]] for w in (False, True))
+        held, sent = ([self.field_dtype(f, wire=w, summed=summed) for f in tensor.fields] for w in (False, True))
         return held != sent
 
     def rows_seen(self, q_owner: int, kv_owner: int) -> int:

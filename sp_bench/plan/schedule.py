@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
 from sp_bench.plan.ops import BLOCKS, AllGather, Chunk, Join, Plan, Transfer
+from sp_bench.plan.tensors import Tensor
 
 Values = tuple[Value, ...]
 Waits = tuple[tuple[str, int], ...]
@@ -20,7 +21,7 @@ class ReceiveBuffer(NamedTuple):
     """A buffer for what one transfer receives; values that are never alive at the same time share it."""
 
     number: int
-    tensor: str
+    tensor: Tensor
     arriving: bool
     """Whether it is for peers' partials, which it holds in the wire dtype."""
     chunks: int = 1
@@ -94,7 +95,7 @@ def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffe
     buffers: dict[int, ReceiveBuffer] = {}
     before: dict[int, Values] = {}
     ends_with = set(plan.ends_with)
-    occupied: dict[tuple[str, bool, int], list[tuple[int, ReceiveBuffer, Values]]] = {}
+    occupied: dict[tuple[Tensor, bool, int], list[tuple[int, ReceiveBuffer, Values]]] = {}
     """For each kind of buffer, (tensor, arriving, chunks), a heap by the last use of the values in it."""
     made = 0
     for index, op in plan:

@@ -8,7 +8,8 @@ from typing import Any
 
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import AllToAll, Collective, Pass, Transfer
-from sp_bench.plan.problem import FIELDS, Field, Problem
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Field, Tensor
 
 
 def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
@@ -36,7 +37,7 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
         return found
     if isinstance(op, Collective):
         # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
-        return [{f.name: problem.field_bytes(f, wire=True) for f in FIELDS[op.carries]}] * (op.group.size - 1)
+        return [{f.name: problem.field_bytes(f, wire=True) for f in op.tensor.fields}] * (op.group.size - 1)
     if op.send is None:
         return []
     tokens = _rows_sent(op, problem, rank)
@@ -48,9 +49,9 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
 
 
 @lru_cache(maxsize=64)
-def _token_bytes(problem: Problem, tensor: str) -> Mapping[str, int]:
+def _token_bytes(problem: Problem, tensor: Tensor) -> Mapping[str, int]:
     """Wire bytes of a token of each field. Cached, as plans have thousands of messages of few tensors."""
-    return {field.name: problem.token_bytes(field, wire=True) for field in FIELDS[tensor]}
+    return {field.name: problem.token_bytes(field, wire=True) for field in tensor.fields}
 
 
 def _rows_sent(op: Pass, problem: Problem, rank):
@@ -64,7 +65,7 @@ def _rows_sent(op: Pass, problem: Problem, rank):
 def _chunk_rows(op: Pass, problem: Problem, rank):
     """How many tokens the chunks have that one or an array of ranks sends, or sends some of."""
     assert op.send is not None
-    return problem.field_tokens(FIELDS[op.send.tensor][0], 0 if problem.is_even else op.send.owner(rank))
+    return problem.field_tokens(op.send.tensor.fields[0], 0 if problem.is_even else op.send.owner(rank))
 
 
 def share_sent(op: Pass, problem: Problem, rank):
@@ -76,14 +77,13 @@ def rows_sent(op: Pass, problem: Problem, rank: int) -> range:
     """The tokens of its chunk that one rank sends, as indices in the chunk."""
     assert op.send is not None
     if op.against is None:
-        return range(problem.field_tokens(FIELDS[op.send.tensor][0], op.send.owner(rank)))
+        return range(problem.field_tokens(op.send.tensor.fields[0], op.send.owner(rank)))
     return problem.blocks.rows_seen[problem.blocks.of(*op.seen_by(rank))]
 
 
 def by_heads(op: AllToAll) -> tuple[Field, ...]:
     """The fields that an AllToAll moves, by heads."""
-    tensor = op.recv.tensor
-    return FIELDS[tensor if op.to_heads else f"{tensor}_h"]
+    return op.recv.tensor.by_heads.fields
 
 
 def piece_bytes(problem: Problem, field: Field) -> int:

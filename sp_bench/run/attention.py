@@ -27,7 +27,9 @@ from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import Mask, mask_named
 from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.ops import Chunk, Plan
-from sp_bench.plan.problem import FIELDS, Field, Kind, Problem
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, OUT, Field, Kind, O, Q
+from sp_bench.plan.tensors import Tensor as ChunkTensor
 from sp_bench.run import sharding
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Cuda, Device
@@ -39,8 +41,8 @@ from sp_bench.run.slices import one_slice, together
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import GlooTransport, Transport
 
-Saved = dict[str, Tensors]
-"""The tensors of each chunk type ("kv", "odoq", ...), in the order of FIELDS."""
+Saved = dict[Any, Tensors]
+"""What a forward leaves for its backward. An Engine: the fields of each tensor of its plans (KV, ODOQ, ...)."""
 
 
 class Engine:
@@ -77,25 +79,25 @@ class Engine:
         self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, Saved]:
         """Return out_BSHD of this rank's queries in the compute dtype, and the tensors saved for the backward."""
-        found = self._run("forward", {"q": (q,), "kv": (k, v)}, action, live)
-        out, *lse = found.pop("o", None) or found.pop("out")
+        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live)
+        out, *lse = found.pop(O, None) or found.pop(OUT)
         if "backward" in self.plans:
             needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
-            found |= {"kv": (k, v)} if "kv" in needs else {}
-            found |= {"q": (q,)} if "q" in needs else {}
-            found |= {"odoq": (q, out, *lse)} if "odoq" in needs else {}
+            found |= {KV: (k, v)} if KV in needs else {}
+            found |= {Q: (q,)} if Q in needs else {}
+            found |= {ODOQ: (q, out, *lse)} if ODOQ in needs else {}
         return out, found
 
     def backward(
         self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, ...]:
         """Return (dq, dk, dv) of this rank's tokens in the compute dtype."""
-        inputs = {**saved, "do": (dout,)}
-        if "odoq" in saved:
-            q, out, lse = saved["odoq"]
-            inputs["odoq"] = (q, out, dout, lse)
+        inputs = {**saved, DO: (dout,)}
+        if ODOQ in saved:
+            q, out, lse = saved[ODOQ]
+            inputs[ODOQ] = (q, out, dout, lse)
         found = self._run("backward", inputs, action, live)
-        return (*found["dq"], *found["dkv"])
+        return (*found[DQ], *found[DKV])
 
     @property
     def kernel_name(self) -> str:
@@ -153,7 +155,7 @@ class Engine:
     def _given(self, chunk: Chunk, inputs: Saved, plan: Plan) -> Tensors:
         """The tensors that a chunk starts with: a slice of an input, or what the forward kept of it."""
         if chunk in plan.kept:
-            width, alike = len(FIELDS[chunk.tensor]), [c for c in plan.kept if c.tensor == chunk.tensor]
+            width, alike = len(chunk.tensor.fields), [c for c in plan.kept if c.tensor == chunk.tensor]
             first = width * alike.index(chunk)
             return inputs[chunk.tensor][first : first + width]
         slices = self._slices(chunk, inputs[chunk.tensor])
@@ -170,15 +172,15 @@ class Engine:
         found = {}
         for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
             tokens, whole = self.problem.tokens(self._rank), self.problem.in_one_slice
-            shapes = [whole.field_shape(field, tokens) for field in FIELDS[tensor]]
+            shapes = [whole.field_shape(field, tokens) for field in tensor.fields]
             dtype = getattr(torch, self.problem.dtype)
             found[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
         return found
 
-    def _whole(self, tensor: str, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
+    def _whole(self, tensor: ChunkTensor, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
         """All head slices of a result together; of what is kept, one after another. Sums are cast to compute dtype."""
         chunks = sorted((chunk for chunk in plan.ends_with if chunk.tensor == tensor), key=lambda chunk: chunk.heads)
-        fields = [[self._cast(field, found[chunk][i]) for chunk in chunks] for i, field in enumerate(FIELDS[tensor])]
+        fields = [[self._cast(field, found[chunk][i]) for chunk in chunks] for i, field in enumerate(tensor.fields)]
         if chunks[0] in plan.kept:
             return tuple(x for tensors in zip(*fields, strict=True) for x in tensors)
         return tuple(together(slices, self.problem, tensor) for slices in fields)

@@ -12,7 +12,8 @@ from sp_bench.kernels.fold import in_dtype
 from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
 from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Plan, ReduceScatter
-from sp_bench.plan.problem import FIELDS, Kind, Problem
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Kind
 from sp_bench.run.dealing import Dealt
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, as_shape
@@ -90,7 +91,7 @@ class Collectives:
 
     def _reduce(self, index: int, op: ReduceScatter, holdings: Holdings) -> list[Tensors | None]:
         """Returns the partials that were sent."""
-        sent, slot = self._staging[StagingUse(op.lane, op.carries, "send")], op.group.digit(self._rank)
+        sent, slot = self._staging[StagingUse(op.lane, op.tensor, "send")], op.group.digit(self._rank)
         for chunk in op.reads:
             held = self._held(chunk, holdings)
             for x, place in zip(held, self._of_member(op, chunk, sent), strict=True):
@@ -101,7 +102,7 @@ class Collectives:
                 x[slot].zero_()  # the rank's own is folded from its accumulator, which is not rounded
             self._do(index, op, Call("reduce_scatter", op.group, into, sent))
         else:
-            received = self._staging[StagingUse(op.lane, op.carries, "recv")]
+            received = self._staging[StagingUse(op.lane, op.tensor, "recv")]
             self._do(index, op, Call("all_to_all", op.group, received, sent))
             self._merge(op, received, into)
         self._put(index, op, holdings)
@@ -119,7 +120,7 @@ class Collectives:
         if len(parts) > 1 and total[0] is parts[0][0]:
             total = tuple(x.clone() for x in total)
         for part in parts[1:]:
-            if len(total) > 1 and FIELDS[op.carries][1].kind is Kind.STATISTIC:
+            if len(total) > 1 and op.tensor.fields[1].kind is Kind.STATISTIC:
                 fold_(*total, *part)
             else:
                 for x, y in zip(total, part, strict=True):
@@ -133,18 +134,18 @@ class Collectives:
 
     def _own_shapes(self, op: ReduceScatter) -> list[tuple[int, ...]]:
         """The shapes of the tensors of this rank's chunk, one for each field."""
-        tokens = self._problem.field_tokens(FIELDS[op.carries][0], self._rank)
-        return [self._problem.field_shape(field, tokens) for field in FIELDS[op.carries]]
+        tokens = self._problem.field_tokens(op.tensor.fields[0], self._rank)
+        return [self._problem.field_shape(field, tokens) for field in op.tensor.fields]
 
     def _of_member(self, op: AllGather | ReduceScatter, chunk: Chunk, buffers: Tensors) -> Tensors:
         """Views of the owner's slot, with its number of tokens."""
         owner = int(chunk.owner(self._rank))
-        tokens, slot = self._problem.field_tokens(FIELDS[chunk.tensor][0], owner), op.group.digit(owner)
-        shapes = (self._problem.field_shape(field, tokens) for field in FIELDS[chunk.tensor])
+        tokens, slot = self._problem.field_tokens(chunk.tensor.fields[0], owner), op.group.digit(owner)
+        shapes = (self._problem.field_shape(field, tokens) for field in chunk.tensor.fields)
         return tuple(as_shape(x[slot], shape) for x, shape in zip(buffers, shapes, strict=True))
 
     def _do(self, index: int, op: AllGather | ReduceScatter, call: Call) -> None:
-        counted_as = [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]
+        counted_as = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
         for x, key in zip(call.sent, counted_as, strict=True):
             piece = x if call.kind == "all_gather" else x[0]
             self._transport.sent_bytes[key] += piece.nbytes * (op.group.size - 1)

@@ -22,7 +22,7 @@ from sp_bench.kernels.row_sums import projection, row_sums
 from sp_bench.lower import lower
 from sp_bench.plan.dataflow import row_sums_released
 from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Op, Place, Plan, RowSums, Transfer
-from sp_bench.plan.problem import FIELDS, Problem
+from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.union import Pieces as UnionPieces
 from sp_bench.plan.union import kernel_calls
@@ -285,21 +285,21 @@ class Executor:
 
     def _bundle(self, op: Bundle) -> None:
         held = self._holdings
-        parts = [(FIELDS[part.tensor], held.received(part)) for part in op.parts]
+        parts = [(part.tensor.fields, held.received(part)) for part in op.parts]
         by_name = {field.name: x for fields, tensors in parts for field, x in zip(fields, tensors, strict=True)}
-        held.put(op.into, tuple(by_name[field.name] for field in FIELDS[op.into.tensor]))
+        held.put(op.into, tuple(by_name[field.name] for field in op.into.tensor.fields))
 
     def _row_sums(self, op: RowSums) -> None:
         held, (part,) = self._holdings, op.parts
         if not held.holds(part):  # no block here needs it
             return
-        fields = zip(FIELDS[part.tensor], held.received(part), strict=True)
+        fields = zip(part.tensor.fields, held.received(part), strict=True)
         by_name = {field.name: x for field, x in fields}
         if "out" in by_name:
             by_name["delta"] = row_sums(by_name["out"], by_name["dout"])
         else:
             by_name["out"] = projection(by_name["dout"], by_name["delta"])
-        held.put(op.into, tuple(by_name[field.name] for field in FIELDS[op.into.tensor]))
+        held.put(op.into, tuple(by_name[field.name] for field in op.into.tensor.fields))
 
     def _release(self, index: int) -> None:
         """Forget the chunks that operation `index`, a block, reads last."""

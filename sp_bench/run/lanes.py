@@ -11,7 +11,7 @@ import torch
 from sp_bench.lower import Lowering, StagingUse
 from sp_bench.plan.demand import demand
 from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
-from sp_bench.plan.problem import FIELDS, Problem
+from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.collectives import Collectives
@@ -136,13 +136,13 @@ class Lanes:
         assert isinstance(op, Pass | AllToAll)
         assert op.recv is not None
         source, target = self._rank, self._rank
-        rows = range(self._problem.field_tokens(FIELDS[op.recv.tensor][0], self._rank))
+        rows = range(self._problem.field_tokens(op.recv.tensor.fields[0], self._rank))
         if isinstance(op, Pass):
             source, target = int(op.source(self._rank)), int(op.target(self._rank))
             rows = rows_sent(op, self._problem, source)
         into = self._first_rows(self._receiving[buffer], op.recv, len(rows)) if buffer else None
         landing = self._receiving[buffer] if buffer else self._landing(op)
-        counted_as = [(op.lane, op.carries, field.name) for field in FIELDS[op.carries]]
+        counted_as = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
         wanted = self._demand.get(index)
         moved = (True, True) if wanted is None else (bool(wanted[self._rank]), bool(wanted[target]))
         turn = Turn(self._ids[op.lane], index, op.group, landing if isinstance(op, Pass) else ())
@@ -251,7 +251,7 @@ class Lanes:
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:
         """Return contiguous views of `buffers` with room for `tokens` tokens of the chunk."""
-        shapes = [self._problem.field_shape(field, tokens) for field in FIELDS[chunk.tensor]]
+        shapes = [self._problem.field_shape(field, tokens) for field in chunk.tensor.fields]
         return tuple(as_shape(x, shape) for x, shape in zip(buffers, shapes, strict=True))
 
     def _new(self, chunk: Chunk) -> Tensors:

@@ -12,10 +12,10 @@ from sp_bench.kernels import fold_
 from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.plan.ops import Chunk
-from sp_bench.plan.problem import FIELDS, Problem
+from sp_bench.plan.problem import Problem
 
 Tensors = tuple[Tensor, ...]
-"""The fields of one chunk, in the order of FIELDS."""
+"""The fields of one chunk, in the order of its tensor's fields."""
 Rows = range | Tensor
 """Tokens of a chunk: a run of them, or (tokens,) indices, no two alike."""
 
@@ -100,7 +100,7 @@ class Partials:
         """Return the accumulator; the neutral element if no block has written to it."""
         if chunk not in self._held:
             tokens, dtype = self._tokens(chunk), self._dtype(chunk)
-            shapes = [self._problem.field_shape(field, tokens) for field in FIELDS[chunk.tensor]]
+            shapes = [self._problem.field_shape(field, tokens) for field in chunk.tensor.fields]
             if _is_output(chunk):
                 self._held[chunk] = empty_output(torch.empty(shapes[0], dtype=dtype, device=self._device))
             else:
@@ -131,7 +131,7 @@ class Partials:
 
     def _tokens(self, chunk: Chunk) -> int:
         """Return the number of tokens in the chunk on this rank."""
-        return self._problem.field_tokens(FIELDS[chunk.tensor][0], int(chunk.owner(self._rank)))
+        return self._problem.field_tokens(chunk.tensor.fields[0], int(chunk.owner(self._rank)))
 
     def _dtype(self, chunk: Chunk) -> torch.dtype:
         return getattr(torch, self._problem.dtype if chunk in self._unsummed else self._problem.accumulate_dtype)
@@ -149,7 +149,7 @@ def tokens_of(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _is_output(chunk: Chunk) -> bool:
-    return chunk.tensor in ("o", "o_h")
+    return chunk.tensor.is_output
 
 
 def as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sp_bench.plan.problem import Problem, is_of_keys
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Tensor as ChunkTensor
 
 
-def one_slice(x: Tensor, problem: Problem, tensor: str, number: int) -> Tensor:
+def one_slice(x: Tensor, problem: Problem, tensor: ChunkTensor, number: int) -> Tensor:
     """Slice `number` of the heads of a field of `tensor`: a view."""
     if problem.head_slices == 1:
         return x
-    dim, parts = 2 if x.ndim == 4 else 1, 1 if is_of_keys(tensor) else problem.query_parts
+    dim, parts = 2 if x.ndim == 4 else 1, 1 if tensor.of_keys else problem.query_parts
     part = slice(number % parts, None, parts)
     of_key_heads = x.chunk(problem.key_slices, dim=dim)[number // parts]
     return of_key_heads[:, :, part] if dim == 2 else of_key_heads[:, part]
 
 
-def together(slices: Sequence[Tensor], problem: Problem, tensor: str) -> Tensor:
+def together(slices: Sequence[Tensor], problem: Problem, tensor: ChunkTensor) -> Tensor:
     """All heads of a field of `tensor`, from its slices in order."""
     if len(slices) == 1:
         return slices[0]

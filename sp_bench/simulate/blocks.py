@@ -14,7 +14,8 @@ from sp_bench.lower.joined import copied_bytes
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.ops import Block, Chunk, Fused, Place, Plan
-from sp_bench.plan.problem import FIELDS, Problem, is_of_keys
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
 
 BLOCKS_AT_ONCE = 512
@@ -72,9 +73,9 @@ class BlockCosts:
         """The owner of a chunk's tokens on each rank: (n,)."""
         return place.owner(np.arange(self._problem.n))
 
-    def _find_fold_s(self, tensor: str, first: bool, summed: bool) -> np.ndarray:
+    def _find_fold_s(self, tensor: Tensor, first: bool, summed: bool) -> np.ndarray:
         """What the fold of a block's result into a chunk costs, by class of block: (classes,)."""
-        parts = self._problem.blocks.parts(keys=is_of_keys(tensor))
+        parts = self._problem.blocks.parts(keys=tensor.of_keys)
         fold_s = partial(self._device.fold_s, self._problem, tensor, first=first, summed=summed)
         costs = {part: fold_s(share=part.share, sliced=part.sliced) for part in set(parts)}
         return np.array([costs[part] for part in parts])
@@ -97,10 +98,10 @@ class BlockCosts:
     def _folds_of(self, op: Fused, calls: Calls, chunk: Chunk, fresh: bool) -> float:
         """Seconds of folding what calls have of one chunk; the first result is only written, and copied if it is cut
         out of a larger one."""
-        keys = is_of_keys(chunk.tensor)
+        keys = chunk.tensor.of_keys
         read = next(block.kv if keys else block.q for block in op.blocks if chunk in block.writes)
         number = (op.keys if keys else op.queries).index(read)
-        rows = self._problem.field_tokens(FIELDS[chunk.tensor][0])
+        rows = self._problem.field_tokens(chunk.tensor.fields[0])
         summed, total_s = chunk not in self._lowering.unsummed, 0.0
         for call in calls:
             side: Pieces = call.kv if keys else call.q

@@ -37,8 +37,9 @@ from sp_bench.plan.ops import (
     RowSums,
     Transfer,
 )
-from sp_bench.plan.problem import FIELDS, Problem, is_partial
+from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment, segments
+from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, peers, share_sent
 from sp_bench.simulate import collectives
 from sp_bench.simulate.blocks import BlockCosts
@@ -241,7 +242,7 @@ class _Builder:
         seconds = self._work_s(segment)
         if last:
             results = [
-                (chunk.tensor, chunk not in self.unsummed) for chunk in self.plan.ends_with if is_partial(chunk.tensor)
+                (chunk.tensor, chunk not in self.unsummed) for chunk in self.plan.ends_with if chunk.tensor.is_partial
             ]
             seconds += sum(self.device.cast_s(self.problem, tensor, wire=False, summed=s) for tensor, s in results)
         seconds *= self.slow * self.noise(self.ranks.size)
@@ -292,7 +293,7 @@ class _Builder:
     def _row_sums_s(self, op: RowSums) -> float:
         """O or its row sums are computed in one pass over O and dO, as fast as memory."""
         (part,) = op.parts
-        fields = {field.name: field for chunk in (part, op.into) for field in FIELDS[chunk.tensor]}
+        fields = {field.name: field for chunk in (part, op.into) for field in chunk.tensor.fields}
         return self.device.copy_s(self.problem.field_bytes(fields["out"], wire=False))
 
     def _share_brought(self, index: int, ranks: np.ndarray) -> np.ndarray:
@@ -306,16 +307,16 @@ class _Builder:
         """Whether each simulated rank has something to receive or to fold in an operation: (q,), or 1 for all."""
         return self.wanted[index][self.ranks] if index in self.wanted else 1.0
 
-    def _cast_s(self, tensor: str, summed: bool, share: float = 1.0) -> float:
+    def _cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:
         return self.device.cast_s(self.problem, tensor, wire=True, summed=summed, share=share)
 
     def _cut_s(self, index: int, op: Pass, ranks: np.ndarray) -> np.ndarray:
         """Seconds of casting the rows that each rank sends, or of copying them together where it has more."""
         assert op.send is not None
         assert not isinstance(op.group, Exchange), "partners exchange whole chunks"
-        summed, whole = op.send not in self.unsummed, self.problem.chunk_bytes(op.carries, wire=True)
+        summed, whole = op.send not in self.unsummed, self.problem.chunk_bytes(op.tensor, wire=True)
         sent, held = np.asarray(share_sent(op, self.problem, ranks)), self._share_brought(index, ranks)
-        cast_s = _of_each(sent, lambda share: self.cast_s(op.carries, summed, share))
+        cast_s = _of_each(sent, lambda share: self.cast_s(op.tensor, summed, share))
         copy_s = _of_each(sent, lambda share: self.device.copy_s(share * whole))
         return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))
 
@@ -398,7 +399,7 @@ class _Builder:
             unpacked_s = self.device.copy_s(self.lowering.packed_bytes(op)[1])
             return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
         if isinstance(op, ReduceScatter):  # what arrived is merged
-            folds_s = len(tasks) * self.device.fold_s(self.problem, op.carries, arriving=True)
+            folds_s = len(tasks) * self.device.fold_s(self.problem, op.tensor, arriving=True)
             return [self.rows.add(folds_s, [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 
@@ -419,10 +420,10 @@ class _Builder:
             return (op.group.size - 1) * self.device.copy_s(sum(self._sent(op).by_field.values()))
         if op.against:
             return self._cut_s(index, op, ranks)
-        cast_s = self.cast_s(op.carries, op.send not in self.unsummed)
+        cast_s = self.cast_s(op.tensor, op.send not in self.unsummed)
         if not isinstance(op.group, Exchange):
             return cast_s
-        whole = sum(self.problem.field_bytes(field, wire=True) for field in FIELDS[op.carries])
+        whole = sum(self.problem.field_bytes(field, wire=True) for field in op.tensor.fields)
         return cast_s + (op.target(ranks) == ranks) * self.device.copy_s(whole)
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:

@@ -25,6 +25,7 @@ from sp_bench.plan import (
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import PlanError
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, OUT, O, Q, Tensor
 from tests.support.plan_edits import (
     with_changed,
     with_op,
@@ -65,10 +66,10 @@ def test_blocks_of_plain_chunks_are_refused_where_heads_are_split(phase: str) ->
         check(ring, problem)
 
 
-@pytest.mark.parametrize("operand", ["q", "kv", "o"])
-def test_a_plain_operand_is_refused_where_heads_are_split(operand: str) -> None:
+@pytest.mark.parametrize("operand", [Q, KV, O])
+def test_a_plain_operand_is_refused_where_heads_are_split(operand: Tensor) -> None:
     plan, problem = ulysses(4)
-    broken = with_changed(plan, 2, **{operand: Chunk(operand, 0, Group(1, 4))})
+    broken = with_changed(plan, 2, **{operand.name: Chunk(operand, 0, Group(1, 4))})
     wanted = f"{operand}#0 stands where a held chunk of {operand}_h should$"
     with pytest.raises(PlanError, match=f"^operation 2, Attend .*: {wanted}|^operation 3, .* reads o_h#0 before"):
         check(broken.plan, problem)
@@ -90,7 +91,7 @@ def test_what_is_kept_is_what_the_backward_takes(name: str) -> None:
     method = build(name, {}).candidates(problem)[-1]
     plans, dealt = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}, method.dealt(problem)
     forward, backward = plans.values()
-    assert [chunk.tensor for chunk in forward.kept] == ["q_h", "kv_h", "o_h"]
+    assert [chunk.tensor for chunk in forward.kept] == [Q.by_heads, KV.by_heads, O.by_heads]
     for lost in range(3):
         less = (*forward.kept[:lost], *forward.kept[lost + 1 :])
         forgets = plans | {"forward": replace(forward, kept=less)}
@@ -121,7 +122,7 @@ def test_only_a_rank_s_own_chunks_are_dealt() -> None:
     swap = Exchange(Group(1, 2), Group(2, 2))
     deal = plan.ops[0]
     assert isinstance(deal, AllToAll)
-    partners = Chunk("q", 0, Grid(Group(1, 2), Group(2, 2), swap))
+    partners = Chunk(Q, 0, Grid(Group(1, 2), Group(2, 2), swap))
     changed = with_changed(with_op(plan, 0, Pass("swap", deal.send, partners, swap, 1)), 1, send=partners)
     with pytest.raises(PlanError, match=r"^operation 1, AllToAll"):
         check(changed.plan, problem)
@@ -131,7 +132,7 @@ def in_two_slices(phase: str, other: int) -> tuple[Plan, Problem]:
     """Ulysses of one rank, by slices of the heads; with other = 1, KV or Q by heads is of the other slice."""
     one, ops, slices = Group(1, 1), [], (0, 1)
 
-    def chunk(tensor: str, heads: int) -> Chunk:
+    def chunk(tensor: Tensor, heads: int) -> Chunk:
         return Chunk(tensor, 0, one, heads=heads)
 
     def deal(send: str, recv: str, heads: int, sent: int | None = None) -> AllToAll:
@@ -139,18 +140,23 @@ def in_two_slices(phase: str, other: int) -> tuple[Plan, Problem]:
 
     for i in slices:
         if phase == "forward":
-            ops += [deal("q", "q_h", i), deal("kv", "kv_h", i, sent=i ^ other)]
-            ops += [Attend(*(chunk(tensor, i) for tensor in ("q_h", "kv_h", "o_h"))), deal("o_h", "out", i)]
+            ops += [deal(Q, Q.by_heads, i), deal(KV, KV.by_heads, i, sent=i ^ other)]
+            ops += [
+                Attend(*(chunk(tensor, i) for tensor in (Q.by_heads, KV.by_heads, O.by_heads))),
+                deal(O.by_heads, OUT, i),
+            ]
         else:
-            parts = chunk("q_h", i ^ other), chunk("o_h", i), chunk("do_h", i)
-            block = AttendBackward(*(chunk(tensor, i) for tensor in ("odoq_h", "kv_h", "dq_h", "dkv_h")))
-            ops += [deal("do", "do_h", i), Bundle(parts, chunk("odoq_h", i)), block]
-            ops += [deal("dq_h", "dq", i), deal("dkv_h", "dkv", i)]
+            parts = chunk(Q.by_heads, i ^ other), chunk(O.by_heads, i), chunk(DO.by_heads, i)
+            block = AttendBackward(
+                *(chunk(tensor, i) for tensor in (ODOQ.by_heads, KV.by_heads, DQ.by_heads, DKV.by_heads))
+            )
+            ops += [deal(DO, DO.by_heads, i), Bundle(parts, chunk(ODOQ.by_heads, i)), block]
+            ops += [deal(DQ.by_heads, DQ, i), deal(DKV.by_heads, DKV, i)]
     steps = Steps()
     steps.do(*ops)
-    ends = {"forward": (("q", "kv"), ("out",)), "backward": (("do",), ("dq", "dkv"))}[phase]
+    ends = {"forward": ((Q, KV), (OUT,)), "backward": ((DO,), (DQ, DKV))}[phase]
     inputs, outputs = (tuple(chunk(tensor, i) for tensor in tensors for i in slices) for tensors in ends)
-    kept = tuple(chunk(tensor, i) for tensor in ("q_h", "kv_h", "o_h") for i in slices)
+    kept = tuple(chunk(tensor, i) for tensor in (Q.by_heads, KV.by_heads, O.by_heads) for i in slices)
     return steps.plan(phase, 1, inputs, outputs, kept), replace(small_problem(1), head_slices=2)
 
 

@@ -12,6 +12,7 @@ from sp_bench.plan import Attend, Chunk, Fold, Group, Op, Pass, Plan, Problem, S
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import PlanError
+from sp_bench.plan.tensors import DQ, KV, ODOQ, O, Q, Tensor
 from tests.support.plan_edits import (
     ring_of_three,
     with_op,
@@ -69,14 +70,14 @@ def plan_of(n: int, *ops: Op) -> tuple[Plan, Problem]:
     steps, ring = Steps(), Group(1, n)
     steps.next()
     steps.do(*ops)
-    q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
+    q, kv, o = (Chunk(tensor, 0, ring) for tensor in (Q, KV, O))
     return steps.plan("forward", n, (q, kv), (o,)), small_problem(n, "contiguous", causal=False)
 
 
 def straight_home(n: int) -> list[Op]:
     """Every Q goes everywhere, and each partial output straight to its owner, by one hop of its own length."""
     ring = Group(1, n)
-    q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
+    q, kv, o = (Chunk(tensor, 0, ring) for tensor in (Q, KV, O))
     ops: list[Op] = [Attend(q, kv, o)]
     for u in range(1, n):
         ops += [receive_next(q, u - 1, "q"), Attend(q.at(u), kv, o.at(u))]
@@ -98,7 +99,7 @@ def test_a_partial_must_be_folded_before_the_next_arrives_over_it() -> None:
 
 def test_a_block_computed_on_two_ranks_is_refused_or_found_unused() -> None:
     ring = Group(1, 2)
-    q, kv, o = (Chunk(tensor, 0, ring) for tensor in ("q", "kv", "o"))
+    q, kv, o = (Chunk(tensor, 0, ring) for tensor in (Q, KV, O))
     ops: list[Op] = [Attend(q, kv, o), receive_next(kv, 0, "kv"), Attend(q, kv.at(1), o)]
     check(*plan_of(2, *ops))
     ops += [receive_next(q, 0, "q"), Attend(q.at(1), kv, o.at(1))]
@@ -121,7 +122,7 @@ def test_a_rank_has_no_tokens_but_its_own() -> None:
 def test_kinds_of_chunks_are_not_mixed_up() -> None:
     plan, problem = ring_of_three()
     ring = plan.ops[0].group
-    q, o = Chunk("q", 0, ring), Chunk("o", 0, ring)
+    q, o = Chunk(Q, 0, ring), Chunk(O, 0, ring)
     with pytest.raises(PlanError, match="sends q where the peer receives kv"):
         check(with_op(plan, 0, replace(plan.ops[0], send=q)), problem)
     into_arriving = Pass("kv", send=q, recv=q.at(1).arriving(), group=ring, shift=-1)
@@ -133,14 +134,14 @@ def test_kinds_of_chunks_are_not_mixed_up() -> None:
 
 @pytest.mark.parametrize(
     ("phase", "changes"),
-    [("forward", {"q": "kv"}), ("forward", {"kv": "q"}), ("forward", {"o": "dq"}), ("backward", {"odoq": "kv"})],
+    [("forward", {Q: KV}), ("forward", {KV: Q}), ("forward", {O: DQ}), ("backward", {ODOQ: KV})],
 )
-def test_blocks_of_the_wrong_tensors_are_refused(phase: str, changes: dict[str, str]) -> None:
+def test_blocks_of_the_wrong_tensors_are_refused(phase: str, changes: dict[Tensor, Tensor]) -> None:
     """Such a block would be attention of K to K, or leave its output where nobody looks for it."""
     problem = small_problem(1)
     plan = build("ring", {}).plan(problem, phase, COMPUTE_BOUND)
     (block,) = plan.ops
-    wrong = replace(block, **{field: Chunk(tensor, 0, Group(1, 1)) for field, tensor in changes.items()})
+    wrong = replace(block, **{field.name: Chunk(tensor, 0, Group(1, 1)) for field, tensor in changes.items()})
     with pytest.raises(PlanError, match=r"^operation 0, |^the plan's outputs are dq#0"):
         check(replace(plan, ops=(wrong,), outputs=wrong.writes), problem)
 

@@ -13,6 +13,7 @@ from sp_bench.plan import Chunk, Group, Pass, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import PlanError
+from sp_bench.plan.tensors import KV, Q
 from sp_bench.plan.transfers import rows_sent
 from tests.support.plan_edits import (
     assert_names_what_is_wrong,
@@ -63,7 +64,7 @@ def test_rows_are_told_by_the_right_keys(n: int, nodes: int, phase: str) -> None
         if is_reduce(op) or op.send.index == 0:
             check(with_changed(plan, index, against=None).plan, problem)
         for u in range(n):
-            broken = with_changed(plan, index, against=Chunk("kv", u, Group(1, n)))
+            broken = with_changed(plan, index, against=Chunk(KV, u, Group(1, n)))
             wrong = broken.plan.ops[index]
             assert isinstance(wrong, Pass)
             if not any(p == range(2) != w for p, w in zip(parts(op), parts(wrong), strict=True)):
@@ -94,7 +95,7 @@ def test_rows_that_were_left_behind_are_not_sent_on() -> None:
     """A trimmed hop makes all further ones trimmed: without `against` whole chunks would be sent."""
     problem = splittable_problem(4, "zigzag")
     plan = build("tokenring", {}).plan(problem, "forward", COMPUTE_BOUND)
-    hops = [index for index, op in plan if isinstance(op, Pass) and op.send and op.send.tensor == "q"]
+    hops = [index for index, op in plan if isinstance(op, Pass) and op.send and op.send.tensor == Q]
     for hop in hops[1:]:
         broken = with_changed(plan, hop, against=None).plan
         with pytest.raises(PlanError, match=rf"operation {hop}, .*lacks rows that are to be sent"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sp_bench.plan import AllToAll, Bundle, Exchange, Fold, Grid, Op, Pass, Plan
 from sp_bench.plan.ops import AllGather, ReduceScatter
-from sp_bench.plan.problem import FIELDS
+from sp_bench.plan.tensors import TENSORS
 from tests.support.plan_edits import (
     Broken,
     Mutations,
@@ -149,7 +149,7 @@ def deal_another_tensor(draw: st.DrawFn, plan: Plan) -> Broken:
     index = pick(draw, plan, is_all_to_all)
     name = draw(st.sampled_from(["send", "recv"]))
     chunk = getattr(plan.ops[index], name)
-    tensor = draw(st.sampled_from([tensor for tensor in FIELDS if tensor != chunk.tensor]))
+    tensor = draw(st.sampled_from([tensor for tensor in TENSORS.values() if tensor != chunk.tensor]))
     return if_in_order(with_changed(plan, index, **{name: chunk._replace(tensor=tensor)}))
 
 

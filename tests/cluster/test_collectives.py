@@ -17,6 +17,7 @@ from sp_bench.plan import Chunk, Group, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import AllGather, AllToAll, ReduceScatter
+from sp_bench.plan.tensors import DKV, KV, O, Q
 from sp_bench.simulate import simulate
 from sp_bench.simulate.bounds import link_bytes
 from tests.support.clusters import NETWORKS, cluster, on_network, problem, split_problem
@@ -24,7 +25,7 @@ from tests.support.problems import all_methods
 
 
 def gather(group: Group) -> AllGather:
-    return AllGather("kv", Chunk("kv", 0, group))
+    return AllGather("kv", Chunk(KV, 0, group))
 
 
 @given(st.sampled_from(sorted(NETWORKS)), st.sampled_from([Group(1, 8), Group(1, 4), Group(2, 4), Group(4, 2)]))
@@ -47,7 +48,7 @@ def test_each_rank_sends_all_and_gets_all(network: str, group: Group) -> None:
 def test_rings_use_every_nic() -> None:
     """4 nodes of 8: each node lets 31 chunks out, over one NIC by hops, and an eighth of it over each by NCCL."""
     p, where = problem(32, tokens=512), cluster(gpus_per_node=8)
-    size = 31 * p.chunk_bytes("kv", wire=True)
+    size = 31 * p.chunk_bytes(KV, wire=True)
     for collectives, nics in (("messages", [0] * 7 + [1]), ("library", [1 / 8] * 8)):
         method = build("all_gather", {"stride": p.kv_heads, "collectives": collectives})
         plan, network = method.plan(p, "forward", COMPUTE_BOUND), where.network(32)
@@ -63,7 +64,7 @@ def test_a_ring_takes_the_time_of_its_busiest_link_and_a_latency_for_each_step()
     method = build("all_gather", {"stride": p.kv_heads})
     run = simulate(method.plan(p, "forward", COMPUTE_BOUND), p, where)
     gathered = next(span for span in run.spans(0) if span.stream == "kv")
-    size = 15 * p.chunk_bytes("kv", wire=True)
+    size = 15 * p.chunk_bytes(KV, wire=True)
     assert gathered.end_s == pytest.approx(12 * 1e-5 + 3 * 3e-5 + size / 4 / 2.5e8)
 
 
@@ -91,7 +92,7 @@ def test_multicast_is_used_where_the_cluster_has_it() -> None:
     p = problem(8, tokens=512)
     plain = cluster(gpus_per_node=8)
     fast = replace(plain, topology=plain.topology.replace(intra=plain.topology.intra.replace(nvls_bytes_per_s=1e9)))
-    size = 7 * p.chunk_bytes("kv", wire=True)
+    size = 7 * p.chunk_bytes(KV, wire=True)
     ways = [where.carriage(gather(Group(1, 8)), 8, size) for where in (plain, fast)]
     assert [way and way.name for way in ways] == ["ring", "nvls"]
     method = build("all_gather", {"stride": p.kv_heads})
@@ -101,11 +102,11 @@ def test_multicast_is_used_where_the_cluster_has_it() -> None:
 
 
 def test_what_the_library_cannot_add_goes_to_its_owner() -> None:
-    o, dkv = (ReduceScatter("o", Chunk(tensor, 0, Group(1, 8))) for tensor in ("o", "dkv"))
+    o, dkv = (ReduceScatter("o", Chunk(tensor, 0, Group(1, 8))) for tensor in (O, DKV))
     nccl, gloo = cluster(), on_network("shared cores")
     assert nccl.carriage(o, 8, 1) is None and gloo.carriage(o, 8, 1) is None
     assert nccl.carriage(dkv, 8, 1) is not None and gloo.carriage(dkv, 8, 1) is None
-    deal = AllToAll("q", Chunk("q", 0, Group(1, 8)), Chunk("q_h", 0, Group(8, 1)), Group(1, 8))
+    deal = AllToAll("q", Chunk(Q, 0, Group(1, 8)), Chunk(Q.by_heads, 0, Group(8, 1)), Group(1, 8))
     assert nccl.carriage(deal, 8, 1) is None
     hops = gloo.carriage(gather(Group(1, 8)), 8, 1)
     assert hops is not None and (hops.name, hops.hops) == ("hops", 7)

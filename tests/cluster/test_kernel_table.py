@@ -19,6 +19,7 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.plan import Problem
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import DQ, O
 from sp_bench.reading import read
 from sp_bench.resources import conf_content, conf_files
 from sp_bench.simulate import simulate
@@ -286,12 +287,12 @@ def test_without_figures_the_nearest_table_ranks_variants() -> None:
 def test_merging_outputs_has_a_rate_of_its_own() -> None:
     p, costs = problem(1024), device(fold_bytes_per_s=1e11)
     rows = 1024 * 16
-    assert costs.fold_s(p, "o", first=False, arriving=False) == pytest.approx(rows * (128 * 10 + 12) / 1e11)
-    assert costs.fold_s(p, "dq", first=False, arriving=False) == pytest.approx(rows * 128 * 10 / 1e12)
-    assert costs.fold_s(p, "o", first=True, arriving=False) == pytest.approx(rows * 128 * 6 / 1e12)
-    assert costs.fold_s(p, "o", first=True, summed=False) == 0
-    assert costs.cast_s(p, "o", wire=True) == pytest.approx(rows * 128 * 6 / 1e12)
-    assert costs.cast_s(p, "o", wire=True, summed=False) == costs.cast_s(p, "o", wire=False, summed=False) == 0
+    assert costs.fold_s(p, O, first=False, arriving=False) == pytest.approx(rows * (128 * 10 + 12) / 1e11)
+    assert costs.fold_s(p, DQ, first=False, arriving=False) == pytest.approx(rows * 128 * 10 / 1e12)
+    assert costs.fold_s(p, O, first=True, arriving=False) == pytest.approx(rows * 128 * 6 / 1e12)
+    assert costs.fold_s(p, O, first=True, summed=False) == 0
+    assert costs.cast_s(p, O, wire=True) == pytest.approx(rows * 128 * 6 / 1e12)
+    assert costs.cast_s(p, O, wire=True, summed=False) == costs.cast_s(p, O, wire=False, summed=False) == 0
     assert device().fold_bytes_per_s == device().memory_bytes_per_s
 
 

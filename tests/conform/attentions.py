@@ -17,6 +17,7 @@ from torch.distributed.nn import functional
 
 from sp_bench.conform import claims
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
 
 CONTIGUOUS = claims(layout="contiguous")
 Group = dist.ProcessGroup
@@ -109,7 +110,7 @@ def attend(
 
 def sent(problem: Problem, phase: str) -> float:
     """K and V of each rank go to all others. All-reduced, their gradients are twice that."""
-    return (1 + (phase == "backward")) * problem.n * (problem.n - 1) * problem.chunk_bytes("kv", wire=True)
+    return (1 + (phase == "backward")) * problem.n * (problem.n - 1) * problem.chunk_bytes(KV, wire=True)
 
 
 @claims(layout="contiguous", documents=True, sent_bytes=sent)
@@ -327,7 +328,7 @@ def checkpoint(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -
     return attend(q, k, v, causal is not inside, group)
 
 
-@claims(layout="contiguous", sent_bytes=lambda problem, phase: problem.n * problem.chunk_bytes("kv", wire=True))
+@claims(layout="contiguous", sent_bytes=lambda problem, phase: problem.n * problem.chunk_bytes(KV, wire=True))
 def volume(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -> Tensor:
     """Claims the volume of two ranks for all numbers."""
     return attend(q, k, v, causal, group)

@@ -16,7 +16,6 @@ from sp_bench.plan import AllToAll, Attend, AttendBackward, Chunk, Fold, Pass, P
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.ops import Transfer
-from sp_bench.plan.problem import is_partial
 from sp_bench.plan.regions import RegionKind
 from sp_bench.plan.transfers import peers
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
@@ -82,7 +81,7 @@ def contributions(plan: Plan) -> dict[Chunk, list[list[object]]]:
         if isinstance(op, Transfer | Fold):
             there -= {chunk for chunk in op.reads if chunk not in plan.kept and chunk not in op.writes}
         for chunk in op.writes:
-            if is_partial(chunk.tensor):
+            if chunk.tensor.is_partial:
                 if chunk not in there or isinstance(op, Transfer):
                     found.setdefault(chunk, []).append([])
                     there.add(chunk)

@@ -12,6 +12,7 @@ from sp_bench.plan import Attend, AttendBackward, Group, Method, Pass, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import PlanError
+from sp_bench.plan.tensors import KV
 from tests.support.plan_edits import with_changed
 from tests.support.problems import small_problem, splittable_problem
 
@@ -20,7 +21,7 @@ def hops(method: Method, problem: Problem, phase: str) -> list[tuple]:
     """The transfers of a plan, sorted: the tensor, and for each rank the one that it receives from."""
     plan = method.plan(problem, phase, COMPUTE_BOUND)
     passes = [op for op in plan.ops if isinstance(op, Pass)]
-    return sorted((op.carries, *(int(op.source(rank)) for rank in range(problem.n))) for op in passes)
+    return sorted((op.tensor.name, *(int(op.source(rank)) for rank in range(problem.n))) for op in passes)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -62,7 +63,7 @@ def test_blocks_of_ulysses_all_gather_wait_for_the_whole_gather(phase: str) -> N
     method = build("ulysses_all_gather", {"ulysses": 2, "collectives": "messages"})
     plan = method.plan(problem, phase, COMPUTE_BOUND)
     used = [op.kv.index for op in plan.ops if isinstance(op, Attend | AttendBackward)]
-    arrived = [op.recv.index for op in plan.ops if isinstance(op, Pass) and op.carries == "kv_h" and op.recv]
+    arrived = [op.recv.index for op in plan.ops if isinstance(op, Pass) and op.tensor == KV.by_heads and op.recv]
     assert used[0] == 0
     assert used[1] == arrived[-1]
     assert sorted(used) == [0, *sorted(arrived)] == list(range(4))

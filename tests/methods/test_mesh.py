@@ -20,34 +20,35 @@ from sp_bench.plan import DOWN, Attend, AttendBackward, Group, Pass, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ, O, Q, Tensor
 from tests.support.problems import cost_profiles, small_problem
 
 sides = st.integers(1, 9)
 blocks_to_hide = st.integers(1, 6)
-forward_costs = st.fixed_dictionaries(dict.fromkeys(("q", "kv", "o"), blocks_to_hide))
-backward_costs = st.fixed_dictionaries(dict.fromkeys(("odoq", "kv", "dq", "dkv"), blocks_to_hide))
-ONES: Mapping[str, int] = dict.fromkeys(("q", "kv", "o", "odoq", "dq", "dkv"), 1)
+forward_costs = st.fixed_dictionaries(dict.fromkeys((Q, KV, O), blocks_to_hide))
+backward_costs = st.fixed_dictionaries(dict.fromkeys((ODOQ, KV, DQ, DKV), blocks_to_hide))
+ONES: Mapping[Tensor, int] = dict.fromkeys((Q, KV, O, ODOQ, DQ, DKV), 1)
 
 Block = tuple[int, int]
 
 
-def received_before(steps: list[Step], q: str) -> Iterator[tuple[Step, int, int]]:
+def received_before(steps: list[Step], q: Tensor) -> Iterator[tuple[Step, int, int]]:
     """Each step with the Q and KV chunks that are there when it begins, the rank's own included."""
-    have = Counter({q: 1, "kv": 1})
+    have = Counter({q: 1, KV: 1})
     for step in steps:
-        yield step, have[q], have["kv"]
+        yield step, have[q], have[KV]
         have[step.transfer] += 1
 
 
 def transfers(steps: list[Step]) -> dict[str, int]:
-    return dict(Counter(step.transfer for step in steps if step.transfer))
+    return dict(Counter(step.transfer.name for step in steps if step.transfer))
 
 
 def closed_form(**counts: int) -> dict[str, int]:
     return {tensor: count for tensor, count in counts.items() if count}
 
 
-def assert_blocks(steps: list[Step], a: int, b: int, q: str, c: Mapping[str, int]) -> None:
+def assert_blocks(steps: list[Step], a: int, b: int, q: Tensor, c: Mapping[Tensor, int]) -> None:
     """Every block once, none before its chunks are there, and no more beside a transfer than hide it."""
     assert sorted(block for step in steps for block in step.blocks) == [(u, v) for u in range(a) for v in range(b)]
     for step, have_q, have_kv in received_before(steps, q):
@@ -55,7 +56,7 @@ def assert_blocks(steps: list[Step], a: int, b: int, q: str, c: Mapping[str, int
         assert len(step.blocks) <= c.get(step.transfer, 1)
 
 
-def assert_sent_complete(steps: list[Step], a: int, b: int, lines: Mapping[str, int]) -> None:
+def assert_sent_complete(steps: list[Step], a: int, b: int, lines: Mapping[Tensor, int]) -> None:
     """The k-th send of a tensor is of line k, whose blocks all stand in earlier steps. `lines`: tensor -> axis."""
     done: set[Block] = set()
     sent = dict.fromkeys(lines, 0)
@@ -73,18 +74,18 @@ def assert_sent_complete(steps: list[Step], a: int, b: int, lines: Mapping[str, 
 @example(16, 16, ONES, True)
 @example(1, 64, ONES, False)
 @example(64, 1, ONES, True)
-def test_forward_schedule(a: int, b: int, c: Mapping[str, int], runs: bool) -> None:
+def test_forward_schedule(a: int, b: int, c: Mapping[Tensor, int], runs: bool) -> None:
     steps = forward_schedule(a, b, c, runs=runs)
     assert transfers(steps) == closed_form(q=a - 1, kv=b - 1, o=a - 1)
-    assert_blocks(steps, a, b, "q", c)
-    assert_sent_complete(steps, a, b, {"o": 0})
+    assert_blocks(steps, a, b, Q, c)
+    assert_sent_complete(steps, a, b, {O: 0})
 
 
 @given(sides, sides, forward_costs)
-def test_forward_takes_its_own_row_last(a: int, b: int, c: Mapping[str, int]) -> None:
+def test_forward_takes_its_own_row_last(a: int, b: int, c: Mapping[Tensor, int]) -> None:
     """Nobody waits for O#0: a block of row 0 is computed only when no other row has a ready one."""
     done: set[Block] = set()
-    for step, have_q, have_kv in received_before(forward_schedule(a, b, c), "q"):
+    for step, have_q, have_kv in received_before(forward_schedule(a, b, c), Q):
         for block in step.blocks:
             ready = {(u, v) for u in range(1, have_q) for v in range(have_kv)} - done
             assert block == min(ready) if ready else block[0] == 0, f"{block} while {ready} are ready"
@@ -96,22 +97,22 @@ def test_forward_takes_its_own_row_last(a: int, b: int, c: Mapping[str, int]) ->
 @example(16, 16, ONES, True)
 @example(1, 64, ONES, False)
 @example(64, 1, ONES, True)
-def test_backward_schedule(a: int, b: int, c: Mapping[str, int], runs: bool) -> None:
+def test_backward_schedule(a: int, b: int, c: Mapping[Tensor, int], runs: bool) -> None:
     steps = backward_schedule(a, b, c, runs=runs)
     assert transfers(steps) == closed_form(odoq=a - 1, kv=b - 1, dq=a - 1, dkv=b - 1)
-    assert_blocks(steps, a, b, "odoq", c)
-    assert_sent_complete(steps, a, b, {"dq": 0, "dkv": 1})
+    assert_blocks(steps, a, b, ODOQ, c)
+    assert_sent_complete(steps, a, b, {DQ: 0, DKV: 1})
 
 
 @given(sides, sides, forward_costs)
-def test_receives_take_the_higher_profit(a: int, b: int, c: Mapping[str, int]) -> None:
+def test_receives_take_the_higher_profit(a: int, b: int, c: Mapping[Tensor, int]) -> None:
     """Algorithm 2: the transfer that makes more blocks ready for each block of its cost; KV if they are equal."""
-    for step, have_q, have_kv in received_before(forward_schedule(a, b, c), "q"):
-        q_profit = have_kv / c["q"] if have_q < a else 0
-        kv_profit = have_q / c["kv"] if have_kv < b else 0
-        if step.transfer == "q":
+    for step, have_q, have_kv in received_before(forward_schedule(a, b, c), Q):
+        q_profit = have_kv / c[Q] if have_q < a else 0
+        kv_profit = have_q / c[KV] if have_kv < b else 0
+        if step.transfer == Q:
             assert q_profit > kv_profit
-        elif step.transfer == "kv":
+        elif step.transfer == KV:
             assert kv_profit >= q_profit
         else:
             assert q_profit == kv_profit == 0, "all receives come first"
@@ -120,26 +121,26 @@ def test_receives_take_the_higher_profit(a: int, b: int, c: Mapping[str, int]) -
 def test_forward_3x3_by_hand() -> None:
     """The paper's example with every c = 1, algorithm 2 followed on paper."""
     assert forward_schedule(3, 3, ONES) == [
-        Step("kv", ((0, 0),)),
-        Step("q", ((0, 1),)),
-        Step("kv", ((1, 0),)),
-        Step("q", ((1, 1),)),
-        Step("", ((1, 2),)),
-        Step("o", ((2, 0),)),
-        Step("", ((2, 1),)),
-        Step("", ((2, 2),)),
-        Step("o", ((0, 2),)),
+        Step(KV, ((0, 0),)),
+        Step(Q, ((0, 1),)),
+        Step(KV, ((1, 0),)),
+        Step(Q, ((1, 1),)),
+        Step(None, ((1, 2),)),
+        Step(O, ((2, 0),)),
+        Step(None, ((2, 1),)),
+        Step(None, ((2, 2),)),
+        Step(O, ((0, 2),)),
     ]
 
 
 def test_backward_2x2_by_hand() -> None:
     """Algorithm 3 followed on paper: both dQ#1 and dKV#1 leave before the own block is computed."""
     assert backward_schedule(2, 2, ONES) == [
-        Step("kv", ((0, 0),)),
-        Step("odoq", ((0, 1),)),
-        Step("", ((1, 1),)),
-        Step("dkv", ((1, 0),)),
-        Step("dq", ()),
+        Step(KV, ((0, 0),)),
+        Step(ODOQ, ((0, 1),)),
+        Step(None, ((1, 1),)),
+        Step(DKV, ((1, 0),)),
+        Step(DQ, ()),
     ]
 
 
@@ -156,12 +157,12 @@ def test_plans_follow_their_schedules(n: int, placement: str, data: st.DataObjec
     problem, mesh = small_problem(n), Mesh(tile=(a, b), placement=placement)
     q_group, kv_group = groups_of(a, b, placement)
     for phase, schedule, names in (
-        ("forward", forward_schedule, ("q", "kv", "o")),
-        ("backward", backward_schedule, ("odoq", "kv", "dq", "dkv")),
+        ("forward", forward_schedule, (Q, KV, O)),
+        ("backward", backward_schedule, (ODOQ, KV, DQ, DKV)),
     ):
         plan = mesh.plan(problem, phase, costs)
         assert tuple(chunk.tensor for chunk in (*plan.inputs, *plan.outputs)) == names
-        groups = {tensor: kv_group if "kv" in tensor else q_group for tensor in names}
+        groups = {tensor: kv_group if tensor.of_keys else q_group for tensor in names}
         assert {chunk.tensor: chunk.home for chunk in (*plan.inputs, *plan.outputs)} == groups
         c = {tensor: costs.hiding_blocks(problem, tensor, groups[tensor], phase) for tensor in names}
         steps = schedule(a, b, c)
@@ -174,7 +175,7 @@ def test_plans_follow_their_schedules(n: int, placement: str, data: st.DataObjec
                 computed.setdefault(step, []).append((op.q.index, op.kv.index))
             elif isinstance(op, AttendBackward):
                 computed.setdefault(step, []).append((op.odoq.index, op.kv.index))
-        assert [transferred.get(i, "") for i in range(len(steps))] == [step.transfer for step in steps]
+        assert [transferred.get(i) for i in range(len(steps))] == [step.transfer for step in steps]
         assert [tuple(computed.get(i, ())) for i in range(len(steps))] == [step.blocks for step in steps]
 
 
@@ -182,7 +183,7 @@ def test_plans_follow_their_schedules(n: int, placement: str, data: st.DataObjec
 def test_lanes(lanes: str, expected: set[str]) -> None:
     plan = Mesh(tile=(3, 3), lanes=lanes).backward(small_problem(9), COMPUTE_BOUND)
     assert set(plan.lanes) == expected
-    assert all(op.lane == op.reads[0].tensor for op in plan.ops if isinstance(op, Pass)) == (lanes == "each")
+    assert all(op.lane == op.reads[0].tensor.name for op in plan.ops if isinstance(op, Pass)) == (lanes == "each")
 
 
 def test_tiles() -> None:
@@ -255,12 +256,12 @@ def with_kv_heads(n: int, kv_heads: int) -> Problem:
 def test_only_the_groups_that_are_not_consecutive_cross_nodes(kv_heads: int) -> None:
     """8x8 on nodes of 8: a consecutive group is a node, and every hop of the others leaves it."""
     problem, tile = with_kv_heads(64, kv_heads), (8, 8)
-    size = {tensor: problem.chunk_bytes(tensor, wire=True) for tensor in ("q", "kv", "o", "odoq", "dq", "dkv")}
+    size = {tensor: problem.chunk_bytes(tensor, wire=True) for tensor in (Q, KV, O, ODOQ, DQ, DKV)}
     for placement, phase, crossing in (
-        ("q", "forward", size["kv"]),
-        ("kv", "forward", size["q"] + size["o"]),
-        ("q", "backward", size["kv"] + size["dkv"]),
-        ("kv", "backward", size["odoq"] + size["dq"]),
+        ("q", "forward", size[KV]),
+        ("kv", "forward", size[Q] + size[O]),
+        ("q", "backward", size[KV] + size[DKV]),
+        ("kv", "backward", size[ODOQ] + size[DQ]),
     ):
         assert (across_nodes(tile, placement, phase, problem) == 7 * crossing).all()
 

@@ -18,6 +18,7 @@ from sp_bench.plan import Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import Q
 from tests.support.problems import cost_profiles, mask_of
 
 
@@ -56,7 +57,7 @@ def test_its_limits_send_what_mesh_usp_and_ulysses_do(kv_heads: int) -> None:
 def test_square_tiles_send_less_than_mesh_and_usp(n: int, u: int) -> None:
     """4 sqrt(n / u) - 4 + 4 (u - 1) / u chunks forward, with as many key heads as heads."""
     asked, side = problem(n, u, u), math.isqrt(n // u)
-    unit = asked.chunk_bytes("q", wire=True)
+    unit = asked.chunk_bytes(Q, wire=True)
 
     def payload(name: str, **options: object) -> float:
         method = build(name, options)

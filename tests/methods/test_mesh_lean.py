@@ -15,6 +15,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Attend, AttendBackward
+from sp_bench.plan.tensors import Q
 
 
 def problem(n: int, kv_heads: int = 8) -> Problem:
@@ -45,7 +46,7 @@ def test_it_is_proven_with_heads_and_row_sums_too(order: str, u: int) -> None:
 def peaks(a: int, b: int, kv_heads: int, order: str) -> list[float]:
     """Peak memory forward and backward, in chunks of Q."""
     asked = problem(a * b, kv_heads)
-    method, unit = build("mesh", {"tile": (a, b), "schedule": order}), asked.chunk_bytes("q", wire=True)
+    method, unit = build("mesh", {"tile": (a, b), "schedule": order}), asked.chunk_bytes(Q, wire=True)
     return [account.peak_bytes([method.plan(asked, phase, COMPUTE_BOUND)], asked) / unit for phase in PHASES]
 
 

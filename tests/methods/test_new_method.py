@@ -12,14 +12,20 @@ import torch
 from sp_bench import account, draw
 from sp_bench.check import check
 from sp_bench.plan import (
+    DKV,
+    DQ,
+    KV,
+    ODOQ,
     Attend,
     AttendBackward,
     Chunk,
     CostProfile,
     Group,
     Method,
+    O,
     Plan,
     Problem,
+    Q,
     Steps,
     receive_next,
     return_home,
@@ -43,7 +49,7 @@ class GatherHome(Method):
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}
 
     def forward(self, problem: Problem, costs: CostProfile) -> Plan:
-        q, kv, o = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("q", "kv", "o"))
+        q, kv, o = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (Q, KV, O))
         steps = Steps()
         steps.next()
         steps.do(*(receive_next(kv, s, "kv") for s in range(problem.n - 1)))
@@ -51,7 +57,7 @@ class GatherHome(Method):
         return steps.plan("forward", problem.n, (q, kv), (o,))
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
-        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in ("odoq", "kv", "dq", "dkv"))
+        odoq, kv, dq, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (ODOQ, KV, DQ, DKV))
         steps = Steps()
         steps.next()
         steps.do(*(receive_next(kv, s, "kv") for s in range(problem.n - 1)))
@@ -62,7 +68,7 @@ class GatherHome(Method):
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[str, float]:
         hops = problem.n - 1
-        return {"kv": hops} if phase == "forward" else {"kv": hops, "dkv": hops}
+        return {KV: hops} if phase == "forward" else {KV: hops, DKV: hops}
 
 
 def problem(n: int, tokens: int = 8) -> Problem:

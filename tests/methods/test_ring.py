@@ -9,6 +9,7 @@ from sp_bench.methods.ring import Ring
 from sp_bench.plan import Attend, AttendBackward, Group, Pass
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import KV
 from tests.support.problems import small_problem, splittable_problem
 
 
@@ -71,7 +72,7 @@ def test_kv_comes_from_the_ranks_before(name: str, options: dict[str, object], p
     """Along every ring that it goes round: at its first hop, from the rank before, in whatever group."""
     method = build(name, options)
     plan = method.plan(splittable_problem(8, "contiguous"), phase, COMPUTE_BOUND)
-    hops = [op for op in plan.ops if isinstance(op, Pass) and op.carries in ("kv", "kv_h")]
+    hops = [op for op in plan.ops if isinstance(op, Pass) and op.tensor in (KV, KV.by_heads)]
     assert hops
     for hop in hops:
         group = hop.group

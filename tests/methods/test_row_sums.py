@@ -15,6 +15,7 @@ from sp_bench.plan import Plan, RowSums
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import PlanError
+from sp_bench.plan.tensors import Q
 from tests.support.problems import splittable_problem
 
 VARIANTS: list[tuple[str, dict[str, Any], int]] = [
@@ -29,7 +30,7 @@ VARIANTS: list[tuple[str, dict[str, Any], int]] = [
 def test_a_chunk_less_travels_for_each_row_of_the_tile(name: str, options: dict[str, Any], hops: int) -> None:
     asked = splittable_problem(8)
     whole, summed = (build(name, {**options, "row_sums": on}) for on in (False, True))
-    unit = asked.chunk_bytes("q", wire=True)
+    unit = asked.chunk_bytes(Q, wire=True)
     for phase in PHASES:
         problem = summed.dealt(asked)
         full, less = (account.volume(m.plan(asked, phase, COMPUTE_BOUND), problem) for m in (whole, summed))
@@ -77,4 +78,4 @@ def test_what_is_put_back_takes_memory() -> None:
         account.peak_bytes([build("pass_q", {"row_sums": on}).plan(asked, "backward", COMPUTE_BOUND)], asked)
         for on in (False, True)
     )
-    assert 0 < summed < whole + asked.chunk_bytes("q", wire=False)
+    assert 0 < summed < whole + asked.chunk_bytes(Q, wire=False)

@@ -15,6 +15,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import PlanError
+from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.run.slices import one_slice, together
 from tests.support.plan_edits import with_changed, with_op, without
 
@@ -35,7 +36,7 @@ def test_every_key_head_is_dealt_once(heads: int, kv_heads: int, n: int) -> None
     for method in build("upipe", {"stages": "auto"}).candidates(asked):
         plan = method.plan(asked, "forward", COMPUTE_BOUND)
         assert account.volume(plan, method.dealt(asked)).sent_bytes == wanted.sent_bytes
-        keys = [op.recv for op in plan.ops if isinstance(op, AllToAll) and op.carries == "kv_h"]
+        keys = [op.recv for op in plan.ops if isinstance(op, AllToAll) and op.tensor == KV.by_heads]
         assert len(keys) == len(set(keys)) == math.gcd(method.head_slices(asked), max(kv_heads // n, 1))
 
 
@@ -47,7 +48,7 @@ def test_peak_memory_is_the_formula(heads: int, kv_heads: int, n: int, overlap: 
     A unit is a chunk of Q in bf16. Statistics, which formulas leave out, are below 0.04 of it.
     """
     asked = problem(heads, kv_heads, n)
-    k, padded, unit = kv_heads / heads, max(kv_heads, n) / heads, asked.chunk_bytes("q", wire=True)
+    k, padded, unit = kv_heads / heads, max(kv_heads, n) / heads, asked.chunk_bytes(Q, wire=True)
     for method in build("upipe", {"stages": "auto", "overlap": overlap}).candidates(asked):
         dealt = method.dealt(asked)
         s, t = dealt.head_slices, dealt.key_slices
@@ -63,7 +64,7 @@ def test_a_stage_is_dealt_before_the_blocks_of_the_one_before_it() -> None:
     for overlap in (True, False):
         (method,) = build("upipe", {"overlap": overlap}).candidates(asked)
         ops = method.plan(asked, "forward", COMPUTE_BOUND).ops
-        dealt = [i for i, op in enumerate(ops) if isinstance(op, AllToAll) and op.carries == "q_h"]
+        dealt = [i for i, op in enumerate(ops) if isinstance(op, AllToAll) and op.tensor == Q.by_heads]
         blocks = [i for i, op in enumerate(ops) if isinstance(op, Attend)]
         assert [a < b for a, b in zip(dealt[1:], blocks[:-1], strict=True)] == [overlap] * 3
 
@@ -74,10 +75,10 @@ def test_slices_have_as_many_query_heads_of_each_key_head_and_make_the_whole() -
     dealt = method.dealt(problem(12, 2, 2))
     assert (dealt.head_slices, dealt.key_slices) == (6, 1)
     heads = torch.arange(12).reshape(1, 1, 12, 1)
-    slices = [one_slice(heads, dealt, "q", i) for i in range(6)]
+    slices = [one_slice(heads, dealt, Q, i) for i in range(6)]
     assert [x.flatten().tolist() for x in slices] == [[i, 6 + i] for i in range(6)]
-    assert torch.equal(together(slices, dealt, "q"), heads)
-    assert torch.equal(together([x[:, 0] for x in slices], dealt, "o"), heads[:, 0])
+    assert torch.equal(together(slices, dealt, Q), heads)
+    assert torch.equal(together([x[:, 0] for x in slices], dealt, O), heads[:, 0])
 
 
 def test_every_part_of_a_key_heads_gradient_is_proven() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sp_bench.plan import CostProfile, Group
 from sp_bench.plan.costs import COMPUTE_BOUND
-from sp_bench.plan.problem import FIELDS
+from sp_bench.plan.tensors import TENSORS, Q
 from tests.support.problems import small_problem
 
 COSTS = CostProfile(
@@ -40,7 +40,7 @@ def test_a_hop_leaves_the_node_where_groups_do_not_tile_it(group: Group, inside:
 
 def test_hiding_blocks_is_the_least_that_hide_a_hop() -> None:
     problem = small_problem(8)
-    for tensor in FIELDS:
+    for tensor in TENSORS.values():
         for group in (Group(1, 4), Group(4, 2)):
             for phase, block_s in (("forward", 2.0), ("backward", 5.0)):
                 hop_s = COSTS.transfer_s(problem.chunk_bytes(tensor, wire=True), group)
@@ -51,4 +51,4 @@ def test_hiding_blocks_is_the_least_that_hide_a_hop() -> None:
 
 def test_one_block_hides_everything_where_nothing_is_known() -> None:
     assert math.isinf(COMPUTE_BOUND.forward_block_s)
-    assert COMPUTE_BOUND.hiding_blocks(small_problem(8), "q", Group(1, 8), "forward") == 1
+    assert COMPUTE_BOUND.hiding_blocks(small_problem(8), Q, Group(1, 8), "forward") == 1

@@ -10,7 +10,6 @@ from hypothesis import given
 from sp_bench.plan import Attend, Fold, receive_next
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.ops import PlanError, Transfer
-from sp_bench.plan.problem import is_partial
 from tests.support.problems import Planned, plans
 from tests.support.tiny_plans import chunks, tiny, uses
 
@@ -46,7 +45,7 @@ def test_each_receive_and_each_new_sum_is_a_value_of_its_own(planned: Planned) -
         for chunk in op.writes:
             assert flow.starts(index, chunk) == (isinstance(op, Transfer) or chunk not in there)
         if isinstance(op, Fold | Transfer):
-            there -= {chunk for chunk in op.reads if is_partial(chunk.tensor) and chunk not in plan.kept}
+            there -= {chunk for chunk in op.reads if chunk.tensor.is_partial and chunk not in plan.kept}
         there |= {*op.writes}
 
 

@@ -33,7 +33,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Collective, Transfer
-from sp_bench.plan.problem import FIELDS
+from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.plan.transfers import messages, peers, rows_sent
 from tests.support.problems import all_methods, small_problem, splittable_problem
 
@@ -45,10 +45,10 @@ def test_local_indices_are_table_1(a: int, b: int) -> None:
     n = a * b
     for i in range(n):
         for u in range(a):
-            assert Chunk("q", u, Group(1, a)).owner(i) == a * (i // a) + (i + u) % a
+            assert Chunk(Q, u, Group(1, a)).owner(i) == a * (i // a) + (i + u) % a
         for v in range(b):
-            assert Chunk("kv", v, Group(a, b)).owner(i) == (i + a * v) % n
-            assert Chunk("kv", v, Group(a, b, DOWN)).owner(i) == (i - a * v) % n
+            assert Chunk(KV, v, Group(a, b)).owner(i) == (i + a * v) % n
+            assert Chunk(KV, v, Group(a, b, DOWN)).owner(i) == (i - a * v) % n
 
 
 @given(sides, sides)
@@ -58,7 +58,7 @@ def test_each_rank_computes_a_tile_and_all_ranks_the_matrix(a: int, b: int) -> N
     times = np.zeros((a * b, a * b), int)
     for u in range(a):
         for v in range(b):
-            times[Chunk("q", u, Group(1, a)).owner(ranks), Chunk("kv", v, Group(a, b)).owner(ranks)] += 1
+            times[Chunk(Q, u, Group(1, a)).owner(ranks), Chunk(KV, v, Group(a, b)).owner(ranks)] += 1
     assert (times == 1).all()
 
 
@@ -126,7 +126,7 @@ def test_a_grid_s_chunks_are_those_around_a_rank_or_its_partner(c: int, blocks: 
 def test_lines_go_round_a_grid(c: int, blocks: int, exchange: bool) -> None:
     """After k hops, what a rank holds as line.at(k) is the chunk that it names, whoever's partner the rank is."""
     grid = grids(c, blocks)[exchange]
-    chunk, ranks = Chunk("kv", 0, grid), np.arange(c * c * blocks)
+    chunk, ranks = Chunk(KV, 0, grid), np.arange(c * c * blocks)
     lines = [Line(chunk.at(e), grid.outer, c) for e in range(c)]
     assert lines[0] == outer(chunk)
     for line in lines:
@@ -140,7 +140,7 @@ def test_lines_go_round_a_grid(c: int, blocks: int, exchange: bool) -> None:
 @given(sides, sides, st.integers(-3, 3), ways)
 def test_a_pass_meets_its_peer(stride: int, size: int, shift: int, way: int) -> None:
     group = Group(stride, size, way)
-    q = Chunk("q", 0, group)
+    q = Chunk(Q, 0, group)
     hop = Pass("lane", send=q, recv=q.at(1), group=group, shift=shift)
     for rank in range(3 * group.span):
         assert hop.source(hop.target(rank)) == rank == hop.target(hop.source(rank))
@@ -150,7 +150,7 @@ def test_a_pass_meets_its_peer(stride: int, size: int, shift: int, way: int) -> 
 def test_receive_next_goes_round_once(size: int) -> None:
     """After k hops, what a rank holds as #k is the chunk that #k names."""
     home = Group(1, size)
-    chunk, ranks = Chunk("kv", 0, home), np.arange(size)
+    chunk, ranks = Chunk(KV, 0, home), np.arange(size)
     held = ranks
     for have in range(size - 1):
         hop = receive_next(chunk, have, "kv")
@@ -162,7 +162,7 @@ def test_receive_next_goes_round_once(size: int) -> None:
 @given(st.integers(2, 12))
 def test_reduce_next_brings_every_partial_home(size: int) -> None:
     """After size - 1 hops each rank's #0 is the sum over all ranks of their partials of its chunk."""
-    partial, ranks = Chunk("o", 0, Group(1, size)), np.arange(size)
+    partial, ranks = Chunk(O, 0, Group(1, size)), np.arange(size)
     rng = np.random.default_rng(size)
     values = rng.integers(1, 1000, (size, size))
     held = {u: values[ranks, partial.at(u).owner(ranks)] for u in range(size)}
@@ -187,12 +187,13 @@ def received(op: Transfer, problem: Problem) -> np.ndarray:
     sent = np.zeros((problem.n, problem.n), np.int64)
     for rank in range(problem.n):
         if isinstance(op, AllToAll):
-            tensor = op.recv.tensor if op.to_heads else f"{op.recv.tensor}_h"
-            heads = sum(problem.field_bytes(field, wire=True) for field in FIELDS[tensor]) // op.group.size
+            heads = (
+                sum(problem.field_bytes(field, wire=True) for field in op.recv.tensor.by_heads.fields) // op.group.size
+            )
             sent[[op.group.member(rank, shift) for shift in range(1, op.group.size)], rank] = heads
         elif isinstance(op, Collective):
             others = [op.group.member(rank, shift) for shift in range(1, op.group.size)]
-            sent[others, rank] = problem.chunk_bytes(op.carries, wire=True)
+            sent[others, rank] = problem.chunk_bytes(op.tensor, wire=True)
         elif (source := op.source(rank)) != rank:
             size = problem.chunk_bytes(op.writes[0].tensor, wire=True)
             sent[source, rank] = size * dense_rows(op, problem, source) // problem.local_seqlen if op.against else size
@@ -234,27 +235,27 @@ def test_rows_sent_are_what_messages_count(phase: str) -> None:
             rows = dense_rows(op, problem, rank) if op.against else 2
             assert len(part) == rows
             (sizes,) = messages(op, problem, rank)
-            fields = FIELDS[op.carries]
+            fields = op.tensor.fields
             assert sizes == {f.name: problem.field_bytes(f, wire=True) * rows // 2 for f in fields}
             parts.add(part)
     assert parts == {range(2), range(1, 2)}
 
 
 def test_indices_wrap_and_names_read_like_the_paper() -> None:
-    q = Chunk("q", 2, Group(1, 3))
-    assert q.at(3) == q.at(0) == Chunk("q", 0, Group(1, 3))
-    o = Chunk("o", 1, Group(1, 3))
+    q = Chunk(Q, 2, Group(1, 3))
+    assert q.at(3) == q.at(0) == Chunk(Q, 0, Group(1, 3))
+    o = Chunk(O, 1, Group(1, 3))
     assert [str(x) for x in (q, o, o.arriving())] == ["q#2", "o#1", "o#1 arriving"]
     assert o.arriving() != o and o.arriving().at(1) == o
     assert str(receive_next(q, 0, "rings")) == "Pass[rings] q#0 -> -1, q#1 <- +1"
-    kv = Chunk("kv", 0, Group(1, 3, DOWN))
+    kv = Chunk(KV, 0, Group(1, 3, DOWN))
     assert str(receive_next(kv, 0, "rings")) == "Pass[rings] kv#0 -> +1, kv#1 <- -1"
-    assert str(Attend(q, Chunk("kv", 1, Group(3, 3)), o)) == "Attend q#2 x kv#1 into o#1"
+    assert str(Attend(q, Chunk(KV, 1, Group(3, 3)), o)) == "Attend q#2 x kv#1 into o#1"
     assert str(Fold(o.arriving(), o)) == "Fold o#1 arriving into o#1"
     assert str(Fold(o.arriving(2), o)) == "Fold o#1 arriving 2 into o#1"
     assert [str(x) for x in (q.slice(1), o.slice(2).arriving())] == ["q#2 heads/1", "o#1 heads/2 arriving"]
     assert q.slice(1).at(4) == q.at(1).slice(1) != q.at(1)
-    q_h, kv = Chunk("q_h", 0, Group(3, 1)), Chunk("kv", 1, Group(3, 3))
+    q_h, kv = Chunk(Q.by_heads, 0, Group(3, 1)), Chunk(KV, 1, Group(3, 3))
     assert str(AllToAll("a2a", q.at(0), q_h, Group(1, 3))) == "AllToAll[a2a] q#0 -> q_h#0 of 3"
     assert str(Bundle((q_h, o), q_h)) == "Bundle q_h#0, o#1 as q_h#0"
     assert str(Pass("q", q, q.at(0), Group(1, 3), 1, kv)) == "Pass[q] q#2 seeing kv#1 -> +1, q#0 <- -1"
@@ -263,7 +264,7 @@ def test_indices_wrap_and_names_read_like_the_paper() -> None:
 
 
 def test_a_plan_starts_and_ends_with_what_is_kept() -> None:
-    q, kv, o, q_h = (Chunk(tensor, 0, Group(1, 1)) for tensor in ("q", "kv", "o", "q_h"))
+    q, kv, o, q_h = (Chunk(tensor, 0, Group(1, 1)) for tensor in (Q, KV, O, Q.by_heads))
     forward = Steps().plan("forward", 1, (q, kv), (o,), kept=(q_h,))
     assert (forward.starts_with, forward.ends_with) == ((q, kv), (o, q_h))
     backward = Steps().plan("backward", 1, (q, kv), (o,), kept=(q_h,))
@@ -271,7 +272,7 @@ def test_a_plan_starts_and_ends_with_what_is_kept() -> None:
 
 
 def test_steps_number_their_operations() -> None:
-    q, kv, o = (Chunk(tensor, 0, Group(1, 2)) for tensor in ("q", "kv", "o"))
+    q, kv, o = (Chunk(tensor, 0, Group(1, 2)) for tensor in (Q, KV, O))
     steps = Steps()
     steps.next()
     steps.do(receive_next(kv, 0, "b"), Attend(q, kv, o))

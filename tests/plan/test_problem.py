@@ -10,7 +10,7 @@ import pytest
 from sp_bench.errors import RequestError
 from sp_bench.plan import Problem
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.problem import FIELDS, Kind
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, TENSORS, Kind, O, Q
 from tests.support.problems import mask_of
 
 
@@ -50,9 +50,9 @@ def test_chunk_bytes(dtype: str, wire_dtype: str, element: int, wire: int, accum
     unsummed = on_wire | {"o": 1440 * element + lse, "dq": 1440 * element, "dkv": 2 * 480 * element}
     statistics = dict.fromkeys(on_wire, 0) | {"o": lse, "odoq": lse, "doq": 2 * lse}
     casts = dict.fromkeys(on_wire, False) | dict.fromkeys(("o", "dq", "dkv"), wire != accumulator)
-    assert {*on_wire, *(f"{tensor}_h" for tensor in on_wire)} == {*FIELDS}
-    for tensor in FIELDS:
-        plain = tensor.removesuffix("_h")  # By heads, a chunk that no ranks share is the same.
+    assert {*on_wire, *(f"{tensor}_h" for tensor in on_wire)} == {*TENSORS}
+    for tensor in TENSORS.values():
+        plain = tensor.by_tokens.name  # By heads, a chunk that no ranks share is the same.
         assert p.chunk_bytes(tensor, wire=True) == on_wire[plain]
         assert p.chunk_bytes(tensor, wire=False) == held[plain]
         assert p.mean_wire_bytes(tensor) == on_wire[plain]
@@ -68,22 +68,22 @@ def test_what_ranks_that_share_a_chunk_hold_by_heads(degree: int, kv_heads_each:
     """All tokens of the chunk and a share of the heads; of key heads at least one, so that all may weigh more."""
     p = problem(n=12, seqlen=96, layout=replace(LAYOUTS["striped"], head_parallel=degree))
     assert (p.local_seqlen, p.block_tokens, p.block_heads) == (8, 8 * degree, 6 // degree)
-    (q,), (k, _), (_, lse) = FIELDS["q_h"], FIELDS["kv_h"], FIELDS["o_h"]
+    (q,), (k, _), (_, lse) = Q.by_heads.fields, KV.by_heads.fields, O.by_heads.fields
     assert p.field_shape(q) == (3, 8 * degree, 6 // degree, 10)
     assert p.field_shape(k) == (3, 8 * degree, kv_heads_each, 10)
     assert p.field_shape(lse) == (3, 6 // degree, 8 * degree)
-    assert p.field_shape(FIELDS["q"][0]) == (3, 8, 6, 10), "its own tokens"
-    for tensor in ("q", "o", "do", "odoq", "dq"):
-        assert p.chunk_bytes(f"{tensor}_h", wire=True) == p.chunk_bytes(tensor, wire=True)
-    for tensor in ("kv", "dkv"):
-        assert p.chunk_bytes(f"{tensor}_h", wire=True) * 2 == p.chunk_bytes(tensor, wire=True) * max(2, degree)
+    assert p.field_shape(Q.fields[0]) == (3, 8, 6, 10), "its own tokens"
+    for tensor in (Q, O, DO, ODOQ, DQ):
+        assert p.chunk_bytes(tensor.by_heads, wire=True) == p.chunk_bytes(tensor, wire=True)
+    for tensor in (KV, DKV):
+        assert p.chunk_bytes(tensor.by_heads, wire=True) * 2 == p.chunk_bytes(tensor, wire=True) * max(2, degree)
 
 
 def test_slices_of_heads() -> None:
     p = problem(head_slices=2)
     assert p.block_heads == 3
-    assert [p.field_shape(FIELDS[tensor][0]) for tensor in ("q", "kv")] == [(3, 8, 3, 10), (3, 8, 1, 10)]
-    for tensor in ("q", "kv", "o", "odoq", "dq", "dkv"):
+    assert [p.field_shape(tensor.fields[0]) for tensor in (Q, KV)] == [(3, 8, 3, 10), (3, 8, 1, 10)]
+    for tensor in (Q, KV, O, ODOQ, DQ, DKV):
         assert 2 * p.chunk_bytes(tensor, wire=True) == problem().chunk_bytes(tensor, wire=True)
 
 
@@ -102,7 +102,7 @@ def test_rows_seen_are_those_that_see_a_key(layout: str, causal: bool) -> None:
 
 def test_shapes() -> None:
     p = problem()
-    (q,), (k, _), (_, lse) = FIELDS["q"], FIELDS["kv"], FIELDS["o"]
+    (q,), (k, _), (_, lse) = Q.fields, KV.fields, O.fields
     assert p.local_seqlen == 8
     assert p.field_shape(q) == (3, 8, 6, 10)
     assert p.field_shape(k) == (3, 8, 2, 10)
@@ -145,9 +145,9 @@ def test_uneven_chunks(layout: str) -> None:
     owned = [int(p.tokens(rank)) for rank in range(4)]
     assert sorted(owned) == [8, 8, 8, 9]
     assert (p.local_seqlen, p.block_tokens) == (9, 9)
-    for tensor, fields in FIELDS.items():
+    for tensor in TENSORS.values():
         by_owner = [
-            sum(int(p.field_tokens(field, rank)) * p.token_bytes(field, wire=True) for field in fields)
+            sum(int(p.field_tokens(field, rank)) * p.token_bytes(field, wire=True) for field in tensor.fields)
             for rank in range(4)
         ]
         assert max(by_owner) == p.chunk_bytes(tensor, wire=True)

@@ -12,6 +12,7 @@ from sp_bench.plan.dataflow import Dataflow, Value, dataflow
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import AllGather, Transfer
 from sp_bench.plan.schedule import Schedule, schedule
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, O, Q
 from tests.support.problems import Planned, plans, small_problem, splittable_problem
 from tests.support.tiny_plans import chunks, tiny, uses
 
@@ -153,7 +154,8 @@ def test_the_parts_of_a_bundle_live_as_long_as_it_does() -> None:
     """Their buffers are not received into before the last block that reads them as one."""
     ring = Group(1, 3)
     do, kv_h, q_h, o_h, do_h, odoq_h, dq_h, dkv_h = (
-        Chunk(tensor, 0, ring) for tensor in ("do", "kv_h", "q_h", "o_h", "do_h", "odoq_h", "dq_h", "dkv_h")
+        Chunk(tensor, 0, ring)
+        for tensor in (DO, KV.by_heads, Q.by_heads, O.by_heads, DO.by_heads, ODOQ.by_heads, DQ.by_heads, DKV.by_heads)
     )
 
     def deal(index: int) -> AllToAll:

@@ -17,6 +17,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Transfer
+from sp_bench.plan.tensors import DKV, DQ, O
 from sp_bench.plan.transfers import peers
 from tests.run import jobs
 from tests.run.matrix import (
@@ -272,8 +273,8 @@ def test_wider_wire_is_no_less_exact(ranks: Ranks, n: int) -> None:
     assert n == 9 or len(helped) == len(REGISTRY) - 4
 
 
-ROUNDED_WITH = {"o": ("out", "dq", "dk"), "dq": ("dq",), "dkv": ("dk", "dv")}
-ROUNDED_WITH |= {f"{tensor}_h": results for tensor, results in ROUNDED_WITH.items()}
+ROUNDED_WITH = {O: ("out", "dq", "dk"), DQ: ("dq",), DKV: ("dk", "dv")}
+ROUNDED_WITH |= {tensor.by_heads: results for tensor, results in ROUNDED_WITH.items()}
 """By the tensor that travels in the wire dtype: the results that take its rounding. dv depends on the lse, not on O."""
 
 
@@ -284,7 +285,7 @@ def test_the_wire_rounds_partials_and_nothing_else(ranks: Ranks, every: bool) ->
     cases = cases if every else of_each_method(cases, 2)
     for case, by_tensor in measure(ranks, cases).items():
         plans = [case.built.plan(case.problem, phase, case.costs) for phase in PHASES]
-        carried = {op.carries for plan in plans for op in plan.ops if isinstance(op, Transfer) and peers(op)}
+        carried = {op.tensor for plan in plans for op in plan.ops if isinstance(op, Transfer) and peers(op)}
         rounded = {result for tensor in carried for result in ROUNDED_WITH.get(tensor, ())}
         assert rounded, f"{case}: no partials travel"
         for tensor, error in by_tensor.items():

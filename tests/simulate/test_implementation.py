@@ -13,6 +13,7 @@ from sp_bench.__main__ import main
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.plan import Plan, Problem
+from sp_bench.plan.tensors import DQ, O, Tensor
 from sp_bench.resources import conf_content, conf_files
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.graph import build_graph
@@ -90,15 +91,15 @@ def test_ours_is_one_pass_over_the_rows_that_a_block_has(share: float, sliced: b
     device, p = cluster("h100_ndr400").device, problem("zigzag")
     rows = 2048 * 8
 
-    def moved(tensor: str, bytes_per_s: float, *, first: bool) -> float:
+    def moved(tensor: Tensor, bytes_per_s: float, *, first: bool) -> float:
         taken_s = device.fold_s(p, tensor, share=share, sliced=sliced, first=first)
         return (taken_s - device.launch_s) * bytes_per_s / rows
 
-    assert moved("o", device.fold_bytes_per_s, first=False) == pytest.approx(share * (128 * 10 + 12))
-    assert moved("dq", device.sum_bytes_per_s, first=False) == pytest.approx(share * 128 * 10)
-    assert moved("dq", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4))
+    assert moved(O, device.fold_bytes_per_s, first=False) == pytest.approx(share * (128 * 10 + 12))
+    assert moved(DQ, device.sum_bytes_per_s, first=False) == pytest.approx(share * 128 * 10)
+    assert moved(DQ, device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4))
     lse = sliced * 4 * (1 + share)  # of a block with all rows it becomes the accumulator's
-    assert moved("o", device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4) + lse)
+    assert moved(O, device.sum_bytes_per_s, first=True) == pytest.approx(128 * (2 * share + 4) + lse)
 
 
 @pytest.mark.parametrize("trim", [True, False])
@@ -109,7 +110,7 @@ def test_arrived_partials_are_merged_where_they_have_rows(trim: bool) -> None:
     free = replace(found, device=replace(found.device, fold_bytes_per_s=1e30))
     taken_s = simulate(plan, p, found).work_s - simulate(plan, p, free).work_s
     rank = np.arange(8)
-    whole_s = found.device.fold_s(p, "o", arriving=True) - found.device.launch_s
+    whole_s = found.device.fold_s(p, O, arriving=True) - found.device.launch_s
     assert taken_s == pytest.approx(whole_s * (rank + (7 - rank) / 2 if trim else 7 + 0 * rank))
 
 

@@ -18,6 +18,7 @@ from sp_bench.methods import build
 from sp_bench.plan import Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.tensors import KV
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
 from tests.support.clusters import NETWORKS, block_s, cluster, on_network, problem, split_problem
@@ -51,7 +52,7 @@ def test_bounds_of_a_ring() -> None:
     """15 hops of KV through every port, 3 of 4 ranks' within a node; the last rank's goes through its NIC."""
     p, where = problem(16), cluster(gpus_per_node=4)
     plan = build("ring", {}).plan(p, "forward", COMPUTE_BOUND)
-    kv = p.chunk_bytes("kv", wire=True)
+    kv = p.chunk_bytes(KV, wire=True)
     bounds = lower_bounds(plan, p, where, crossing(plan, p, where), 16 * block_s(p))
     assert bounds["nic"] == pytest.approx(15 * kv / 2.5e8)
     assert bounds["port"] == pytest.approx(15 * kv / 1e9)
@@ -76,7 +77,7 @@ def on_cluster(where: Cluster, **stragglers) -> Cluster:
 
 def test_a_slow_link_holds_up_a_ring() -> None:
     p, where = problem(8), cluster()
-    hop_s = 1e-5 + p.chunk_bytes("kv", wire=True) / 0.25e9
+    hop_s = 1e-5 + p.chunk_bytes(KV, wire=True) / 0.25e9
     slow = run_ring(p, on_cluster(where, links={"port": {5: 0.25}}))
     assert slow.makespan_s == pytest.approx(7 * hop_s + block_s(p), rel=0.2)
     assert slow.makespan_s > run_ring(p, where).makespan_s * 2
@@ -113,7 +114,7 @@ def test_bad_stragglers(config: dict) -> None:
 def test_transfers_slow_blocks_down() -> None:
     """All but the last block of a ring run beside a transfer that is as long as the block or longer."""
     p, where = problem(8), cluster(transfer_slowdown=0.5)
-    assert p.chunk_bytes("kv", wire=True) / 1e9 > 1.5 * block_s(p)
+    assert p.chunk_bytes(KV, wire=True) / 1e9 > 1.5 * block_s(p)
     run = run_ring(p, where)
     assert run.busy_s == pytest.approx(np.full(8, block_s(p) * (7 * 1.5 + 1)), rel=1e-6)
     fast = run_ring(problem(8, tokens=8192), cluster(bytes_per_s=1e13, transfer_slowdown=0.5))

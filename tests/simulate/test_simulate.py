@@ -20,8 +20,8 @@ from sp_bench.plan import Fold, Group, Pass, Plan, Problem
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import BLOCKS, Block
-from sp_bench.plan.problem import FIELDS
 from sp_bench.plan.schedule import Segment, segments
+from sp_bench.plan.tensors import DKV, KV, Q
 from sp_bench.simulate import WAITING, blocks, simulate
 from sp_bench.simulate.blocks import BlockCosts
 from tests.support.clusters import block_s, cluster, problem
@@ -32,7 +32,7 @@ def test_ring_bound_by_transfers() -> None:
     """n - 1 hops of latency + KV / bandwidth, then the last block."""
     p = problem(16)
     run = simulate(build("ring", {}).plan(p, "forward", cluster().profile(p)), p, cluster())
-    hop_s = 1e-5 + p.chunk_bytes("kv", wire=True) / 1e9
+    hop_s = 1e-5 + p.chunk_bytes(KV, wire=True) / 1e9
     assert hop_s > block_s(p)
     assert run.makespan_s == pytest.approx(15 * hop_s + block_s(p), rel=1e-9)
     assert run.busy_s == pytest.approx(np.full(16, 16 * block_s(p)))
@@ -52,7 +52,7 @@ def test_kernels_of_all_blocks_are_those_of_each(planned: Planned) -> None:
 def test_lanes_on_cores_begin_early() -> None:
     """The latency of a hop passes while V of the one before comes, or as much of it as that takes."""
     p = problem(16)
-    kv = p.chunk_bytes("kv", wire=True)
+    kv = p.chunk_bytes(KV, wire=True)
     for bytes_per_s in (1e8, 1e9, 1e11):
         where = replace(cluster(bytes_per_s=bytes_per_s, launch_s=0.0), cores=16)
         run = simulate(build("ring", {}).plan(p, "forward", where.profile(p)), p, where)
@@ -70,7 +70,7 @@ def test_what_a_lane_begins_early_waits_for_elsewhere_comes_before_its_latency()
     p = problem(4, tokens=8192)
     where = replace(cluster(bytes_per_s=1e12), cores=4)
     run = simulate(build("ring", {}).plan(p, "forward", where.profile(p)), p, where)
-    hop_s = 1e-5 + p.chunk_bytes("kv", wire=True) / 1e12
+    hop_s = 1e-5 + p.chunk_bytes(KV, wire=True) / 1e12
     assert hop_s < block_s(p)
     last = [span.end_s for span in run.spans(0) if span.stream != BLOCKS][-1]
     assert last == pytest.approx(2 * block_s(p) + hop_s, rel=1e-9)
@@ -95,14 +95,14 @@ def test_ring_bound_by_blocks() -> None:
     forward = simulate(build("ring", {}).plan(p, "forward", fast.profile(p)), p, fast)
     assert forward.makespan_s == pytest.approx(16 * block_s(p), rel=1e-9)
     backward = simulate(build("ring", {}).plan(p, "backward", fast.profile(p)), p, fast)
-    hop_s = 1e-5 + p.chunk_bytes("dkv", wire=True) / 1e12  # casts cost nothing at this memory rate
+    hop_s = 1e-5 + p.chunk_bytes(DKV, wire=True) / 1e12  # casts cost nothing at this memory rate
     assert backward.makespan_s == pytest.approx(16 * block_s(p, flops_per_pair=10) + hop_s, rel=1e-9)
 
 
 def test_a_node_boundary_is_the_slow_hop() -> None:
     p, two_nodes = problem(8), cluster(gpus_per_node=4)
     run = simulate(build("ring", {}).plan(p, "forward", two_nodes.profile(p)), p, two_nodes)
-    hop_s = 3e-5 + p.chunk_bytes("kv", wire=True) / 0.25e9
+    hop_s = 3e-5 + p.chunk_bytes(KV, wire=True) / 0.25e9
     assert run.makespan_s == pytest.approx(7 * hop_s + block_s(p), rel=1e-9)
 
 
@@ -111,7 +111,7 @@ def test_lanes_share_a_port_fairly() -> None:
     p = problem(32, tokens=512)
     slow = cluster(bytes_per_s=1e7)
     run = simulate(build("ring", {}).plan(p, "backward", slow.profile(p)), p, slow)
-    both = 31 * (p.chunk_bytes("kv", wire=True) + p.chunk_bytes("dkv", wire=True))
+    both = 31 * (p.chunk_bytes(KV, wire=True) + p.chunk_bytes(DKV, wire=True))
     assert both / 1e7 < run.makespan_s < 1.05 * both / 1e7
 
 
@@ -162,7 +162,7 @@ def rules_of_time(plan: Plan, p: Problem, on: Cluster) -> float:
                 link = link_between(rank, target, on)
                 if before is not None:
                     assert isinstance(before, Pass)
-                    rest = sum(p.field_bytes(field, wire=True) for field in FIELDS[before.carries][1:])
+                    rest = sum(p.field_bytes(field, wire=True) for field in before.tensor.fields[1:])
                     rest_s = rest / link_between(rank, before.target(rank), on).bytes_per_s
                 beside_s = min(link.latency_s, rest_s)
                 if before is not None:
@@ -258,11 +258,11 @@ def test_profile_counts_blocks_that_hide_a_hop() -> None:
     p, on = problem(16), cluster(gpus_per_node=4)
     costs = on.profile(p)
     one = block_s(p)
-    hop_s = 1e-5 + p.chunk_bytes("q", wire=True) / 1e9
-    assert costs.hiding_blocks(p, "q", Group(1, 4), "forward") == math.ceil(hop_s / one)
-    hop_s = 3e-5 + p.chunk_bytes("kv", wire=True) / 0.25e9
-    assert costs.hiding_blocks(p, "kv", Group(4, 4), "forward") == math.ceil(hop_s / one)
-    assert costs.hiding_blocks(p, "q", Group(1, 8), "forward") > costs.hiding_blocks(p, "q", Group(1, 4), "forward")
+    hop_s = 1e-5 + p.chunk_bytes(Q, wire=True) / 1e9
+    assert costs.hiding_blocks(p, Q, Group(1, 4), "forward") == math.ceil(hop_s / one)
+    hop_s = 3e-5 + p.chunk_bytes(KV, wire=True) / 0.25e9
+    assert costs.hiding_blocks(p, KV, Group(4, 4), "forward") == math.ceil(hop_s / one)
+    assert costs.hiding_blocks(p, Q, Group(1, 8), "forward") > costs.hiding_blocks(p, Q, Group(1, 4), "forward")
 
 
 def test_spans_cover_what_a_rank_does() -> None:

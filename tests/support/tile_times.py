@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from sp_bench.methods.mesh_schedule import Step, backward_schedule, forward_schedule
 from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes
+from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ, O, Q, Tensor
 
-FORWARD, BACKWARD = Tensors("q", "kv", "o", None), Tensors("odoq", "kv", "dq", "dkv")
+FORWARD, BACKWARD = Tensors(Q, KV, O, None), Tensors(ODOQ, KV, DQ, DKV)
 seconds = st.sampled_from([0.0, 0.3, 1.0, 1.7, 4.0])
 
 
@@ -25,10 +26,10 @@ def greedy(t: TileTimes) -> list[Step]:
     return (forward_schedule if t.tensors.dkv is None else backward_schedule)(t.a, t.b, hiding)
 
 
-def order_of(steps: list[Step]) -> list[str]:
+def order_of(steps: list[Step]) -> list[Tensor]:
     return [step.transfer for step in steps if step.transfer]
 
 
-def in_turn(t: TileTimes, order: list[str]) -> list[Hop]:
+def in_turn(t: TileTimes, order: list[Tensor]) -> list[Hop]:
     """One slice after the other."""
     return [Hop(i, name) for i in range(t.slices) for name in order]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sp_bench.plan import Bundle, Chunk, Group, Op, Plan, Steps
+from sp_bench.plan.tensors import KV, O, Q
 
 
 def uses(plan: Plan, chunk: Chunk) -> list[int]:
@@ -21,4 +22,4 @@ def tiny(*ops: Op) -> Plan:
 
 def chunks() -> tuple[Chunk, Chunk, Chunk]:
     ring = Group(1, 3)
-    return Chunk("q", 0, ring), Chunk("kv", 0, ring), Chunk("o", 0, ring)
+    return Chunk(Q, 0, ring), Chunk(KV, 0, ring), Chunk(O, 0, ring)

@@ -20,7 +20,8 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
 from sp_bench.plan.ops import Chunk, Plan, Steps
 from sp_bench.plan.patterns import receive_next
-from sp_bench.plan.problem import FIELDS, Problem
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import KV
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.executor import Action, Executor
 from sp_bench.run.groups import own_group, timeout_of, world
@@ -170,7 +171,7 @@ class Rounds:
         plan, device = round_of(n, ranks_per_host, min(hops, MOST_HOPS) if few else hops), torch.device("cpu")
         kernel, buffers = kernel_for(setting, dtype), Buffers(device, transport)
         self._execute = Executor(plan, problem, dist.get_rank(), transport, kernel, buffers, device)
-        own = tuple(torch.zeros(problem.field_shape(field)) for field in FIELDS["kv"])
+        own = tuple(torch.zeros(problem.field_shape(field)) for field in KV.fields)
         self._inputs = dict.fromkeys(plan.starts_with, own)
         self.bytes = len(plan.ops) * sum(x.nbytes for x in own)
         """The bytes that a rank sends in each execution."""
@@ -185,7 +186,7 @@ class Rounds:
 
 def round_of(n: int, ranks_per_host: int, hops: int) -> Plan:
     """A plan in which every rank's KV goes to the same rank of the next hosts, one after the other."""
-    kv, steps = Chunk("kv", 0, Group(ranks_per_host, n // ranks_per_host, DOWN)), Steps()
+    kv, steps = Chunk(KV, 0, Group(ranks_per_host, n // ranks_per_host, DOWN)), Steps()
     for hop in range(hops):
         steps.next()
         steps.do(receive_next(kv, hop, lane="kv"))

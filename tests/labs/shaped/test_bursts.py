@@ -12,6 +12,7 @@ from sp_bench.cluster import Cluster
 from sp_bench.methods import build
 from sp_bench.plan import DOWN, Attend, Chunk, Group, Pass, Plan, Problem, Steps
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 from tests.support.clusters import TABLE, block_s, problem
@@ -60,7 +61,7 @@ def checked(plan: Plan, dealt: Problem, where: Cluster) -> Run:
 def test_messages_in_a_row_gain_one_burst_together(burst: float, at_once: float, latency_s: float) -> None:
     """In hops. A burst that is larger than a message is its greater part."""
     p = problem(4)
-    hop_bytes = p.chunk_bytes("kv", wire=True)
+    hop_bytes = p.chunk_bytes(KV, wire=True)
     run = run_of("ring", p, on_hosts(burst * hop_bytes, latency_s))
     took = (3 - at_once) * hop_bytes / BYTES_PER_S
     assert run.makespan_s == pytest.approx(latency_s + took + block_s(p), rel=2e-3)
@@ -70,7 +71,7 @@ def test_messages_in_a_row_gain_one_burst_together(burst: float, at_once: float,
 def test_links_that_rested_meanwhile_let_another_through(n: int) -> None:
     """Ulysses: Q and KV come in a row, and its output after a block. Messages that begin together share a burst."""
     p = problem(n, tokens=2**15)
-    burst_bytes, bytes_per_s = 0.02 * p.chunk_bytes("q", wire=True), 1e9
+    burst_bytes, bytes_per_s = 0.02 * p.chunk_bytes(Q, wire=True), 1e9
     run = run_of("ulysses", p, on_hosts(burst_bytes, bytes_per_s=bytes_per_s))
     sent = link_bytes(on_hosts(1).network(n), account.traffic(run.plan, build("ulysses", {}).dealt(p))).max()
     compute_s = run.busy_s[0]
@@ -80,8 +81,8 @@ def test_links_that_rested_meanwhile_let_another_through(n: int) -> None:
 
 def test_an_uplink_lets_one_burst_through_for_all_hosts_below_it() -> None:
     p = problem(8)
-    hop_bytes = p.chunk_bytes("kv", wire=True)
-    q, kv, o = (Chunk(tensor, 0, Group(1, 8)) for tensor in ("q", "kv", "o"))
+    hop_bytes = p.chunk_bytes(KV, wire=True)
+    q, kv, o = (Chunk(tensor, 0, Group(1, 8)) for tensor in (Q, KV, O))
     steps = Steps()
     steps.do(Pass("kv", kv, kv.at(4), kv.home, shift=4))
     steps.do(Attend(q, kv.at(4), o))
@@ -94,7 +95,7 @@ def test_an_uplink_lets_one_burst_through_for_all_hosts_below_it() -> None:
 def test_the_one_of_two_ranks_that_sends_out_of_its_host_has_the_burst_alone() -> None:
     """In a ring, whose other hops stay inside hosts."""
     p = problem(4)
-    hop_bytes = p.chunk_bytes("kv", wire=True)
+    hop_bytes = p.chunk_bytes(KV, wire=True)
     run = run_of("ring", p, on_hosts(0.25 * hop_bytes, ranks_per_host=2))
     assert run.makespan_s == pytest.approx((3 - 0.25) * hop_bytes / BYTES_PER_S + block_s(p), rel=5e-3)
 
@@ -103,13 +104,13 @@ def test_the_one_of_two_ranks_that_sends_out_of_its_host_has_the_burst_alone() -
 @pytest.mark.parametrize("hosts", [{}, {"ranks_per_host": 2}, {"hosts_per_leaf": 4, "uplink_bytes_per_s": 1e6}])
 def test_no_method_goes_below_its_bounds(name: str, hosts: dict[str, Any]) -> None:
     p = replace(problem(8), heads=8)
-    run_of(name, p, on_hosts(0.2 * p.chunk_bytes("kv", wire=True), 1e-3, **hosts))
+    run_of(name, p, on_hosts(0.2 * p.chunk_bytes(KV, wire=True), 1e-3, **hosts))
 
 
 def test_each_lane_has_a_burst() -> None:
     p = problem(8)
-    hop_bytes = p.chunk_bytes("kv", wire=True)
-    q, kv, o = (Chunk(tensor, 0, Group(1, 8, DOWN)) for tensor in ("q", "kv", "o"))
+    hop_bytes = p.chunk_bytes(KV, wire=True)
+    q, kv, o = (Chunk(tensor, 0, Group(1, 8, DOWN)) for tensor in (Q, KV, O))
     steps = Steps()
     steps.do(*(Pass(f"lane {far}", kv, kv.at(far), kv.home, shift=-far) for far in (1, 2)))
     steps.do(*(Attend(q, kv.at(far), o) for far in (1, 2)))

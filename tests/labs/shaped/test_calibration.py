@@ -28,6 +28,7 @@ from sp_bench.labs.shaped.samples import SPREAD_BLOCKS, Exchanges
 from sp_bench.machine import cores_here
 from sp_bench.plan import DOWN, Attend, Chunk, Group, Pass, Steps
 from sp_bench.plan.ops import BLOCKS
+from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.resources import conf_files
 from sp_bench.simulate import simulate
 from tests.support.calibration import SETTING, samples
@@ -172,12 +173,12 @@ def test_simulated_pairs_are_as_uneven_as_those_they_were_calibrated_by(spread: 
     """Ranks of 24 hosts send to the next one and the one after it at once, each by a lane."""
     n = 24
     p = problem(n, tokens=1024)
-    q, own, o = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in ("q", "kv", "o"))
+    q, own, o = (Chunk(tensor, 0, Group(1, n, DOWN)) for tensor in (Q, KV, O))
     steps = Steps()
     steps.do(*(Pass(f"lane {far}", own, own.at(far), own.home, shift=-far) for far in (1, 2)))
     steps.do(*(Attend(q, own.at(far), o) for far in (1, 2)))
     plan = steps.plan("forward", n, inputs=(q, own), outputs=(o,))
-    size = p.chunk_bytes("kv", wire=True)
+    size = p.chunk_bytes(KV, wire=True)
     where = on_hosts(n, 1e6, 0.0)
     assert where.hosts
     where = replace(where, hosts=where.hosts.replace(ahead_bytes=spread * size))

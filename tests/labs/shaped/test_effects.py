@@ -14,6 +14,7 @@ from sp_bench.labs.shaped.effects import Shares
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.ops import ReduceScatter, Transfer
+from sp_bench.plan.tensors import KV, O
 from sp_bench.plan.transfers import messages
 from sp_bench.simulate import Run, simulate
 from tests.support.clusters import block_s, problem
@@ -26,14 +27,14 @@ TOKENS = 2**15
 def ring(n: int, where: Cluster) -> tuple[Run, float]:
     """Blocks of 32k tokens round a ring, and the bytes of a hop."""
     p = problem(n, tokens=TOKENS)
-    return simulate(build("ring", {}).plan(p, "forward", COMPUTE_BOUND), p, where), p.chunk_bytes("kv", wire=True)
+    return simulate(build("ring", {}).plan(p, "forward", COMPUTE_BOUND), p, where), p.chunk_bytes(KV, wire=True)
 
 
 @pytest.mark.parametrize(("n", "cores"), [(8, 2), (8, 1), (2, 2), (4, 24)])
 def test_what_transfers_take_of_the_cores_blocks_lose(n: int, cores: int) -> None:
     """Bound by blocks, all of the cores' time goes to either; where there are cores to spare, blocks lose nothing."""
     block = block_s(problem(n, tokens=TOKENS))
-    hop_bytes = problem(n, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    hop_bytes = problem(n, tokens=TOKENS).chunk_bytes(KV, wire=True)
     byte_core_s, message_core_s = 0.2 * block / hop_bytes, 0.025 * block
     run, _ = ring(n, on_hosts(cores, 20 * hop_bytes / block, byte_core_s, message_core_s=message_core_s))
     hop_core_s = byte_core_s * hop_bytes + 2 * message_core_s  # K and V
@@ -50,7 +51,7 @@ def test_a_link_takes_of_the_cores_by_what_it_carries_and_by_being_busy() -> Non
 def test_transfers_go_before_blocks() -> None:
     """Bound by transfers, these take as long as if blocks needed no cores, and the last block has the cores alone."""
     block = block_s(problem(8, tokens=TOKENS))
-    hop_bytes = problem(8, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    hop_bytes = problem(8, tokens=TOKENS).chunk_bytes(KV, wire=True)
     hop_s = 20 * block
     run, _ = ring(8, on_hosts(2, hop_bytes / hop_s, 0.1 * hop_s / hop_bytes))
     assert run.makespan_s == pytest.approx(7 * hop_s + 4 * block, rel=1e-6)
@@ -59,7 +60,7 @@ def test_transfers_go_before_blocks() -> None:
 def test_cores_limit_what_links_carry() -> None:
     """Eight links that would each take half a core from two have half their rate, and leave nothing for blocks."""
     block = block_s(problem(8, tokens=TOKENS))
-    hop_bytes = problem(8, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    hop_bytes = problem(8, tokens=TOKENS).chunk_bytes(KV, wire=True)
     bytes_per_s = 1e3 * hop_bytes / block
     run, _ = ring(8, on_hosts(2, bytes_per_s, 0.5 / bytes_per_s))
     fast, _ = ring(8, on_hosts(2, bytes_per_s / 2, 0.5 / bytes_per_s))
@@ -70,7 +71,7 @@ def test_cores_limit_what_links_carry() -> None:
 def test_messages_take_of_the_cores_whatever_their_bytes(cores: int) -> None:
     """And nothing else does: 4 ranks on 2 cores, or each with one and the messages with the others."""
     block = block_s(problem(4, tokens=TOKENS))
-    hop_bytes = problem(4, tokens=TOKENS).chunk_bytes("kv", wire=True)
+    hop_bytes = problem(4, tokens=TOKENS).chunk_bytes(KV, wire=True)
     run, _ = ring(4, on_hosts(cores, 20 * hop_bytes / block, 0.0, message_core_s=0.1 * block))
     taken_s = 4 * (4 * block + 3 * 2 * 0.1 * block)
     assert run.makespan_s == pytest.approx(max(taken_s / cores, 4 * block), rel=1e-6)
@@ -175,7 +176,7 @@ def queued(name: str, n: int, ahead_bytes: float, seed: int = 0) -> Run:
 
 def test_messages_that_share_a_link_go_ahead_of_one_another() -> None:
     """TokenRing sends Q and O at once: both are there when the slower one is. A ring has each link for itself."""
-    o_bytes = problem(8, tokens=1024).chunk_bytes("o", wire=True)
+    o_bytes = problem(8, tokens=1024).chunk_bytes(O, wire=True)
     even = queued("tokenring", 8, 0.0)
     some_s, more_s = ([queued("tokenring", 8, x * o_bytes, seed).makespan_s for seed in range(4)] for x in (0.3, 0.6))
     assert 1 < np.mean(some_s) / even.makespan_s < np.mean(more_s) / even.makespan_s < 1.5
@@ -207,7 +208,7 @@ def test_shares_of_longer_messages_differ_less() -> None:
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_alike_ranks_that_send_stand_for_one_another_on_shared_cores_too(name: str, per_host: int) -> None:
     p = problem(4, tokens=TOKENS)
-    hop_bytes, block = p.chunk_bytes("kv", wire=True), block_s(p)
+    hop_bytes, block = p.chunk_bytes(KV, wire=True), block_s(p)
     core_s = {"byte_core_s": 0.1 * block / hop_bytes, "message_core_s": 0.01 * block}
     where = on_hosts(2, 2 * hop_bytes / block, **core_s, link_cores=0.05, per_host=per_host)
     method = build(name, {}).candidates(p)[0]
