@@ -95,12 +95,12 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
 
     The algorithms are those of the cluster's library; without a cluster, a message to each other member.
     """
-    ranks, wanted, sent, carried = np.arange(problem.n), demand(plan, problem), {}, Counter[Collective]()
+    ranks, wanted, sent, collectives = np.arange(problem.n), demand(plan, problem), {}, Counter[Collective]()
     # A plan has thousands of operations, of few kinds: those to the same peers, of one tensor, in chunks of one size.
     alike = dict[tuple[Group | Exchange, int, Tensor] | int, list[int]]()
     for index, op in plan:
         if isinstance(op, Collective) and cluster:
-            carried[replace(op, lane="")] += 1
+            collectives[replace(op, lane="")] += 1
         elif isinstance(op, Pass) and op.send and problem.is_even and not op.against and index not in wanted:
             alike.setdefault((op.group, op.shift, op.send.tensor), []).append(index)
         elif isinstance(op, Transfer):
@@ -112,17 +112,17 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
             total = sent.setdefault((group, shift), np.zeros(problem.n, np.int64))
             total += len(same) * sum(sizes.values())
     found = [(group.member(ranks, shift), total) for (group, shift), total in sent.items()]
-    for op, times in carried.items():
+    for op, times in collectives.items():
         assert cluster
-        found += [(target, times * size) for target, size in _carried(op, problem, cluster)]
+        found += [(target, times * size) for target, size in _by_algorithm(op, problem, cluster)]
     return found
 
 
-def _carried(op: Collective, problem: Problem, cluster: Cluster) -> Traffic:
+def _by_algorithm(op: Collective, problem: Problem, cluster: Cluster) -> Traffic:
     ranks = np.arange(problem.n)
     each = [sum(sizes.values()) + np.zeros(problem.n, np.int64) for sizes in messages(op, problem, ranks)]
     total = sum(each, np.zeros(problem.n, np.int64))
-    way = cluster.carriage(op, problem.n, int(total.max()))
+    way = cluster.algorithm(op, problem.n, int(total.max()))
     if way is None:
         return [(group.member(ranks, shift), size) for (group, shift), size in zip(peers(op), each, strict=True)]
     return [(flow.target, flow.share * total) for flow in way.flows]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import msgspec
 import numpy as np
 
-from sp_bench.cluster.collectives import Carriage, carriage
+from sp_bench.cluster.collectives import Algorithm, algorithm
 from sp_bench.cluster.device import DeviceCosts, DeviceSection
 from sp_bench.cluster.emulation import DEFAULT_LAB, Effects, EmulatedHosts, hosts_of
 from sp_bench.cluster.stragglers import Stragglers
@@ -143,9 +143,9 @@ class Cluster:
         """The transport between ranks: if not asked for otherwise, NCCL on devices and gloo on shared cores."""
         return self.transport_options.kind(on_cpu=self.cores is not None)
 
-    def carriage(self, op: Collective, ranks: int, sent_bytes: int) -> Carriage | None:
-        """How the library carries a collective in which each of the ranks sends so many bytes (cluster.collectives)."""
-        return carriage(op, self.network(ranks), self.transport, sent_bytes)
+    def algorithm(self, op: Collective, ranks: int, sent_bytes: int) -> Algorithm | None:
+        """The library's algorithm for a collective in which each rank sends so many bytes (cluster.collectives)."""
+        return algorithm(op, self.network(ranks), self.transport, sent_bytes)
 
     @property
     def even(self) -> Cluster:

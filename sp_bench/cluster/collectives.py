@@ -10,7 +10,7 @@ nvls    NVSwitch's multicast, inside a node of a cluster that has its rate (intr
 
 An all-to-all is a message between each pair. So is a reduce-scatter where the library can't add on the way.
 Gloo's all-gather is a ring in the order of ranks. Each hop waits for the one before. Its all-to-alls may get less of
-links than messages do (cluster.emulation.Carried.most_bytes_per_s).
+links than messages do (cluster.emulation.Wire.most_bytes_per_s).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Flow(NamedTuple):
     """The share of the bytes that the rank sends in the collective."""
 
 
-class Carriage(NamedTuple):
-    """How a collective is carried. Its flows are under way at once, and it ends for all members together."""
+class Algorithm(NamedTuple):
+    """A library's algorithm for a collective. Its flows are under way at once, and it ends for all members together."""
 
     name: str
     flows: tuple[Flow, ...]
@@ -57,8 +57,8 @@ class Carriage(NamedTuple):
     """If not 0: it has this many hops, one after the other, each with an equal part of the bytes."""
 
 
-def carriage(op: Collective, network: Network, transport: TransportKind, sent_bytes: int) -> Carriage | None:
-    """How the library of that transport carries `sent_bytes` of each rank; None: as a message between each pair."""
+def algorithm(op: Collective, network: Network, transport: TransportKind, sent_bytes: int) -> Algorithm | None:
+    """The algorithm of that transport's library for `sent_bytes` of each rank; None for a message between each pair."""
     if isinstance(op, AllToAll) or (isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, transport)):
         return None
     if not transport.adds:
@@ -67,7 +67,7 @@ def carriage(op: Collective, network: Network, transport: TransportKind, sent_by
     return min(ways, key=lambda way: seconds(way, network, sent_bytes))
 
 
-def seconds(way: Carriage, network: Network, sent_bytes: int) -> float:
+def seconds(way: Algorithm, network: Network, sent_bytes: int) -> float:
     """An estimate of its time on an idle network: its latency, and what its busiest link takes."""
     ranks, links = np.arange(network.gpu.size), network.link_bytes_per_s.size
     load = np.zeros(links + 1)  # the last entry is what -1, no link, gets
@@ -78,11 +78,11 @@ def seconds(way: Carriage, network: Network, sent_bytes: int) -> float:
     return float(way.latency_s.max()) + max(busiest_s / way.rate_share, sent_bytes / way.rate_cap)
 
 
-def _hops(op: AllGather | ReduceScatter, network: Network) -> Carriage:
+def _hops(op: AllGather | ReduceScatter, network: Network) -> Algorithm:
     ranks = np.arange(network.gpu.size)
     target = op.group._replace(way=UP).member(ranks, 1)
     flow = Flow(target, np.ones(ranks.size))
-    return Carriage("hops", (flow,), network.routes(ranks, target).latency_s, hops=op.group.size - 1)
+    return Algorithm("hops", (flow,), network.routes(ranks, target).latency_s, hops=op.group.size - 1)
 
 
 class _Placed(NamedTuple):
@@ -115,7 +115,7 @@ def _placed(group: Group, network: Network) -> _Placed:
 
 
 @lru_cache(maxsize=32)
-def rings(group: Group, network: Network) -> Carriage:
+def rings(group: Group, network: Network) -> Algorithm:
     """Rings through all members.
 
     Where cables join pairs of GPUs, channels go round a node in all orders, so that all cables carry as much.
@@ -130,11 +130,11 @@ def rings(group: Group, network: Network) -> Carriage:
         flows.append(Flow(placed.beyond, leaves))
     across_s = network.routes(ranks, placed.beyond).latency_s
     latency_s = (group.size - placed.nodes) * inside_s + (placed.nodes - 1) * across_s
-    return Carriage("ring", tuple(flows), latency_s)
+    return Algorithm("ring", tuple(flows), latency_s)
 
 
 @lru_cache(maxsize=32)
-def _pat(group: Group, network: Network) -> list[Carriage]:
+def _pat(group: Group, network: Network) -> list[Algorithm]:
     """Step k sends to the member 2^k ahead what has come so far, as far as that is lacking there."""
     ranks, placed = np.arange(network.gpu.size), _placed(group, network)
     if group.size < 3 or (placed.on_node > 1).any():
@@ -145,13 +145,13 @@ def _pat(group: Group, network: Network) -> list[Carriage]:
         flows.append(Flow(up.member(ranks, 2**step), np.full(ranks.size, sent / (group.size - 1))))
     across_s = np.max([network.routes(ranks, flow.target).latency_s for flow in flows], axis=0)
     latency_s = math.log2(group.size) * across_s * PAT_STEP + group.size * PAT_RANK_S
-    return [Carriage("pat", tuple(flows), latency_s, PAT_RATE)]
+    return [Algorithm("pat", tuple(flows), latency_s, PAT_RATE)]
 
 
 @lru_cache(maxsize=32)
-def _nvls(group: Group, network: Network) -> list[Carriage]:
+def _nvls(group: Group, network: Network) -> list[Algorithm]:
     rate, placed = network.topology.intra.nvls_bytes_per_s, _placed(group, network)
     if rate is None or group.size < 3 or (placed.nodes > 1).any():
         return []
     flow = Flow(placed.beside[0], np.ones(placed.nodes.size))
-    return [Carriage("nvls", (flow,), np.full(placed.nodes.size, NVLS_S), rate_cap=rate)]
+    return [Algorithm("nvls", (flow,), np.full(placed.nodes.size, NVLS_S), rate_cap=rate)]

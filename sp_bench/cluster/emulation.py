@@ -61,8 +61,8 @@ class Message(NamedTuple):
         return sum(self.field_bytes.values())
 
 
-class Carried(NamedTuple):
-    """How the network carries a message. Each field is one number for all ranks, or (q,)."""
+class Wire(NamedTuple):
+    """A message on the wire. Each field is one number for all ranks, or (q,)."""
 
     weight: Any = 1.0
     """Its share of a shared link, relative to messages of weight 1."""
@@ -84,9 +84,9 @@ class Effects:
         """Each rank's relative share of crowded cores, (q,) or one number, for blocks of `work_s` seconds, (q,)."""
         return 1.0
 
-    def carried(self, messages: Sequence[Message], *, by_library: bool = False) -> list[Carried]:
+    def on_wire(self, messages: Sequence[Message], *, by_library: bool = False) -> list[Wire]:
         """How the network carries each of the concurrent messages of one transfer, or of one of the library's."""
-        return [Carried()] * len(messages)
+        return [Wire()] * len(messages)
 
 
 class AbstractSection(StructMeta, ABCMeta):
@@ -133,5 +133,5 @@ class EmulatedHosts(Section, frozen=True, metaclass=AbstractSection):
         """The effects on the `simulated` ranks, (q,), in one phase."""
 
     @abstractmethod
-    def least_carried_bytes(self, crossing: np.ndarray, lanes: int) -> np.ndarray:
+    def least_wire_bytes(self, crossing: np.ndarray, lanes: int) -> np.ndarray:
         """The fewest bytes that links between hosts carry by the end, (L,), of the bytes that must cross them, (L,)."""

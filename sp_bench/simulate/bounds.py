@@ -36,7 +36,7 @@ def lower_bounds(
     for name, links in link_classes(network).items():
         carried = crossing[links]
         if hosts and name in between:
-            carried = hosts.least_carried_bytes(carried, lanes)
+            carried = hosts.least_wire_bytes(carried, lanes)
         by_class[name] = float((carried / network.link_bytes_per_s[links]).max(initial=0.0))
     pipelined = lower(plan, problem, cluster.transport).pipelined
     latency_s = 0.0 if cluster.stragglers.jitter else _latency_s(plan, problem, cluster, pipelined)
@@ -78,7 +78,7 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
     for index, op in plan:
         if isinstance(op, AllGather | ReduceScatter):
             size = sum(sum(sizes.values()) for sizes in messages(op, problem, 0))
-            if way := cluster.carriage(op, plan.n, size):
+            if way := cluster.algorithm(op, plan.n, size):
                 lanes[op.lane] = lanes.get(op.lane, 0.0) + way.latency_s
                 continue
         if isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):

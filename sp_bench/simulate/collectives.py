@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sp_bench.cluster.collectives import Carriage
-from sp_bench.cluster.emulation import Carried, Effects, Message
+from sp_bench.cluster.collectives import Algorithm
+from sp_bench.cluster.emulation import Effects, Message, Wire
 from sp_bench.cluster.topology import Network
 from sp_bench.plan.groups import UP, Group
 from sp_bench.simulate.rows import Path, Rows
@@ -31,7 +31,7 @@ class Bytes(NamedTuple):
         return (self.members - 1) * sum(self.by_field.values())
 
 
-def rows_of(way: Carriage, group: Group) -> int:
+def rows_of(way: Algorithm, group: Group) -> int:
     """At most how many rows of tasks a collective takes."""
     return way.hops or len(way.flows) + 2 * (1 + (group.size - 1).bit_length())
 
@@ -52,7 +52,7 @@ def at_once(
     rows: Rows,
     quotient: Quotient,
     network: Network,
-    way: Carriage,
+    way: Algorithm,
     group: Group,
     sent: Bytes,
     before: Tasks,
@@ -74,13 +74,13 @@ def hop_by_hop(
     rows: Rows,
     quotient: Quotient,
     network: Network,
-    way: Carriage,
+    way: Algorithm,
     group: Group,
     sent: Bytes,
     before: Tasks,
     noise: Callable[[], np.ndarray | float],
     effects: Effects,
-    over: Callable[[Path, Carried], Path],
+    over: Callable[[Path, Wire], Path],
 ) -> tuple[Tasks, list[tuple[Tasks, np.ndarray, Path]]]:
     """Gloo's ring: (what ends it, bytes that links carry after messages).
 
@@ -94,14 +94,14 @@ def hop_by_hop(
     hidden_s = np.minimum(path.latency_s, message.bytes / 2 / path.alone_bytes_per_s)
     ended: list[Tasks] = [before, before]
     for hop in range(way.hops):
-        (carried,) = effects.carried([message])
-        crossed = over(path, carried)
+        (wire,) = effects.on_wire([message])
+        crossed = over(path, wire)
         latency_s = np.maximum(path.latency_s * noise() - (hidden_s if hop else 0.0), 0.0)
         posted_there = (tasks[path.target] for tasks in ended[-2])  # receives are posted a hop ahead
         deps = [*ended[-1], *posted_there]
-        task = rows.add(latency_s, deps, message.bytes - carried.later_bytes, crossed, carried.weight)
-        if np.any(carried.later_bytes):
-            later.append(([task], carried.later_bytes, crossed))
+        task = rows.add(latency_s, deps, message.bytes - wire.later_bytes, crossed, wire.weight)
+        if np.any(wire.later_bytes):
+            later.append(([task], wire.later_bytes, crossed))
         ended.append([task, task[path.source]])
     return ended[-1], later
 

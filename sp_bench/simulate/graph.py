@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench.cluster.cluster import Cluster
-from sp_bench.cluster.collectives import Carriage
-from sp_bench.cluster.emulation import Carried, Message
+from sp_bench.cluster.collectives import Algorithm
+from sp_bench.cluster.emulation import Message, Wire
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
 from sp_bench.lower.early import by_messages
@@ -51,7 +51,7 @@ from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 MAX_TASKS = 12_000_000
 """What fits a few GB of memory."""
 LATER_WEIGHT = 1e3
-"""The weight of bytes that links carry after their message (Carried.later_bytes): messages, of about 1, go first."""
+"""The weight of bytes that links carry after their message (Wire.later_bytes): messages, of about 1, go first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,14 +143,14 @@ class _Builder:
         self.unsummed = self.lowering.unsummed
         self.block_costs = BlockCosts(plan, problem, cluster.device, self.lowering)
         # A plan has thousands of operations, of few kinds.
-        self.cast_s, self._carriage = cache(self._cast_s), cache(self._find_carriage)
+        self.cast_s, self._algorithm = cache(self._cast_s), cache(self._find_algorithm)
         self.wanted = demand(plan, problem)
         self.brought = _brought(plan)
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
         is_even = use_symmetry and cluster.is_even(problem.n)
         moves = that_leave(rotations(plan, self.network), [slow]) if is_even else []
-        moves = [move for move in moves if self._keeps_carriages(move)]
+        moves = [move for move in moves if self._keeps_algorithms(move)]
         for index, op in plan if moves else ():
             moves = that_leave(moves, self._costs(index, op))
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
@@ -159,8 +159,8 @@ class _Builder:
         self.effects = cluster.effects(self.network, self.ranks, plan.phase)
         self.slow = slow[self.ranks]
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
-        self.carried: dict[int, list[Carried]] = {}
-        """By transfer, how its messages are carried."""
+        self.wires: dict[int, list[Wire]] = {}
+        """By transfer, its messages on the wire."""
         self.cores = cluster.shared_cores(problem.n)
         self.rows = Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
@@ -209,7 +209,7 @@ class _Builder:
         """At most how many rows of tasks a transfer takes."""
         if not isinstance(op, Collective):
             return 1
-        way = self._carriage(op)
+        way = self._algorithm(op)
         return collectives.rows_of(way, op.group) if way else op.group.size
 
     def _costs(self, index: int, op: Op) -> list[np.ndarray]:
@@ -225,10 +225,10 @@ class _Builder:
         shares = [self._share_brought(index, np.arange(self.problem.n))] if index in self.brought else []
         return [*shares, self.wanted[index]] if index in self.wanted else shares
 
-    def _keeps_carriages(self, move: np.ndarray) -> bool:
+    def _keeps_algorithms(self, move: np.ndarray) -> bool:
         """Whether the flows of collectives are the same after the ranks have moved."""
         ways = [
-            way for op in dict.fromkeys(self.plan.ops) if isinstance(op, Collective) and (way := self._carriage(op))
+            way for op in dict.fromkeys(self.plan.ops) if isinstance(op, Collective) and (way := self._algorithm(op))
         ]
         return all(
             np.array_equal(move[flow.target], flow.target[move])
@@ -328,9 +328,9 @@ class _Builder:
         assert isinstance(previous, Transfer)
         path = self._path(*peers(op)[0])  # which is that of the one before, too
         (sizes,) = messages(previous, self.problem, self.ranks, self.wanted.get(before))
-        (carried,) = self.carried[before]
+        (wire,) = self.wires[before]
         whole = sum(sizes.values())
-        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - carried.later_bytes) / path.alone_bytes_per_s
+        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - wire.later_bytes) / path.alone_bytes_per_s
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return PipelinedStart(hidden_s, begun)
@@ -342,14 +342,14 @@ class _Builder:
     def _tasks(self, waits: Waits) -> list[np.ndarray]:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
-    def _find_carriage(self, op: Collective) -> Carriage | None:
-        return self.cluster.carriage(op, self.problem.n, self._sent(op).total)
+    def _find_algorithm(self, op: Collective) -> Algorithm | None:
+        return self.cluster.algorithm(op, self.problem.n, self._sent(op).total)
 
     def _sent(self, op: Collective) -> collectives.Bytes:
         by_field = messages(op, self.problem, 0)[0] if op.group.size > 1 else {}
         return collectives.Bytes(by_field, op.group.size)
 
-    def _collective(self, op: Collective, way: Carriage, previous: list[np.ndarray], index: int) -> list[np.ndarray]:
+    def _collective(self, op: Collective, way: Algorithm, previous: list[np.ndarray], index: int) -> list[np.ndarray]:
         """A collective by the library's algorithm; partials are packed before it."""
         before, sent = [*previous, *self._elsewhere(index)], self._sent(op)
         ours, where = (self.rows, self.quotient, self.network), (way, op.group, sent, before)
@@ -368,7 +368,7 @@ class _Builder:
 
         A pipelined send begins `early`, and the receives of some transfers are pre-posted.
         """
-        if isinstance(op, Collective) and (way := self._carriage(op)):
+        if isinstance(op, Collective) and (way := self._algorithm(op)):
             return self._collective(op, way, previous, index)
         hidden_s, begun = early or (0.0, [])
         before = [*previous, *([] if early else self._elsewhere(index))]
@@ -381,19 +381,19 @@ class _Builder:
         staged_s = self._staged_s(index, op, self.ranks) * sends
         sizes = messages(op, self.problem, self.ranks, self.wanted.get(index))
         each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
-        self.carried[index] = self.effects.carried(each, by_library=not by_messages(op))
-        for path, message, carried in zip(paths, each, self.carried[index], strict=True):
+        self.wires[index] = self.effects.on_wire(each, by_library=not by_messages(op))
+        for path, message, wire in zip(paths, each, self.wires[index], strict=True):
             # The lane casts or packs what it sends before it posts it.
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
             posted_there = (np.where(sends, ended[path.target], ended) for ended in expecting)
             deps = [*before, *posted_there, *begun]
-            rate_cap = np.minimum(path.rate_cap, carried.most_bytes_per_s)
+            rate_cap = np.minimum(path.rate_cap, wire.most_bytes_per_s)
             loads = path.loads * self._crowding(path, len(paths))
-            over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), carried)
-            sent = message.bytes - carried.later_bytes
-            tasks.append(self.rows.add(latency_s + staged_s, deps, sent, over, carried.weight))
-            if np.any(carried.later_bytes):
-                self.later.append(([tasks[-1]], carried.later_bytes, over))
+            over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), wire)
+            sent = message.bytes - wire.later_bytes
+            tasks.append(self.rows.add(latency_s + staged_s, deps, sent, over, wire.weight))
+            if np.any(wire.later_bytes):
+                self.later.append(([tasks[-1]], wire.later_bytes, over))
             arrived.append(np.where(receives, tasks[-1][path.source], tasks[-1]))
         if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
             unpacked_s = self.device.copy_s(self.lowering.packed_bytes(op)[1])
@@ -437,10 +437,10 @@ class _Builder:
         """How many times each of `at_once` concurrent messages of a rank loads the links of its path: (q, 1)."""
         return self.network.crowding(path.inter, at_once)[:, None]
 
-    def _over_cores(self, path: Path, carried: Carried) -> Path:
+    def _over_cores(self, path: Path, wire: Wire) -> Path:
         """The path of a message with what it takes of the cores that ranks share."""
-        if not self.cores or not np.any(carried.core_s_per_byte):
+        if not self.cores or not np.any(wire.core_s_per_byte):
             return path
-        taken = CORE_WORK_PER_S * np.broadcast_to(carried.core_s_per_byte, self.ranks.size)[:, None]
+        taken = CORE_WORK_PER_S * np.broadcast_to(wire.core_s_per_byte, self.ranks.size)[:, None]
         links = np.hstack([path.links, self._on_cores.links])
         return path._replace(links=links, loads=np.hstack([path.loads, taken * self._on_cores.loads]))

@@ -125,7 +125,7 @@ class Hosts(EmulatedHosts, frozen=True, kw_only=True):
     ) -> ShapedEffects:
         return ShapedEffects(self, network, simulated, cores, seed, phase)
 
-    def least_carried_bytes(self, crossing: np.ndarray, lanes: int) -> np.ndarray:
+    def least_wire_bytes(self, crossing: np.ndarray, lanes: int) -> np.ndarray:
         return crossing - self.at_once_bytes(crossing, 1 / lanes)
 
     def network(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sp_bench.cluster.emulation import Carried, Effects, Message
+from sp_bench.cluster.emulation import Effects, Message, Wire
 from sp_bench.cluster.topology import Network
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.method import PHASES
@@ -39,7 +39,7 @@ class ShapedEffects(Effects):
     def block_weights(self, work_s: np.ndarray) -> np.ndarray | float:
         return self._turns(work_s)
 
-    def carried(self, messages: Sequence[Message], *, by_library: bool = False) -> list[Carried]:
+    def on_wire(self, messages: Sequence[Message], *, by_library: bool = False) -> list[Wire]:
         """How the network carries each of the concurrent messages of one transfer, or of one of the library's.
 
         All messages of the transfer that cross a link share its burst. Each lane has its own burst, so messages of
@@ -55,7 +55,7 @@ class ShapedEffects(Effects):
                 message.bytes, 1
             )
             found.append(
-                Carried(
+                Wire(
                     weight=np.where(message.inter, self._shares(sent), 1.0),
                     later_bytes=np.where(message.inter, hosts.at_once_bytes(message.bytes, sharers), 0.0),
                     core_s_per_byte=core_s_per_byte * message.inter,
