@@ -101,7 +101,7 @@ def traffic(plan: Plan, problem: Problem, cluster: Cluster | None = None) -> Tra
     for index, op in plan:
         if isinstance(op, Collective) and cluster:
             collectives[replace(op, lane="")] += 1
-        elif isinstance(op, Pass) and op.send and problem.is_even and not op.against and index not in wanted:
+        elif isinstance(op, Pass) and problem.is_even and not op.against and index not in wanted:
             alike.setdefault((op.group, op.shift, op.send.tensor), []).append(index)
         elif isinstance(op, Transfer):
             alike[index] = [index]

@@ -244,9 +244,6 @@ def _placed(facts: _Facts, chunk: Chunk, where: str, there: np.ndarray | bool = 
 
 
 def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> None:
-    if op.send is None or op.recv is None:
-        what = f"send of {op.send} meets no receive" if op.send else f"receive of {op.recv} meets no send"
-        raise PlanError(f"{where}: the {what}, on rank 0 and all others")
     if op.shift % (2 if isinstance(op.group, Exchange) else op.group.size) == 0:
         raise PlanError(f"{where}: a rank can't send to itself")
     _one_slice(facts, where, (op.send, op.recv))
@@ -278,8 +275,6 @@ def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> Non
 
 def _rows_passed(facts: _Facts, op: Pass, source: Ranks, where: str) -> None:
     """Record which rows arrive. The sender must have every row it sends, and send every row of a partial it has."""
-    assert op.send is not None
-    assert op.recv is not None
     held = arriving = facts.rows_of(op.send)
     sent = facts.all_rows(facts.content[op.send])
     if op.against is not None:

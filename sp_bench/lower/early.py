@@ -68,7 +68,7 @@ def preposted_receives(plan: Plan, schedule: Schedule, staging: StagingBuffers) 
             held[op.into] = set().union(*(held.get(part, set()) for part in op.parts))
         elif isinstance(op, Collective) and not by_messages(op):
             held |= dict.fromkeys(op.writes, {buffers[index]} if index in buffers else set())
-        elif isinstance(op, Pass | AllToAll) and op.send and op.recv:
+        elif isinstance(op, Pass | AllToAll):
             into: set[object] = {buffers[index]} if index in buffers else set()
             staged = StagingUse(op.lane, op.send.tensor, "recv")
             received_in = into | ({staged} if staged in staging else set())

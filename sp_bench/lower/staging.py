@@ -99,10 +99,10 @@ def staging_buffers(
             found[StagingUse(op.lane, op.tensor, "send")] = of_all
             if not adds_up_on_the_way(op, transport):
                 found[StagingUse(op.lane, op.tensor, "recv")] = of_all
-        elif isinstance(op, Pass) and (sent := op.send):
-            if op.against or needs_cast(sent.tensor, sent not in unsummed):
-                found[StagingUse(op.lane, sent.tensor, "pass")] = sent_as(sent.tensor)
-            if transport.lands and op.recv and op.recv in plan.ends_with:
+        elif isinstance(op, Pass):
+            if op.against or needs_cast(op.tensor, op.send not in unsummed):
+                found[StagingUse(op.lane, op.tensor, "pass")] = sent_as(op.tensor)
+            if transport.lands and op.recv in plan.ends_with:
                 found[StagingUse(op.lane, op.recv.tensor, "land")] = held_specs(problem, op.recv, unsummed)
     return found
 

@@ -77,7 +77,7 @@ def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
                 want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
         elif isinstance(op, AllToAll | AllGather):  # the library's collectives bring everything
             want(op.reads[0], np.ones(plan.n, bool))
-        elif isinstance(op, Pass) and op.send and op.recv and not op.tensor.is_partial:
+        elif isinstance(op, Pass) and not op.tensor.is_partial:
             found[index] = wanted.pop(op.recv, np.zeros(plan.n, bool))
             want(op.send, found[index][op.target(ranks)])
     return found
@@ -93,7 +93,7 @@ def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
             for block in op.blocks:
                 for chunk in block.writes:
                     filled[chunk] = filled.get(chunk, none) | visible(block)
-        elif isinstance(op, Pass) and op.send and op.recv and op.tensor.is_partial:
+        elif isinstance(op, Pass) and op.tensor.is_partial:
             filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
         elif isinstance(op, ReduceScatter):
             filled |= {op.own.arriving(): np.ones(plan.n, bool)}

@@ -41,8 +41,8 @@ class Pass:
     """
 
     lane: str
-    send: Chunk | None
-    recv: Chunk | None
+    send: Chunk
+    recv: Chunk
     group: Group | Exchange
     shift: int
     against: Chunk | None = None
@@ -55,16 +55,15 @@ class Pass:
 
     @property
     def reads(self) -> tuple[Chunk, ...]:
-        return (self.send,) if self.send else ()
+        return (self.send,)
 
     @property
     def writes(self) -> tuple[Chunk, ...]:
-        return (self.recv,) if self.recv else ()
+        return (self.recv,)
 
     @property
     def tensor(self) -> Tensor:
         """The tensor that travels."""
-        assert self.send is not None
         return self.send.tensor
 
     def target(self, rank):
@@ -77,7 +76,6 @@ class Pass:
 
     def seen_by(self, rank):
         """(owner of the queries, owner of the keys) that decide which rows `rank` sends."""
-        assert self.send is not None
         assert self.against is not None
         keys_at = rank if self.send.tensor.is_partial else self.target(rank)
         return self.send.owner(rank), self.against.owner(keys_at)

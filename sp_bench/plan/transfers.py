@@ -20,7 +20,7 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
     """
     if isinstance(op, Collective):
         return [(op.group, shift) for shift in range(1, op.group.size)]
-    return [(op.group, op.shift)] if op.send else []
+    return [(op.group, op.shift)]
 
 
 def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[str, Any]]:
@@ -38,8 +38,6 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
     if isinstance(op, Collective):
         # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
         return [{f.name: problem.field_bytes(f, wire=True) for f in op.tensor.fields}] * (op.group.size - 1)
-    if op.send is None:
-        return []
     tokens = _rows_sent(op, problem, rank)
     if isinstance(op.group, Exchange):
         tokens = tokens * (op.target(rank) != rank)
@@ -64,7 +62,6 @@ def _rows_sent(op: Pass, problem: Problem, rank):
 
 def _chunk_rows(op: Pass, problem: Problem, rank):
     """How many tokens the chunks have that one or an array of ranks sends, or sends some of."""
-    assert op.send is not None
     return problem.field_tokens(op.send.tensor.fields[0], 0 if problem.is_even else op.send.owner(rank))
 
 
@@ -75,7 +72,6 @@ def share_sent(op: Pass, problem: Problem, rank):
 
 def rows_sent(op: Pass, problem: Problem, rank: int) -> range:
     """The tokens of its chunk that one rank sends, as indices in the chunk."""
-    assert op.send is not None
     if op.against is None:
         return range(problem.field_tokens(op.send.tensor.fields[0], op.send.owner(rank)))
     return problem.blocks.rows_seen[problem.blocks.of(*op.seen_by(rank))]

@@ -77,9 +77,7 @@ class Lanes:
         """Allocate, before an execution on a GPU, the outputs that lanes must not allocate themselves."""
         if self._streams.queued:
             alone = ((i, op) for i, op in self._plan if isinstance(op, Pass | AllToAll))
-            self._results = {
-                i: self._new(op.recv) for i, op in alone if op.recv and i not in self._lowering.receive_buffers
-            }
+            self._results = {i: self._new(op.recv) for i, op in alone if i not in self._lowering.receive_buffers}
 
     def prepost(self, index: int, op: Op, beside: bool) -> bool:
         """Post the receives of a transfer whose buffers are free, before its operands are ready.
@@ -134,7 +132,6 @@ class Lanes:
     def _find_standing(self, index: int) -> _Standing:
         op, buffer = self._plan.ops[index], self._lowering.receive_buffers.get(index)
         assert isinstance(op, Pass | AllToAll)
-        assert op.recv is not None
         source, target = self._rank, self._rank
         rows = range(self._problem.field_tokens(op.recv.tensor.fields[0], self._rank))
         if isinstance(op, Pass):
@@ -150,14 +147,13 @@ class Lanes:
 
     def _landing(self, op: Pass | AllToAll) -> Tensors:
         """The buffers in which peers put a result of the plan; none if they don't write to this rank's memory."""
-        return self._staging.get(StagingUse(op.lane, op.recv.tensor, "land"), ()) if op.recv else ()
+        return self._staging.get(StagingUse(op.lane, op.recv.tensor, "land"), ())
 
     def _into(self, index: int, op: Pass | AllToAll) -> Tensors:
         """Return the tensors that a transfer receives into, cut to the rows that it brings."""
         standing = self._standing(index)
         if standing.into is not None:
             return standing.into
-        assert op.recv is not None
         return self._first_rows(self._results.pop(index, None) or self._new(op.recv), op.recv, len(standing.rows))
 
     def _receives(self, index: int, op: Pass | AllToAll, into: Tensors) -> list[Message]:
@@ -169,15 +165,11 @@ class Lanes:
 
     def _arrived(self, index: int, op: Pass | AllToAll, tensors: Tensors, holdings: Holdings) -> Tensors | None:
         """Store the received chunk. Returns the sent partial if it was dropped, else None."""
-        assert op.send is not None
-        assert op.recv is not None
         holdings.put(op.recv, tensors, self._standing(index).rows.start)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
     def _absent(self, op: Pass | AllToAll, holdings: Holdings) -> Tensors | None:
         """Forget the chunk that a transfer doesn't bring. Returns the sent partial if it was dropped, else None."""
-        assert op.send is not None
-        assert op.recv is not None
         holdings.drop(op.recv)
         return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
 
@@ -192,7 +184,6 @@ class Lanes:
             return
         landed = into
         if here.into is None and here.turn.landing:
-            assert op.recv is not None
             landed = self._first_rows(here.turn.landing, op.recv, len(here.rows))
         receive, send = (here.source, landed), (here.target, outgoing)
         if (after := self._followed_by.get(index)) is None:
@@ -212,7 +203,6 @@ class Lanes:
         def messages() -> tuple[Turn, Message, Message] | None:
             if not self._streams.ready(after):
                 return None
-            assert then.send is not None
             outgoing = into if then.send == op.recv else holdings.received(then.send)
             return there.turn, (there.source, self._into(after, then)), (there.target, outgoing)
 
@@ -229,7 +219,6 @@ class Lanes:
 
     def _outgoing(self, op: Pass, holdings: Holdings) -> Tensors:
         """Return the tensors to send: the chunk itself or, if rows are cut or it is cast, a staging copy."""
-        assert op.send is not None
         chunk, rows = op.send, rows_sent(op, self._problem, self._rank)
         held = self._held(chunk, holdings)
         staged = self._staging.get(StagingUse(op.lane, chunk.tensor, "pass"))

@@ -125,7 +125,7 @@ def _brought(plan: Plan) -> dict[int, Pass]:
         operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
         if operand and (hop := brings.get(operand)) and hop.against:
             found[index] = hop
-        if isinstance(op, Pass) and op.recv:
+        if isinstance(op, Pass):
             brings[op.recv] = op
     return found
 
@@ -312,7 +312,6 @@ class _Builder:
 
     def _cut_s(self, index: int, op: Pass, ranks: np.ndarray) -> np.ndarray:
         """Seconds of casting the rows that each rank sends, or of copying them together where it has more."""
-        assert op.send is not None
         assert not isinstance(op.group, Exchange), "partners exchange whole chunks"
         summed, whole = op.send not in self.unsummed, self.problem.chunk_bytes(op.tensor, wire=True)
         sent, held = np.asarray(share_sent(op, self.problem, ranks)), self._share_brought(index, ranks)

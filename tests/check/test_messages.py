@@ -29,9 +29,9 @@ def test_messages_name_rank_block_and_chunk() -> None:
         check(replace(plan, ops=tuple(rest)), problem)
     with pytest.raises(PlanError, match=r"^operation 5, Attend q#0 x kv#2 into o#0: on rank 0, .*chunk 1.* twice$"):
         check(with_op(plan, 5, last), problem)
-    lonely = replace(plan.ops[0], send=None)
-    with pytest.raises(PlanError, match=r"^operation 0, Pass.*receive of kv#1 meets no send, on rank 0 and all others"):
-        check(replace(plan, ops=(lonely, *plan.ops[1:])), problem)
+    misread = replace(plan.ops[0], send=plan.inputs[0])
+    with pytest.raises(PlanError, match=r"^operation 0, Pass.*: sends q where the peer receives kv$"):
+        check(replace(plan, ops=(misread, *plan.ops[1:])), problem)
 
 
 def test_fully_masked_blocks_are_not_demanded() -> None:

@@ -77,14 +77,22 @@ def drop_transfer(draw: st.DrawFn, plan: Plan) -> Broken:
     return Broken(without(plan, pick_index(draw, plan, lambda i: brings_news(plan, i))))
 
 
-@MUTATIONS.add()
-def receive_without_send(draw: st.DrawFn, plan: Plan) -> Broken:
-    return with_changed(plan, pick(draw, plan, is_pass), send=None)
+NOBODYS = 9
+"""The number of an arrival that no plan has."""
 
 
 @MUTATIONS.add()
-def send_without_receive(draw: st.DrawFn, plan: Plan) -> Broken:
-    return if_in_order(with_changed(plan, pick(draw, plan, is_pass), recv=None))
+def receive_what_nobody_has(draw: st.DrawFn, plan: Plan) -> Broken:
+    """The sender's chunk is one that nothing has put there: what it sends is anything."""
+    index, op = pick_pass(draw, plan)
+    return with_changed(plan, index, send=op.send.arriving(NOBODYS))
+
+
+@MUTATIONS.add()
+def send_where_nobody_looks(draw: st.DrawFn, plan: Plan) -> Broken:
+    """The receiver's chunk is one that nothing reads: what was sent is lost."""
+    index, op = pick_pass(draw, plan)
+    return if_in_order(with_changed(plan, index, recv=op.recv.arriving(NOBODYS)))
 
 
 @MUTATIONS.add()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -282,3 +283,11 @@ def test_steps_number_their_operations() -> None:
     assert plan.steps == (0, 0, 1, 1, 1)
     assert plan.lanes == ("b", "a")
     assert [index for index, _ in plan] == list(range(5))
+
+
+def test_a_pass_has_both_ends() -> None:
+    """A send without its receive, or the other way round, can't be written down."""
+    types = get_type_hints(Pass)
+    assert types["send"] is types["recv"] is Chunk
+    with pytest.raises(TypeError, match="recv"):
+        Pass("q", send=Chunk(Q, 0, Group(1, 3)), group=Group(1, 3), shift=1)  # pyright: ignore[reportCallIssue]
