@@ -9,7 +9,7 @@ from sp_bench.methods.all_gather import AllGatherKV
 from sp_bench.methods.burst_attention import BurstAttention
 from sp_bench.methods.double_ring import DoubleRing
 from sp_bench.methods.loongtrain import LoongTrain
-from sp_bench.methods.mesh import Mesh
+from sp_bench.methods.mesh_variants import Mesh
 from sp_bench.methods.pass_q import PassQ
 from sp_bench.methods.reference import Reference
 from sp_bench.methods.ring import Ring

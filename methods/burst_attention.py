@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sp_bench.methods.double_ring import DoubleRing, carry_rounds_backward
+from sp_bench.methods.double_ring import DoubleRing, pass_rounds_on
 from sp_bench.plan import (
     DKV,
     DOQ,
@@ -34,9 +34,9 @@ from sp_bench.plan import (
     Op,
     Plan,
     Problem,
-    RowSums,
     Steps,
     Tensor,
+    send_row_sums,
 )
 
 
@@ -54,19 +54,15 @@ class BurstAttention(DoubleRing):
 
     def backward(self, problem: Problem, costs: CostProfile) -> Plan:
         """Round r, step s computes with the Q and dO of the rank that is r inner rings and s positions behind."""
-        odoq, doq, dq = (self._chunk(tensor, problem) for tensor in (ODOQ, DOQ, DQ))
+        odoq, dq = (self._chunk(tensor, problem) for tensor in (ODOQ, DQ))
         kv, dkv = (Chunk(tensor, 0, Group(1, problem.n)) for tensor in (KV, DKV))
         steps = Steps()
 
         def block(_: int, index: int) -> list[Op]:
-            put_back = [RowSums((doq.at(index),), odoq.at(index))] if index else []
-            return [*put_back, AttendBackward(odoq.at(index), kv, dq.at(index), dkv)]
+            return [AttendBackward(odoq.at(index), kv, dq.at(index), dkv)]
 
-        if problem.n > 1:
-            steps.next()
-            steps.do(RowSums((odoq,), doq))
-        carry_rounds_backward(steps, [doq], [dq], block, lanes=("q", "dq"))
-        return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+        pass_rounds_on(steps, [odoq], [dq], block, lanes=("q", "dq"))
+        return send_row_sums(steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv)))
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """n - 1 chunks of KV; backward as many of Q with dO, and of dQ."""

@@ -122,10 +122,10 @@ def pass_rounds_backward(steps: Steps, odoq: Slices, kv: Slices, dq: Slices, dkv
     def block(i: int, index: int) -> list[Op]:
         return [AttendBackward(odoq[i], kv[i].at(index), dq[i], dkv[i].at(index))]
 
-    carry_rounds_backward(steps, kv, dkv, block, lanes=("kv", "dkv"))
+    pass_rounds_on(steps, kv, dkv, block, lanes=("kv", "dkv"))
 
 
-def carry_rounds_backward(
+def pass_rounds_on(
     steps: Steps, moved: Slices, partial: Slices, block: Callable[[int, int], list[Op]], lanes: tuple[str, str]
 ) -> None:
     """Add all rounds of chunks that move and of partial sums that follow them and end at their owners.

@@ -22,12 +22,9 @@ Folds, and waits for the end of a running block, are left out, which only lowers
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from sp_bench.methods.mesh_times import Block, Hop, TileTimes
 from sp_bench.plan import Tensor
-
-if TYPE_CHECKING:
-    from sp_bench.methods.mesh_search import Block, Hop, TileTimes
 
 State = tuple[int, int, int, int]
 """Hops of Q, KV, O (dQ) and dKV so far."""

@@ -24,14 +24,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sp_bench.methods.mesh_search import Block, Hop, Tensors
+from sp_bench.methods.mesh_times import Block, Hop, Move, Tensors
 from sp_bench.plan import Tensor
 
 ORDERS = ("rows", "columns")
 """The side that streams by."""
-
-Step = tuple[Hop | None, tuple[Block, ...]]
-"""At most one transfer, and the blocks that overlap it."""
 
 
 class _Side(NamedTuple):
@@ -43,7 +40,7 @@ class _Side(NamedTuple):
     """The tensor of its partials; None forward for columns."""
 
 
-def lean_order(order: str, a: int, b: int, tensors: Tensors) -> Iterator[Step]:
+def lean_order(order: str, a: int, b: int, tensors: Tensors) -> Iterator[Move]:
     """The steps of an a x b tile in one of ORDERS."""
     rows, columns = _Side(a, tensors.q, tensors.o), _Side(b, tensors.kv, tensors.dkv)
     streams, held = (rows, columns) if order == "rows" else (columns, rows)
@@ -51,7 +48,7 @@ def lean_order(order: str, a: int, b: int, tensors: Tensors) -> Iterator[Step]:
     def block(line: int, i: int) -> tuple[Block, ...]:
         return (Block(0, line, i) if order == "rows" else Block(0, i, line),)
 
-    def hop(tensor: Tensor | None, wanted: bool = True) -> Iterator[Step]:
+    def hop(tensor: Tensor | None, wanted: bool = True) -> Iterator[Move]:
         if tensor and wanted:
             yield Hop(0, tensor), ()
 

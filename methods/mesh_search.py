@@ -16,12 +16,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
 from sp_bench.methods.mesh_bounds import busy_s, least_s
+from sp_bench.methods.mesh_times import Block, Hop, TileTimes
 from sp_bench.plan import Tensor
 
 EVALUATIONS = 200_000
@@ -39,21 +39,6 @@ ROUNDING = 1e-9
 """A smaller relative difference of two times is none."""
 
 
-class Hop(NamedTuple):
-    """One hop of one slice's tensor. The hops of a tensor are equal values; their order is that round its ring."""
-
-    slice: int
-    tensor: Tensor
-
-
-class Block(NamedTuple):
-    """A block of one slice: row u and column v of the tile."""
-
-    slice: int
-    u: int
-    v: int
-
-
 class Placed(NamedTuple):
     """The timing of an order of transfers, in seconds."""
 
@@ -64,56 +49,16 @@ class Placed(NamedTuple):
     """(end, block) in the order of execution."""
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """Tensors that travel in one phase: q (rows) and kv (columns) are gathered, o (rows) and dkv (columns) reduced."""
-
-    q: Tensor
-    kv: Tensor
-    o: Tensor
-    dkv: Tensor | None
-    """None in the forward."""
+def place(times: TileTimes, order: Sequence[Hop]) -> Placed:
+    """The timing if hops go in this order."""
+    placed = place_within(times, order, math.inf)
+    assert placed
+    return placed
 
 
-@dataclass(frozen=True)
-class TileTimes:
-    """A tile, with the seconds of one slice's block and of a hop of each of its tensors."""
-
-    a: int
-    b: int
-    tensors: Tensors
-    block_s: float
-    hop_s: Mapping[Tensor, float]
-    slices: int = 1
-
-    def allowed(self, order: Sequence[Hop]) -> bool:
-        """Whether each hop can be ready: a row is sent after all columns were received, a column after all rows."""
-        names = self.tensors
-        q, kv, o, dkv = ([0] * self.slices for _ in range(4))
-        for i, name in order:
-            if name == names.q:
-                q[i] += 1
-            elif name == names.kv:
-                kv[i] += 1
-            elif name == names.o:
-                if kv[i] < self.b - 1 or q[i] <= o[i]:
-                    return False
-                o[i] += 1
-            else:
-                if q[i] < self.a - 1 or kv[i] <= dkv[i]:
-                    return False
-                dkv[i] += 1
-        return True
-
-    def place(self, order: Sequence[Hop]) -> Placed:
-        """The timing if hops go in this order."""
-        placed = self.place_within(order, math.inf)
-        assert placed
-        return placed
-
-    def place_within(self, order: Sequence[Hop], limit_s: float) -> Placed | None:
-        """The timing if hops go in this order; None, found out early, if it doesn't end before `limit_s`."""
-        return _Placing(self, order).result(limit_s)
+def place_within(times: TileTimes, order: Sequence[Hop], limit_s: float) -> Placed | None:
+    """The timing if hops go in this order; None, found out early, if it doesn't end before `limit_s`."""
+    return _Placing(times, order).result(limit_s)
 
 
 class _Placing:
@@ -222,13 +167,13 @@ def search(times: TileTimes, greedy: Sequence[Tensor]) -> tuple[list[Hop], Place
     """
     tries = max(8, EVALUATIONS // (times.a * times.b * times.slices))
     order = _lagging(times, greedy, len(greedy))
-    best, enough_s = times.place(order), busy_s(times) * (1 + CLOSE)
+    best, enough_s = place(times, order), busy_s(times) * (1 + CLOSE)
     if best.end_s > enough_s and max(times.a, times.b) <= LONG_SIDE:
         enough_s = least_s(times) * (1 + CLOSE)
     for start in _starts(times, greedy):
         if best.end_s <= enough_s:
             return order, best
-        if placed := times.place_within(start, best.end_s * (1 - ROUNDING)):
+        if placed := place_within(times, start, best.end_s * (1 - ROUNDING)):
             best, order = placed, start
     improved = True
     while improved and tries > 0 and best.end_s > enough_s:
@@ -237,7 +182,7 @@ def search(times: TileTimes, greedy: Sequence[Tensor]) -> tuple[list[Hop], Place
             if not times.allowed(other):
                 continue
             tries -= 1
-            if placed := times.place_within(other, best.end_s * (1 - ROUNDING)):
+            if placed := place_within(times, other, best.end_s * (1 - ROUNDING)):
                 best, order, improved = placed, other, True
                 break
             if tries <= 0:

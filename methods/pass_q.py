@@ -20,7 +20,6 @@ from typing import ClassVar
 
 from sp_bench.plan import (
     DKV,
-    DOQ,
     DQ,
     KV,
     ODOQ,
@@ -36,12 +35,12 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Q,
-    RequestError,
-    RowSums,
     Steps,
     Tensor,
     receive_next,
     return_home,
+    send_row_sums,
+    without_o,
 )
 
 
@@ -56,13 +55,6 @@ class PassQ(Method):
 
     row_sums: bool = False
     """Whether the backward sends rowsum(dO * O) in place of O."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.row_sums) is not bool:
-            raise RequestError(
-                f"method.row_sums={self.row_sums}", "must be true or false", "method.row_sums=true would work"
-            )
 
     def variant(self, n: int) -> str:
         """Whether row sums travel, in words."""
@@ -89,21 +81,16 @@ class PassQ(Method):
         """Step s computes with OdOQ#s while OdOQ#(s+1) arrives. At the end every dQ#s goes to its owner."""
         ring = Group(1, problem.n)
         odoq, kv, dq, dkv = (Chunk(tensor, 0, ring) for tensor in (ODOQ, KV, DQ, DKV))
-        steps, moving = Steps(), odoq
-        blocks: list[list[Op]] = [[AttendBackward(odoq.at(s), kv, dq.at(s), dkv)] for s in range(problem.n)]
-        if self.row_sums and problem.n > 1:
-            moving = odoq._replace(tensor=DOQ)
-            steps.next()
-            steps.do(RowSums((odoq,), moving))
-            blocks[1:] = [[RowSums((moving.at(s),), odoq.at(s)), *blocks[s]] for s in range(1, problem.n)]
-        self._ring(steps, moving, blocks)
+        steps = Steps()
+        self._ring(steps, odoq, [[AttendBackward(odoq.at(s), kv, dq.at(s), dkv)] for s in range(problem.n)])
         self._all_home(steps, dq)
-        return steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+        plan = steps.plan("backward", problem.n, inputs=(odoq, kv), outputs=(dq, dkv))
+        return send_row_sums(plan) if self.row_sums else plan
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float]:
         """n - 1 chunks of Q (OdOQ), and as many of O (dQ)."""
-        hops = problem.n - 1
-        return {Q: hops, O: hops} if phase == "forward" else {DOQ if self.row_sums else ODOQ: hops, DQ: hops}
+        hops, sent = problem.n - 1, without_o(ODOQ) if self.row_sums else ODOQ
+        return {Q: hops, O: hops} if phase == "forward" else {sent: hops, DQ: hops}
 
     def _ring(self, steps: Steps, q: Chunk, blocks: Sequence[Sequence[Op]]) -> None:
         for s, block in enumerate(blocks):

@@ -75,14 +75,9 @@ class TokenRing(Method):
     trim: bool = True
     """With zigzag and a causal mask, send only the rows that are needed."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.trim, bool):
-            raise RequestError(f"method.trim={self.trim}", "must be true or false", "method.trim=true would work")
-
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError where `nodes` doesn't divide n."""
-        if type(self.nodes) is not int or self.nodes < 1 or problem.n % self.nodes:
+        if problem.n % self.nodes:
             raise RequestError(
                 f"method.nodes={self.nodes}",
                 f"must divide gpus={problem.n}",

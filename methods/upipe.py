@@ -30,7 +30,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from sp_bench.methods.ulysses import LANE, Ulysses
 from sp_bench.plan import (
@@ -70,20 +70,10 @@ class UPipe(Ulysses):
         "backward": "(3 + 4*max(k, n/h))*(n-1)/n",
     }
 
-    stages: str | int = "most"
+    stages: Literal["most", "auto"] | int = "most"
     """S; most stands for heads / n, as in the paper, and auto for every divisor of that."""
     overlap: bool = True
     """Whether a stage's all-to-alls go on while the stage before is computed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stages not in ("most", "auto") and (type(self.stages) is not int or self.stages < 1):
-            rule = "must be most, auto or an integer of at least 1"
-            raise RequestError(f"method.stages={self.stages}", rule, "method.stages=2 would work")
-        if type(self.overlap) is not bool:
-            raise RequestError(
-                f"method.overlap={self.overlap}", "must be true or false", "method.overlap=false would work"
-            )
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError where Ulysses does, and for stages that don't divide heads / n."""

@@ -16,7 +16,6 @@ from sp_bench.plan.ops import (
     Op,
     Pass,
     Plan,
-    RowSums,
     Steps,
     inner,
     outer,
@@ -31,6 +30,7 @@ from sp_bench.plan.patterns import (
     return_home,
 )
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.row_sums import send_row_sums, without_o
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 __all__ = [
@@ -64,7 +64,6 @@ __all__ = [
     "Problem",
     "Q",
     "RequestError",
-    "RowSums",
     "ScheduleTime",
     "Sized",
     "Steps",
@@ -78,5 +77,7 @@ __all__ = [
     "reduce_next",
     "reduce_scatter",
     "return_home",
+    "send_row_sums",
     "unknown",
+    "without_o",
 ]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
@@ -15,14 +15,13 @@ from sp_bench.plan.fuse import fuse
 from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.ops import Plan
+from sp_bench.plan.options import checked
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Tensor
 
 PHASES = ("forward", "backward")
 OPEN_LAYOUTS = ("auto", "search")
 """Values of the option `layout` that name none: auto is the one that balances the mask, search the fastest one."""
-COLLECTIVES = ("auto", "library", "messages")
-"""The values of the option `collectives`."""
 
 
 class ScheduleTime(NamedTuple):
@@ -67,11 +66,11 @@ class Method(ABC):
         for key in options:
             if key not in cls.options():
                 raise unknown_key(f"method.{key}", [f"method.{name}" for name in cls.options()])
-        return cls(**options)  # pyright: ignore[reportArgumentType]  # each subclass checks its values
+        return cls(**options)  # pyright: ignore[reportArgumentType]  # __post_init__ checks them
 
     def __post_init__(self) -> None:
-        if type(self.fuse) is not bool:
-            raise RequestError(f"method.fuse={self.fuse}", "must be true or false", "method.fuse=true would work")
+        for name in self.options():
+            object.__setattr__(self, name, checked(type(self), name, getattr(self, name)))
         if self.layout not in (*self.dealings(), *OPEN_LAYOUTS):
             if self.layout not in (*LAYOUTS, *DEALERS):
                 raise unknown("method.layout", str(self.layout), [*LAYOUTS, *DEALERS, *OPEN_LAYOUTS])
@@ -166,14 +165,9 @@ class Method(ABC):
 class CollectiveMethod(Method):
     """A method with collectives, which can be the library's or made of messages."""
 
-    collectives: str = "auto"
+    collectives: Literal["auto", "library", "messages"] = "auto"
     """library: NCCL's or gloo's own; messages: point-to-point; auto: the library's, but for gathers and reductions
     under a pack of documents, where messages leave out what nobody needs. Points on gloo take auto for messages."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.collectives not in COLLECTIVES:
-            raise unknown("method.collectives", str(self.collectives), COLLECTIVES)
 
     def by_library(self, problem: Problem) -> bool:
         """Whether gathers and reductions are the library's."""

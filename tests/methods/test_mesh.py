@@ -14,8 +14,10 @@ from sp_bench import account
 from sp_bench.check import check
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
-from sp_bench.methods.mesh import Mesh, backward_schedule, forward_schedule, tiles
-from sp_bench.methods.mesh_schedule import Step
+from sp_bench.methods.mesh import tiles
+from sp_bench.methods.mesh_runs import ColumnRuns, RowRuns
+from sp_bench.methods.mesh_schedule import Step, Tile, backward_schedule, forward_schedule
+from sp_bench.methods.mesh_variants import Mesh
 from sp_bench.plan import DOWN, Attend, AttendBackward, Group, Pass, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
@@ -75,7 +77,7 @@ def assert_sent_complete(steps: list[Step], a: int, b: int, lines: Mapping[Tenso
 @example(1, 64, ONES, False)
 @example(64, 1, ONES, True)
 def test_forward_schedule(a: int, b: int, c: Mapping[Tensor, int], runs: bool) -> None:
-    steps = forward_schedule(a, b, c, runs=runs)
+    steps = forward_schedule(a, b, c, RowRuns if runs else Tile)
     assert transfers(steps) == closed_form(q=a - 1, kv=b - 1, o=a - 1)
     assert_blocks(steps, a, b, Q, c)
     assert_sent_complete(steps, a, b, {O: 0})
@@ -98,7 +100,7 @@ def test_forward_takes_its_own_row_last(a: int, b: int, c: Mapping[Tensor, int])
 @example(1, 64, ONES, False)
 @example(64, 1, ONES, True)
 def test_backward_schedule(a: int, b: int, c: Mapping[Tensor, int], runs: bool) -> None:
-    steps = backward_schedule(a, b, c, runs=runs)
+    steps = backward_schedule(a, b, c, ColumnRuns if runs else Tile)
     assert transfers(steps) == closed_form(odoq=a - 1, kv=b - 1, dq=a - 1, dkv=b - 1)
     assert_blocks(steps, a, b, ODOQ, c)
     assert_sent_complete(steps, a, b, {DQ: 0, DKV: 1})

@@ -14,7 +14,8 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
 from sp_bench.methods.mesh_schedule import backward_schedule, forward_schedule
-from sp_bench.methods.mesh_search import TileTimes, search, steps_of
+from sp_bench.methods.mesh_search import place, search, steps_of
+from sp_bench.methods.mesh_times import TileTimes
 from sp_bench.plan import CostProfile, Problem
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
@@ -30,7 +31,7 @@ def test_it_is_whole_and_never_behind_the_greedy_order(t: TileTimes) -> None:
     before, (order, placed) = in_turn(t, one), search(t, one)
     assert t.allowed(before) and t.allowed(order)
     assert Counter(order) == Counter(before)
-    assert placed.end_s <= t.place(before).end_s + 1e-9
+    assert placed.end_s <= place(t, before).end_s + 1e-9
     steps = list(steps_of(order, placed))
     assert [hop for hop, _ in steps if hop] == order
     every = [(i, u, v) for i in range(t.slices) for u in range(t.a) for v in range(t.b)]
@@ -42,13 +43,13 @@ def test_on_small_tiles_no_order_is_better(t: TileTimes) -> None:
     """Against all orders there are."""
     order, placed = search(t, order_of(greedy(t)))
     every = {other for other in permutations(order) if t.allowed(other)}
-    assert placed.end_s == pytest.approx(min(t.place(other).end_s for other in every))
+    assert placed.end_s == pytest.approx(min(place(t, other).end_s for other in every))
 
 
 @given(times())
 def test_no_better_than_what_must_be_done(t: TileTimes) -> None:
     order = in_turn(t, order_of(greedy(t)))
-    placed = t.place(order)
+    placed = place(t, order)
     blocks_s, hops_s = t.slices * t.a * t.b * t.block_s, sum(t.hop_s[hop.tensor] for hop in order)
     assert placed.end_s >= max(blocks_s, hops_s) - 1e-9
     ends = [at for at, _ in placed.blocks]

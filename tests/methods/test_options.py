@@ -45,13 +45,13 @@ def refusal(name: str, options: dict[str, object], asked: Problem) -> str:
             "upipe",
             {"stages": "all"},
             problem(2),
-            "method.stages=all: must be most, auto or an .*; method.stages=2 would",
+            "method.stages=all: must be most, auto or an .*; method.stages=most would",
         ),
         (
             "upipe",
             {"overlap": 1},
             problem(2),
-            "method.overlap=1: must be true or false; method.overlap=false would work",
+            "method.overlap=1: must be true or false; method.overlap=true would work",
         ),
         ("upipe", {}, problem(8), "gpus=8: upipe splits heads=4 evenly, .*; one of 1, 2, 4 would work"),
         (
@@ -78,6 +78,12 @@ def refusal(name: str, options: dict[str, object], asked: Problem) -> str:
         ("all_gather", {"stride": 4}, problem(8, 4, 2), "method.stride=4: .* kv_heads=2; one of 1, 2 would work"),
         ("tokenring", {"trim": "x"}, problem(8), "method.trim=x: must be true or false; method.trim=true would work"),
         ("tokenring", {"trim": 1}, problem(8), "method.trim=1: must be true or false; method.trim=true would work"),
+        (
+            "tokenring",
+            {"nodes": 0},
+            problem(8),
+            "method.nodes=0: must be an integer of at least 1; method.nodes=1 would",
+        ),
         ("tokenring", {"nodes": 3}, problem(8), "method.nodes=3: must divide gpus=8; one of 1, 2, 4, 8 would work"),
     ],
 )
@@ -103,7 +109,6 @@ def test_a_refusal_names_the_value_the_rule_and_what_would_work(
         ("loongtrain", "ulysses"),
         ("loongtrain", "inner"),
         ("ulysses_all_gather", "ulysses"),
-        ("tokenring", "nodes"),
     ],
 )
 def test_sizes_are_whole_numbers_of_at_least_one(name: str, option: str, value: object) -> None:

@@ -11,10 +11,10 @@ from sp_bench import account
 from sp_bench.check import check, check_all
 from sp_bench.errors import RequestError
 from sp_bench.methods import build
-from sp_bench.plan import Plan, RowSums
+from sp_bench.plan import Plan
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import PlanError
+from sp_bench.plan.ops import PlanError, RowSums
 from sp_bench.plan.tensors import Q
 from tests.support.problems import splittable_problem
 

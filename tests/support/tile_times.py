@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from sp_bench.methods.mesh_schedule import Step, backward_schedule, forward_schedule
-from sp_bench.methods.mesh_search import Hop, Tensors, TileTimes
+from sp_bench.methods.mesh_times import Hop, Tensors, TileTimes
 from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ, O, Q, Tensor
 
 FORWARD, BACKWARD = Tensors(Q, KV, O, None), Tensors(ODOQ, KV, DQ, DKV)
