@@ -15,24 +15,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from sp_bench.plan.layout import Positions, piece
-
-if TYPE_CHECKING:
-    from sp_bench.plan.documents import Packed
+from sp_bench.plan.layout import Layout, Positions, piece
 
 BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
+
+
+class Pack(Protocol):
+    """Documents packed into one sequence, as plan.documents has them: what a dealer asks of a pack."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+    @property
+    def seqlen(self) -> int: ...
+
+    @property
+    def work_of_documents(self) -> np.ndarray: ...
+
+    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Deal:
     """A pack dealt by one of the dealers above."""
 
-    mask: Packed
+    mask: Pack
     dealer: str
 
     def __call__(self, chunk: int, chunks: int, seqlen: int) -> Positions:
@@ -48,13 +62,44 @@ class Deal:
         return _tokens(self.mask, self.dealer, chunks)
 
 
+@dataclass(frozen=True)
+class Dealt(Layout):
+    """A layout whose chunks were dealt one by one (plan.dealers). A chunk, or a rank, may have no token."""
+
+    ranges: Deal  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def tokens(self, rank, n: int, seqlen: int):
+        degree = self.head_parallel
+        tokens = self.chunk_tokens(rank // degree, n // degree, seqlen)
+        return tokens // degree + 1 * (rank % degree < tokens % degree)
+
+    def chunk_tokens(self, chunk, chunks: int, seqlen: int):
+        tokens = self.ranges.tokens(chunks)[chunk]
+        return int(tokens) if isinstance(chunk, int) else tokens
+
+    def is_even(self, n: int, seqlen: int) -> bool:
+        return False
+
+    def most(self, n: int, seqlen: int) -> int:
+        return -(-self.largest(n, seqlen) // self.head_parallel)
+
+    def largest(self, n: int, seqlen: int) -> int:
+        return int(self.ranges.tokens(n // self.head_parallel).max())
+
+    def boundary(self, chunks: int, seqlen: int) -> int:
+        raise NotImplementedError("every chunk differs")
+
+    def refuse(self, n: int, seqlen: int) -> None:
+        """Any number of ranks will do."""
+
+
 @lru_cache(maxsize=32)
-def _dealt(mask: Packed, dealer: str, chunks: int) -> tuple[Positions, ...]:
+def _dealt(mask: Pack, dealer: str, chunks: int) -> tuple[Positions, ...]:
     return tuple(_joined(runs) for runs in DEALERS[dealer](mask, chunks))
 
 
 @lru_cache(maxsize=32)
-def _tokens(mask: Packed, dealer: str, chunks: int) -> np.ndarray:
+def _tokens(mask: Pack, dealer: str, chunks: int) -> np.ndarray:
     return np.array([sum(map(len, runs)) for runs in _dealt(mask, dealer, chunks)])
 
 
@@ -69,12 +114,12 @@ def _joined(runs: list[range]) -> Positions:
     return tuple(found)
 
 
-def _documents(mask: Packed) -> list[range]:
+def _documents(mask: Pack) -> list[range]:
     ends = list(accumulate(mask.lengths))
     return [range(end - length, end) for end, length in zip(ends, mask.lengths, strict=True)]
 
 
-def _zigzag_documents(mask: Packed, chunks: int) -> list[list[range]]:
+def _zigzag_documents(mask: Pack, chunks: int) -> list[list[range]]:
     dealt: list[list[range]] = [[] for _ in range(chunks)]
     turn = 0
     for document in _documents(mask):
@@ -88,7 +133,7 @@ def _zigzag_documents(mask: Packed, chunks: int) -> list[list[range]]:
     return dealt
 
 
-def _whole_documents(mask: Packed, chunks: int) -> list[list[range]]:
+def _whole_documents(mask: Pack, chunks: int) -> list[list[range]]:
     dealt: list[list[range]] = [[] for _ in range(chunks)]
     least = [(0, 0, chunk) for chunk in range(chunks)]
     documents, work = _documents(mask), mask.work_of_documents
@@ -99,7 +144,7 @@ def _whole_documents(mask: Packed, chunks: int) -> list[list[range]]:
     return dealt
 
 
-def _blocks(mask: Packed, chunks: int) -> list[list[range]]:
+def _blocks(mask: Pack, chunks: int) -> list[list[range]]:
     count = min(BLOCKS_EACH * chunks, mask.seqlen)
     count -= count % chunks if count > chunks else 0
     dealt: list[list[range]] = [[] for _ in range(chunks)]
@@ -112,7 +157,7 @@ def _blocks(mask: Packed, chunks: int) -> list[list[range]]:
     return dealt
 
 
-DEALERS: dict[str, Callable[[Packed, int], list[list[range]]]] = {
+DEALERS: dict[str, Callable[[Pack, int], list[list[range]]]] = {
     "zigzag_documents": _zigzag_documents,
     "whole_documents": _whole_documents,
     "blocks": _blocks,

@@ -19,9 +19,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.dealers import DEALERS, Deal
+from sp_bench.plan.dealers import DEALERS, Deal, Dealt
 from sp_bench.plan.intervals import pair_counts, regions_between
-from sp_bench.plan.layout import LAYOUTS, Dealt, Layout, Positions
+from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
 from sp_bench.plan.regions import Regions
 
@@ -113,9 +113,13 @@ class Packed(Mask):
         squares = float(sum(length**2 for length in self.lengths))
         return squares / 2 if self.causal else squares
 
-    @cached_property
+    @property
     def work_of_documents(self) -> np.ndarray:
         """(query, key) pairs of each document: (documents,)."""
+        return self._work_of_documents
+
+    @cached_property
+    def _work_of_documents(self) -> np.ndarray:
         first, stop = self.sees(np.arange(self.seqlen))
         return np.add.reduceat(stop - first, self.edges[:-1])
 

@@ -12,12 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sp_bench.errors import RequestError
-
-if TYPE_CHECKING:
-    from sp_bench.plan.dealers import Deal
 
 Positions = tuple[range, ...]
 """Global token positions of a chunk, in its order and ascending; no range is empty."""
@@ -93,37 +89,6 @@ class Layout:
                 f"the {self.name} layout for {n} ranks has at least a token in {pieces} and on every rank",
                 f"seqlen={least} or more would work",
             )
-
-
-@dataclass(frozen=True)
-class Dealt(Layout):
-    """A layout whose chunks were dealt one by one (plan.dealers). A chunk, or a rank, may have no token."""
-
-    ranges: Deal  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def tokens(self, rank, n: int, seqlen: int):
-        degree = self.head_parallel
-        tokens = self.chunk_tokens(rank // degree, n // degree, seqlen)
-        return tokens // degree + 1 * (rank % degree < tokens % degree)
-
-    def chunk_tokens(self, chunk, chunks: int, seqlen: int):
-        tokens = self.ranges.tokens(chunks)[chunk]
-        return int(tokens) if isinstance(chunk, int) else tokens
-
-    def is_even(self, n: int, seqlen: int) -> bool:
-        return False
-
-    def most(self, n: int, seqlen: int) -> int:
-        return -(-self.largest(n, seqlen) // self.head_parallel)
-
-    def largest(self, n: int, seqlen: int) -> int:
-        return int(self.ranges.tokens(n // self.head_parallel).max())
-
-    def boundary(self, chunks: int, seqlen: int) -> int:
-        raise NotImplementedError("every chunk differs")
-
-    def refuse(self, n: int, seqlen: int) -> None:
-        """Any number of ranks will do."""
 
 
 def _taken(ranges: Sequence[range], start: int, size: int) -> Positions:
