@@ -7,7 +7,7 @@ nobody waits for, may follow it. Tasks come in rows of n, by rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
@@ -20,31 +20,23 @@ from sp_bench.cluster.emulation import Message, Wire
 from sp_bench.errors import RequestError
 from sp_bench.lower import Waits, lower
 from sp_bench.lower.early import by_messages
-from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import (
     BLOCKS,
-    AllGather,
     AllToAll,
-    Block,
-    Chunk,
     Collective,
-    Fold,
     Op,
-    Pass,
     Plan,
     ReduceScatter,
-    RowSums,
     Transfer,
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment, segments
-from sp_bench.plan.tensors import Tensor
-from sp_bench.plan.transfers import messages, peers, share_sent
+from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate import collectives
-from sp_bench.simulate.blocks import BlockCosts
 from sp_bench.simulate.flows import TaskGraph, Timing
 from sp_bench.simulate.noise import Noise
+from sp_bench.simulate.operations import OperationCosts
 from sp_bench.simulate.rows import CORE_WORK_PER_S, Path, Rows
 from sp_bench.simulate.symmetry import Quotient, quotient, rotations, that_leave
 
@@ -118,41 +110,19 @@ class PipelinedStart(NamedTuple):
     """Tasks that end so long after all that its sender waits for on other streams: [(n,), ...]."""
 
 
-def _brought(plan: Plan) -> dict[int, Pass]:
-    """By fold or transfer, the transfer that brought its operand, where that may have sent only some rows of it."""
-    brings, found = dict[Chunk, Pass](), dict[int, Pass]()
-    for index, op in plan:
-        operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
-        if operand and (hop := brings.get(operand)) and hop.against:
-            found[index] = hop
-        if isinstance(op, Pass):
-            brings[op.recv] = op
-    return found
-
-
-def _of_each(shares: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
-    """`seconds` of each rank's share, of which few are unlike: (q,)."""
-    unlike, which = np.unique(shares, return_inverse=True)
-    return np.array([seconds(float(share)) for share in unlike])[which]
-
-
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool) -> None:
-        self.plan, self.problem, self.cluster, self.device = plan, problem, cluster, cluster.device
+        self.plan, self.problem, self.cluster = plan, problem, cluster
         self.lowering = lower(plan, problem, cluster.transport)
-        self.unsummed = self.lowering.unsummed
-        self.block_costs = BlockCosts(plan, problem, cluster.device, self.lowering)
-        # A plan has thousands of operations, of few kinds.
-        self.cast_s, self._algorithm = cache(self._cast_s), cache(self._find_algorithm)
-        self.wanted = demand(plan, problem)
-        self.brought = _brought(plan)
+        self.costs = OperationCosts(plan, problem, cluster.device, self.lowering)
+        self._algorithm = cache(self._find_algorithm)  # a plan has thousands of operations, of few kinds
         self.network = cluster.network(problem.n)
         slow = cluster.stragglers.slow_ranks(problem.n)
         is_even = use_symmetry and cluster.is_even(problem.n)
         moves = that_leave(rotations(plan, self.network), [slow]) if is_even else []
         moves = [move for move in moves if self._keeps_algorithms(move)]
         for index, op in plan if moves else ():
-            moves = that_leave(moves, self._costs(index, op))
+            moves = that_leave(moves, self.costs.by_rank(index, op))
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
@@ -212,19 +182,6 @@ class _Builder:
         way = self._algorithm(op)
         return collectives.rows_of(way, op.group) if way else op.group.size
 
-    def _costs(self, index: int, op: Op) -> list[np.ndarray]:
-        """What an operation costs that may differ by rank: [(n,), ...]."""
-        if isinstance(op, Block):
-            return self.block_costs.by_rank(index, op)
-        if isinstance(op, Transfer):
-            everyone = np.arange(self.problem.n)
-            wanted = self.wanted.get(index)
-            sizes = [sum(sizes.values()) for sizes in messages(op, self.problem, everyone, wanted)]
-            costs = (*sizes, self._staged_s(index, op, everyone), wanted)
-            return [cost for cost in costs if isinstance(cost, np.ndarray)]
-        shares = [self._share_brought(index, np.arange(self.problem.n))] if index in self.brought else []
-        return [*shares, self.wanted[index]] if index in self.wanted else shares
-
     def _keeps_algorithms(self, move: np.ndarray) -> bool:
         """Whether the flows of collectives are the same after the ranks have moved."""
         ways = [
@@ -239,12 +196,9 @@ class _Builder:
         )
 
     def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
-        seconds = self._work_s(segment)
+        seconds = self.costs.work_s(segment.ops, self.ranks)
         if last:
-            results = [
-                (chunk.tensor, chunk not in self.unsummed) for chunk in self.plan.ends_with if chunk.tensor.is_partial
-            ]
-            seconds += sum(self.device.cast_s(self.problem, tensor, wire=False, summed=s) for tensor, s in results)
+            seconds += self.costs.results_s()
         seconds *= self.slow * self.noise(self.ranks.size)
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
@@ -252,20 +206,6 @@ class _Builder:
                 self.rows.add(0.0, deps, CORE_WORK_PER_S * seconds, self._on_cores, self.effects.block_weights(seconds))
             ]
         return [self.rows.add(seconds, deps)]
-
-    def _work_s(self, segment: Segment) -> np.ndarray:
-        """What the blocks and folds of a segment take on each simulated rank: (q,)."""
-        implementation, seconds = self.device.implementation, np.zeros(self.ranks.size)
-        merged: set[Chunk] = set()
-        calls = np.zeros(self.ranks.size)
-        for index in segment.ops:
-            op = self.plan.ops[index]
-            taken_s = self._op_s(index, op, merged)
-            seconds += taken_s
-            if isinstance(op, Block):
-                calls += (np.asarray(taken_s) > 0) * (op.writes[0] not in merged)
-                merged |= {*op.writes} if implementation.joins_blocks else set()
-        return np.maximum(seconds, calls * implementation.host_s_per_block)
 
     @cached_property
     def _on_cores(self) -> Path:
@@ -275,50 +215,6 @@ class _Builder:
         cores = np.full((q, 1), self.quotient.link_bytes_per_s.size)
         return Path(kinds, kinds, np.zeros(q), caps, cores, loads, np.zeros(q, bool), caps)
 
-    def _op_s(self, index: int, op: Op, merged: Container[Chunk]) -> np.ndarray | float:
-        """What a fold costs, or a block with its folds, but for those into chunks that are `merged` already."""
-        if isinstance(op, Fold):
-            fold_s = partial(self.device.fold_s, self.problem, op.into.tensor, arriving=True)
-            if index not in self.brought:
-                return fold_s() * self._wants(index)
-            shares = self._share_brought(index, self.ranks)
-            return _of_each(shares, lambda share: fold_s(share=share, sliced=share < 1)) * self._wants(index)
-        if isinstance(op, RowSums):
-            return self._row_sums_s(op)
-        if not isinstance(op, Block):
-            return 0.0
-        kernels_s = self.block_costs.kernels_s(index, op, self.ranks)
-        return kernels_s + (kernels_s > 0) * self.block_costs.folds_s(index, op, self.ranks, merged)
-
-    def _row_sums_s(self, op: RowSums) -> float:
-        """O or its row sums are computed in one pass over O and dO, as fast as memory."""
-        (part,) = op.parts
-        fields = {field.name: field for chunk in (part, op.into) for field in chunk.tensor.fields}
-        return self.device.copy_s(self.problem.field_bytes(fields["out"], wire=False))
-
-    def _share_brought(self, index: int, ranks: np.ndarray) -> np.ndarray:
-        """The share of its operand's rows that have come to each of some ranks: 1 where no transfer brought it."""
-        if index not in self.brought:
-            return np.ones(ranks.size)
-        hop = self.brought[index]
-        return np.asarray(share_sent(hop, self.problem, hop.source(ranks)))
-
-    def _wants(self, index: int) -> np.ndarray | float:
-        """Whether each simulated rank has something to receive or to fold in an operation: (q,), or 1 for all."""
-        return self.wanted[index][self.ranks] if index in self.wanted else 1.0
-
-    def _cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:
-        return self.device.cast_s(self.problem, tensor, wire=True, summed=summed, share=share)
-
-    def _cut_s(self, index: int, op: Pass, ranks: np.ndarray) -> np.ndarray:
-        """Seconds of casting the rows that each rank sends, or of copying them together where it has more."""
-        assert not isinstance(op.group, Exchange), "partners exchange whole chunks"
-        summed, whole = op.send not in self.unsummed, self.problem.chunk_bytes(op.tensor, wire=True)
-        sent, held = np.asarray(share_sent(op, self.problem, ranks)), self._share_brought(index, ranks)
-        cast_s = _of_each(sent, lambda share: self.cast_s(op.tensor, summed, share))
-        copy_s = _of_each(sent, lambda share: self.device.copy_s(share * whole))
-        return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))
-
     def _pipelined_start(self, index: int) -> PipelinedStart:
         """How a rank begins with a transfer when the first tensor of the one before has come, and not yet the last."""
         before = self.lowering.pipelined[index]
@@ -326,7 +222,7 @@ class _Builder:
         assert isinstance(op, Transfer)
         assert isinstance(previous, Transfer)
         path = self._path(*peers(op)[0])  # which is that of the one before, too
-        (sizes,) = messages(previous, self.problem, self.ranks, self.wanted.get(before))
+        (sizes,) = messages(previous, self.problem, self.ranks, self.costs.wanted.get(before))
         (wire,) = self.wires[before]
         whole = sum(sizes.values())
         rest_s = np.minimum(whole - next(iter(sizes.values())), whole - wire.later_bytes) / path.alone_bytes_per_s
@@ -352,7 +248,7 @@ class _Builder:
         """A collective by the library's algorithm; partials are packed before it."""
         before, sent = [*previous, *self._elsewhere(index)], self._sent(op)
         ours, where = (self.rows, self.quotient, self.network), (way, op.group, sent, before)
-        staged_s = self._staged_s(index, op, self.ranks)
+        staged_s = self.costs.staged_s(index, op, self.ranks)
         noise = partial(self.noise, self.ranks.size)
         if way.hops:
             ended, later = collectives.hop_by_hop(*ours, *where, noise, self.effects, self._over_cores)
@@ -376,9 +272,9 @@ class _Builder:
             expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]
         tasks, arrived = [], []
         paths = [self._path(*pair) for pair in peers(op)]
-        sends, receives = self._moves(index, op)
-        staged_s = self._staged_s(index, op, self.ranks) * sends
-        sizes = messages(op, self.problem, self.ranks, self.wanted.get(index))
+        sends, receives = self.costs.moves(index, op, self.ranks)
+        staged_s = self.costs.staged_s(index, op, self.ranks) * sends
+        sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
         each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
         self.wires[index] = self.effects.on_wire(each, by_library=not by_messages(op))
         for path, message, wire in zip(paths, each, self.wires[index], strict=True):
@@ -394,36 +290,9 @@ class _Builder:
             if np.any(wire.later_bytes):
                 self.later.append(([tasks[-1]], wire.later_bytes, over))
             arrived.append(np.where(receives, tasks[-1][path.source], tasks[-1]))
-        if isinstance(op, AllToAll):  # what arrived is unpacked, and is one thing to wait for
-            unpacked_s = self.device.copy_s(self.lowering.packed_bytes(op)[1])
-            return [self.rows.add(unpacked_s, [*before, *tasks, *arrived])]
-        if isinstance(op, ReduceScatter):  # what arrived is merged
-            folds_s = len(tasks) * self.device.fold_s(self.problem, op.tensor, arriving=True)
-            return [self.rows.add(folds_s, [*before, *tasks, *arrived])]
+        if isinstance(op, AllToAll | ReduceScatter):  # what arrived is unpacked or merged: one thing to wait for
+            return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
-
-    def _moves(self, index: int, op: Transfer) -> tuple[np.ndarray | bool, np.ndarray | bool]:
-        """Whether each simulated rank sends in a transfer, and whether it receives: (q,) each, or True for all."""
-        if index not in self.wanted:
-            return True, True
-        assert isinstance(op, Pass)
-        return self.wanted[index][op.target(self.ranks)], self.wanted[index][self.ranks]
-
-    def _staged_s(self, index: int, op: Transfer, ranks: np.ndarray) -> np.ndarray | float:
-        """Seconds of casting or packing what is sent, or of copying it where a rank sends to itself."""
-        if isinstance(op, AllToAll):
-            return self.device.copy_s(self.lowering.packed_bytes(op)[0])
-        if isinstance(op, AllGather):
-            return 0.0
-        if isinstance(op, ReduceScatter):
-            return (op.group.size - 1) * self.device.copy_s(sum(self._sent(op).by_field.values()))
-        if op.against:
-            return self._cut_s(index, op, ranks)
-        cast_s = self.cast_s(op.tensor, op.send not in self.unsummed)
-        if not isinstance(op.group, Exchange):
-            return cast_s
-        whole = sum(self.problem.field_bytes(field, wire=True) for field in op.tensor.fields)
-        return cast_s + (op.target(ranks) == ranks) * self.device.copy_s(whole)
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:
         """What every simulated rank's message to the rank `shift` ahead in the group crosses."""
