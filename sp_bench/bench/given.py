@@ -127,7 +127,7 @@ class Given:
 
 
 def _gpu_packages(devices: Devices | None) -> tuple[str, ...] | None:
-    """The packages whose code a point on GPUs may run; None for any other point, which imports nothing that measures."""
+    """The packages whose code a point on GPUs may run; None for any other, which imports nothing that measures."""
     if devices is None or devices.kind != "cuda":
         return None
     from sp_bench.measure.devices import gpu_packages

@@ -66,7 +66,7 @@ class Deal:
 class Dealt(Layout):
     """A layout whose chunks were dealt one by one (plan.dealers). A chunk, or a rank, may have no token."""
 
-    ranges: Deal  # pyright: ignore[reportIncompatibleVariableOverride]
+    ranges: Deal  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def tokens(self, rank, n: int, seqlen: int):
         degree = self.head_parallel
