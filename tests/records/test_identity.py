@@ -70,6 +70,26 @@ def test_code_that_changes_a_number_changes_the_id(
     assert [new != old for new, old in zip(ids(), before, strict=True)] == [simulated, measured]
 
 
+def test_data_that_changes_a_number_changes_the_id(tmp_path: Path, ids: Ids) -> None:
+    """Every file that is no source, in a folder that computes points, and new ones of any kind; no cache does."""
+    package, before = tmp_path / "sp_bench", ids()
+    there = [path for name in identity.MEASURED_CODE for path in (package / name).rglob("*") if path.is_file()]
+    data = [path for path in there if path.suffix != ".py"]
+    assert package / "bench" / "backing.json" in data
+    new = [package / "cluster" / name for name in ("rates.csv", "rates.yaml", "rates.json", "rates.npz")]
+    for path in (*data, *new):
+        content = path.read_bytes() if path.exists() else b""
+        path.write_bytes(content + b" ")
+        changed = ids()
+        assert all(now != old for now, old in zip(changed, before, strict=True)), path
+        path.write_bytes(content) if content else path.unlink()
+        assert ids() == before
+    for path in (package / "cluster" / "__pycache__" / "device.pyc", package / "cluster" / ".device.py.swp"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b" ")
+    assert ids() == before
+
+
 def test_of_every_file_is_known_whether_it_changes_a_number() -> None:
     there = {*BESIDE, *(path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py")}
     there -= {"__pycache__"}
