@@ -57,10 +57,13 @@ def choose(request: Request) -> Choice:
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    planned = _sharing(
-        _plan(method, problem, request)
-        for problem in _dealings(request.method, request.problem)
-        for method in request.method.candidates(problem)
+    planned = _working(
+        request.method,
+        _sharing(
+            _plan(method, problem, request)
+            for problem in _dealings(request.method, request.problem)
+            for method in request.method.candidates(problem)
+        ),
     )
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
@@ -126,12 +129,16 @@ def memory_front(request: Request) -> list[Traded]:
     They are those that the request's options stand for, and the method's `leaner` ones.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
+    methods = (request.method, *request.method.leaner())
+    planned = [
+        _plan(method, problem, request)
+        for problem in _dealings(request.method, request.problem)
+        for method in dict.fromkeys(m for one in methods for m in one.candidates(problem))
+    ]
     found: list[tuple[int, Choice]] = []
-    for problem in _dealings(request.method, request.problem):
-        methods = (request.method, *request.method.leaner())
-        for method in dict.fromkeys(m for one in methods for m in one.candidates(problem)):
-            here = _simulated(_plan(method, problem, request), request.cluster.even)
-            found.append((account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport), here))
+    for one in _working(request.method, planned):
+        here = _simulated(one, request.cluster.even)
+        found.append((account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport), here))
     front: list[Traded] = []
     for peak, one in sorted(found, key=lambda each: (each[0], each[1].total_s)):
         if not front or one.total_s * 1e3 < front[-1].interval.step_ms:
@@ -176,6 +183,23 @@ def _dealings(method: Method, problem: Problem) -> list[Problem]:
             layout.refuse(problem.n, problem.seqlen)
             found.append(replace(problem, layout=layout))
     return [dealt for dealt in found if dealt.layout.name in method.dealings()] or [problem]
+
+
+def _working(method: Method, planned: Sequence[Choice]) -> Sequence[Choice]:
+    """The choices under which every rank has work, where `auto` chooses the layout and there are any.
+
+    One that leaves ranks without work sends less, and may be the fastest on few tokens: nobody asks n GPUs for that.
+    Under a mask of one whole sequence there is work in every block of the layouts that auto takes.
+    """
+    if method.layout != "auto" or len(planned) == 1 or not isinstance(planned[0].problem.mask, Packed):
+        return planned
+    with_tokens = [one for one in planned if one.problem.layout.gives_all_work(one.problem.n, one.problem.seqlen)]
+    return [one for one in with_tokens if _all_compute(one)] or with_tokens or planned
+
+
+def _all_compute(choice: Choice) -> bool:
+    """Whether every rank computes some pairs of a query and a key in every phase."""
+    return all(account.pairs(plan, choice.problem).all() for plan in choice.plans.values())
 
 
 def plans_of(request: Request) -> dict[str, Plan]:

@@ -86,6 +86,9 @@ class Dealt(Layout):
     def largest(self, n: int, seqlen: int) -> int:
         return int(self.ranges.tokens(n // self.head_parallel).max())
 
+    def gives_all_work(self, n: int, seqlen: int) -> bool:
+        return bool(self.ranges.tokens(n // self.head_parallel).all())
+
     def boundary(self, chunks: int, seqlen: int) -> int:
         raise NotImplementedError("every chunk differs")
 

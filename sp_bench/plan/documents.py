@@ -142,11 +142,14 @@ class Packed(Mask):
     def layout(self, name: str, n: int = 1, among: Sequence[str] = ()) -> Layout:
         """The layout of that name. `auto` is chosen by work, then by what ranks need of each other (EVEN_ENOUGH).
 
+        It leaves no rank without a token where another layout gives all of them some.
         Raises RequestError for an unknown name; its message has the nearest one.
         """
         among = [*(among or (*LAYOUTS, *DEALERS))]
         if name == "auto":
-            found = {each: self.blocks(self.layout(each), n, self.seqlen) for each in among}
+            layouts = {each: self.layout(each) for each in among}
+            among = [each for each, it in layouts.items() if it.gives_all_work(n, self.seqlen)] or among
+            found = {each: self.blocks(layouts[each], n, self.seqlen) for each in among}
             enough = max(EVEN_ENOUGH, min(blocks.imbalance for blocks in found.values()))
             even = [each for each in among if found[each].imbalance <= enough]
             name = min(even, key=lambda each: found[each].remote_tokens)

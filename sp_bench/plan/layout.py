@@ -74,6 +74,10 @@ class Layout:
         """Tokens of the largest chunk."""
         return -(-seqlen * self.head_parallel // n)
 
+    def gives_all_work(self, n: int, seqlen: int) -> bool:
+        """Whether every chunk has a token. Each query sees its own key, so that then every rank has work."""
+        return seqlen >= n // self.head_parallel
+
     def boundary(self, chunks: int, seqlen: int) -> int:
         """The first chunk whose piece lengths differ from chunk 0's; 0 where all chunks are alike."""
         longer = seqlen % (chunks * self.pieces)
