@@ -17,6 +17,7 @@ from sp_bench.bench import Outcome, backing
 from sp_bench.cli.timeline import print_timeline
 from sp_bench.records import Record
 from sp_bench.records.timeline import read_timeline
+from sp_bench.records.workloads import model_in_words
 
 FEWEST_ITERATIONS = 5
 """With fewer iterations, the interval of a median means nothing."""
@@ -62,7 +63,7 @@ def title(record: Record) -> str:
     ranks = f"{record.gpus} GPUs"
     if record.alone_ranks:
         ranks = f"rank{'s' * (len(record.alone_ranks) > 1)} {', '.join(map(str, record.alone_ranks))} of {ranks}, alone"
-    model = f"{record.model}, " if record.model else ""
+    model = f"{name}, " if (name := model_in_words(vars(record))) else ""
     return (
         f"{model}{ranks} on {record.cluster}, seqlen {tokens(record.seqlen)}, batch {record.batch}, {heads} of "
         f"{record.head_dim}, {record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
@@ -423,10 +424,7 @@ def _against(record: Record, fastest: Record | None) -> str:
 
 def _problem(record: Record) -> tuple:
     """Equal for points that can be compared. Modes are never mixed."""
-    return (
-        record.mode, record.cluster, record.gpus, record.seqlen, record.batch, record.heads, record.kv_heads,
-        record.head_dim, record.mask, record.dtype, record.wire_dtype, record.phase,
-    )  # fmt: skip
+    return record.mode, record.cluster, record.gpus, record.workload_id, record.wire_dtype
 
 
 def _best(outcomes: Sequence[Outcome]) -> dict[tuple, Record]:

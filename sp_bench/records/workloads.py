@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from sp_bench.records.identity import digest
+from sp_bench.resources import CONF, conf_content
 
 PACK_KEYS = ("data", "seed", "chunk")
 """The keys of a resolved config that say how long the documents of a pack are."""
@@ -14,7 +16,7 @@ PACK_KEYS = ("data", "seed", "chunk")
 def workload_id(record: Mapping[str, Any]) -> str:
     """The workload of a record's fields, in words: attention/forward_backward/causal/1048576x1/32:32:128/bfloat16.
 
-    The parts are the operation, with its model if it is a training step, the phase, the mask, seqlen x batch,
+    The parts are the operation, with its model (model_in_words) if it is a training step, the phase, the mask, seqlen x batch,
     heads:kv_heads:head_dim, and the dtype. With a window or packed documents the mask has them too; documents are a
     hash of where their lengths come from. Method, GPUs, cluster and software are no part of it: records of one workload
     answer one question.
@@ -29,5 +31,35 @@ def workload_id(record: Mapping[str, Any]) -> str:
             mask += f"-{digest({key: config.get(key) for key in PACK_KEYS})[:8]}"
     heads = ":".join(str(record[key]) for key in ("heads", "kv_heads", "head_dim"))
     size = f"{record['seqlen']}x{record['batch']}"
-    operation = f"{record['workload']}:{record['model']}" if record.get("model") else record["workload"]
+    model = model_in_words(record)
+    operation = f"{record['workload']}:{model}" if model else record["workload"]
     return "/".join((operation, record["phase"], mask, size, heads, record["dtype"]))
+
+
+def model_in_words(record: Mapping[str, Any]) -> str | None:
+    """The model of a record's fields with what was changed of it: llama3_8b, llama3_8b[layers=2]; None for no model.
+
+    Of a model that the suite doesn't have, it is the name with a hash of all figures. Heads are not among them: they
+    have fields of their own.
+    """
+    name, own = record.get("model"), (record.get("config") or {}).get("model")
+    if not isinstance(own, Mapping):
+        return name
+    if record["workload"] != "attention":  # whose record has no model, wherever its heads are from
+        name = name or own.get("name")  # a record that failed has it in its config alone
+    if not name:
+        return None
+    figures = {key: value for key, value in own.items() if key != "name"}
+    known = _shipped(name)
+    if known is None:
+        return f"{name}-{digest(figures)[:8]}"
+    changed = [f"{key}={figures.get(key)}" for key in sorted({*figures, *known}) if figures.get(key) != known.get(key)]
+    return f"{name}[{','.join(changed)}]" if changed else name
+
+
+@cache
+def _shipped(name: str) -> Mapping[str, Any] | None:
+    """The figures of a model in the suite's own conf/model; None if it has no model of that name."""
+    files = {path.stem: path for path in (CONF / "model").glob("*.yaml")}
+    figures = conf_content(files[name], files)["model"] if name in files else None
+    return figures and {key: value for key, value in figures.items() if key != "name"}

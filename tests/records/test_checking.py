@@ -12,6 +12,8 @@ import pytest
 
 from sp_bench import records
 from sp_bench.analysis.explorer.fields import MADE, RESULTS, SETTINGS
+from sp_bench.cli import report
+from sp_bench.cli.report import title
 from sp_bench.loggers import wandb_fields
 from sp_bench.records.__main__ import main
 from sp_bench.records.checking import problems_of
@@ -20,6 +22,7 @@ from sp_bench.records.json_schema import json_schema
 from sp_bench.records.record import Record
 from sp_bench.records.schema import columns, quantities
 from tests.support.made_records import made, simulated, spread, written
+from tests.workload.requests import point
 
 PAGE = Path(__file__).parents[2] / "docs/reference/record.schema.json"
 FIELDS = PAGE.with_name("record_fields.md")
@@ -150,3 +153,29 @@ def test_workload_ids() -> None:
         made(mask="document", documents=3, longest_document=9, config={"data": {"lengths": [9, 2, 5]}}),
     ]
     assert len({plain.workload_id, *(other.workload_id for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("changed", ["layers=2", "width=1024", "ffn=1024", "vocab=1024", "rope_theta=2.0"])
+def test_what_is_changed_of_a_model_is_in_its_workload_id_and_title(changed: str) -> None:
+    """In words, with every figure of the model; the points of a table are then compared with their own model alone."""
+    keys = ("model=llama3_8b", "gpus=8", "seqlen=64k", "mode=simulate", "cluster=h100_ndr400", "dtype=bfloat16")
+    whole, other = (record_of(*keys, *more) for more in ((), (f"model.{changed}",)))
+    assert whole.workload_id.startswith("train:llama3_8b/") and "llama3_8b, " in title(whole)
+    assert other.workload_id.startswith(f"train:llama3_8b[{changed}]/")
+    assert f"llama3_8b[{changed}]" in title(other)
+    assert report._problem(whole) != report._problem(other)
+    assert record_of(*keys, "model.layers=32").workload_id == whole.workload_id, "the same model"
+
+
+def test_models_of_ones_own_are_told_apart_by_their_figures() -> None:
+    mine = [{"name": "mine", "kind": "decoder", "layers": layers} for layers in (2, 4)]
+    first, second = (made(workload="train", model="mine", config={"model": model}) for model in mine)
+    assert first.workload_id != second.workload_id
+    assert first.workload_id.startswith("train:mine-")
+    assert made(workload="train", model="mine", config=None).workload_id.startswith("train:mine/")
+
+
+def record_of(*overrides: str) -> Record:
+    """The record of a training step that failed."""
+    request = point(*overrides)
+    return request.record("failed", "not run")
