@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,13 +11,11 @@ import numpy as np
 from sp_bench import account
 from sp_bench.bench.choose import Choice
 from sp_bench.bench.request import Request
+from sp_bench.cluster.device import same_model
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.problem import Problem
 from sp_bench.records.quantities import Memory, Rates, Setup, Traffic
 from sp_bench.workload import Workload
-
-FORMS = ("PCIe", "NVL")
-"""Forms of one GPU model, with different clocks and peaks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +138,3 @@ def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
         tflops_per_gpu=tflops_per_gpu,
         mfu=tflops_per_gpu / peak_tflops if peak_tflops else None,
     )
-
-
-def same_model(found: str, figures: str) -> bool:
-    """Whether the device `found` is the one of a cluster's `figures`, by model, such as H100, and form."""
-    models, words = set(re.findall(r"[A-Za-z]+[0-9]+\w*", figures)), set(re.findall(r"\w+", found))
-    return bool(models) and models <= words and all((form in found) == (form in figures) for form in FORMS)

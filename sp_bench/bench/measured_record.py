@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sp_bench import account, records
 from sp_bench.bench.choose import Choice
-from sp_bench.bench.counted import by_lane, counted, in_phases, rates, same_model
+from sp_bench.bench.counted import by_lane, counted, in_phases, rates
 from sp_bench.bench.outcome import Outcome
 from sp_bench.bench.request import Request
 from sp_bench.bench.timed import (
@@ -24,6 +24,7 @@ from sp_bench.bench.timed import (
     traffic_of_peer,
     training_step,
 )
+from sp_bench.cluster.device import same_model
 from sp_bench.measure.gpu_watch import gpu_state
 from sp_bench.measure.samples import Samples
 from sp_bench.measure.spec import RankResult

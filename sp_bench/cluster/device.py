@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +22,8 @@ from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, read
 
+FORMS = ("PCIe", "NVL")
+"""Forms of one GPU model, with different clocks and peaks."""
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
 """FLOPs per (query, key) pair, head and head_dim element: two matrix products forward, five backward."""
 
@@ -324,3 +327,9 @@ def _rounded(tokens: np.ndarray) -> np.ndarray:
     """Whole numbers of tokens, to about two digits."""
     scale = 2.0 ** np.floor(np.log2(np.maximum(tokens, 64)) - 6)
     return np.maximum(np.round(np.round(tokens / scale) * scale), 1).astype(int)
+
+
+def same_model(found: str, figures: str) -> bool:
+    """Whether the device `found` is the one of a cluster's `figures`, by model, such as H100, and form."""
+    models, words = set(re.findall(r"[A-Za-z]+[0-9]+\w*", figures)), set(re.findall(r"\w+", found))
+    return bool(models) and models <= words and all((form in found) == (form in figures) for form in FORMS)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sp_bench.records.files import beside, read
 from sp_bench.records.record import REPORTED, Record
+from sp_bench.records.work import peak_of, step_flops
 from sp_bench.records.workloads import workload_id
 
 WALL_TIME = (
@@ -19,6 +20,8 @@ WALL_TIME = (
 """Fields that only a clock, or the kernel, can know."""
 ROUNDING = 1e-6
 """The relative difference of two values that should be the same."""
+PRINTED = 0.02
+"""The same of two that others have printed, with few digits."""
 
 
 def problems_of(path: Path) -> list[str]:
@@ -58,6 +61,7 @@ def _values(record: Record) -> Iterator[str]:
             yield f"step_ms_{low}, step_ms_{middle}, step_ms_{high} = {values} are not in order"
     if record.mfu is not None and not 0 < record.mfu <= 1:
         yield f"mfu={record.mfu} is not between 0 and 1"
+    yield from _rates(record)
     if step_ms:
         rates = {"iters_per_s": 1e3 / step_ms, "tokens_per_s": 1e3 * record.batch * record.seqlen / step_ms}
         for name, right in rates.items():
@@ -69,6 +73,32 @@ def _values(record: Record) -> Iterator[str]:
     any_split = record.comm_bytes_least
     if least is not None and any_split is not None and least < any_split * (1 - ROUNDING):
         yield f"comm_bytes_lower_bound={least:g} is below comm_bytes_least={any_split:g}"
+
+
+def _rates(record: Record) -> Iterator[str]:
+    """FLOP/s and MFU against those of the record's shape, mask, model and step, and these against the device's peak."""
+    flops, step_ms, peak = step_flops(record), record.step_ms_median, peak_of(record)
+    if flops is None or not step_ms:
+        return
+    tflops, within = flops / (step_ms * 1e9) / record.gpus, PRINTED if record.mode == REPORTED else ROUNDING
+    if record.tflops_per_gpu is not None and not _same(record.tflops_per_gpu, tflops, within):
+        yield (
+            f"tflops_per_gpu={record.tflops_per_gpu:g} is not that of its shape and step_ms_median={step_ms}, "
+            f"{tflops:g}"
+        )
+    if peak is None:
+        return
+    if record.mfu is not None and record.mfu <= 1 and not _same(record.mfu, tflops / peak.tflops, within):
+        yield (
+            f"mfu={record.mfu:g} is not {tflops:g} TFLOP/s of its shape and step over {peak.tflops:g}, the peak of "
+            f"{peak.device} in {record.dtype}: {tflops / peak.tflops:g}"
+        )
+    if tflops > peak.tflops:
+        yield (
+            f"step_ms_median={step_ms} would be {tflops:,.0f} TFLOP/s a GPU, and the dense peak of {peak.device} in "
+            f"{record.dtype} is {peak.tflops:g}: no such step takes less than "
+            f"{step_ms * tflops / peak.tflops:.4g} ms"
+        )
 
 
 def _mode(record: Record, files: Mapping[str, Path]) -> Iterator[str]:
@@ -111,5 +141,5 @@ def _samples(record: Record, path: Path) -> Iterator[str]:
         yield f"step_ms_median={record.step_ms_median} is not the median of its samples, {median_ms:g}"
 
 
-def _same(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=ROUNDING)
+def _same(one: float, other: float, within: float = ROUNDING) -> bool:
+    return math.isclose(one, other, rel_tol=within)

@@ -17,10 +17,10 @@ from benchmarks import gpu_executor
 from sp_bench import machine, records
 from sp_bench.__main__ import main
 from sp_bench.bench import Outcome, Request, mode, resolve, run_points
-from sp_bench.bench.counted import same_model
 from sp_bench.bench.mode import nccl_settings
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import make_console, print_points, print_sweep
+from sp_bench.cluster.device import same_model
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.machine import CPUS, Devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from sp_bench import records
 from sp_bench.analysis.explorer.fields import MADE, RESULTS, SETTINGS
+from sp_bench.bench.simulated import simulate_point
+from sp_bench.bench.training import simulate_training
 from sp_bench.cli import report
 from sp_bench.cli.report import title
 from sp_bench.loggers import wandb_fields
@@ -21,6 +24,8 @@ from sp_bench.records.fields_page import fields_page
 from sp_bench.records.json_schema import json_schema
 from sp_bench.records.record import Record
 from sp_bench.records.schema import columns, quantities
+from sp_bench.records.work import peak_of, step_flops
+from sp_bench.workload import Train
 from tests.support.made_records import made, simulated, spread, written
 from tests.workload.requests import point
 
@@ -105,6 +110,73 @@ def test_a_right_record_of_each_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     (problem,) = problems_of(measured(tmp_path, **changes))
     assert says in problem
+
+
+H100 = ("cluster=h100_ndr400", "mode=simulate", "dtype=bfloat16", "method=ring", "gpus=8", "head_dim=128")
+ATTENTION = ("model=none", "workload=attention", "seqlen=32k", "heads=32")
+POINTS = (
+    *((*ATTENTION, f"phase={phase}") for phase in ("forward", "backward", "forward_backward")),
+    *((*ATTENTION, "kv_heads=8", "batch=2", mask) for mask in ("mask=full", "mask=causal")),
+    (*ATTENTION, "mask=window", "window=[1023,0]"),
+    (*ATTENTION, "mask=window", "window=[511,512]"),
+    (*ATTENTION, "mask=chunked", "chunk=4k"),
+    (*ATTENTION, "mask=document", "data=short", "seed=3"),
+    (*ATTENTION, "mask=document", "data=short", "window=[1023,0]"),
+    ("model=llama3_8b", "seqlen=64k"),
+    ("model=llama_1b", "seqlen=64k", "model.layers=4", "train.recompute=full"),
+    ("model=llama3_8b", "seqlen=64k", "model.layers=4", "train.tensor_parallel=2"),
+    ("model=dit_xl", "seqlen=64k", "head_dim=72", "mask=full"),
+)
+
+
+def point_of(keys: tuple[str, ...]) -> Record:
+    request = point(
+        *(own for own in H100 if own.partition("=")[0] not in {key.partition("=")[0] for key in keys}), *keys
+    )
+    return simulate_training(request) if isinstance(request.workload, Train) else simulate_point(request)[0]
+
+
+@pytest.mark.parametrize("keys", POINTS, ids=" ".join)
+def test_rates_are_those_of_shape_mask_model_and_time(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """Recomputed from the fields, they are what the suite writes; with another time or rate they are not."""
+    record = point_of(keys)
+    assert record.mfu and record.tflops_per_gpu and problems_of(records.write(tmp_path, record)) == []
+
+    def problems(**changes: Any) -> str:
+        return "; ".join(problems_of(records.write(tmp_path, replace(record, **changes))))
+
+    off = 1.01
+    step_ms = record.step_ms_median or 0.0
+    of_time = {"iters_per_s": 1e3 / step_ms / off, "tokens_per_s": (record.tokens_per_s or 0.0) / off}
+    longer = problems(step_ms_median=step_ms * off, **of_time)
+    assert "tflops_per_gpu=" in longer and "mfu=" in longer
+    assert "is not that of its shape" in problems(tflops_per_gpu=record.tflops_per_gpu * off)
+    assert "TFLOP/s of its shape and step over 989.4" in problems(mfu=record.mfu * off)
+    other = {"heads": 2 * record.heads} if record.model is None else {"batch": 2, "tokens_per_s": None}
+    assert "tflops_per_gpu=" in problems(**other, workload_id="")
+
+
+@pytest.mark.parametrize("rates", ["its own", "none"])
+@pytest.mark.parametrize("mode", ["simulate", "report"])
+@pytest.mark.parametrize("keys", [POINTS[2], POINTS[5], POINTS[8], POINTS[10]], ids=" ".join)
+def test_no_step_is_faster_than_the_peak(keys: tuple[str, ...], mode: str, rates: str, tmp_path: Path) -> None:
+    """Whether the record has rates that fit its time, or none; of others' records, by the device that they name."""
+    record = point_of(keys)
+    assert record.mfu and record.step_ms_median and record.tflops_per_gpu
+    step_ms = record.step_ms_median * record.mfu / 2
+    changes: dict[str, Any] = {"step_ms_median": step_ms, "iters_per_s": None, "tokens_per_s": None, "mfu": None}
+    changes["tflops_per_gpu"] = None if rates == "none" else record.tflops_per_gpu * 2 / record.mfu
+    if mode == "report":
+        changes |= {"mode": "report", "source": "a table", "device_name": "NVIDIA H100 80GB HBM3"}
+    (problem,) = problems_of(records.write(tmp_path, replace(record, **changes)))
+    assert "would be 1,979 TFLOP/s a GPU, and the dense peak of NVIDIA H100 SXM in bfloat16 is 989.4" in problem
+
+
+def test_a_device_whose_peak_nobody_knows_has_none() -> None:
+    unknown = made(device_name="a CPU", step_ms_median=1e-6)
+    assert peak_of(unknown) is None and peak_of(made(device_name=None)) is None
+    assert peak_of(made(device_name="NVIDIA H100 PCIe")) is None, "another form, with another peak"
+    assert step_flops(made(mask="document", documents=2, longest_document=9)) is None, "no lengths"
 
 
 def test_modes_are_not_mixed(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""A step's FLOPs and the device's peak, from a record's fields alone: what its rates are checked against.
+
+They are found anew, and not by the code that wrote the record (account.model_flops, workload.model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from sp_bench.cluster.device import same_model
+from sp_bench.errors import RequestError
+from sp_bench.packing import lengths_of
+from sp_bench.plan.documents import Chunked, Documents, Window
+from sp_bench.reading import Tokens, read
+from sp_bench.records.record import Record
+from sp_bench.resources import CONF, conf_content
+
+ATTENTION = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}
+"""FLOPs of the attention in a step over those of its forward, by phase."""
+MATRICES = {"forward": 1.0, "backward": 2.0, "forward_backward": 3.0}
+"""The same of a model's matrices."""
+
+
+class Peak(NamedTuple):
+    """The dense peak of a device in a record's dtype."""
+
+    device: str
+    tflops: float
+
+
+def step_flops(record: Record) -> float | None:
+    """The model FLOPs of one step on all GPUs together, from shape, mask and model; None where they can't be told.
+
+    A causal mask counts half, a backward 2.5 times its forward, and what is recomputed nothing.
+    """
+    if record.phase not in ATTENTION or record.workload not in ("attention", "train", "dit"):
+        return None
+    try:
+        pairs = _pairs(record)
+    except (KeyError, RequestError, TypeError):
+        return None
+    if pairs is None:
+        return None
+    attention = 4.0 * record.batch * pairs * record.heads * record.head_dim * ATTENTION[record.phase]
+    if record.workload == "attention":
+        return attention
+    model = (record.config or {}).get("model") or {}
+    if not {"kind", "layers", "width", "ffn"} <= {*model}:
+        return None
+    matrices = 2.0 * record.batch * record.seqlen * _weights(record, model) * MATRICES[record.phase]
+    return matrices + model["layers"] * attention
+
+
+def peak_of(record: Record) -> Peak | None:
+    """The peak of the record's device; None where it isn't known.
+
+    It is that of the record's own cluster, else that of the suite's cluster files with such a device.
+    """
+    device = ((record.config or {}).get("cluster") or {}).get("device")
+    here = [(str(device["name"]), device["peak_tflops"])] if device and {"name", "peak_tflops"} <= {*device} else []
+    for name, tflops in (*here, *_shipped_peaks()):
+        known = record.device_name and (record.device_name == name or same_model(record.device_name, name))
+        if known and tflops.get(record.dtype):
+            return Peak(name, float(tflops[record.dtype]))
+    return None
+
+
+def _pairs(record: Record) -> float | None:
+    """(query, key) pairs of one head of one sequence, as MFU counts them."""
+    seqlen, config = record.seqlen, record.config or {}
+    left, right = record.window or (None, None)
+    if record.mask in ("causal", "full"):
+        return seqlen**2 * (0.5 if record.mask == "causal" else 1.0)
+    if record.mask == Window.name:
+        return Window((seqlen,), record.causal, left, right).pairs(seqlen)
+    if record.mask == Chunked.name:
+        return Chunked.of(read(Tokens, config["chunk"], "chunk"), seqlen, causal=record.causal).pairs(seqlen)
+    if record.mask == Documents.name and record.seed is not None:
+        return Documents(lengths_of(config["data"], seqlen, record.seed), record.causal, left, right).pairs(seqlen)
+    return None
+
+
+def _weights(record: Record, model: Mapping[str, Any]) -> float:
+    """How many weights each token is multiplied with: of all layers, and of what maps it in and out."""
+    decoder, width = model["kind"] == "decoder", model["width"]
+    heads = 2 * (record.heads + record.kv_heads) * record.head_dim
+    layer = width * (heads + (3 if decoder else 2) * model["ffn"])
+    # The embedding of a decoder is looked up; a patch is multiplied at both ends.
+    return model["layers"] * layer + width * (model["vocab"] if decoder else 2 * model["channels"])
+
+
+@cache
+def _shipped_peaks() -> tuple[tuple[str, Mapping[str, float]], ...]:
+    """(device, its peaks by dtype) of the suite's cluster files."""
+    files = {path.stem: path for path in sorted((CONF / "cluster").glob("*.yaml"))}
+    devices = [conf_content(path, files)["device"] for path in files.values()]
+    return tuple((str(device["name"]), device["peak_tflops"]) for device in devices)
