@@ -15,7 +15,7 @@ import numpy as np
 
 from sp_bench import account, draw, markdown
 from sp_bench.bench import resolve
-from sp_bench.bench.backing import Interval, described, interval_of, kinds_of
+from sp_bench.bench.backing import Interval, validated
 from sp_bench.bench.choose import Choice, choose, memory_front
 from sp_bench.bench.request import Request
 from sp_bench.cli.arguments import run_command
@@ -136,14 +136,14 @@ def _front(request: Request) -> list[str]:
 
 def _step(choice: Choice, request: Request) -> str:
     """The simulated step, what two of three measured ones would be within, and what says so."""
-    kinds = kinds_of(choice.plans.values(), request.cluster)
-    found = interval_of(choice.total_s * 1e3, *kinds)
-    source = "" if found.backed else "; the interval is the widest over such links"
-    return f"\nsimulated step: {found.step_ms:.4g} ms {_within(found)} ({described(*kinds)}{source})"
+    validation, step_ms = validated(request, choice.plans.values()), choice.total_s * 1e3
+    ends = validation.around(step_ms)
+    within = f" {_within(ends)}" if ends.backed else ""
+    return f"\nsimulated step: {step_ms:.4g} ms{within} ({validation.words})"
 
 
 def _within(ends: Interval) -> str:
-    return f"[{ends.low_ms:.4g}, {ends.high_ms:.4g}]"
+    return f"[{ends.low_ms:.4g}, {ends.high_ms:.4g}]" if ends.backed else "not validated"
 
 
 def _schedule(time: ScheduleTime | None) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from sp_bench.bench import resolve
-from sp_bench.bench.backing import FILE, Backing
+from sp_bench.bench.backing import FILE, known, written
 from sp_bench.bench.choose import choose
 from sp_bench.cli.compose import Composer
 from sp_bench.validate.left_out import LeftOut, fits
@@ -48,7 +47,8 @@ def test_errors_are_within_what_is_promised() -> None:
     assert alike / count > 0.9 and count > 300
     text = report(SEEN)
     assert f"{alike} of {count} pairs" in text and text.count("MagiAttention | ") > 30
-    assert [Backing(**row) for row in json.loads(FILE.read_text())] == [*backing(SEEN), *measured_here()]
+    assert [*known().values()] == [*backing(SEEN), *measured_here()]
+    assert FILE.read_text() == written(known().values())
     assert sum(row.points for row in measured_here()) == 61, "docs/results/validation.md"
 
 

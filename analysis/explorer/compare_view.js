@@ -100,7 +100,7 @@ function caption(pairs) {
   const words = measured
     ? `${far} python -m analysis.compare resamples iterations in pairs and can tell more apart.`
     : noisy
-      ? `${far} The interval of a simulated time is what two of three measurements like it are within (python -m sp_bench.validate published).`
+      ? `${far} The interval of a simulated time is what two of three measurements like it are within (python -m sp_bench.validate published); one that is not validated has none, and is not ranked.`
       : "Counted bytes, and times that different code simulates for the same point, have no noise: ratios have no interval.";
   return pairs.length > MOST_DRAWN ? `The first ${MOST_DRAWN} of ${pairs.length} pairs are drawn. ${words}` : words;
 }

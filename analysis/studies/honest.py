@@ -1,7 +1,8 @@
 """Which method, honestly: regions in which a method wins, and those in which it is too close to call.
 
-All times are simulated, and each has the interval that two of three measurements like it were in
-(`python -m sp_bench.validate published`). Methods whose intervals overlap the fastest one's are tied.
+All times are simulated. Each has the interval that two of three measurements like it were in
+(`python -m sp_bench.validate published`) or, where there are none, one that the study assumes and marks as such.
+Methods whose intervals overlap the fastest one's are tied.
 """
 
 from __future__ import annotations
@@ -50,17 +51,19 @@ def regions(runs: Runs) -> Section:
     clear = Counter(one[0].name for one in ties.values() if len(one) == 1)
     among = Counter(step.name for one in ties.values() for step in one)
     numbers = [step.ms for ranked in found.values() for step in ranked]
-    unbacked = {step.name for ranked in found.values() for step in ranked if not step.backed}
+    validated = [step for ranked in found.values() for step in ranked if step.backed]
     return Section(
         "Regions",
         text(
             "One causal attention of {seqlen} tokens, forward and backward, 32 heads of 128 in bfloat16, at {keys:.0f}"
-            " places: clusters, GPUs and KV heads. Every step is simulated and has an interval: what two of three"
-            " errors of such simulations against others' published measurements are within. Kinds of transfers that"
-            " nobody has published ({unbacked}) have the widest interval of any kind over such links.",
+            " places: clusters, GPUs and KV heads. Every step is simulated. {validated:.0f} of {steps:.0f} steps are"
+            " validated: others have published measurements of such transfers on such a cluster, and the interval is"
+            " what two of three errors of their simulations are within. The others are not validated. For them the"
+            " study assumes the widest error of anything that was measured over such links.",
             seqlen=SEQLEN,
             keys=tally(len(KEYS), numbers),
-            unbacked=", ".join(name for name in METHODS if name in unbacked) or "none",
+            validated=tally(len(validated), numbers),
+            steps=tally(len(numbers), numbers),
         ),
         _map(ties, numbers),
         text(
@@ -147,7 +150,8 @@ def _table(found: Mapping[Key, list[Step]], ties: Mapping[Key, list[Step]]) -> T
         beaten = next((step for step in ranked if step not in one), None)
         margin: Cell = beaten.ms.over(first.ms) if beaten else "-"
         lines.append([cluster, kv_heads, gpus, first.name, first.record.variant or "-", first.ms])
-        lines[-1] += [f"[{written(first.low)}, {written(first.high)}]", others, beaten.name if beaten else "-", margin]
+        ends = f"[{written(first.low)}, {written(first.high)}]" + " (assumed)" * (not first.backed)
+        lines[-1] += [ends, others, beaten.name if beaten else "-", margin]
     heads = columns(
         "cluster; KV heads; GPUs; fastest; variant; step | ms; interval (ms); too close to call; next;"
         " next over fastest || .2f"
@@ -232,7 +236,7 @@ def _lines(name: str, found: Mapping[int, list[Step]], label: str, title: str) -
     panels.first.yaxis.set_minor_formatter("{x:g}")
     panels.first.set(xlabel=label, ylabel="step, ms")
     panels.legend_below(3, fontsize=8)
-    return panels.figure(name, title, "Bands: two of three measurements like a point are within.")
+    return panels.figure(name, title, "Bands: two of three measurements like a point are within, or are assumed to be.")
 
 
 def heads(runs: Runs) -> Section:
@@ -310,9 +314,9 @@ def limits(runs: Runs) -> Section:
     return Section(
         "What this can't say",
         text(
-            "Nothing here was measured. An interval is the error of simulations of others' measurements over the same"
-            " kind of links, not of these clusters, and a kind of transfers that nobody has published may be off by"
-            " more. One sequence length ({seqlen}), one mask (causal) and one shape of heads (32 of 128) stand for all;"
+            "Nothing here was measured. Most intervals are assumed, from simulations of others' measurements over the"
+            " same kind of links, and not of these clusters or transfers: what nobody has measured may be off by more."
+            " One sequence length ({seqlen}), one mask (causal) and one shape of heads (32 of 128) stand for all;"
             " layouts are zigzag but for Ulysses, which needs none. Memory is checked against the device and otherwise"
             " left out. Kernels are the library's, the same for all methods, so that a fused or persistent kernel of"
             " one method isn't in it. All clusters have 8 GPUs in a node, and no other jobs load their links."

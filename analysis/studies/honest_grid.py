@@ -9,7 +9,7 @@ from typing import Any
 
 from sp_bench.analysis.number import Number, of_record
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.bench.backing import Interval, interval
+from sp_bench.bench.backing import Interval, interval, known
 from sp_bench.records import Record
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")
@@ -43,11 +43,12 @@ def asked(name: str, **more: Any) -> Point:
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step with the interval that two of three measurements like it are in (bench.backing)."""
+    """A simulated step with the interval of its record or, where nothing validates it, an assumed one."""
 
     name: str
     record: Record
     interval: Interval
+    """What methods are told apart by."""
 
     @property
     def ms(self) -> Number:
@@ -56,23 +57,43 @@ class Step:
 
     @property
     def backed(self) -> bool:
-        """Whether others' measurements of that kind were compared with their simulation."""
-        return self.interval.backed
+        """Whether the interval is the record's own, from measurements of its kind on a cluster with its figures."""
+        return interval(self.record).backed
 
     @property
     def low(self) -> float:
         """The lower end of the interval in ms."""
+        assert self.interval.low_ms is not None
         return self.interval.low_ms
 
     @property
     def high(self) -> float:
         """The upper end of the interval in ms."""
+        assert self.interval.high_ms is not None
         return self.interval.high_ms
+
+
+def widest(links: str) -> float:
+    """The largest error that two of three points are within, over all that was measured over such links.
+
+    Over all links where none of those was measured.
+    """
+    rows = known().values()
+    return max(row.two_of_three for row in ([row for row in rows if row.kind.links == links] or rows))
+
+
+def assumed(record: Record) -> Interval:
+    """The interval of a record; where nothing validates it, the study assumes the widest error over its links."""
+    found = interval(record)
+    if found.backed:
+        return found
+    error = widest((record.validation_kind or {})["links"])
+    return Interval(found.step_ms / (1 + error), found.step_ms, found.step_ms / (1 - error))
 
 
 def steps(found: Mapping[str, Record]) -> list[Step]:
     """The steps that can be served, the fastest first."""
-    served = [Step(name, record, interval(record)) for name, record in found.items() if record.status == "ok"]
+    served = [Step(name, record, assumed(record)) for name, record in found.items() if record.status == "ok"]
     return sorted(served, key=lambda step: step.ms.known)
 
 

@@ -2,7 +2,8 @@
 
 Which sequence-parallel attention, at which degrees? Every method is simulated at the degrees that are its fastest, and
 ranked with the interval that two of three measurements like it are in. Methods whose intervals overlap
-that of the fastest are tied: the answer names all of them. Then: why the others can't run, what would change the
+that of the fastest are tied: the answer names all of them. What no measurements validate has no interval, and the
+answer says so. Then: why the others can't run, what would change the
 answer, and the settings of frameworks that have the method.
 
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
@@ -98,7 +99,9 @@ def heading(found: Answer) -> list[str]:
     asked = f"One attention of {record.seqlen:,} tokens, batch {record.batch}, {heads}, {mask}"
     lines = [f"{asked}, on {record.gpus} GPUs of {record.cluster}. All times are simulated.", ""]
     tied = found.tied
-    if len(tied) == 1:
+    if not first.time.backed:
+        lines.append(f"{first.name} is the fastest in simulation. It is not validated: nobody knows how far off it is.")
+    elif len(tied) == 1:
         lines.append(f"{first.name} comes first: no other interval reaches its own.")
     else:
         names = ", ".join(each.name for each in tied)
@@ -107,14 +110,17 @@ def heading(found: Answer) -> list[str]:
 
 
 def backing(found: Answer) -> list[str]:
-    """What the intervals of the fastest methods are from, and which of them nothing backs."""
-    lines = ["An interval has two of three measurements of such transfers over such links in it:"]
-    of_backed = dict.fromkeys(each.record.validation for each in found.tied if each.time.backed)
-    lines += [f"  {validation}" for validation in of_backed]
-    unbacked = [each.name for each in found.tied if not each.time.backed]
-    if unbacked:
-        rule = "nothing measured backs them; theirs is the widest interval over such links"
-        lines.append(f"  {', '.join(unbacked)}: {rule}")
+    """What the intervals of the fastest methods are from, and what has none."""
+    lines = []
+    if of_backed := dict.fromkeys(each.record.validation for each in found.tied if each.time.backed):
+        lines += ["An interval has two of three measurements like the point in it:"]
+        lines += [f"  {validation}" for validation in of_backed]
+    by_reason: dict[str | None, list[str]] = {}
+    for each in found.unvalidated:
+        by_reason.setdefault(each.record.validation, []).append(each.name)
+    if by_reason:
+        lines.append("These have no interval, and can't be told apart from any other:")
+        lines += [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     lines.append(f"Kernel rates: {found.feasible[0].record.kernel}. Measure the first two on your machine.")
     return lines
 
@@ -140,7 +146,7 @@ def ranking(found: Answer) -> Table:
             each.name,
             r.layout or "-",
             f"{each.time.step_ms:,.1f}",
-            f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}" + ("" if each.time.backed else " (unbacked)"),
+            f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}" if each.time.backed else "not validated",
             f"{r.mfu:.1%}" if r.mfu is not None else "-",
             f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB",
             over_least(r, r.comm_bytes_lower_bound),

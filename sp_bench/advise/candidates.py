@@ -34,7 +34,7 @@ class Feasible:
 
     @property
     def time(self) -> Interval:
-        """The step, with its interval."""
+        """The step, with the interval that its record has."""
         return interval(self.record)
 
 
@@ -49,8 +49,14 @@ class Answer:
 
     @property
     def tied(self) -> list[Feasible]:
-        """The fastest, and all that may be as fast."""
-        return [each for each in self.feasible if each.time.overlaps(self.feasible[0].time)]
+        """The fastest, and all that may be as fast by the intervals of both."""
+        first, *rest = self.feasible
+        return [first, *(each for each in rest if each.time.overlaps(first.time))]
+
+    @property
+    def unvalidated(self) -> list[Feasible]:
+        """Those without an interval: of which nothing measured says how far off their times may be."""
+        return [each for each in self.feasible if not each.time.backed]
 
 
 def answer(

@@ -26,7 +26,7 @@ class Change:
     was_first: Feasible | None
     """Today's fastest then, with its own best degrees; None where it can't run."""
     changes: bool
-    """Whether today's fastest is then clearly slower."""
+    """Whether today's fastest is then slower: by more than both intervals, or by any where nothing validates one."""
 
 
 def changes(
@@ -49,7 +49,7 @@ def changes(
             found.append(Change(what, None, None, True))
         else:
             same = next((each for each in then.feasible if each.method.name == names[0]), None)
-            slower = same is None or not same.time.overlaps(then.feasible[0].time)
+            slower = same is None or same not in then.tied
             found.append(Change(what, then.feasible[0], same, slower))
         done(what)
     return found

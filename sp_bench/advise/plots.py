@@ -18,7 +18,9 @@ def write(path: Path, found: Answer, memory_bytes: float | None) -> None:
     figure = Figure(figsize=(13, 1.2 + 0.32 * len(best)), layout="constrained")
     time, memory, volume = figure.subplots(1, 3, sharey=True)
     steps = [each.time for each in best]
-    low, high = [t.step_ms - t.low_ms for t in steps], [t.high_ms - t.step_ms for t in steps]
+    # A step that nothing validates has no ends.
+    low = [t.step_ms - t.low_ms if t.low_ms is not None else 0 for t in steps]
+    high = [t.high_ms - t.step_ms if t.high_ms is not None else 0 for t in steps]
     time.barh(names, [t.step_ms for t in steps], xerr=[low, high], color="#4477aa", ecolor="#222222", capsize=2)
     time.set_xlabel("step, simulated, ms")
     memory.barh(names, [(each.record.peak_mem_bytes_max or 0) / 1e9 for each in best], color="#66aa77")

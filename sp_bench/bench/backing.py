@@ -1,59 +1,123 @@
 """Which validation backs a simulated point: how far others' published measurements are from simulations like it.
 
-backing.json, which `python -m sp_bench.validate published` writes, has a row for each kind of transfers (what plans
-send) and of links (what they send it over).
+backing.json, which `python -m sp_bench.validate published` writes, has a row for each kind of points: the workload, the
+mask's class, what plans send and what they send it over. A row backs a point of its kind on a cluster with the figures
+of one of its own clusters, whatever its name. Where no row does, the point has no interval. `validated` alone says so,
+and records keep what it says: nothing else decides whether there is an interval.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
+
+from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
+from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
+from sp_bench.reading import read
 from sp_bench.records import Record
+from sp_bench.records.identity import digest
+from sp_bench.workload.attention import Attention
 
 FILE = Path(__file__).with_name("backing.json")
-OVER = " x "
-"""Between transfers and links in a record's validation."""
+BETWEEN_NODES = "several nodes"
+OF_NO_TIME = ("peak_tflops", "memory_bytes")
+"""Figures of a device that change no simulated time."""
+
+
+class Kind(NamedTuple):
+    """What points have in common whose simulations are about as far off."""
+
+    workload: str
+    mask: str
+    """The mask's class (Mask.measured_as)."""
+    transfers: str
+    links: str
+
+    def __str__(self) -> str:
+        of = "" if self.workload == Attention.name else f"whole steps of workload={self.workload}, "
+        transfers = self.transfers.replace("KV passed on and Q and", "KV, Q and")
+        return f"{of}{self.mask}, {transfers} over {self.links}"
 
 
 class Backing(NamedTuple):
-    """Errors of simulated times against published ones, of one kind of transfers over one kind of links."""
+    """Errors of simulated times against published ones, of one kind of points."""
 
-    transfers: str
-    links: str
+    kind: Kind
     median: float
     """The median of |simulated / measured - 1|, without what was fitted to the source of the measurement."""
     two_of_three: float
     """What two of three errors are within."""
     points: int
-    clusters: list[str]
+    clusters: Mapping[str, str | None]
+    """The clusters that were measured, with their figures (figures_of); None where those are not in conf/cluster."""
 
     def __str__(self) -> str:
         where = ", ".join(self.clusters)
-        return f"{self.transfers}{OVER}{self.links}: median {self.median:.1%}, n={self.points} ({where})"
+        return f"{self.kind}: median {self.median:.1%}, n={self.points} ({where})"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A simulated step with what would be measured in two of three cases, in ms."""
+    """A simulated step with what two of three measured ones would be within, in ms; without ends if not validated."""
 
-    low_ms: float
+    low_ms: float | None
     step_ms: float
-    high_ms: float
-    backed: bool
-    """Whether measurements of its own kind say so; else the widest error over such links is taken (`widest`)."""
+    high_ms: float | None
+
+    @property
+    def backed(self) -> bool:
+        """Whether measurements of its own kind say how far off it may be."""
+        return self.low_ms is not None and self.high_ms is not None
 
     def overlaps(self, other: Interval) -> bool:
-        """Whether the two could be in either order."""
+        """Whether both have ends, and by them could be in either order."""
+        if self.low_ms is None or self.high_ms is None or other.low_ms is None or other.high_ms is None:
+            return False
         return self.low_ms <= other.high_ms and other.low_ms <= self.high_ms
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What backs a simulated point, as a record has it."""
+
+    kind: Kind
+    backing: Backing | None
+    why_not: str = ""
+    """Why nothing backs it, in words."""
+
+    @property
+    def words(self) -> str:
+        """The field `validation`."""
+        return str(self.backing) if self.backing else f"not validated ({self.why_not})"
+
+    @property
+    def error(self) -> float | None:
+        """What two of three errors are within; None where nothing backs the point."""
+        return self.backing.two_of_three if self.backing else None
+
+    def around(self, step_ms: float) -> Interval:
+        """The interval of a step. An error of 1 or more leaves it none: measured times have no upper end then."""
+        if self.error is None or self.error >= 1:
+            return Interval(None, step_ms, None)
+        return Interval(step_ms / (1 + self.error), step_ms, step_ms / (1 - self.error))
+
+    def setup(self) -> dict[str, Any]:
+        """The record's fields of Setup."""
+        return {"validation": self.words, "validation_kind": self.kind._asdict(), "validation_error": self.error}
+
+    def ends(self, step_ms: float) -> dict[str, float | None]:
+        """The record's fields of Timing."""
+        found = self.around(step_ms)
+        return {"step_ms_validated_low": found.low_ms, "step_ms_validated_high": found.high_ms}
 
 
 def transfers_of(plans: Iterable[Plan]) -> str:
@@ -73,54 +137,57 @@ def links_of(cluster: Cluster, gpus: int) -> str:
     if cluster.cores is not None:
         return "cores of a CPU"
     if cluster.nodes(gpus) > 1:
-        return "several nodes"
+        return BETWEEN_NODES
     return "PCIe" if isinstance(intra, PcieTree) else "cables" if isinstance(intra, FullMesh | Torus) else "NVLink"
 
 
 @cache
-def known() -> dict[tuple[str, str], Backing]:
+def known() -> dict[Kind, Backing]:
     """The rows of backing.json."""
-    rows = [Backing(**row) for row in json.loads(FILE.read_text())] if FILE.exists() else []
-    return {(row.transfers, row.links): row for row in rows}
+    rows = [Backing(Kind(**row.pop("kind")), **row) for row in json.loads(FILE.read_text())] if FILE.exists() else []
+    return {row.kind: row for row in rows}
 
 
-def kinds_of(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, str]:
-    """The key of `known` that plans on a cluster have: (transfers, links)."""
+def written(rows: Iterable[Backing]) -> str:
+    """The content of backing.json."""
+    return json.dumps([{**row._asdict(), "kind": row.kind._asdict()} for row in rows], indent=1) + "\n"
+
+
+def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
+    """The kind of a request's point with these plans."""
     plans = list(plans)
-    return transfers_of(plans), links_of(cluster, plans[0].n)
+    links = links_of(request.cluster, plans[0].n)
+    return Kind(request.workload.name, request.problem.mask.measured_as, transfers_of(plans), links)
 
 
-def described(transfers: str, links: str) -> str:
-    """What a record says of its validation (field `validation`)."""
-    backing = known().get((transfers, links))
-    return str(backing) if backing else f"{transfers}{OVER}{links}: none"
+def figures_of(config: Mapping[str, Any], links: str) -> str:
+    """A hash of what the times of points over such links depend on, of the section `cluster` of a config.
 
-
-def widest(links: str) -> float:
-    """The largest error that two of three points are within, over all kinds of transfers over such links.
-
-    Over all links where none of those was measured. These are errors of attention alone, and training steps borrow
-    them too: no published step is among the measurements (docs/results/training_tables.md has those there are).
+    Neither the cluster's name nor where its figures are from is part of it. What connects nodes is, where there are
+    several.
     """
-    rows = known().values()
-    return max(row.two_of_three for row in ([row for row in rows if row.links == links] or rows))
+    section = msgspec.to_builtins(read(ClusterSection, config, "cluster"), str_keys=True)
+    names = ("cores", "gpus_per_node", "intra", "lab", "hosts")
+    names += ("inter", "fabric", "placement") if links == BETWEEN_NODES else ()
+    device = {key: value for key, value in section["device"].items() if key not in ("name", *OF_NO_TIME)}
+    return digest({"device": device, **{name: section[name] for name in names}})
+
+
+def validated(request: Request, plans: Iterable[Plan]) -> Validation:
+    """What backs the simulated step of a request with these plans."""
+    kind = kind_of(request, plans)
+    row = known().get(kind)
+    if row is None:
+        return Validation(kind, None, f"no measurements of {kind}")
+    if request.cluster.stragglers:
+        return Validation(kind, None, f"measurements of {kind} have no stragglers")
+    if figures_of(request.config["cluster"], kind.links) not in row.clusters.values():
+        where = ", ".join(row.clusters)
+        return Validation(kind, None, f"measurements of {kind} are of {where}, whose figures are others")
+    return Validation(kind, row)
 
 
 def interval(record: Record) -> Interval:
-    """The interval of a simulated record: of its validation, or the widest over its links where nothing backs it."""
+    """The interval that a simulated record has."""
     assert not record.measured and record.step_ms_median is not None
-    links = (record.validation or "").partition(OVER)[2].partition(":")[0]
-    return _around(record.step_ms_median, record.validation_error, links)
-
-
-def interval_of(step_ms: float, transfers: str, links: str) -> Interval:
-    """The interval of a simulated step that has no record, by what it sends and over what (kinds_of)."""
-    backing = known().get((transfers, links))
-    return _around(step_ms, backing.two_of_three if backing else None, links)
-
-
-def _around(step_ms: float, error: float | None, links: str) -> Interval:
-    backed = error is not None
-    if error is None:
-        error = widest(links)
-    return Interval(step_ms / (1 + error), step_ms, step_ms / (1 - error) if error < 1 else math.inf, backed)
+    return Interval(record.step_ms_validated_low, record.step_ms_median, record.step_ms_validated_high)

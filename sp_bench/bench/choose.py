@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sp_bench import account
-from sp_bench.bench.backing import Interval, interval_of, kinds_of
+from sp_bench.bench.backing import Interval, validated
 from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
@@ -142,7 +142,7 @@ def memory_front(request: Request) -> list[Traded]:
     front: list[Traded] = []
     for peak, one in sorted(found, key=lambda each: (each[0], each[1].total_s)):
         if not front or one.total_s * 1e3 < front[-1].interval.step_ms:
-            ends = interval_of(one.total_s * 1e3, *kinds_of(one.plans.values(), request.cluster))
+            ends = validated(request, one.plans.values()).around(one.total_s * 1e3)
             front.append(Traded(one.variant, one.problem.layout.name, peak, ends))
     return front
 

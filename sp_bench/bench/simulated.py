@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sp_bench import account, draw
-from sp_bench.bench.backing import described, kinds_of, known
+from sp_bench.bench.backing import Validation, validated
 from sp_bench.bench.choose import Choice, choose
 from sp_bench.bench.counted import counted, rates
 from sp_bench.bench.request import Request
@@ -31,8 +31,10 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     plans, device = counted(request, choice), request.cluster.device
     times_ms = {phase: run.makespan_s * 1e3 for phase, run in choice.runs.items()}
     step_ms = sum(times_ms.values())
+    validation = validated(request, choice.plans.values())
     times = Timing(
         step_ms_median=step_ms,
+        **validation.ends(step_ms),
         forward_ms_median=times_ms.get("forward"),
         backward_ms_median=times_ms.get("backward"),
     )
@@ -48,7 +50,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     )
     parts = (
         request.asked(),
-        _setup(request, choice, plans.setup),
+        _setup(request, choice, plans.setup, validation),
         times,
         rates(request, step_ms, plans.setup.device_name),
         replace(plans.traffic, comm_bytes_by_link=by_link),
@@ -60,17 +62,11 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     return request.record(status, plans.wrong or None, *parts, notes=notes), choice
 
 
-def _setup(request: Request, choice: Choice, setup: Setup) -> Setup:
+def _setup(request: Request, choice: Choice, setup: Setup, validation: Validation) -> Setup:
     """The setup, with the figures behind the times and the measurements that back them."""
-    device, kinds = request.cluster.device, kinds_of(choice.plans.values(), request.cluster)
-    backing = known().get(kinds)
-    return replace(
-        setup,
-        kernel=device.figures(choice.problem),
-        implementation=device.implementation.name,
-        validation=described(*kinds),
-        validation_error=backing.two_of_three if backing else None,
-    )
+    device = request.cluster.device
+    figures = {"kernel": device.figures(choice.problem), "implementation": device.implementation.name}
+    return replace(setup, **figures, **validation.setup())
 
 
 def _bounds(request: Request, choice: Choice) -> tuple[dict[str, float], float, str]:

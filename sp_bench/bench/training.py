@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sp_bench import account
-from sp_bench.bench.backing import described, kinds_of
+from sp_bench.bench.backing import validated
 from sp_bench.bench.choose import Choice, DeviceMemoryError, choose
 from sp_bench.bench.counted import counted, executions, rates
 from sp_bench.bench.request import LEAST_STEP, Request
@@ -100,7 +100,7 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)}
     step_ms = 1e3 * sum(times.phases_s.values())
     by_link, bound_s, bound_by = _bound(choice, costs, parts, whole, times.computed_s)
-    plans, kinds = counted(request, choice), kinds_of(choice.plans.values(), request.cluster)
+    plans, validation = counted(request, choice), validated(request, choice.plans.values())
     step = replace(
         costs.workload.described(),
         attention_ms=1e3 * times.attention_s,
@@ -118,9 +118,13 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
             plans.setup,
             kernel=request.cluster.device.figures(choice.problem),
             implementation=request.cluster.device.implementation.name,
-            validation=f"whole steps: none; their attention, {described(*kinds)}",
+            **validation.setup(),
         ),
-        Timing(step_ms_median=step_ms, **{f"{name}_ms_median": 1e3 * s for name, s in times.phases_s.items()}),
+        Timing(
+            step_ms_median=step_ms,
+            **validation.ends(step_ms),
+            **{f"{name}_ms_median": 1e3 * s for name, s in times.phases_s.items()},
+        ),
         rates(request, step_ms, plans.setup.device_name),
         _traffic(plans.traffic, costs, by_link),
         Breakdown(

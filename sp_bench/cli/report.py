@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from sp_bench.bench import Outcome, backing
+from sp_bench.bench import Outcome
 from sp_bench.cli.timeline import print_timeline
 from sp_bench.records import Record
 from sp_bench.records.timeline import read_timeline
@@ -96,30 +96,37 @@ def _median(record: Record) -> str:
         return "-"
     text = f"{number(record.step_ms_median, 5)} ms"
     digits = 4 if record.measured else 3
-    ends = interval(record) if record.measured or record.validation_error is not None else None
-    if ends:
+    if ends := interval(record):
         text += f"  [{', '.join(number(end, digits) for end in ends)}]"
     return text
 
 
 def interval(record: Record) -> tuple[float, float] | None:
-    """A measured step's 95% interval; of a simulated one what two of three measured times would be in (bench.backing).
+    """A measured step's 95% interval; of a simulated one what two of three measured times would be in.
 
-    None for a measured step without samples, and where there is no step.
+    Both stand in the record. None where they don't: for a measured step without samples, for a simulated one that
+    nothing validates (bench.backing), and where there is no step.
     """
-    low, high = record.step_ms_ci95_low, record.step_ms_ci95_high
-    if low is not None and high is not None:
-        return low, high
-    if record.measured or record.step_ms_median is None:
-        return None
-    found = backing.interval(record)
-    return found.low_ms, found.high_ms
+    ends = (
+        (record.step_ms_ci95_low, record.step_ms_ci95_high)
+        if record.measured
+        else (record.step_ms_validated_low, record.step_ms_validated_high)
+    )
+    low, high = ends
+    return None if low is None or high is None or record.step_ms_median is None else (low, high)
+
+
+def _not_validated(*records: Record) -> bool:
+    """Whether one of several simulated steps has no interval, so that nobody knows how far their ratio is off."""
+    return any(not record.measured and interval(record) is None for record in records)
 
 
 def ratio(over: Record, under: Record) -> str:
-    """The ratio of two records' steps, with no more digits than their intervals leave it."""
+    """The ratio of two records' steps, with no more digits than their intervals leave it; with one if not validated."""
     assert over.step_ms_median and under.step_ms_median
     value, square = over.step_ms_median / under.step_ms_median, 0.0
+    if over is not under and _not_validated(over, under):
+        return f"{value:.1f}x"
     for record in (over, under) if over is not under else ():
         if ends := interval(record):
             square += (math.log(ends[1] / ends[0]) / 2) ** 2
@@ -210,7 +217,8 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("layout, variant", lambda r: f"{r.layout}, {variant(r)}"),
     ("documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"),
     ("work of the busiest rank", lambda r: _imbalance(r) if r.documents or r.window else "-"),
-    ("step, median [95% interval]", _median),
+    ("step, median [95% interval]", lambda r: _median(r) if r.measured else "-"),
+    ("step [two of three points]", lambda r: "-" if r.measured else _median(r)),
     ("  validation", lambda r: r.validation or "-"),
     ("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
     ("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
@@ -281,10 +289,12 @@ def print_points(console: Console, outcomes: Sequence[Outcome], folder: Path) ->
 
 
 def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
-    """The speed-up over the last outcome, marked if their intervals overlap."""
+    """The speed-up over the last outcome, marked if their intervals overlap, or one of them has none."""
     last = outcomes[-1].record
     if not record.step_ms_median or not last.step_ms_median:
         return "-"
+    if record is not last and _not_validated(record, last):
+        return f"{ratio(last, record)}  (not validated)"
     close = "not told apart: the intervals overlap" if record.measured else "too close to call"
     return f"{ratio(last, record)}  ({close})" if _overlap(record, last) else ratio(last, record)
 
@@ -301,7 +311,7 @@ def _overlap(one: Record, other: Record) -> bool:
 
 def print_notes(console: Console, records: Sequence[Record]) -> None:
     """Print each note of the records once, and what the intervals of simulated steps are."""
-    if any(record.validation_error for record in records):
+    if any(not record.measured and interval(record) for record in records):
         console.print("[ ] of a simulated step: two of three measurements like it are within (row or field validation)")
     for note in dict.fromkeys(note for record in records for note in record.notes or ()):
         console.print(f"note: {note}")
@@ -349,6 +359,8 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
         console.print(_table(fitting), crop=False)
     if any(_overlap(o.record, best[_problem(o.record)]) for o in outcomes if o.record.step_ms_median):
         console.print("~: not told apart from the best, or too close to call: the intervals overlap")
+    if any(cell.endswith("?") for cell in figures["/ best"]):
+        console.print("?: not validated: no measurements like one of the two say how far its simulation is off")
     print_notes(console, [outcome.record for outcome in outcomes])
     for record in (outcome.record for outcome in outcomes):
         if record.status != "ok":
@@ -419,6 +431,8 @@ def _against(record: Record, fastest: Record | None) -> str:
     """The step divided by the fastest one of its problem."""
     if not (record.step_ms_median and fastest and fastest.step_ms_median):
         return "-"
+    if record is not fastest and _not_validated(record, fastest):
+        return f"{ratio(record, fastest)} ?"
     return ratio(record, fastest) + " ~" * _overlap(record, fastest)
 
 

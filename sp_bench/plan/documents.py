@@ -78,6 +78,10 @@ class Packed(Mask):
         return int(self.edges[-1])
 
     @property
+    def measured_as(self) -> str:
+        return f"mask={self.name} with a window" if self.windowed and self.name != Window.name else super().measured_as
+
+    @property
     def windowed(self) -> bool:
         """Whether a window limits what a query sees."""
         return self.left is not None or (not self.causal and self.right is not None)

@@ -24,6 +24,9 @@ from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 from sp_bench.plan.regions import Region, RegionKind, Regions
 
+WHOLE = "whole sequences"
+"""The class of a causal mask, and of none: both were measured, and are about as far off."""
+
 
 @dataclass(frozen=True)
 class Mask(ABC):
@@ -35,6 +38,11 @@ class Mask(ABC):
     balanced: ClassVar[tuple[str, ...]] = ()
     """The layouts that give all ranks equal work: of those with the same blocks one, the first of equally fast ones.
     Empty where that depends on the mask's numbers."""
+
+    @property
+    def measured_as(self) -> str:
+        """The class of masks whose measurements say how far simulations of this one are off (bench.backing)."""
+        return f"mask={self.name}"
 
     @abstractmethod
     def regions(self, q: Positions, kv: Positions) -> Regions:
@@ -101,6 +109,7 @@ class Full(WholeMask):
     """Every query sees every key."""
 
     name: ClassVar[str] = "full"
+    measured_as: ClassVar[str] = WHOLE  # pyright: ignore[reportIncompatibleMethodOverride]
     flops_share: ClassVar[float] = 1.0
     causal: ClassVar[bool] = False
     balanced: ClassVar[tuple[str, ...]] = ("contiguous",)
@@ -117,6 +126,7 @@ class Causal(WholeMask):
     """A query sees the keys up to its own position."""
 
     name: ClassVar[str] = "causal"
+    measured_as: ClassVar[str] = WHOLE  # pyright: ignore[reportIncompatibleMethodOverride]
     flops_share: ClassVar[float] = 0.5
     causal: ClassVar[bool] = True
     balanced: ClassVar[tuple[str, ...]] = ("striped", "zigzag")

@@ -98,6 +98,8 @@ class Setup:
     """Simulated: which measurements like it back its times, and how far from them simulations were (bench.backing)."""
     validation_error: float | None = None
     """Simulated: what two of three errors of that validation are within; None where nothing backs the times."""
+    validation_kind: dict[str, str] | None = None
+    """Simulated: the kind of points that the validation is of: workload, mask, transfers and links."""
     device_name: Annotated[str | None, Setting("device")] = None
     """The ranks' device."""
     alone_ranks: Annotated[list[int] | None, Setting()] = None
@@ -128,6 +130,11 @@ class Timing:
     """The lower end of a bootstrap 95% interval of the median."""
     step_ms_ci95_high: float | None = None
     """Its upper end."""
+    step_ms_validated_low: float | None = None
+    """Simulated: the shortest step that would be measured in two of three cases, by the errors of simulations of
+    measurements like it (validation); None where there are none."""
+    step_ms_validated_high: float | None = None
+    """Simulated: the longest step that would be measured in two of three cases."""
     forward_ms_median: Annotated[
         float | None, Result("forward time", "ms", better="less", noisy=True, interval="of simulated")
     ] = None

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from sp_bench.bench import resolve
-from sp_bench.bench.backing import kinds_of
+from sp_bench.bench.backing import kind_of
 from sp_bench.bench.choose import choose
 from sp_bench.resources import place
 
@@ -37,6 +37,8 @@ class Simulated(NamedTuple):
     """What a simulated point takes and sends."""
 
     step_s: float
+    mask: str
+    """The class of its mask."""
     transfers: str
     links: str
 
@@ -50,7 +52,8 @@ def simulation(config: Mapping[str, Any]) -> Simulated:
 def _simulation(config: str) -> Simulated:
     request = resolve(json.loads(config))
     choice = choose(request)
-    return Simulated(choice.total_s, *kinds_of(choice.plans.values(), request.cluster))
+    kind = kind_of(request, choice.plans.values())
+    return Simulated(choice.total_s, kind.mask, kind.transfers, kind.links)
 
 
 class LeftOut:

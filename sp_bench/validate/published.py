@@ -13,24 +13,26 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sp_bench import markdown
 from sp_bench.bench import resolve
-from sp_bench.bench.backing import FILE, Backing, transfers_of
+from sp_bench.bench.backing import FILE, Backing, Kind, figures_of, transfers_of, written
 from sp_bench.bench.choose import plans_of
 from sp_bench.cli.arguments import only_keys, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.extras import require
+from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
-from sp_bench.resources import PACKAGE, place
+from sp_bench.resources import PACKAGE, conf_files, place
 from sp_bench.validate import machine
 from sp_bench.validate.left_out import LeftOut, fits, simulation
 from sp_bench.validate.machine import plot
+from sp_bench.workload.attention import Attention
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,7 +88,7 @@ def _published(arguments: list[str]) -> int:
     found.to_csv(out / "published.csv", index=False)
     plot(found, out / "published.svg")
     rows = [*backing(found), *measured_here()]
-    FILE.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+    FILE.write_text(written(rows))
     (out / "published.md").write_text(report(found))
     print((out / "published.md").read_text())
     return 0
@@ -199,14 +201,25 @@ def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:
 
 
 def _backing(found: pd.DataFrame, column: str) -> list[Backing]:
-    """A row for each kind of transfers and of links, from the errors in a column."""
+    """A row for each kind of points, from the errors in a column."""
+    masks = [(CAUSAL if str(causal) == "True" else FULL).measured_as for causal in found["causal"]]
     rows = []
-    for transfers, links in sorted(set(zip(found["transfers"], found["links"], strict=True))):
-        here = (found["transfers"] == transfers) & (found["links"] == links)
-        off, clusters = np.abs(np.array(found[column], float)[here]), sorted(set(np.array(found["cluster"])[here]))
+    for (mask, transfers, links), group in found.assign(mask=masks).groupby(["mask", "transfers", "links"]):
+        off = np.abs(np.array(group[column], float))
         median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
-        rows.append(Backing(transfers, links, median, two_of_three, off.size, clusters))
+        clusters = {str(name): _figures(str(name), str(links)) for name in sorted(set(group["cluster"]))}
+        kind = Kind(Attention.name, str(mask), str(transfers), str(links))
+        rows.append(Backing(kind, median, two_of_three, off.size, clusters))
     return rows
+
+
+@cache
+def _figures(cluster: str, links: str) -> str | None:
+    """figures_of a cluster of the suite's; None for another, such as the hosts of one machine."""
+    if cluster not in conf_files("cluster"):
+        return None
+    with Composer() as composer:
+        return figures_of(composer.compose([f"cluster={cluster}"])["cluster"], links)
 
 
 def report(found: pd.DataFrame) -> str:

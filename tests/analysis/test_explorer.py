@@ -65,14 +65,15 @@ def test_columns_have_units_and_intervals(folder: Path) -> None:
 
 
 def test_simulated_points_have_what_measurements_like_them_are_within() -> None:
-    simulated = made(mode="simulate", step_ms_median=100.0, forward_ms_median=40.0, mfu=0.5, validation_error=0.25)
-    wide = made(mode="simulate", step_ms_median=100.0, validation_error=1.5)
-    found = columns.columns({Path(__file__): simulated, Path(__file__).parent: wide})
+    ends = {"step_ms_validated_low": 80.0, "step_ms_validated_high": 400 / 3}
+    simulated = made(mode="simulate", step_ms_median=100.0, forward_ms_median=40.0, mfu=0.5, **ends)
+    unknown = made(mode="simulate", step_ms_median=100.0)
+    found = columns.columns({Path(__file__): simulated, Path(__file__).parent: unknown})
     ends = {name: (found["low"][name][0], found["high"][name][0]) for name in found["low"]}
     assert ends["step_ms_median"] == pytest.approx((80, 400 / 3))
     assert ends["forward_ms_median"] == pytest.approx((32, 160 / 3))
     assert ends["mfu"] == pytest.approx((37.5, 62.5))
-    assert found["low"]["step_ms_median"][1] is None, "no end above"
+    assert found["low"]["step_ms_median"][1] is found["high"]["step_ms_median"][1] is None, "not validated"
 
 
 def test_few_iterations_have_no_interval(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from sp_bench.analysis import article, notebooks
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import honest, honest_grid
-from sp_bench.analysis.studies.honest_grid import Step, steps, tied
-from sp_bench.bench.backing import Interval, widest
+from sp_bench.analysis.studies.honest_grid import Step, steps, tied, widest
+from sp_bench.bench.backing import Interval, known
 from tests.support.sections import tables_of
 
 
@@ -39,9 +39,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tie_is_an_overlap_of_intervals(runs: Runs) -> None:
     record = runs.one(method="zigzag", gpus=8, seqlen="64k")
     ms = record.step_ms_median or 0.0
-    exact = Interval(ms, ms, ms, True)
+    exact = Interval(ms, ms, ms)
     assert tied([Step("a", record, exact), Step("b", record, exact)])[1:]
-    assert not tied([Step("a", record, exact), Step("b", record, Interval(2 * ms, 2 * ms, 2 * ms, True))])[1:]
+    assert not tied([Step("a", record, exact), Step("b", record, Interval(2 * ms, 2 * ms, 2 * ms))])[1:]
     ranked = next(iter(honest_grid.grid(runs).values()))
     assert [s.ms.known for s in ranked] == sorted(s.ms.known for s in ranked)
     for step in ranked:
@@ -50,13 +50,14 @@ def test_a_tie_is_an_overlap_of_intervals(runs: Runs) -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_nobody_measured_has_the_widest_interval(runs: Runs) -> None:
+def test_what_nobody_measured_is_assumed_to_have_the_widest_interval(runs: Runs) -> None:
     found = {step.name: step for step in honest_grid.grid(runs)["h100_ndr400", 8, 16]}
     zigzag, error = found["zigzag"], found["zigzag"].record.validation_error
     assert zigzag.backed and error is not None and zigzag.low == pytest.approx(zigzag.ms.known / (1 + error))
     mesh = steps({"mesh": runs.one(method="mesh", tile=[2, 8], gpus=16, seqlen="64k")})[0]
     assert not mesh.backed and mesh.high == pytest.approx(mesh.ms.known / (1 - widest("several nodes")))
     assert widest("several nodes") >= error
+    assert widest("cables") == max(row.two_of_three for row in known().values())
 
 
 @pytest.mark.exhaustive
