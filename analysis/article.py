@@ -25,7 +25,7 @@ is `python -m analysis.reproduce paper=honest`.
 
 Which method of sequence parallelism is the fastest depends on the cluster, the number of GPUs and the grouping of
 heads, and often nobody can say: the errors of any prediction are larger than the differences. So every time below has
-an interval, and methods whose intervals overlap the fastest one's are called tied.
+an interval, measured or assumed, and methods whose intervals overlap the fastest one's are called tied.
 """
 
 

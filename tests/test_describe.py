@@ -102,7 +102,7 @@ def test_simulated_steps_have_their_intervals() -> None:
     low, high = (float(end.strip("[],")) for end in found["ring"].split()[4:6])
     (error,) = [row.two_of_three for kind, row in known().items() if kind[2:] == ("KV passed on", "NVLink")]
     assert high / low == pytest.approx((1 + error) / (1 - error), rel=0.02)
-    assert found["mesh"].split("ms ")[1].startswith("(not validated (no measurements of ")
+    assert found["mesh"].split("ms ")[1].startswith("(not validated (KV, Q and outputs passed on over NVLink)")
     front = text.split("memory against time")[1].splitlines()[2:]
     assert any("not validated" in line for line in front)
     assert all(("not validated" in line) == (line.count("[") == 0) for line in front)

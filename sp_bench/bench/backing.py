@@ -21,6 +21,7 @@ from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
+from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
 from sp_bench.reading import read
 from sp_bench.records import Record
@@ -43,9 +44,9 @@ class Kind(NamedTuple):
     links: str
 
     def __str__(self) -> str:
-        of = "" if self.workload == Attention.name else f"whole steps of workload={self.workload}, "
-        transfers = self.transfers.replace("KV passed on and Q and", "KV, Q and")
-        return f"{of}{self.mask}, {transfers} over {self.links}"
+        step = "" if self.workload == Attention.name else f"whole steps of workload={self.workload}, "
+        mask = "" if self.mask == WHOLE else f"{self.mask}, "
+        return f"{step}{mask}{self.transfers.replace('KV passed on and Q and', 'KV, Q and')} over {self.links}"
 
 
 class Backing(NamedTuple):
@@ -178,7 +179,7 @@ def validated(request: Request, plans: Iterable[Plan]) -> Validation:
     kind = kind_of(request, plans)
     row = known().get(kind)
     if row is None:
-        return Validation(kind, None, f"no measurements of {kind}")
+        return Validation(kind, None, str(kind))
     if request.cluster.stragglers:
         return Validation(kind, None, f"measurements of {kind} have no stragglers")
     if figures_of(request.config["cluster"], kind.links) not in row.clusters.values():

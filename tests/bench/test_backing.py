@@ -43,7 +43,7 @@ BACKED = (
 """Points of whose kind there are measurements, on their cluster."""
 UNMEASURED = (
     ("method=mesh method.tile=[8,32] gpus=256 seqlen=1M heads=32", "KV, Q and outputs passed on over several nodes"),
-    ("method=mesh method.tile=[2,4] gpus=8", "whole sequences, KV, Q and outputs passed on over NVLink"),
+    ("method=mesh method.tile=[2,4] gpus=8", "KV, Q and outputs passed on over NVLink"),
     ("method=startrail method.team=2 gpus=8", "KV, Q and outputs passed on over NVLink"),
     ("method=tokenring gpus=16", "Q and outputs passed on over several nodes"),
     ("method=pass_q gpus=4 cluster=a10_pcie", "Q and outputs passed on over PCIe"),
@@ -100,7 +100,7 @@ def test_a_record_says_what_backs_it(overrides: str, kind: tuple[str, str]) -> N
 @pytest.mark.parametrize(("overrides", "says"), UNMEASURED)
 def test_a_kind_that_nobody_measured_has_no_interval(overrides: str, says: str) -> None:
     record = simulated(overrides)
-    assert (record.validation or "").startswith("not validated (no measurements of ") and says in record.validation
+    assert (record.validation or "").startswith("not validated (") and says in (record.validation or "")
     assert_not_validated(record)
 
 
