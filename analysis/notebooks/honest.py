@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Which method, honestly
 #
-# Every time is simulated, with the interval that two of three measurements like it were in or, where there are none, one
-# that is assumed. Methods whose intervals overlap that of the fastest are too close to call.
+# Every time is simulated, with the interval that two of three measurements like it were in or, where there are none,
+# one that is assumed. Methods whose intervals overlap that of the fastest are too close to call.
 
 # %%
 import os

@@ -15,7 +15,7 @@ import csv
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -204,11 +204,12 @@ def _backing(found: pd.DataFrame, column: str) -> list[Backing]:
     """A row for each kind of points, from the errors in a column."""
     masks = [(CAUSAL if str(causal) == "True" else FULL).measured_as for causal in found["causal"]]
     rows = []
-    for (mask, transfers, links), group in found.assign(mask=masks).groupby(["mask", "transfers", "links"]):
+    for kinds, group in found.assign(mask=masks).groupby(["mask", "transfers", "links"]):
+        mask, transfers, links = map(str, cast(tuple, kinds))
         off = np.abs(np.array(group[column], float))
         median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
-        clusters = {str(name): _figures(str(name), str(links)) for name in sorted(set(group["cluster"]))}
-        kind = Kind(Attention.name, str(mask), str(transfers), str(links))
+        clusters = {str(name): _figures(str(name), links) for name in sorted(set(group["cluster"]))}
+        kind = Kind(Attention.name, mask, transfers, links)
         rows.append(Backing(kind, median, two_of_three, off.size, clusters))
     return rows
 

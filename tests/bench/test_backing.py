@@ -89,7 +89,7 @@ def simulated(overrides: str) -> Record:
 def test_a_record_says_what_backs_it(overrides: str, kind: tuple[str, str]) -> None:
     """In words, as the kind of its points, and as two numbers."""
     record, backing = simulated(overrides), known()[Kind("attention", WHOLE, *kind)]
-    assert record.validation == str(backing) and f"n={backing.points}" in record.validation
+    assert record.validation == str(backing) and f"n={backing.points}" in str(backing)
     assert record.validation_kind == backing.kind._asdict()
     assert record.validation_error == backing.two_of_three
     step_ms, low, high = record.step_ms_median, record.step_ms_validated_low, record.step_ms_validated_high
