@@ -98,7 +98,7 @@ class Setup:
     """Simulated: which measurements like it back its times, and how far from them simulations were (bench.backing)."""
     validation_error: float | None = None
     """Simulated: what two of three errors of that validation are within; None where nothing backs the times."""
-    validation_kind: dict[str, str] | None = None
+    validation_kind: Annotated[dict[str, str] | None, Result()] = None
     """Simulated: the kind of points that the validation is of: workload, mask, transfers and links."""
     device_name: Annotated[str | None, Setting("device")] = None
     """The ranks' device."""

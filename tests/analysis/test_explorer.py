@@ -65,7 +65,7 @@ def test_columns_have_units_and_intervals(folder: Path) -> None:
 
 
 def test_simulated_points_have_what_measurements_like_them_are_within() -> None:
-    ends = {"step_ms_validated_low": 80.0, "step_ms_validated_high": 400 / 3}
+    ends: dict[str, Any] = {"step_ms_validated_low": 80.0, "step_ms_validated_high": 400 / 3}
     simulated = made(mode="simulate", step_ms_median=100.0, forward_ms_median=40.0, mfu=0.5, **ends)
     unknown = made(mode="simulate", step_ms_median=100.0)
     found = columns.columns({Path(__file__): simulated, Path(__file__).parent: unknown})
