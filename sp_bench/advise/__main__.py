@@ -26,6 +26,7 @@ from rich.table import Table
 from sp_bench.advise import plots
 from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.changes import Change, changes
+from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
@@ -189,15 +190,17 @@ def what_changes(found: Answer, varied: Sequence[Change]) -> list[str]:
 
 
 def how_to(found: Answer) -> list[str]:
-    """Settings for the fastest, and for the fastest that a framework has."""
-    gpus = found.feasible[0].record.gpus
+    """Settings for the fastest, and for the fastest that a framework has under the mask."""
     lines = ["", "How to run it:"]
     for i, each in enumerate(found.feasible):
-        found_settings = settings(each.method, gpus, each.record.layout or "contiguous")
-        elsewhere = any(name in FRAMEWORKS for name in found_settings)
+        texts = settings(Wanted.of(each.method, each.record))
+        elsewhere = any(name in FRAMEWORKS for name in texts)
         if i == 0 or elsewhere:
-            lines.append(f"  {each.name}:" + ("" if elsewhere else " no framework of the five has it"))
-            lines += [f"    {name:<12} {text}" for name, text in found_settings.items()]
+            missing = "" if elsewhere else f" none of {', '.join(FRAMEWORKS)} has it with this mask and shape"
+            lines.append(f"  {each.name}:{missing}")
+            for name, text in texts.items():
+                checked = f" ({FRAMEWORKS[name].checked})" if name in FRAMEWORKS else ""
+                lines += [f"    {name}{checked}:", *(f"      {line}" for line in text.splitlines())]
         if elsewhere:
             break
     return lines

@@ -9,7 +9,8 @@ import pytest
 from sp_bench.advise.__main__ import heading, how_to, main, size, what_changes
 from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.changes import changes
-from sp_bench.advise.flags import FRAMEWORKS, settings
+from sp_bench.advise.flags import FRAMEWORKS
+from sp_bench.bench import backing
 from sp_bench.methods import REGISTRY, build
 from tests.support.marks import exhaustive
 
@@ -99,39 +100,11 @@ def test_what_would_change_the_answer(found: Answer) -> None:
     assert len(what_changes(few, varied)) == 2 + len(varied)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "framework", "says"),
-    [
-        ("ulysses", {}, "Megatron-LM", "--context-parallel-size 8 --cp-comm-type a2a"),
-        ("usp", {"ulysses": 4}, "Megatron-LM", "a2a+p2p --hierarchical-context-parallel-sizes 4 2"),
-        ("zigzag", {}, "torchtitan", "context_parallel_degree 8 --parallelism.context_parallel_rotate_method alltoall"),
-        ("all_gather", {}, "torchtitan", "rotate_method allgather"),
-        ("ulysses", {}, "DeepSpeed", "sequence_parallel_size=8"),
-        ("all_gather", {}, "diffusers", "ContextParallelConfig(ring_degree=8)"),
-        ("ulysses_all_gather", {"ulysses": 2}, "diffusers", "ContextParallelConfig(ulysses_degree=2, ring_degree=4)"),
-        ("usp", {"ulysses": 2}, "yunchang", "set_seq_parallel_pg(2, 4, rank, world_size)"),
-        ("striped", {}, "yunchang", 'ring_impl_type="strip"'),
-        ("mesh", {"tile": (2, 4)}, "sp_bench", 'SequenceParallelAttention("mesh", tile=(2, 4), layout="contiguous")'),
-        ("ulysses", {}, "sp_bench", 'SequenceParallelAttention("ulysses")'),
-    ],
-)
-def test_settings(name: str, options: dict[str, object], framework: str, says: str) -> None:
-    layout = {"striped": "striped", "zigzag": "zigzag"}.get(name, "contiguous")
-    assert says in settings(build(name, options), 8, layout)[framework]
-
-
-@pytest.mark.parametrize("name", ["ring", "zigzag", "usp"])
-def test_diffusers_passes_no_keys_round(name: str) -> None:
-    """Its ContextParallelConfig raises NotImplementedError for any rotate_method but allgather."""
-    options = {"ulysses": 2} if name == "usp" else {}
-    assert "diffusers" not in settings(build(name, options), 8, "contiguous")
-
-
 @pytest.mark.exhaustive
 def test_a_method_that_no_framework_has_comes_with_the_best_that_one_has(found: Answer) -> None:
     mesh = next(each for each in found.feasible if each.method.name == "mesh")
     lines = how_to(Answer(found.config, [mesh, *found.feasible]))
-    assert f"  {mesh.name}: no framework of the five has it" in lines
+    assert any(line.startswith(f"  {mesh.name}: none of torchtitan, Megatron-LM") for line in lines)
     assert any(line.split()[0] in FRAMEWORKS for line in lines if line.startswith("    "))
 
 
@@ -143,6 +116,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert printed.startswith("One attention of 32,768 tokens, batch 1, 32 heads (8 of keys) of 128, causal, bfloat16")
     assert "How to run it:" in printed
     assert figure.read_text().count("<svg") == 1
+
+
+@pytest.mark.exhaustive
+def test_advice_for_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus=2", "seqlen=4k", "mask=document", "data=short", "heads=4", "changes=false"]) == 0
+    assert "mask=documents(lengths_of({" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

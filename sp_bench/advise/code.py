@@ -1,0 +1,110 @@
+"""Python that runs an attention of this suite as advised: the method with its options, the layout and the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sp_bench.bench.masks import mask_of
+from sp_bench.plan.documents import Chunked, Documents, Packed
+from sp_bench.plan.mask import CAUSAL, Mask
+from sp_bench.plan.method import Method
+from sp_bench.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a setting must run."""
+
+    method: Method
+    """With all its options chosen."""
+    gpus: int
+    layout: str
+    """The name of the layout."""
+    mask: Mask
+    heads: int
+    kv_heads: int
+    batch: int
+    seqlen: int
+    seed: int
+    config: Mapping[str, Any]
+    """The composed config that the point was asked for with."""
+
+    @classmethod
+    def of(cls, method: Method, record: Record) -> Wanted:
+        """The point of a record, with the method that was chosen for it."""
+        config = record.config or {}
+        return cls(
+            method=method,
+            gpus=record.gpus,
+            layout=record.layout or "contiguous",
+            mask=mask_of(config, record.seqlen, record.seed or 0),
+            heads=record.heads,
+            kv_heads=record.kv_heads,
+            batch=record.batch,
+            seqlen=record.seqlen,
+            seed=record.seed or 0,
+            config=config,
+        )
+
+    @property
+    def ulysses(self) -> int:
+        """The head-parallel degree."""
+        return self.method.head_parallel(self.gpus)
+
+    def splits_heads(self, degree: int) -> bool:
+        """Whether so many ranks each get as many whole heads, and whole key heads."""
+        return self.heads % degree == 0 and self.kv_heads % degree == 0
+
+
+def module_code(wanted: Wanted) -> str:
+    """Lines that make `attention` and call it with q, k and v of this rank's tokens, as `attention.shard` cuts them."""
+    options = {"mask": _mask(wanted)} | _options(wanted)
+    given = "".join(f", {name}={value}" for name, value in options.items() if value)
+    names = ["SequenceParallelAttention", *(["documents"] if isinstance(wanted.mask, Packed) else [])]
+    lines = [f"from sp_bench import {', '.join(names)}"]
+    if "lengths_of(" in given:
+        lines.append("from sp_bench.packing import lengths_of")
+    uneven = wanted.seqlen % wanted.gpus and not isinstance(wanted.mask, Packed)
+    length = f", seqlen={wanted.seqlen}" if uneven else ""
+    lines += [
+        f'attention = SequenceParallelAttention("{wanted.method.name}"{given})',
+        f"out = attention(q, k, v{length})",
+    ]
+    return "\n".join(lines)
+
+
+def _options(wanted: Wanted) -> dict[str, str]:
+    """The options that differ from the defaults, as Python."""
+    method = wanted.method
+    found = {f.name: vars(method)[f.name] for f in fields(method)}
+    found = {f.name: found[f.name] for f in fields(method) if found[f.name] not in (f.default, "auto")}
+    if len(method.layouts) > 1:
+        found["layout"] = wanted.layout
+    found["wire_dtype"] = wanted.config.get("wire_dtype")
+    kernel = (wanted.config.get("kernel") or {}).get("name")
+    found["kernel"] = None if kernel == "auto" else kernel
+    return {name: repr(value).replace("'", '"') for name, value in found.items() if value is not None}
+
+
+def _mask(wanted: Wanted) -> str:
+    """The mask as Python; empty for the causal one, which is the default."""
+    mask = wanted.mask
+    if not isinstance(mask, Packed):
+        return "" if mask == CAUSAL else f'"{mask.name}"'
+    causal = "" if mask.causal else ", causal=False"
+    sides = (mask.left, 0 if mask.causal else mask.right)
+    window = f", window={sides}" if mask.windowed else ""
+    return f"documents({_lengths(wanted, mask)}{causal}{window})"
+
+
+def _lengths(wanted: Wanted, mask: Packed) -> str:
+    """The documents' lengths; those that are drawn or read from a file by what draws or reads them."""
+    data = wanted.config.get("data") or {}
+    if isinstance(mask, Documents) and data.get("kind") != "lengths":
+        return f"lengths_of({data!r}, {wanted.seqlen}, {wanted.seed})"
+    if isinstance(mask, Chunked):
+        first, rest = mask.lengths[0], mask.seqlen % mask.lengths[0]
+        return f"[{first}] * {mask.seqlen // first}" + (f" + [{rest}]" if rest else "")
+    return str(list(mask.lengths))
