@@ -29,6 +29,7 @@ from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
+from sp_bench.bench.unread import unread
 from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.report import over_least
 from sp_bench.errors import RequestError
@@ -53,6 +54,9 @@ def _advise(arguments: Sequence[str]) -> int:
     for key in given:
         if key.partition(".")[0] in NOT_ADVISED:
             raise RequestError(f"{key}={given[key]}", "is what the advice is about", "leaving it out would work")
+        if key in unread("simulate"):
+            rule = "is read by measured points only, and advice simulates"
+            raise RequestError(f"{key}={given[key]}", rule, "leaving it out would work")
     overrides = [argument for argument in arguments if argument.partition("=")[0] not in OWN]
     memory_bytes = size(given["memory"]) if "memory" in given else None
     asked = flag({"changes": True} | given, "changes")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sp_bench import methods, records
+from sp_bench.bench import unread
 from sp_bench.bench.given import SHAPE, Given
 from sp_bench.bench.mode import Mode, resolve_mode
 from sp_bench.bench.transport import transport_of
@@ -176,7 +177,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     cluster = replace(cluster, transport_options=transport)
     method = _with_collectives(method, cluster.transport)
-    notes += peer.notes(mode.devices.kind) if peer else []
+    notes += (peer.notes(mode.devices.kind) if peer else []) + unread.notes(config, mode)
     if peer:
         peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind)
     if mode.name == "simulate":

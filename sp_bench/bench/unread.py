@@ -1,0 +1,57 @@
+"""Keys that a point's mode doesn't read. What somebody has set and nobody reads is a note of the record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from sp_bench.bench.mode import Mode
+from sp_bench.resources import CONF
+
+MEASURED = ("measure", "alone")
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "alone": ("alone",),
+    **dict.fromkeys(("device", "nccl", "iters", "warmup", "verify", "parts", "timeout_s"), MEASURED),
+    **dict.fromkeys(("kernel.sm_margin", "train.learning_rate", "train.task"), MEASURED),
+}
+"""The modes that read each key that not all modes read. What only simulated points read is refused on others."""
+IN_WORDS = {"simulate": "a simulated point", "measure": "a measured point", "alone": "mode=alone"}
+
+
+def notes(config: Mapping[str, Any], mode: Mode) -> list[str]:
+    """A note on the keys that have other values than their defaults and aren't read; none if there are none."""
+    given = {key: value for key in unread(mode.name) if (value := _at(config, key)) != _default(key)}
+    if not given:
+        return []
+    said = ", ".join(f"{key}={_text(value)}" for key, value in given.items())
+    return [f"{IN_WORDS[mode.name]} doesn't read {said}"]
+
+
+def unread(mode: str) -> list[str]:
+    """The keys that points of a mode don't read."""
+    return [key for key, modes in READ_BY.items() if mode not in modes]
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    group, _, name = key.rpartition(".")
+    section = config.get(group) if group else config
+    return section.get(name, _default(key)) if isinstance(section, Mapping) else _default(key)
+
+
+def _default(key: str) -> Any:
+    group, _, name = key.rpartition(".")
+    defaults = _defaults()
+    return "auto" if group == "kernel" else (defaults[group] if group else defaults)[name]
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    import yaml
+
+    return yaml.safe_load((CONF / "config.yaml").read_text())
+
+
+def _text(value: Any) -> str:
+    """A value as it is written in an argument."""
+    return {"True": "true", "False": "false", "None": "null"}.get(str(value), str(value).replace("'", ""))
