@@ -156,33 +156,41 @@ COUNTED_WHERE_MEASURED = ("comm_bytes_per_gpu", "comm_bytes_busiest_gpu", "peak_
 """Fields of COUNTED that a measured record takes from the tensors that were sent or held."""
 
 
-def record_source(record: Record) -> Source:
-    """The record as a source. Its text is the command that makes the record again."""
-    return Source(record.run_id, "record", f"python -m sp_bench {command(record.config or {})}")
+def record_source(record: Record, own: Path | None = None) -> Source:
+    """The record as a source. Its text is the command that makes the record again; `own` is that of `command`."""
+    return Source(record.run_id, "record", f"python -m sp_bench {command(record.config or {}, own)}")
 
 
 NOT_IN_COMMANDS = ("logger", "baseline", "reuse", "timeout_s", "trace", "results_dir")
+SOMEBODYS = "--config-dir DIR"
+"""In a command whose point needs a file that isn't here."""
 
 
-def command(config: Any) -> str:
-    """The command-line arguments that compose to `config`. Defaults of conf/config.yaml are left out."""
-    from sp_bench.analysis.runs import defaults, group
+def command(config: Any, own: Path | None = None) -> str:
+    """The command-line arguments that compose to `config`. Defaults of conf/config.yaml are left out.
 
-    usual, found = defaults(), []
-    groups = {key: value for key, value in config.items() if isinstance(value, dict) and "name" in value}
+    `own` is a folder with cluster/ ... of one's own, as --config-dir names it. A file that neither it nor the suite has
+    is named as it is, behind --config-dir DIR: the config alone says what it had.
+    """
+    from sp_bench.analysis.runs import choices, composed, defaults
+
+    groups = {key: value["name"] for key, value in config.items() if isinstance(value, dict) and "name" in value}
+    here = {key: name for key, name in groups.items() if name in choices(key, own)}
+    plain, usual = defaults(), composed(tuple(f"{key}={name}" for key, name in here.items() if key != "logger"), own)
+    found, beside = [], ""
     for key, value in config.items():
-        if key in NOT_IN_COMMANDS or value == usual.get(key):
+        if key in NOT_IN_COMMANDS:
             continue
         if key == "data":
-            found += _data(value)
-            continue
-        if key not in groups:
+            found += _data(value) if value != plain.get(key) else []
+        elif key not in groups:
             found += _changed(key, value, usual.get(key))
-            continue
-        found.append(f"{key}={value['name']}")
-        if key in ("method", "cluster"):
-            found += _changed(key, value, group(key, value["name"]))
-    return " ".join(found)
+        elif value != plain.get(key):
+            found.append(f"{key}={groups[key]}")
+            found += _changed(key, value, usual[key]) if key in here else []
+            if groups[key] not in choices(key):
+                beside = f"--config-dir {own} " if key in here else f"{SOMEBODYS} "
+    return beside + " ".join(found)
 
 
 def _data(value: Mapping[str, Any]) -> list[str]:

@@ -68,17 +68,22 @@ def defaults() -> dict[str, Any]:
 
 
 @cache
-def choices(name: str) -> list[str]:
-    """The names of the files of conf/<name>."""
-    with Composer() as composer:
+def choices(name: str, own: Path | None = None) -> list[str]:
+    """The names of the files of conf/<name>, and of such a folder in `own`, which --config-dir would name."""
+    with Composer(own) as composer:
         return composer.choices(name)
 
 
 @cache
-def group(name: str, choice: str) -> dict[str, Any]:
+def composed(arguments: tuple[str, ...], own: Path | None = None) -> dict[str, Any]:
+    """The config that some choices of files compose to, with keys as text."""
+    with Composer(own) as composer:
+        return json.loads(json.dumps(composer.compose(arguments)))
+
+
+def group(name: str, choice: str, own: Path | None = None) -> dict[str, Any]:
     """The values of conf/<name>/<choice>.yaml, with keys as text."""
-    with Composer() as composer:
-        return json.loads(json.dumps(composer.compose([f"{name}={choice}"])[name]))
+    return composed((f"{name}={choice}",), own)[name]
 
 
 @dataclass

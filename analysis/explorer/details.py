@@ -33,11 +33,17 @@ PUBLIC = ("code_version", "git_commit", "git_dirty", "versions", "platform", "me
 Json = dict[str, Any]
 
 
-def of_point(record: Record, path: Path, *, private: bool) -> Json:
-    """What is known of a point beside its row: its command, its provenance, bytes by link and lane, and notes."""
+def of_point(record: Record, path: Path, *, private: bool, own: Path | None = None) -> Json:
+    """What is known of a point beside its row: its command, its provenance, bytes by link and lane, and notes.
+
+    `own` is the folder of --config-dir, by whose files the command is shorter; unless `private`, only its name is said.
+    """
+    command = record_source(record, own).text if record.config else ""
+    if own and not private:
+        command = command.replace(f"--config-dir {own} ", f"--config-dir {own.resolve().name} ")
     provenance = {k: v for k, v in (record.provenance or {}).items() if v is not None and (private or k in PUBLIC)}
     found: Json = {
-        "command": record_source(record).text if record.config else "",
+        "command": command,
         "file": str(path) if private else path.name,
         "provenance": provenance,
         "error": record.error or "",

@@ -40,14 +40,22 @@ def page(title: str, body: str, *, style: str, head: str = "") -> str:
 
 
 def explorer(
-    found: Mapping[Path, Record], title: str, *, drawings: int, progress: Callable[[str], None] = lambda text: None
+    found: Mapping[Path, Record],
+    title: str,
+    *,
+    drawings: int,
+    own: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """The explorer's page of these records. The newest `drawings` have their timelines and matrices in it."""
+    """The explorer's page of these records. The newest `drawings` have their timelines and matrices in it.
+
+    `own` is the folder of --config-dir (details.of_point).
+    """
     newest = set(sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:drawings])
     details, parts = {}, {}
     for path, record in found.items():
         progress(record.run_id)
-        content = of_point(record, path, private=False)
+        content = of_point(record, path, private=False, own=own)
         if path in newest:
             content |= _shared(drawn(record, path), parts)
         details[record.run_id] = packed(content)

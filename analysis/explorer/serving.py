@@ -24,8 +24,8 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, find: Find, title: str, port: int) -> None:
-        self.find, self.title, self.lock = find, title, threading.Lock()
+    def __init__(self, find: Find, title: str, port: int, own: Path | None = None) -> None:
+        self.find, self.title, self.own, self.lock = find, title, own, threading.Lock()
         self.by_id: dict[str, tuple[Path, Record]] = {}
         super().__init__((HOST, port), Handler)
         self.hosts = {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
@@ -48,7 +48,7 @@ class Server(ThreadingHTTPServer):
             if run_id not in self.by_id:
                 return None
             path, record = self.by_id[run_id]
-            return as_text(of_point(record, path, private=True) | drawn(record, path))
+            return as_text(of_point(record, path, private=True, own=self.own) | drawn(record, path))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -82,11 +82,14 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing for each request."""
 
 
-def serve(find: Find, title: str, port: int) -> int:
-    """Serve the page until the process is interrupted. Raises RequestError for no records, or a port that is taken."""
+def serve(find: Find, title: str, port: int, own: Path | None = None) -> int:
+    """Serve the page until the process is interrupted. Raises RequestError for no records, or a port that is taken.
+
+    `own` is the folder of --config-dir (details.of_point).
+    """
     find()
     try:
-        server = Server(find, title, port)
+        server = Server(find, title, port, own)
     except OSError as error:
         raise RequestError(
             f"port={port}", f"can't be used ({error.strerror})", "port=0, any free one, would work"

@@ -69,8 +69,11 @@ class Composer(ExitStack):
         return list(itertools.product(*(values for _, values in axes)))
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The resolved config of one point. Raises RequestError for an unknown nested key."""
+        """The resolved config of one point. Raises RequestError for an unknown choice of a group, or nested key."""
         parsed = [self._parsed(override) for override in overrides]
+        for override in parsed:
+            if override.key_or_group in self.groups():
+                self._check(override, str(override.value()))
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
         # The last choice of a group counts. They are sorted, so that `_composed` knows them in any order.
         chosen = {(o.key_or_group, o.package): str(o.input_line) for o in of_hydra}
