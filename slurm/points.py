@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -56,17 +57,16 @@ class Refused:
     record: Record
 
 
-def planned(name: str, changes: Sequence[str]) -> tuple[list[Task], list[Refused]]:
+def planned(name: str, changes: Sequence[str], own: Path | None = None) -> tuple[list[Task], list[Refused]]:
     """The tasks and the refused points of conf/sweep/<name>.yaml, with changes key=value or key=value,value.
 
-    Raises RequestError for an unknown sweep or key, or a mode that takes no jobs.
+    `own` is a folder of the form of conf/. A point is refused for what its values say, never for what this machine has
+    or lacks: its jobs run on others. Raises RequestError for an unknown sweep or key, or a mode that takes no jobs.
     """
     groups: dict[str, list[Point]] = {}
     refused = []
-    for point in _composed(name, changes):
-        try:
-            resolve(point.config, Launch.planned(_gpus(point)))
-        except RequestError as error:
+    for point in _composed(name, changes, own):
+        if error := _refusal(point):
             refused.append(Refused(point=point, record=unsupported(point.config, error)))
         else:
             groups.setdefault(setting_of(point.config), []).append(point)
@@ -84,16 +84,34 @@ def by_gpus(tasks: Iterable[Task]) -> dict[int, list[Task]]:
     return {gpus: list(group) for gpus, group in itertools.groupby(ordered, key=lambda task: task.gpus)}
 
 
-def _composed(name: str, changes: Sequence[str]) -> list[Point]:
+def _refusal(point: Point) -> RequestError | None:
+    """Why no nodes can serve a point; None if some can.
+
+    device=auto on cluster=local is what the nodes have, so that both are tried: the first refusal is the one that is
+    said.
+    """
+    config, errors = point.config, []
+    either = config["device"] == "auto" and config["cluster"].get("this_machine") is True
+    for device in ("cuda", "cpu") if either else (config["device"],):
+        try:
+            resolve({**config, "device": device}, Launch.planned(_gpus(point)))
+        except RequestError as error:
+            errors.append(error)
+        else:
+            return None
+    return errors[0]
+
+
+def _composed(name: str, changes: Sequence[str], own: Path | None) -> list[Point]:
     """The points of a sweep, each once."""
-    known = conf_files("sweep")
+    known = conf_files("sweep", own)
     if name not in known:
         raise unknown("sweep", name, known)
     content = yaml.safe_load(known[name].read_text())
     values = {key: [value] for key, value in content["fixed"].items()} | content["axes"]
     arguments = {key: f"{key}={','.join(map(_text, choices))}" for key, choices in values.items()}
     arguments |= {change.partition("=")[0]: change for change in changes}
-    with Composer() as composer:
+    with Composer(own) as composer:
         configs = [composer.compose(point) for point in composer.points(list(arguments.values()), sweep=True)]
     if any(config["mode"] == "alone" for config in configs):
         raise RequestError("mode=alone", "takes one process, whatever gpus is", "python -m sp_bench -m mode=alone ...")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -59,9 +60,12 @@ class Settings(Section, frozen=True, kw_only=True):
         return math.ceil(gpus / self.gpus_per_node)
 
 
-def load(name: str, changes: Sequence[str] = ()) -> Settings:
-    """The settings of conf/slurm/<name>.yaml, with changes such as time=00:10:00. Raises RequestError."""
-    known = conf_files("slurm")
+def load(name: str, changes: Sequence[str] = (), own: Path | None = None) -> Settings:
+    """The settings of conf/slurm/<name>.yaml, with changes such as time=00:10:00. Raises RequestError.
+
+    `own` is a folder of the form of conf/.
+    """
+    known = conf_files("slurm", own)
     if name not in known:
         raise unknown("slurm", name, known)
     config: dict[str, Any] = yaml.safe_load(known[name].read_text())

@@ -1,16 +1,20 @@
-"""python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--dry-run] [--wait | --watch]
+"""python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--config-dir DIR] [--dry-run]
+                      [--wait | --watch]
 python -m slurm.sweep status | resume | cancel DIR [--wait | --watch]
 
 Submits the points of conf/sweep/NAME.yaml as job arrays, one for each number of GPUs. key=value or key=value,value
 changes what that file fixes or sweeps. Every point is resolved first; a point that can't be served gets its record at
 once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes one of its keys.
 
-  --dry-run   print the scripts; write and submit nothing
-  --wait      follow the jobs until none is left: a line whenever a point changes its state
-  --watch     the same as a view in the terminal: finished, running, pending and failed points, and the time left
-  status DIR  print how many points are done, running, pending, failed
-  resume DIR  submit the missing points
-  cancel DIR  cancel the jobs; finished points are kept
+  --config-dir DIR  a folder with your own sweep/, slurm/, cluster/ ..., in addition to conf/
+  --dry-run         print the scripts; write and submit nothing
+  --wait            follow the jobs until none is left: a line whenever a point changes its state
+  --watch           the same as a view in the terminal: finished, running, pending and failed points, and the time left
+  status DIR        print how many points are done, running, pending, failed
+  resume DIR        submit the missing points
+  cancel DIR        cancel the jobs; finished points are kept
+
+Nothing is asked of the machine that submits, which may have no GPU and no torch.
 
 Exit codes: 0 ok, with --wait or --watch all points done; 2 a request that can't be served; 1 anything else.
 """
@@ -22,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 
 from sp_bench import records
-from sp_bench.cli.arguments import run_command
+from sp_bench.cli.arguments import config_dir, run_command
 from sp_bench.errors import RequestError, unknown
 from sp_bench.slurm import queue, scripts, watching
 from sp_bench.slurm.folder import Sweep
@@ -36,23 +40,25 @@ FLAGS = ("--dry-run", "--wait", "--watch")
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    return run_command("slurm.sweep", __doc__ or "", _sweep, arguments, FLAGS)
+    return run_command("slurm.sweep", __doc__ or "", _sweep, arguments, (*FLAGS, "--config-dir"))
 
 
 def _sweep(arguments: list[str]) -> int:
+    own, arguments = config_dir(arguments)
     words = [argument for argument in arguments if argument not in FLAGS]
     if not words:
         raise RequestError(" ".join(arguments), "needs a sweep", "sweep=cpu_methods would work")
     try:
-        return _answer(words, dry="--dry-run" in arguments, wait="--wait" in arguments, live="--watch" in arguments)
+        flags = {"dry": "--dry-run", "wait": "--wait", "live": "--watch"}
+        return _answer(words, own, **{name: flag in arguments for name, flag in flags.items()})
     except KeyboardInterrupt:
         print("slurm.sweep: interrupted; the jobs go on", file=sys.stderr)
         return 1
 
 
-def _answer(words: list[str], *, dry: bool, wait: bool, live: bool) -> int:
+def _answer(words: list[str], own: Path | None, *, dry: bool, wait: bool, live: bool) -> int:
     if "=" in words[0]:
-        sweep, refused = asked_for(words)
+        sweep, refused = asked_for(words, own)
         errors = Counter(each.record.error for each in refused)
         if not sweep.tasks:
             raise RequestError(
@@ -85,8 +91,11 @@ def _answer(words: list[str], *, dry: bool, wait: bool, live: bool) -> int:
     return 0
 
 
-def asked_for(words: list[str]) -> tuple[Sweep, list[Refused]]:
-    """The sweep that a command line asks for, not yet written, and its refused points. Raises RequestError."""
+def asked_for(words: list[str], folder: Path | None = None) -> tuple[Sweep, list[Refused]]:
+    """The sweep that a command line asks for, not yet written, and its refused points. Raises RequestError.
+
+    `folder` is that of --config-dir.
+    """
     own = {"slurm": "testcluster"}
     slurm_changes, changes = [], []
     for word in words:
@@ -102,8 +111,8 @@ def asked_for(words: list[str]) -> tuple[Sweep, list[Refused]]:
     if "sweep" not in own:
         raise RequestError("sweep", "is not given", "sweep=mesh_table3 would work")
     name = own["sweep"]
-    settings = load(own["slurm"], slurm_changes)
-    tasks, refused = planned(name, changes)
+    settings = load(own["slurm"], slurm_changes, folder)
+    tasks, refused = planned(name, changes, folder)
     sweep = Sweep(
         folder=Path(own.get("folder") or f"results/sweeps/{name}").resolve(),
         name=name,

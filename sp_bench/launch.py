@@ -36,6 +36,8 @@ class Launch:
     """The address of rank 0's host."""
     name: str
     """The launch's name: the same in all its processes, and unique."""
+    future: bool = False
+    """Whether it is yet to start, on machines that this one says nothing about."""
 
     def refuse(self, gpus: int) -> None:
         """Raise RankCountError unless a point needs n ranks."""
@@ -47,7 +49,9 @@ class Launch:
     @staticmethod
     def planned(n: int) -> Launch:
         """A future launch of n ranks, none of them on this machine."""
-        return Launch(by="srun", rank=0, n=n, ranks_by_node=(), ranks_here=0, cores_here=1, address="", name="")
+        return Launch(
+            by="srun", rank=0, n=n, ranks_by_node=(), ranks_here=0, cores_here=1, address="", name="", future=True
+        )
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:

@@ -25,9 +25,14 @@ def conf_folders() -> list[Path]:
     return [CONF, *([user_conf()] if user_conf().is_dir() else [])]
 
 
-def conf_files(group: str) -> dict[str, Path]:
-    """The files of a group, by the names of its choices in alphabetical order."""
-    found = {path.stem: path for folder in reversed(conf_folders()) for path in (folder / group).glob("*.yaml")}
+def conf_files(group: str, own: Path | None = None) -> dict[str, Path]:
+    """The files of a group, by the names of its choices in alphabetical order.
+
+    `own` is another folder that has groups: after the suite's own, before the user's.
+    """
+    suite, *users = conf_folders()
+    folders = [suite, *([own] if own else []), *users]
+    found = {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
     return dict(sorted(found.items()))
 
 

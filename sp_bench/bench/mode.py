@@ -44,7 +44,10 @@ class Mode:
 def resolve_mode(
     config: Mapping[str, Any], gpus: int, cluster: Cluster, launch: Launch | None, *, of_a_peer: bool
 ) -> Mode:
-    """The mode of a composed config. Raises RequestError if this machine or launch can't serve it."""
+    """The mode of a composed config. Raises RequestError if this machine or launch can't serve it.
+
+    A launch in the future is taken to have the devices that are asked for: GPUs unless device=cpu.
+    """
     asked = read(Asked, config["mode"], "mode")
     device = read(AskedDevice, config["device"], "device")
     settings = nccl_settings(config["nccl"])
@@ -125,9 +128,11 @@ def nccl_settings(given: Any) -> dict[str, str]:
 
 def _without_gpus(ranks_here: int, cluster: Cluster, launch: Launch | None) -> str:
     """Why a point's ranks can't have a GPU each; empty if they can, as far as this process knows."""
-    here = gpus_here()
     if cluster.hosts:
         return f"the hosts of cluster={cluster.name} have CPUs only"
+    if launch and launch.future:
+        return ""
+    here = gpus_here()
     # A launcher may show each process only one GPU.
     if here < (min(ranks_here, 1) if launch else ranks_here):
         return f"{_has(here)}, and its ranks need {ranks_here}, one each"

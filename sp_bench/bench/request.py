@@ -76,6 +76,7 @@ class Request:
     """The number of ranks whose simulated timelines are written."""
     timeout_s: float
     run_id: str
+    """Empty for a launch in the future, on whose machines it depends."""
     devices: Devices
     """The devices of a measured point's ranks."""
     alone: tuple[int, ...] = ()
@@ -150,19 +151,15 @@ class Request:
 def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     """The request of a composed config. Raises RequestError for the first invalid value.
 
+    With a launch in the future nothing is asked of this machine, not its packages either, and there is no run_id.
     `config` has the keys of conf/config.yaml and its groups: method, cluster, kernel, logger. `launch` has the ranks
     that the point is measured on; None: they are started on this machine.
     """
     given = Given.of(config)
     kind, values = given.workload, given.values
     phases = kind.phases_of(str(config["phase"]))
-    options = {key: value for key, value in config["method"].items() if key != "name"}
-    if given.of_a_peer:
-        from sp_bench.peers import registry as peers
-
-        method: Method | Peer = peers.build(config["impl"], options, mask=given.mask)
-    else:
-        method = methods.build(given.method, options)
+    here = not (launch and launch.future)
+    method = _method(given, here=here)
     peer = method if isinstance(method, Peer) else None
     tensor_parallel = kind.tensor_parallel(config)
     problem = _problem(given, method, tensor_parallel)
@@ -177,16 +174,16 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     cluster = replace(cluster, transport_options=transport)
     method = _with_collectives(method, cluster.transport)
-    notes += (peer.notes(mode.devices.kind) if peer else []) + unread.notes(config, mode)
+    notes += (peer.notes(mode.devices.kind) if peer and here else []) + unread.notes(config, mode)
     if peer:
-        peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind)
+        peer.refuse_run(mode=mode.name, kernel=kernel, device=mode.devices.kind, here=here)
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)
     workload = workload.on(cluster.device)
     if mode.name != "simulate":
         refuse_others(implementation)
-        notes += _refuse_measuring(config, workload, cluster, mode, launch)
+        notes += _refuse_measuring(config, workload, cluster, mode, launch) if here else []
     return Request(
         given=given,
         method=method,
@@ -205,11 +202,23 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         trace=values.trace,
         timeout_s=values.timeout_s,
         notes=notes,
-        run_id=given.run_id(mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices),
+        run_id=given.run_id(mode.name, cluster.cores, peer.version if peer else None, launch, mode.devices)
+        if here
+        else "",
         devices=mode.devices,
         alone=mode.alone,
         launch=launch if mode.name == "measure" else None,
     )
+
+
+def _method(given: Given, *, here: bool) -> Method | Peer:
+    """The method or peer with its options. `here`: a peer's package must be installed."""
+    options = {key: value for key, value in given.config["method"].items() if key != "name"}
+    if given.of_a_peer:
+        from sp_bench.peers import registry as peers
+
+        return peers.build(given.impl, options, mask=given.mask, here=here)
+    return methods.build(given.method, options)
 
 
 def _with_collectives(method: Method | Peer, transport: TransportKind) -> Method | Peer:

@@ -60,10 +60,10 @@ class Peer(ABC):
     """The name of the layout that the algorithm needs."""
 
     @classmethod
-    def build(cls, options: Mapping[str, Any], *, mask: Mask) -> Self:
+    def build(cls, options: Mapping[str, Any], *, mask: Mask, here: bool = True) -> Self:
         """The peer with these options. Options that it doesn't have must be auto.
 
-        Raises RequestError for an invalid option or value, or if the package is not installed.
+        Raises RequestError for an invalid option or value or, if it is to run `here`, a package that is not installed.
         """
         own = {f.name: options[f.name] for f in fields(cls) if f.name in options}
         for key, value in options.items():
@@ -71,7 +71,8 @@ class Peer(ABC):
                 rule = f"impl={cls.name} has no such option"
                 raise RequestError(f"method.{key}={value}", rule, f"method.{key}={AUTO} would work")
         peer = cls(mask=mask, **own)
-        peer.refuse_absence()
+        if here:
+            peer.refuse_absence()
         return peer
 
     def __post_init__(self) -> None:
@@ -145,12 +146,16 @@ class Peer(ABC):
             rule = f"{self.distribution} is not installed"
             raise RequestError(f"impl={self.name}", rule, f"{self.install} would work")
 
-    def refuse_run(self, *, mode: str, kernel: str, device: str) -> None:
-        """Raise RequestError for a run that a peer can't do: a simulation, one on that device, or another kernel's."""
+    def refuse_run(self, *, mode: str, kernel: str, device: str, here: bool = True) -> None:
+        """Raise RequestError for a run that a peer can't do: a simulation, one on that device, or another kernel's.
+
+        Whether the packages for a device are there is known `here` alone.
+        """
         if mode == "simulate":
             rule = f"{self.name} has no plan that could be simulated"
             raise RequestError(f"method={PEER} mode=simulate", rule, "cluster=local would work, which measures")
-        self.refuse_device(device)
+        if here or not self.on_cpus:
+            self.refuse_device(device)
         if kernel != "auto":
             raise RequestError(f"kernel={kernel}", f"{self.name} has its own kernel", "kernel=auto would work")
 

@@ -21,15 +21,15 @@ PEERS: dict[str, type[Peer]] = {
 """Every package by its `impl` name. A new one is imported above and listed here."""
 
 
-def build(impl: str | None, options: Mapping[str, Any], *, mask: Mask) -> Peer:
+def build(impl: str | None, options: Mapping[str, Any], *, mask: Mask, here: bool = True) -> Peer:
     """The peer of that name, or the user's function if `impl` is module:name, with the options of method=peer.
 
-    Raises RequestError for an unknown name or option, or if the package is not installed.
+    Raises RequestError for an unknown name or option or, if it is to run `here`, a package that is not installed.
     """
     if impl and ":" in impl:
-        return User.named(impl, options, mask=mask)
+        return User.named(impl, options, mask=mask, here=here)
     if impl not in PEERS:
         rule = f"method={PEER} needs an implementation to run" if impl is None else "there is no such implementation"
         known = nearest(impl or "", PEERS)
         raise RequestError(f"impl={'null' if impl is None else impl}", rule, f"{known}, or your_module:your_function")
-    return PEERS[impl].build(options, mask=mask)
+    return PEERS[impl].build(options, mask=mask, here=here)

@@ -43,9 +43,9 @@ class User(Peer):
     """module:name, the value of the key `impl`."""
 
     @classmethod
-    def named(cls, function: str, options: Mapping[str, Any], *, mask: Mask) -> User:
-        """The user's function with these options."""
-        return cls.build({**options, "function": function}, mask=mask)
+    def named(cls, function: str, options: Mapping[str, Any], *, mask: Mask, here: bool = True) -> User:
+        """The user's function with these options; `here` is that of `build`."""
+        return cls.build({**options, "function": function}, mask=mask, here=here)
 
     def wanted_layout(self) -> str:
         return self.mask.layout(self.layout).name

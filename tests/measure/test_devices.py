@@ -124,7 +124,7 @@ def test_run_ids_tell_devices_and_settings_apart(eight_gpus: None) -> None:
 
 def test_a_launch_may_show_each_process_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode, "torch_has_cuda", lambda: True)
-    launch = replace(Launch.planned(8), ranks_here=8)
+    launch = replace(Launch.planned(8), ranks_here=8, future=False)
     monkeypatch.setattr(mode, "gpus_here", lambda: 1)
     assert point("gpus=8", launch=launch).devices.kind == "cuda"
     monkeypatch.setattr(mode, "gpus_here", lambda: 0)
