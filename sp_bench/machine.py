@@ -89,6 +89,11 @@ def busy_s() -> float | None:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
+def at_most_all_cores(busy_s: float, window_s: float) -> float:
+    """Busy core seconds of a window, which the kernel counts in ticks: those of all cores at most."""
+    return min(busy_s, window_s * (os.cpu_count() or 1))
+
+
 def oom_kills() -> int:
     """How many processes the kernel has killed so far because memory ran out; 0 if it keeps no count."""
     return proc_number("vmstat", "oom_kill") or 0

@@ -9,7 +9,16 @@ import numpy as np
 
 from sp_bench.bench.counted import by_lane, plain
 from sp_bench.bench.request import Request
-from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, START, STEP, TRAINING, Samples
+from sp_bench.measure.samples import (
+    COMMUNICATION_ONLY,
+    COMPUTE_ONLY,
+    CORE_WINDOW,
+    CORES,
+    START,
+    STEP,
+    TRAINING,
+    Samples,
+)
 from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
@@ -96,9 +105,10 @@ def cores(found: Breakdown, samples: Samples, machines: Sequence[str]) -> Breakd
     """`found` with busy core times. `machines` has the machine of each rank; each machine's first rank sampled them."""
     first = [machines.index(machine) for machine in dict.fromkeys(machines)]
     busy_s = {name: samples.by_rank(name)[first] for name in CORES.values() if samples.by_rank(name).size}
-    return replace(
-        found, **{f"{name}_ms_mean": 1e3 * float(each_s.sum()) / each_s.shape[1] for name, each_s in busy_s.items()}
-    )
+    means = {f"{name}_ms_mean": 1e3 * float(each_s.sum()) / each_s.shape[1] for name, each_s in busy_s.items()}
+    if (window_s := samples.by_rank(CORE_WINDOW)).size:
+        means["core_window_ms_mean"] = 1e3 * float(window_s[first].mean())
+    return replace(found, **means)
 
 
 def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:

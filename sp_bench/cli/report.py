@@ -22,8 +22,8 @@ from sp_bench.records.workloads import model_in_words
 FEWEST_ITERATIONS = 5
 """With fewer iterations, the interval of a median means nothing."""
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
-"""Busy core time of all iterations, and a step's time, below which the number of busy cores is not shown: the kernel's
-ticks are too coarse, or barriers weigh too much."""
+"""Busy core time of all iterations, and the time of a step with its barriers, below which the number of busy cores is
+not shown: the kernel's ticks are too coarse, or barriers weigh too much."""
 KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "gathered", "loss")
 """The kinds of memory of a training step."""
 WIDTH = 10_000
@@ -187,16 +187,19 @@ def _share(part_ms: float | None, record: Record) -> str:
 
 
 def _cores(record: Record) -> str:
-    """The mean number of busy cores; a dash for steps that are too short to tell."""
-    step_ms, iters = record.step_ms_median, record.iters or 0
+    """The mean number of busy cores; a dash for steps that are too short to tell.
+
+    Means over means: core time over the time in which it was counted.
+    """
+    window_ms, iters = record.core_window_ms_mean, record.iters or 0
     parts_ms = record.core_ms_mean, record.compute_only_core_ms_mean, record.communication_only_core_ms_mean
     cores_ms, blocks_ms, transfers_ms = (x if x and x * iters >= FEWEST_CORE_MS else None for x in parts_ms)
-    if cores_ms is None or step_ms is None or step_ms < SHORTEST_MS:
+    if cores_ms is None or window_ms is None or window_ms < SHORTEST_MS:
         return "-"
     alone = ""
     if blocks_ms is not None and transfers_ms is not None:
-        alone = f"  (for blocks alone {blocks_ms / step_ms:.2f}, for transfers alone {transfers_ms / step_ms:.2f})"
-    return f"{cores_ms / step_ms:.2f}{alone}"
+        alone = f"  (for blocks alone {blocks_ms / window_ms:.2f}, for transfers alone {transfers_ms / window_ms:.2f})"
+    return f"{cores_ms / window_ms:.2f}{alone}"
 
 
 def _held(record: Record, kind: str) -> str:

@@ -6,16 +6,27 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
 
-from sp_bench.machine import boot_id, busy_s
+from sp_bench.machine import at_most_all_cores, boot_id, busy_s
 from sp_bench.measure.devices import device_here, device_versions, start_here, transport_here
 from sp_bench.measure.gpu_watch import gpu_watch
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
-from sp_bench.measure.samples import ALL_PHASES, COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, START, STEP, Row, Samples
+from sp_bench.measure.samples import (
+    ALL_PHASES,
+    COMMUNICATION_ONLY,
+    COMPUTE_ONLY,
+    CORE_WINDOW,
+    CORES,
+    START,
+    STEP,
+    Row,
+    Samples,
+)
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Action
@@ -99,16 +110,22 @@ class TimedPoint:
         for action in self._actions:
             self._step.untimed()
             _barrier()
-            link_before, busy_before_s = home().link_bytes(), busy_s() if self._on_cpu else None
+            link_before, began_s, busy_before_s = home().link_bytes(), perf_counter(), self._busy_s()
             self._execute(action, iteration)
             _barrier()  # all ranks have received, so no transfer is under way any more
-            link_after, busy_after_s = home().link_bytes(), busy_s() if self._on_cpu else None
+            window_s, busy_after_s, link_after = perf_counter() - began_s, self._busy_s(), home().link_bytes()
             if iteration is None:
                 continue
             if busy_before_s is not None and busy_after_s is not None:
-                self._add(iteration, ALL_PHASES, CORES[PART_OF[action]], busy_after_s - busy_before_s)
+                busy = at_most_all_cores(busy_after_s - busy_before_s, window_s)
+                self._add(iteration, ALL_PHASES, CORES[PART_OF[action]], busy)
+                if action is Action.EVERYTHING:
+                    self._add(iteration, ALL_PHASES, CORE_WINDOW, window_s)
             if action is Action.EVERYTHING and link_before and link_after:
                 self._link_sent_bytes.append(link_after[0] - link_before[0])
+
+    def _busy_s(self) -> float | None:
+        return busy_s() if self._on_cpu else None
 
     def result(self, gate: GateErrors) -> RankResult:
         """This rank's result of the point. Closes the step."""

@@ -23,6 +23,8 @@ gradients over the ranks, and the optimizer."""
 CORES = {STEP: "core", COMPUTE_ONLY: "compute_only_core", COMMUNICATION_ONLY: "communication_only_core"}
 """The part that is busy core seconds of the rank's machine, beside each of these parts: all processes, over all phases
 together and the barriers around them. Not sampled on a GPU."""
+CORE_WINDOW = "core_window"
+"""The part that is how long the time lasted in which the `core` seconds were counted."""
 ALL_PHASES = "all"
 
 

@@ -239,8 +239,10 @@ class Breakdown:
     core_ms_mean: float | None = None
     """Measured on CPUs: busy core time of all the ranks' machines in one step and the barriers around it, by all
     processes. The kernel counts ticks of 10 ms, so the value of a short step is meaningless."""
+    core_window_ms_mean: float | None = None
+    """The time in which core_ms_mean was counted: its quotient is the mean number of busy cores."""
     compute_only_core_ms_mean: float | None = None
-    """The same for the plans without transfers."""
+    """core_ms_mean for the plans without transfers."""
     communication_only_core_ms_mean: float | None = None
     """The same for the plans without blocks."""
     exposed_comm_ms: Annotated[float | None, Result("exposed communication", "ms", better="less", noisy=True)] = None

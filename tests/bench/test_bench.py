@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from sp_bench.cli.report import _cores, _overlap
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.topology import Fabric
 from sp_bench.errors import RequestError
-from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORES, STEP, Row, Samples
+from sp_bench.machine import at_most_all_cores
+from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORE_WINDOW, CORES, STEP, Row, Samples
 from sp_bench.measure.spec import RankResult
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
@@ -217,21 +219,23 @@ def test_cores_are_counted_once_for_each_machine() -> None:
     """Three ranks on two of them; no transfers were timed alone, and of a GPU nothing is known."""
     core_s = [[1.0, 3.0], [1.1, 3.1], [10.0, 20.0]]  # the second rank tells a tick later
     compute_only_s = [[0.5, 0.5], [0.6, 0.4], [7.0, 7.0]]
+    window_s = [[2.0, 4.0], [2.5, 4.5], [6.0, 12.0]]
     rows = [
         Row(rank, iteration, ALL_PHASES, part, seconds[rank][iteration])
-        for part, seconds in ((CORES[STEP], core_s), (CORES[COMPUTE_ONLY], compute_only_s))
+        for part, seconds in ((CORES[STEP], core_s), (CORES[COMPUTE_ONLY], compute_only_s), (CORE_WINDOW, window_s))
         for rank in range(3)
         for iteration in range(2)
     ]
     found = cores(Breakdown(), Samples.of(rows), ["a", "a", "b"])
     assert found.core_ms_mean == pytest.approx(17e3)
+    assert found.core_window_ms_mean == pytest.approx(6e3)
     assert found.compute_only_core_ms_mean == pytest.approx(7.5e3)
     assert found.communication_only_core_ms_mean is None
     assert cores(Breakdown(), Samples.of([]), ["a"]).core_ms_mean is None
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "core_ms", "transfers_ms", "cell"),
+    ("window_ms", "core_ms", "transfers_ms", "cell"),
     [
         (2000.0, 3720.0, 740.0, "1.86  (for blocks alone 1.20, for transfers alone 0.37)"),
         (2000.0, 3720.0, 40.0, "1.86"),
@@ -240,10 +244,38 @@ def test_cores_are_counted_once_for_each_machine() -> None:
     ],
 )
 def test_busy_cores_are_shown_where_ticks_can_tell(
-    step_ms: float, core_ms: float, transfers_ms: float, cell: str
+    window_ms: float, core_ms: float, transfers_ms: float, cell: str
 ) -> None:
+    """By the time that they were counted in, whatever the median of the steps is."""
     alone = {"compute_only_core_ms_mean": 2400.0, "communication_only_core_ms_mean": transfers_ms}
-    assert _cores(made(step_ms_median=step_ms, iters=5, core_ms_mean=core_ms, **alone)) == cell
+    times = {"step_ms_median": 1500.0, "core_window_ms_mean": window_ms, "iters": 5}
+    assert _cores(made(**times, core_ms_mean=core_ms, **alone)) == cell
+
+
+def test_no_more_cores_are_busy_than_there_are() -> None:
+    """Where iterations differ, the mean of the core time over the median of the steps was 2.42 on two cores."""
+    window_s = np.array([1.0, 1.0, 1.0, 4.0, 5.0])
+    parts = (CORES[STEP], 2 * window_s), (CORE_WINDOW, window_s)
+    rows = [Row(0, i, ALL_PHASES, part, float(s[i])) for part, s in parts for i in range(len(window_s))]
+    found = cores(Breakdown(), Samples.of(rows), ["a"])
+    means = {"core_ms_mean": found.core_ms_mean, "core_window_ms_mean": found.core_window_ms_mean}
+    assert _cores(made(step_ms_median=1000.0, iters=5, **means)) == "2.00"
+
+
+def test_ticks_count_no_more_than_all_cores() -> None:
+    all_cores = os.cpu_count() or 1
+    assert at_most_all_cores(0.3 * all_cores + 0.02, 0.3) == pytest.approx(0.3 * all_cores)
+    assert at_most_all_cores(0.1, 0.3) == 0.1
+
+
+def test_a_measured_point_has_its_busy_cores(tmp_path: Path) -> None:
+    point = ["method=ring", "gpus=1", "cluster=local", "device=cpu", "seqlen=512", "heads=2", "head_dim=32"]
+    with Composer() as composer:
+        request = resolve(composer.compose([*point, "dtype=float32", "iters=3", "logger=none"]))
+    found = run_points([request], folder=tmp_path, reuse=False)[0].record
+    assert found.core_ms_mean is not None
+    assert found.core_window_ms_mean
+    assert found.core_ms_mean <= found.core_window_ms_mean * (os.cpu_count() or 1) * (1 + 1e-9)
 
 
 def test_a_kernel_that_refuses() -> None:
