@@ -31,7 +31,7 @@ from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
 from sp_bench.bench.unread import unread
 from sp_bench.cli.arguments import flag, run_command
-from sp_bench.cli.report import over_least
+from sp_bench.cli.report import amount, over_least
 from sp_bench.errors import RequestError
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
@@ -139,8 +139,8 @@ def ranking(found: Answer) -> Table:
         "interval",
         "MFU",
         "sent a GPU",
-        "of the least",
-        "with any split",
+        "least, own split",
+        "of the least, any split",
         "memory",
     )
     table = Table(*heads, "bound by")
@@ -154,7 +154,7 @@ def ranking(found: Answer) -> Table:
             f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}" if each.time.backed else "not validated",
             f"{r.mfu:.1%}" if r.mfu is not None else "-",
             f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB",
-            over_least(r, r.comm_bytes_lower_bound),
+            amount(r.comm_bytes_lower_bound),
             over_least(r, r.comm_bytes_least),
             f"{(r.peak_mem_bytes_max or 0) / 1e9:,.2f} GB",
             r.bound_by or "-",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sp_bench.__main__ import main
+from sp_bench.advise.candidates import answer
 from sp_bench.bench import Outcome
 from sp_bench.cli import report
 from sp_bench.cli.report import WIDTH, make_console, print_points, print_sweep
@@ -89,6 +90,29 @@ def test_what_all_points_share_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row[-1] for row in cells_of(lines, "ring")] == ["ok", "ok (reused)"]
     alone = printed(monkeypatch, [outcome("ring", 44.5, layout=None, variant=None)])
     assert alone[0] == "1 point: gpus 8, seqlen 64k, shape 32x128 causal bf16, mode measure"
+
+
+def test_a_column_of_ratios_has_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ulysses splits heads and ring doesn't, so that the least of their own splits differs; both have sent as much."""
+    sent: dict[str, Any] = {"comm_bytes_per_gpu": 8e6, "comm_bytes_statistics": 0, "comm_bytes_least": 2e6}
+    ring = outcome("ring", 44.5, **sent, comm_bytes_lower_bound=4e6)
+    ulysses = outcome("ulysses", 44.5, **sent, comm_bytes_lower_bound=5e6)
+    lines = printed(monkeypatch, [ring, ulysses])
+    head = next([cell.strip() for cell in line.split("┃")[1:-1]] for line in lines if line.startswith("┃"))
+    cells = {name: [rows[0][head.index(name) - 1] for rows in (cells_of(lines, m) for m in ("ring", "ulysses"))]
+             for name in head if name != "method"}  # fmt: skip
+    ratios = {name: values for name, values in cells.items() if name.startswith("/")}
+    assert ratios["/ least, any split"] == ["4.00x", "4.00x"]
+    assert all(len({value.rstrip(" ~") for value in values}) == 1 for values in ratios.values())
+    assert cells["least, own split"] == ["4 MB", "5 MB"]
+
+
+@pytest.mark.parametrize("mask", [["mask=causal"], ["mask=full", "kv_heads=4"]])
+def test_all_methods_of_a_problem_have_one_least(mask: list[str]) -> None:
+    """The bound that the column divides by."""
+    found = answer(["gpus=4", "seqlen=4k", "heads=8", *mask], methods=("ring", "ulysses", "usp", "mesh"))
+    assert len({each.record.comm_bytes_least for each in found.feasible}) == 1
+    assert len({each.record.comm_bytes_lower_bound for each in found.feasible}) > 1
 
 
 @pytest.mark.parametrize("point", [["gpus=8", "seqlen=64k"], ["cluster=local", "gpus=2", "seqlen=64", "iters=1"]])

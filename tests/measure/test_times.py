@@ -10,7 +10,7 @@ import pytest
 
 from sp_bench import account
 from sp_bench.measure.job import measure
-from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORES, INSIDE, STEP, Row, Samples
+from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORE_WINDOW, CORES, INSIDE, STEP, Row, Samples
 from sp_bench.measure.spec import RankResult, Spec
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms
 from sp_bench.methods import build
@@ -110,7 +110,7 @@ def test_ranks_begin_by_one_clock(ranks: Ranks) -> None:
                 assert rank.samples.by_rank(part, phase).shape == (1, 2)
         timed = ~np.isnan(rank.samples.began_s)
         assert set(rank.samples.part[timed]) == {STEP, COMPUTE_ONLY, COMMUNICATION_ONLY}
-        assert set(rank.samples.part[~timed]) == {*INSIDE, *CORES.values()}
+        assert set(rank.samples.part[~timed]) == {*INSIDE, *CORES.values(), CORE_WINDOW}
         assert timed.sum() == 3 * len(PHASES) * 2
         assert all(before < at < after for at in rank.samples.began_s[timed])
     together = Samples.joined(rank.samples for rank in found)
