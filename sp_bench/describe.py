@@ -108,7 +108,8 @@ def describe(overrides: Sequence[str]) -> str:
             "\nthe program of a rank",
             *draw.steps(plan),
         ]
-    return "\n".join([*lines, _step(choice, request), *_front(request)])
+    notes = [f"note: {note}" for note in request.notes]
+    return "\n".join([*lines, _step(choice, request), *_front(request), *notes])
 
 
 def _bounds(plan: Plan, problem: Problem, unit: int) -> str:

@@ -6,12 +6,13 @@ of a number, a `description` for error messages, and `examples` of valid values.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import getitem
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, inspect, structs
@@ -25,6 +26,24 @@ Natural = Annotated[int, Meta(ge=0, examples=[0])]
 Positive = Annotated[float, Meta(gt=0, le=FINITE, examples=[1.0])]
 Seconds = Annotated[float, Meta(gt=0, le=FINITE, description="a positive number of seconds", examples=[60])]
 NotNegative = Annotated[float, Meta(ge=0, le=FINITE, examples=[0.0])]
+
+
+class Plausible(NamedTuple):
+    """The range that a figure of a real machine is in."""
+
+    low: float
+    high: float
+    unit: str
+    """The unit, and what it is per: bytes/s of each NIC, in each direction."""
+
+
+def figure(low: float, high: float, unit: str) -> Meta:
+    """Marks a number as a figure in a plausible range: Annotated[Positive, figure(1e6, 1e12, "bytes/s of each GPU")].
+
+    Others are valid, and warned of (`implausible`).
+    """
+    return Meta(extra={"plausible": Plausible(low, high, unit)})
+
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _PLACE = re.compile(r"(?P<message>.*?)(?: - at (?P<of_a_key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
@@ -52,6 +71,45 @@ def read(kind: type[T] | Any, value: Any, path: str = "") -> T:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
         raise _explained(error, kind, plain, path) from None
+
+
+def implausible(kind: Any, value: Any, path: str) -> list[str]:
+    """A warning for each figure of a valid section at `path` that is out of its range: its value, range and unit."""
+    return [
+        f"{where}={number:g} is implausible: it is in {unit}, and {low:g} to {high:g} are known of machines"
+        for where, number, (low, high, unit) in figures(kind, value, path)
+        if not low <= number <= high
+    ]
+
+
+def figures(kind: Any, value: Any, path: str) -> Iterator[tuple[str, float, Plausible]]:
+    """The figures of a valid section at `path` that have a plausible range: (path, value, range)."""
+    info = _info(kind)
+    return _figures(info, _plain(info, value), path)
+
+
+def _figures(info: inspect.Type, value: Any, path: str) -> Iterator[tuple[str, float, Plausible]]:
+    if isinstance(value, int | float):
+        if (found := plausible(info)) and math.isfinite(value):
+            yield path, value, found
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            for below in _below(_section(info, value) or info, key):
+                yield from _figures(below, entry, f"{path}.{key}")
+    elif isinstance(value, list):
+        for member in _members(info):
+            if isinstance(member, inspect.VarTupleType | inspect.ListType):
+                for i, entry in enumerate(value):
+                    yield from _figures(member.item_type, entry, f"{path}[{i}]")
+
+
+def plausible(info: inspect.Type) -> Plausible | None:
+    """The range of a type that is marked as a figure; None for another."""
+    if isinstance(info, inspect.Metadata):
+        return (info.extra or {}).get("plausible") or plausible(info.type)
+    if isinstance(info, inspect.UnionType):
+        return next(filter(None, map(plausible, info.types)), None)
+    return None
 
 
 def has_key(kind: Any, key: str) -> bool:

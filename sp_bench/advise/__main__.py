@@ -111,7 +111,7 @@ def heading(found: Answer) -> list[str]:
     else:
         names = ", ".join(each.name for each in tied)
         lines.append(f"Too close to call: {names}. Their intervals overlap that of the fastest.")
-    return [*lines, "", *backing(found)]
+    return [*lines, "", *backing(found), *(f"note: {note}" for note in record.notes or ())]
 
 
 def backing(found: Answer) -> list[str]:

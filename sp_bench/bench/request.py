@@ -172,6 +172,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
     workload.refuse_run(mode.name)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
+    notes += cluster.warnings
     cluster = replace(cluster, transport_options=transport)
     method = _with_collectives(method, cluster.transport)
     notes += (peer.notes(mode.devices.kind) if peer and here else []) + unread.notes(config, mode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.ops import Collective
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DQ, O, Tensor
-from sp_bench.reading import Count, Section, read
+from sp_bench.reading import Count, Section, figure, implausible, read
 
 NETWORK_KEYS = Topology.__struct_fields__
 """The keys of a conf/cluster file that describe its network."""
@@ -33,8 +33,8 @@ class ClusterSection(Section, frozen=True, kw_only=True):
 
     name: str
     this_machine: bool = False
-    cores: Count | Literal["auto"] | None = None
-    gpus_per_node: Count | None = None
+    cores: Annotated[Count, figure(1, 10_000, "CPU cores of the machine")] | Literal["auto"] | None = None
+    gpus_per_node: Annotated[Count, figure(1, 10_000, "GPUs of each node, or of a torus")] | None = None
     intra: Intra | None = None
     inter: Inter | None = None
     fabric: Fabric | None = None
@@ -62,6 +62,8 @@ class Cluster:
     sources: Mapping[str, str]
     """The sources of the numbers."""
     stragglers: Stragglers = field(default_factory=Stragglers)
+    warnings: tuple[str, ...] = ()
+    """Figures that are out of their plausible ranges, each in a sentence with its unit."""
     transport_options: TransportOptions = DEFAULT_TRANSPORT
     """What carries transfers, if not the default."""
 
@@ -70,6 +72,9 @@ class Cluster:
         """The cluster of a conf/cluster file. Raises RequestError for an invalid key or value."""
         section = read(ClusterSection, config, "cluster")
         hosts = hosts_of(config)
+        warnings = implausible(ClusterSection, config, "cluster")
+        if hosts:
+            warnings += implausible(type(hosts), config["hosts"], "cluster.hosts")
         return cls(
             name=section.name,
             this_machine=section.this_machine,
@@ -78,6 +83,7 @@ class Cluster:
             hosts=hosts,
             device=DeviceCosts.of(section.device),
             sources=section.sources,
+            warnings=tuple(warnings),
         )
 
     def refuse(self, gpus: int) -> None:

@@ -20,7 +20,7 @@ from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.plan.tensors import Kind, Tensor
-from sp_bench.reading import Count, NotNegative, Positive, Section, read
+from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 
 FORMS = ("PCIe", "NVL")
 """Forms of one GPU model, with different clocks and peaks."""
@@ -29,6 +29,10 @@ FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
 
 MOSTLY_FULL = 0.75
 """A block that computes at least this share of the pairs between its pieces goes by the rates of full blocks."""
+
+
+_TFLOPS = figure(1e-4, 2e4, "TFLOP/s of each GPU, or of each CPU core")
+_MEMORY_RATE = figure(1e8, 5e13, "bytes/s of each GPU's memory, reads plus writes")
 
 
 class DeviceSection(Section, frozen=True, kw_only=True):
@@ -41,23 +45,23 @@ class DeviceSection(Section, frozen=True, kw_only=True):
     ]
     kernel: str | None = None
     """The kernel whose tables are used first where kernel=auto; None: the first table that fits."""
-    sms: Count | None = None
+    sms: Annotated[Count, figure(1, 1000, "multiprocessors of each GPU")] | None = None
     """The number of multiprocessors."""
-    peak_tflops: dict[str, Positive]
-    matmul_tflops: dict[str, Positive] | None = None
+    peak_tflops: dict[str, Annotated[Positive, _TFLOPS]]
+    matmul_tflops: dict[str, Annotated[Positive, _TFLOPS]] | None = None
     """TFLOP/s of large matrix products; None: no training step is simulated."""
-    memory_bytes: Positive | None = None
-    memory_bytes_per_s: Positive
-    fold_bytes_per_s: Positive | None = None
+    memory_bytes: Annotated[Positive, figure(1e9, 5e12, "bytes of each GPU's memory")] | None = None
+    memory_bytes_per_s: Annotated[Positive, _MEMORY_RATE]
+    fold_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
     """Bytes/s of a fold; None: memory_bytes_per_s."""
-    sum_bytes_per_s: Positive | None = None
+    sum_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
     """Bytes/s of adding a gradient to its accumulator, and of casts; None: memory_bytes_per_s."""
-    launch_s: NotNegative
-    elementwise_bytes_per_s: Positive | None = None
+    launch_s: Annotated[NotNegative, figure(0, 1e-2, "seconds of each kernel")]
+    elementwise_bytes_per_s: Annotated[Positive, _MEMORY_RATE] | None = None
     """Bytes/s of what a layer does element by element; None: memory_bytes_per_s."""
-    layer_launch_s: NotNegative | None = None
+    layer_launch_s: Annotated[NotNegative, figure(0, 1e-1, "seconds of each kernel")] | None = None
     """Seconds of a kernel's launch in a layer, outside its attention; None: launch_s."""
-    transfer_slowdown: NotNegative = 0.0
+    transfer_slowdown: Annotated[NotNegative, figure(0, 3, "times a kernel's time beside transfers, in addition")] = 0.0
 
     def __post_init__(self) -> None:
         """Raises RequestError for a kernel without rates, or rates without the configuration that waves need."""

@@ -49,14 +49,14 @@ from sp_bench.cluster.waves import CausalOrder, Waves
 from sp_bench.errors import RequestError
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
-from sp_bench.reading import Count, Positive, Section
+from sp_bench.reading import Count, Positive, Section, figure
 
 Block = Annotated[
     Count | Annotated[str, Meta(pattern=r"^0*[1-9]\d*(x0*[1-9]\d*)?$")],
     Meta(description="a whole number of at least 1, or two of them, queries x keys", examples=[512, "512x1024"]),
 ]
 Points = Annotated[
-    dict[Block, Positive],
+    dict[Block, Annotated[Positive, figure(1e-4, 2e4, "TFLOP/s of each GPU, or of each CPU core")]],
     Meta(min_length=1, description="a table of rates, with at least one", examples=["{512: 100}"]),
 ]
 """{block: TFLOP/s}, with a block as tokens or queries x keys."""
@@ -70,13 +70,13 @@ class Rates(Section, frozen=True, kw_only=True):
     kernel: str | None = None
     figures: Literal["published", "measured", "assumed"]
     source: Any = None
-    head_dim: Count
-    dtypes: dict[str, Positive]
-    heads: Count | None = None
-    total_tokens: Count | None = None
-    tile_tokens: Count | None = None
+    head_dim: Annotated[Count, figure(8, 1024, "elements of a head")]
+    dtypes: dict[str, Annotated[Positive, figure(1e-3, 100, "times the table's rates")]]
+    heads: Annotated[Count, figure(1, 4096, "heads of the blocks that were timed")] | None = None
+    total_tokens: Annotated[Count, figure(64, 2**24, "tokens of the batch that was timed")] | None = None
+    tile_tokens: Annotated[Count, figure(8, 4096, "tokens of a thread block")] | None = None
     causal_order: CausalOrder = "longest_first"
-    blocks_per_sm: Count = 1
+    blocks_per_sm: Annotated[Count, figure(1, 32, "thread blocks of a multiprocessor")] = 1
     forward_full: Points
     forward_causal: Points
     backward_full: Points

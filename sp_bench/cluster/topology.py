@@ -29,7 +29,7 @@ from msgspec import Meta
 from sp_bench.cluster import torus
 from sp_bench.errors import RequestError
 from sp_bench.plan.patterns import divisors
-from sp_bench.reading import FINITE, Count, Natural, NotNegative, Positive, Section, read
+from sp_bench.reading import FINITE, Count, Natural, NotNegative, Positive, Section, figure, read
 
 MAX_LINKS = 20_000_000
 """What fits a few GB of memory."""
@@ -60,21 +60,28 @@ def climb(levels: Sequence[Level], a: np.ndarray, b: np.ndarray) -> list[Crossin
     return [out for out, _ in pairs] + [into for _, into in reversed(pairs)]
 
 
+_A_GPU = "bytes/s of each GPU, in each direction"
+_A_NIC = "bytes/s of each NIC, in each direction"
+_SECONDS = figure(0, 0.05, "seconds")
+_RATE = figure(1e7, 5e12, _A_GPU)
+_FEW = figure(1, 1024, "of a node")
+
+
 class Tier(Section, frozen=True, kw_only=True):
     """The keys that transfers inside nodes and across nodes have in common."""
 
-    bytes_per_s: Positive
+    bytes_per_s: Annotated[Positive, _RATE]
     """Bandwidth of each GPU, or of each NIC, in each direction."""
-    latency_s: NotNegative
+    latency_s: Annotated[NotNegative, _SECONDS]
     """Seconds before a transfer's first byte."""
-    flow_bytes_per_s: Positive = math.inf
+    flow_bytes_per_s: Annotated[Positive, figure(1e6, 5e12, "bytes/s of one transfer")] = math.inf
     """Bandwidth limit of one transfer, such as that of NCCL's channels to one peer."""
 
 
 class Switch(Tier, frozen=True, kw_only=True, tag_field="kind", tag="switch"):
     """Every GPU has a port on a full switch (NVSwitch)."""
 
-    nvls_bytes_per_s: Positive | None = None
+    nvls_bytes_per_s: Annotated[Positive, _RATE] | None = None
     """What a GPU gets in an all-gather by the switch's multicast (NVLink SHARP); None: it has none."""
 
     def levels(self) -> list[Level]:
@@ -102,14 +109,14 @@ class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
     uplinks of switches, others (SYS) also the links of sockets. A NIC is on the switch of the first GPU that it serves.
     """
 
-    gpus_per_switch: Count
-    uplink_bytes_per_s: Positive
+    gpus_per_switch: Annotated[Count, _FEW]
+    uplink_bytes_per_s: Annotated[Positive, figure(1e8, 1e12, "bytes/s of each PCIe switch, in each direction")]
     """Bandwidth of each PCIe switch's uplink, in each direction."""
-    gpus_per_socket: Count | None = None
+    gpus_per_socket: Annotated[Count, _FEW] | None = None
     """None: all switches are on one host bridge."""
-    socket_bytes_per_s: Positive | None = None
+    socket_bytes_per_s: Annotated[Positive, figure(1e8, 2e12, "bytes/s of a socket, in each direction")] | None = None
     """Bandwidth of each socket to the others, in each direction."""
-    crowding: NotNegative = 0.0
+    crowding: Annotated[NotNegative, figure(0, 2, "the exponent of the number of transfers")] = 0.0
     """How much links lose to concurrent flows: each of p transfers that a GPU has under way at once inside its node
     loads their links p**crowding times. CPUs are poor PCIe switches: all-to-alls get a fraction of a ring's rate."""
 
@@ -130,7 +137,7 @@ class PcieTree(Switch, frozen=True, kw_only=True, tag="pcie_tree"):
 class Torus(Tier, frozen=True, kw_only=True, tag_field="kind", tag="torus"):
     """Cables of bytes_per_s each way join each GPU to its two neighbours in every dimension (TPU pods)."""
 
-    shape: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    shape: Annotated[tuple[Annotated[Count, figure(1, 1024, "GPUs of each dimension")], ...], Meta(min_length=1)]
     """GPUs in each dimension; consecutive ones differ in the last."""
     wrap: bool = True
     """Whether the last GPU of each row is joined to its first; a mesh has no such cables."""
@@ -149,17 +156,20 @@ Intra = Switch | FullMesh | PcieTree | Torus
 class Inter(Tier, frozen=True, kw_only=True):
     """The NICs of a node. With fewer NICs than GPUs, consecutive GPUs share one."""
 
-    nics_per_node: Count | None = None
+    bytes_per_s: Annotated[Positive, figure(1e6, 2e11, _A_NIC)]
+    nics_per_node: Annotated[Count, _FEW] | None = None
     """None: one NIC per GPU."""
 
 
 class Fabric(Section, frozen=True, kw_only=True):
     """A fat tree: consecutive nodes share a leaf switch with uplinks to a non-blocking spine."""
 
-    nodes_per_leaf: Count
-    oversubscription: Annotated[float, Meta(ge=1, le=FINITE, examples=[1])] = 1.0
+    nodes_per_leaf: Annotated[Count, figure(1, 4096, "nodes of each leaf switch")]
+    oversubscription: Annotated[
+        float, Meta(ge=1, le=FINITE, examples=[1]), figure(1, 64, "times the rate of a leaf's uplinks")
+    ] = 1.0
     """Bandwidth of the NICs below a leaf over that of its uplinks."""
-    latency_s: NotNegative = 0.0
+    latency_s: Annotated[NotNegative, _SECONDS] = 0.0
     """Added latency of a transfer to another leaf."""
 
 
@@ -172,7 +182,7 @@ Placement = Annotated[Literal["block", "cyclic"] | tuple[Natural, ...], GPUS]
 class Topology(Section, frozen=True, kw_only=True):
     """Equal nodes of GPUs, the NICs and the fabric between them, and the GPU that each rank is on."""
 
-    gpus_per_node: Count | None
+    gpus_per_node: Annotated[Count, figure(1, 10_000, "GPUs of each node, or of a torus")] | None
     """None: all ranks are on one node."""
     intra: Intra
     inter: Inter | None = None

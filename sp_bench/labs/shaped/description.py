@@ -12,8 +12,9 @@ from sp_bench.cluster.emulation import EmulatedHosts
 from sp_bench.cluster.topology import Network
 from sp_bench.errors import RequestError
 from sp_bench.labs.shaped.effects import ShapedEffects
-from sp_bench.reading import Count, NotNegative, Positive
+from sp_bench.reading import Count, NotNegative, Positive, figure
 
+_SECONDS = figure(0, 1, "seconds of each message")
 OF_CORES = ("byte_core_s", "link_cores", "message_core_s")
 """Figures of the core time that messages take from the ranks on shared cores."""
 MOST_UNEVEN_RANKS = 64
@@ -32,41 +33,41 @@ class Hosts(EmulatedHosts, frozen=True, kw_only=True):
     lab: ClassVar[str] = "shaped"
     core_figures: ClassVar[tuple[str, ...]] = OF_CORES
 
-    link_bytes_per_s: Positive
+    link_bytes_per_s: Annotated[Positive, figure(1e4, 1e11, "bytes/s of each host's link, in each direction")]
     """The rate of a host's link in each direction, headers included."""
-    burst_bytes: Count
+    burst_bytes: Annotated[Count, figure(1e3, 1e8, "bytes of an idle link")]
     """The bytes that an idle shaped link lets through at once, headers included."""
-    payload_share: Annotated[float, Meta(gt=0, le=1, examples=[0.95])]
+    payload_share: Annotated[float, Meta(gt=0, le=1, examples=[0.95]), figure(0.1, 1, "of a link's rate")]
     """The fraction of a link's rate that messages get."""
-    latency_s: NotNegative
+    latency_s: Annotated[NotNegative, _SECONDS]
     """The time before a message's first byte, if each rank has its own core."""
-    crowd_latency_s: NotNegative = 0.0
+    crowd_latency_s: Annotated[NotNegative, _SECONDS] = 0.0
     """Added latency for every rank on a core beyond its first: the message waits for the core too."""
-    ranks_per_host: Count = 1
-    hosts_per_leaf: Count | None = None
+    ranks_per_host: Annotated[Count, figure(1, 1024, "ranks of each host")] = 1
+    hosts_per_leaf: Annotated[Count, figure(1, 4096, "hosts of each leaf switch")] | None = None
     """The number of consecutive hosts that share a leaf switch and its uplink; None: one switch for all."""
-    uplink_bytes_per_s: Positive | None = None
+    uplink_bytes_per_s: Annotated[Positive, figure(1e4, 1e12, "bytes/s of a leaf, in each direction")] | None = None
     """The rate of each leaf switch's uplink in each direction, headers included."""
-    uplink_latency_s: NotNegative = 0.0
+    uplink_latency_s: Annotated[NotNegative, _SECONDS] = 0.0
     """Added latency of messages to another leaf."""
-    flow_bytes_per_s: Positive | None = None
+    flow_bytes_per_s: Annotated[Positive, figure(1e4, 1e12, "bytes/s of one message")] | None = None
     """The highest rate of a message on any link, which this machine's cores limit; None: no limit."""
-    all_to_all_share: Annotated[float, Meta(gt=0, le=1, examples=[0.7])] = 1.0
+    all_to_all_share: Annotated[float, Meta(gt=0, le=1, examples=[0.7]), figure(0.05, 1, "of messages' rate")] = 1.0
     """The fraction of the rate of messages that gloo's all-to-alls get, of which it makes reduce-scatters too.
 
     It posts the sends to half of a rank's peers before the receives from them, whose notices then wait behind what is
     sent. Simulated messages of an all-to-all get at most so much of their part of the host's link; other lanes get what
     is left."""
-    byte_core_s: NotNegative = 0.0
+    byte_core_s: Annotated[NotNegative, figure(0, 1e-6, "core seconds of each byte")] = 0.0
     """Core seconds that a byte to another host takes from blocks, to send and to receive it."""
-    link_cores: NotNegative = 0.0
+    link_cores: Annotated[NotNegative, figure(0, 8, "cores of each host's link")] = 0.0
     """Cores that a link takes in addition while its host sends at the link's rate, at any rate."""
-    message_core_s: NotNegative = 0.0
+    message_core_s: Annotated[NotNegative, figure(0, 0.1, "core seconds of each message")] = 0.0
     """Core seconds that each message, one tensor, takes in addition: lanes look up operations, threads wake up, and
     caches fill."""
-    turn_s: NotNegative = 0.0
+    turn_s: Annotated[NotNegative, figure(0, 1, "seconds of each turn")] = 0.0
     """The length of the turns in which ranks share cores. Turns give blocks unequal shares (effects.Turns)."""
-    ahead_bytes: NotNegative = 0.0
+    ahead_bytes: Annotated[NotNegative, figure(0, 1e9, "bytes of each message")] = 0.0
     """Bytes by which one of several messages that share a link is ahead of another (effects.Shares)."""
     transfers_first: bool = True
     """Whether transfers have priority over blocks on shared cores, since a network's hardware needs no cores.
