@@ -71,7 +71,7 @@ def placed(content: dict[str, Any], path: str, value: float) -> dict[str, Any]:
     """The content with another value at a path as `figures` gives it."""
     changed = deepcopy(content)
     *above, last = path.split(".")[1:]
-    section = changed
+    section: Any = changed
     for key in above:
         section = section[key] if key in section else section[int(key)]
     section[last if last in section else int(last)] = value
