@@ -10,8 +10,7 @@ from sp_bench.advise.__main__ import heading, how_to, main, size, what_changes
 from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS
-from sp_bench.bench import backing
-from sp_bench.methods import REGISTRY, build
+from sp_bench.methods import REGISTRY
 from tests.support.marks import exhaustive
 
 ASKED = ["gpus=16", "seqlen=32k", "model=llama3_8b", "cluster=h100_ndr400"]
