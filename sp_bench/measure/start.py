@@ -24,7 +24,7 @@ def start_group(device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     options.config.max_ctas = 1
     options._timeout = timeout = first_timeout(timeout)
     everyone = range(dist.get_world_size())
-    purpose = f"start of phases on GPU {device.index}"
+    purpose = "start of phases"
     return own_group(world(), everyone, purpose, backend="nccl", timeout=timeout, options=options, device=device)
 
 

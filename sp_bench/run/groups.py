@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from sp_bench.run.home import home
 
-_made: dict[str, Any] = {}
+_made: dict[tuple[str, torch.device | None], dist.ProcessGroup] = {}
 _made_in: Any = None
-"""The groups by name, and the default group that they were made in."""
+"""The groups by name and device of this rank, and the default group that they were made in."""
+_calls: Counter[str] = Counter()
+"""How many groups were made among the same ranks so far."""
 
 
 def world() -> dist.ProcessGroup:
@@ -36,37 +39,70 @@ def own_group(
 ) -> dist.ProcessGroup:
     """The group of these ranks of `parent` for that purpose; made at first use, then shared.
 
-    The members call it, in the same order of calls; ranks outside needn't. torch.distributed.new_group can't do that:
-    it has all ranks of the default group call it or, with use_local_synchronization, names groups by how many a rank
-    has made so far, which differs from rank to rank where groups overlap. `device` makes NCCL connect at once.
+    The members call it, in the same order of calls and each time with the same purpose; ranks outside needn't.
+    torch.distributed.new_group can't do that: it has all ranks of the default group call it or, with
+    use_local_synchronization, names groups by how many a rank has made so far, which differs from rank to rank where
+    groups overlap. `device` is this rank's own, for which the group is: NCCL connects it at once. Members find each
+    other by the name, so it never holds anything of one rank, such as its device.
     Only if the main thread calls it do the group's threads get the priority that a shaped host gives to transfers.
+    Raises RuntimeError, on all members, if they ask for different groups, or if one doesn't ask within the timeout.
     """
-    global _made, _made_in
+    global _made, _made_in, _calls
     if _made_in is not dist.group.WORLD:
-        _made, _made_in = {}, dist.group.WORLD
+        _made, _made_in, _calls = {}, dist.group.WORLD, Counter()
     ranks = [dist.get_global_rank(parent, member) for member in members]
-    name = f"sp_bench {backend} {purpose} of {','.join(map(str, ranks))}"
-    if name not in _made:
+    among = ",".join(map(str, ranks))
+    name = f"sp_bench {backend} {purpose} of {among}"
+    if (name, device) not in _made:
         whole, bound = _made_in, _made_in.bound_device_id
+        store, timeout = c10d._get_default_store(), timeout or dist.default_pg_timeout
+        _calls[among] += 1
+        _agree(c10d.PrefixStore(f"sp_bench group {_calls[among]} of {among}/", store), ranks, name, timeout)
         if len(ranks) < dist.get_world_size():
             whole.bound_device_id = None  # from a bound group torch would split NCCL's, which takes all its ranks
+        before = sum(1 for other, _ in _made if other == name)
+        unique = f"{name}, {before + 1}" if before else name  # one for each device that the members have used
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
             ranks,
             dist.Backend(backend),
-            c10d._get_default_store(),
-            group_name=name,  # pyright: ignore[reportArgumentType]  # a NewType of str in torch 2.13
+            store,
+            group_name=unique,  # pyright: ignore[reportArgumentType]  # a NewType of str in torch 2.13
             backend_options=options,
-            timeout=timeout or dist.default_pg_timeout,
-            device_id=device,
-            group_desc=name,
+            timeout=timeout,
+            device_id=device if backend == dist.Backend.NCCL else None,
+            group_desc=unique,
         )
         whole.bound_device_id = bound
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
-        _made[name] = group
+        _made[name, device] = group
         home().put_transfers_first()  # gloo has started threads for the group
-    return _made[name]
+    return _made[name, device]
+
+
+def _agree(store: Any, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+    """Raise RuntimeError unless all ranks come with that name. The first one compares, so that each asks little."""
+    me = dist.get_rank()
+    store.set(f"asked by {me}", name)
+    if me == ranks[0]:
+        asked: dict[str, list[int]] = {}
+        for rank in ranks:
+            asked.setdefault(_awaited(store, f"asked by {rank}", rank, timeout), []).append(rank)
+        said = "; ".join(f"rank {', '.join(map(str, who))}: {what}" for what, who in asked.items())
+        store.set("verdict", said if len(asked) > 1 else "")
+    verdict = _awaited(store, "verdict", ranks[0], timeout)
+    if verdict:
+        raise RuntimeError(f"ranks ask for different groups, which none could join ({verdict})")
+
+
+def _awaited(store: Any, key: str, rank: int, timeout: timedelta) -> str:
+    """What a rank has put under the key. Raises RuntimeError if it doesn't within the timeout."""
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {rank} didn't come to make a group in {timeout.total_seconds():.0f} s") from error
+    return store.get(key).decode()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

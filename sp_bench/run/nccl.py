@@ -241,7 +241,7 @@ def lane_communicator(
     if timeout is not None:
         timeout = first_timeout(timeout)
         options._timeout = timeout  # torch uses the argument below, and warns if this one differs
-    purpose = f"lane {lane} of {part.ctas(ctas)} CTAs on GPU {device.index}"
+    purpose = f"lane {lane} of {part.ctas(ctas)} CTAs"
     purpose += f" for {part.value}" if part is not Part.WHOLE else ""
     purpose += f" with cta_policy={cta_policy}" if cta_policy else ""
     return own_group(group, members, purpose, backend="nccl", timeout=timeout, options=options, device=device)
@@ -257,14 +257,16 @@ def nccl_transport(
 ) -> NcclTransport:
     """Return an NcclTransport among the ranks of a group, for plans whose lanes share the GPU.
 
-    A lane takes `lane_ctas` CTAs at most; None: its share of the GPU.
+    A lane takes `lane_ctas` CTAs at most; None: its share of the GPU. It is the least of all ranks, whose GPUs may
+    differ: NCCL takes the same from all, and the communicators' names hold it.
     """
     if lane_ctas is None:
         lanes = max((len(plan.lanes) for plan in plans.values()), default=1)
         lane_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
-    communicator = partial(lane_communicator, group, device, timeout, lane_ctas, cta_policy=options.cta_policy)
+    of_ranks = gathered((boot_id(), lane_ctas), group)
+    nodes, least = [node for node, _ in of_ranks], min(ctas for _, ctas in of_ranks)
+    communicator = partial(lane_communicator, group, device, timeout, least, cta_policy=options.cta_policy)
     registered = Registered(device, library.version()) if options.registered_buffers else None
-    nodes = gathered(boot_id(), group)
     return NcclTransport(group, communicator=communicator, registered=registered, nodes=nodes, timeout=timeout)
 
 

@@ -118,7 +118,7 @@ def symmetric_transport(
     remote.others = frozenset(members) - {rank}
 
     def of_lane(lane: int) -> dist.ProcessGroup:
-        return own_group(group, members, f"symmetric memory of lane {lane} on GPU {device.index}", backend="gloo")
+        return own_group(group, members, f"symmetric memory of lane {lane}", backend="gloo", device=device)
 
     memory = SymmetricMemory(members, rank, of_lane, device, torchs)
     return SymmetricTransport(group, remote.sent_bytes, remote=remote, memory=memory)

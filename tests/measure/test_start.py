@@ -60,7 +60,7 @@ def test_the_communicator_of_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(devices._Process, name, value)
     assert devices.start_here(None)._group == "group"  # pyright: ignore[reportArgumentType]
     ((ranks, how),) = asked
-    assert (ranks, how["backend"]) == (("world", range(4), "start of phases on GPU 1"), "nccl")
+    assert (ranks, how["backend"]) == (("world", range(4), "start of phases"), "nccl")
     assert how["options"].config.max_ctas == 1
     assert how["timeout"] == how["options"]._timeout == first_timeout(timedelta(9))
     monkeypatch.setattr(devices._Process, "devices", devices.Devices(kind="cuda", shared=True))

@@ -189,13 +189,13 @@ def test_a_communicator_of_nccl_is_connected_at_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nccl, "own_group", lambda *ranks, **how: asked.append({"of": ranks, **how}))
     device = torch.device("cuda", 1)
     nccl.lane_communicator("world", device, timedelta(seconds=9), 26, 2, (0, 1))  # pyright: ignore
-    assert (asked[0]["of"], asked[0]["backend"]) == (("world", (0, 1), "lane 2 of 26 CTAs on GPU 1"), "nccl")
+    assert (asked[0]["of"], asked[0]["backend"]) == (("world", (0, 1), "lane 2 of 26 CTAs"), "nccl")
     assert asked[0]["device"] == device and asked[0]["options"].is_high_priority_stream
     assert asked[0]["options"]._timeout == asked[0]["timeout"] == first_timeout(timedelta(seconds=9))
     assert asked[0]["options"].config.max_ctas == 26
     nccl.lane_communicator("world", device, None, 26, 1, (0, 1), Part.FAR)  # pyright: ignore
     far = asked.pop()
-    assert far["of"][2] == "lane 1 of 6 CTAs on GPU 1 for messages between nodes, where ranks share nodes"
+    assert far["of"][2] == "lane 1 of 6 CTAs for messages between nodes, where ranks share nodes"
     assert far["options"].config.max_ctas == 6
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     nccl.lane_communicator("world", device, None, 8, 0, (0, 1))  # pyright: ignore

@@ -130,7 +130,7 @@ def test_a_policy_is_set_where_nccl_and_torch_have_it(monkeypatch: pytest.Monkey
         cta_policy_value("zero", (2, 30, 0))
 
 
-@pytest.mark.parametrize(("policy", "expected", "purpose"), [(None, -1, "GPU 0"), ("zero", 2, "cta_policy=zero")])
+@pytest.mark.parametrize(("policy", "expected", "purpose"), [(None, -1, "CTAs"), ("zero", 2, "cta_policy=zero")])
 def test_lanes_have_the_policy(
     monkeypatch: pytest.MonkeyPatch, policy: str | None, expected: int, purpose: str
 ) -> None:
