@@ -30,6 +30,7 @@ from sp_bench.measure.samples import Samples
 from sp_bench.measure.spec import RankResult
 from sp_bench.records.quantities import Breakdown, Exactness, Setup
 from sp_bench.records.record import Part
+from sp_bench.workload import GateErrors
 
 
 def outcome_of(
@@ -48,8 +49,7 @@ def outcome_of(
     provenance = {**records.provenance(), "ranks_by_host": hosts, "measured_at": started}
     plans = counted(request, choice)
     setup = replace(plans.setup, nodes=len(hosts)) if request.launch else plans.setup
-    errors = ranks[0].gate.overall
-    exactness = Exactness(**{f"err_{name}": error for name, error in errors.items()})
+    exactness = exactness_of(ranks[0].gate, ranks[0].timed)
     if wrong := next(filter(None, (rank.wrong(request.problem.dtype) for rank in ranks)), ""):
         parts = (asked, setup, plans.traffic, plans.memory, exactness)
         error = f"the correctness gate: {wrong}"
@@ -83,6 +83,15 @@ def outcome_of(
     parts = (asked, setup, exactness, *found)
     record = request.record(status, wrong or None, *parts, notes=notes, provenance=provenance)
     return Outcome(record, None if request.alone else timeline_of(samples), samples)
+
+
+def exactness_of(gate: GateErrors, timed: GateErrors) -> Exactness:
+    """The errors of the gate's problem and of what was timed, which are the same on all ranks."""
+    found = {f"err_{name}": error for name, error in gate.overall.items()}
+    found |= {f"err_timed_{name}": error for name, error in timed.overall.items()}
+    queries, keys = timed.rows or (None, None)
+    lengths = {"err_seqlen": gate.seqlen, "err_timed_seqlen": timed.seqlen}
+    return Exactness(**found, **lengths, err_timed_query_rows=queries, err_timed_key_rows=keys)
 
 
 def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tuple[Setup, list[str]]:

@@ -137,7 +137,16 @@ def ratio(over: Record, under: Record) -> str:
 
 def _errors(record: Record) -> str:
     errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv, record.err_loss, record.err_gradient]
-    return ", ".join(f"{error:.1e}" for error in errors if error is not None) or "- (nothing was executed)"
+    return _together(errors) or "- (nothing was executed)"
+
+
+def _timed_errors(record: Record) -> str:
+    errors = [record.err_timed_out, record.err_timed_dq, record.err_timed_dk, record.err_timed_dv]
+    return _together(errors) or "-"
+
+
+def _together(errors: Sequence[float | None]) -> str:
+    return ", ".join(f"{error:.1e}" for error in errors if error is not None)
 
 
 def _expected(record: Record) -> str:
@@ -259,6 +268,7 @@ ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     *((f"  {kind}", partial(_held, kind=kind)) for kind in KINDS),
     ("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
     ("error against fp64 (out, dq, dk, dv)", _errors),
+    ("  of rows of what was timed", _timed_errors),
 )
 """The rows of a point's table: their names, and the cell of a record."""
 ALONE_ONLY = {"  kernels", "  folds", "  interpreter"}

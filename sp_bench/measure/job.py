@@ -88,7 +88,7 @@ class TimedPoint:
         """
         context = _context(index, spec)
         self._rank = context.rank if spec.workload.alone is None else spec.workload.alone
-        self._phases = spec.workload.phases
+        self._phases, self._verify = spec.workload.phases, spec.verify
         self._actions = tuple(Action) if spec.parts else (Action.EVERYTHING,)
         self._on_cpu = context.device.type == "cpu"
         self._clock, memory = clock_of(context.device), MemoryWatch(context.device)
@@ -121,6 +121,8 @@ class TimedPoint:
                 self._add(iteration, ALL_PHASES, CORES[PART_OF[action]], busy)
                 if action is Action.EVERYTHING:
                     self._add(iteration, ALL_PHASES, CORE_WINDOW, window_s)
+            if action is Action.EVERYTHING and self._verify:
+                self._step.keep()
             if action is Action.EVERYTHING and link_before and link_after:
                 self._link_sent_bytes.append(link_after[0] - link_before[0])
 
@@ -147,6 +149,8 @@ class TimedPoint:
             device=device_versions(),
             machine=boot_id(),
         )
+        if self._verify:
+            result = replace(result, timed=self._step.errors())
         self._step.close()
         return result
 

@@ -18,7 +18,7 @@ class Spec:
 
     workload: Workload
     verify: bool
-    """Whether the correctness gate runs before any timing."""
+    """Whether the correctness gate runs before any timing, and rows of what was timed are compared after it."""
     parts: bool
     """Whether to also time blocks alone and transfers alone."""
     transport: TransportOptions = DEFAULT_TRANSPORT
@@ -44,6 +44,8 @@ class RankResult:
     """One rank's results of one point. A point that fails the correctness gate has only `gate`."""
 
     gate: GateErrors = field(default_factory=GateErrors)
+    timed: GateErrors = field(default_factory=GateErrors)
+    """Errors of rows sampled from what was timed."""
     samples: Samples = field(default_factory=lambda: Samples.of([]))
     """Samples of the timed iterations. Times count from when this rank began (`Samples.from_first_start`)."""
     memory: MemoryPeak = field(default_factory=MemoryPeak)
@@ -73,4 +75,7 @@ class RankResult:
 
     def wrong(self, dtype: str) -> str:
         """Why the results are incorrect; empty if they are correct."""
-        return self.gate.wrong(dtype) or ("" if self.finite else "a timed result is not finite")
+        if wrong := self.gate.wrong(dtype) or ("" if self.finite else "a timed result is not finite"):
+            return wrong
+        wrong = self.timed.wrong(dtype)
+        return f"of what was timed, {wrong}" if wrong else ""

@@ -299,10 +299,14 @@ class GpuState:
 
 @dataclass(frozen=True, kw_only=True)
 class Exactness:
-    """Relative L2 errors against fp64 on the scaled-down problem of the correctness gate."""
+    """Relative L2 errors against fp64: before timing, on a scaled-down problem (the correctness gate), and after it, of
+    rows sampled from the very outputs and gradients that were timed.
+    """
 
     how: ClassVar[str] = "measured"
 
+    err_seqlen: int | None = None
+    """Tokens of the gate's problem, on which err_out to err_gradient were found."""
     err_out: Annotated[float | None, Result("error of out")] = None
     """The error of the output."""
     err_dq: Annotated[float | None, Result("error of dq")] = None
@@ -315,6 +319,20 @@ class Exactness:
     """The error of the loss, in a training step."""
     err_gradient: float | None = None
     """The error of the gradients of all parameters together, in a training step."""
+    err_timed_seqlen: int | None = None
+    """Tokens of what was timed, in which err_timed_out to err_timed_dv were found."""
+    err_timed_query_rows: int | None = None
+    """How many rows of out and dq were compared, each of one token and head: 16 tokens of each rank."""
+    err_timed_key_rows: int | None = None
+    """How many rows of dk and dv were compared: 256 tokens of one head, or fewer where their queries are too many."""
+    err_timed_out: float | None = None
+    """The error of the output where it was timed; in a training step, of the last layer's attention in one more step."""
+    err_timed_dq: float | None = None
+    """The error of dq where it was timed."""
+    err_timed_dk: float | None = None
+    """The error of dk where it was timed; None also where all queries see all keys, and that would take minutes."""
+    err_timed_dv: float | None = None
+    """The error of dv where it was timed, as of dk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sp_bench.kernels import choose
 from sp_bench.peers.engine import PeerEngine
+from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.run.attention import Engine
@@ -20,6 +21,8 @@ from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
 from sp_bench.workload.base import RankContext, Workload
+from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
+from sp_bench.workload.gate import GateErrors
 
 
 class AttentionStep:
@@ -28,9 +31,10 @@ class AttentionStep:
     def __init__(self, workload: Workload, context: RankContext) -> None:
         """Make the inputs and the engine, and execute a plan's forward that is not timed. All ranks must call it."""
         problem, rank = workload.problem, context.rank if workload.alone is None else workload.alone
-        generator = torch.Generator(context.device).manual_seed(workload.seed * 1_000_003 + rank)
-        self._q, self._dout = (_random(problem, rank, problem.heads, generator) for _ in range(2))
-        self._k, self._v = (_random(problem, rank, problem.kv_heads, generator) for _ in range(2))
+        self._q, self._k, self._v, self._dout = random_inputs(problem, rank, workload.seed, context.device)
+        self._workload, self._context = workload, context
+        self._sample: Sample | None = None
+        self._kept: dict[str, Tensor] = {}
         self._results: dict[str, tuple[Tensor, ...]] = {}
         self._phases = workload.phases
         self._forward_each_time = bool(workload.peer) and "forward" not in workload.phases
@@ -111,6 +115,26 @@ class AttentionStep:
         """Whether the last outputs and gradients are finite."""
         return all(bool(x.isfinite().all()) for results in self._results.values() for x in results)
 
+    def keep(self) -> None:
+        """Keep sampled rows of the last outputs and gradients."""
+        if self._sample is None:
+            workload, context = self._workload, self._context
+            self._sample = sampled(workload.problem, context.rank, workload.seed, context.device.type)
+        by_phase = (("out",), ("dq", "dk", "dv"))
+        named = {
+            name: x
+            for phase, names in zip(PHASES, by_phase, strict=True)
+            for name, x in zip(names, self._results.get(phase, ()), strict=False)
+        }
+        self._kept = self._sample.of(named)
+
+    def errors(self) -> GateErrors:
+        """Errors of the rows that were kept last."""
+        if self._sample is None:
+            return GateErrors()
+        inputs = self._q, self._k, self._v, self._dout
+        return errors_of_rows(self._workload.problem, self._context, inputs, self._kept, self._sample)
+
     def close(self) -> None:
         """Release the engine's threads and streams."""
         self._engine.close()
@@ -137,6 +161,14 @@ def make_engine(
         transport = context.transport(plans, shares.lane_ctas if shares else None)
     engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares)
     return GraphedEngine(engine, engine.queues) if context.cuda_graph and engine.queues else engine
+
+
+def random_inputs(problem: Problem, rank: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+    """A rank's q, k, v and dout, which `seed` decides."""
+    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
+    q, dout = (_random(problem, rank, problem.heads, generator) for _ in range(2))
+    k, v = (_random(problem, rank, problem.kv_heads, generator) for _ in range(2))
+    return q, k, v, dout
 
 
 def _random(problem: Problem, rank: int, heads: int, generator: torch.Generator) -> Tensor:

@@ -91,6 +91,13 @@ class Step(Protocol):
         """Whether the last results are finite."""
         ...
 
+    def keep(self) -> None:
+        """Keep rows of the last results, sampled by the workload's seed, for `errors`."""
+
+    def errors(self) -> GateErrors:
+        """Errors of sampled rows of results against fp64, the same on all ranks. All ranks must call it, at the end."""
+        ...
+
     def close(self) -> None:
         """Release threads and streams."""
 

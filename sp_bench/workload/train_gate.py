@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,33 +25,54 @@ from sp_bench.workload.trainer import Trainer, group_on
 if TYPE_CHECKING:
     from sp_bench.workload.train import Train
 
-GATE_TOKENS = 16
-"""The number of tokens on a rank in the gate's problem."""
+GATE_TOKENS, LEAST_TOKENS = 256, 16
+"""The number of tokens on a rank in the gate's problem: several tiles of every kernel; what it has at least."""
+WORK, SCORES = {"cpu": 5e8, "cuda": 1e12}, {"cpu": 2**24, "cuda": 2**28}
+"""Most multiplications of one matrix product, of all heads and layers on a rank, and most scores of a head, in the
+exact attention: with many ranks they have fewer tokens each."""
 COMPOUNDED = 4
 """Errors of a gradient grow over layers and losses: the tolerance as a multiple of that of one attention."""
 
 
 class ExactAttention:
-    """Attention of a whole sequence in fp64, without plans."""
+    """Attention of a whole sequence in fp64, without plans. Ranks of the default group can share its key heads."""
 
-    def __init__(self, mask: Mask) -> None:
-        self._mask = mask
+    def __init__(self, mask: Mask, rank: int = 0, ranks: int = 1, alive: Callable[[], None] = lambda: None) -> None:
+        self._mask, self._rank, self._ranks, self._alive = mask, rank, ranks, alive
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
         """The output, (B, S, H, D), and what the backward needs."""
-        return exact(q, k, v, torch.zeros_like(q), mask=self._mask)[0], {"qkv": (q, k, v)}
+        return self._exact(q, k, v, torch.zeros_like(q), range(1))[0], {"qkv": (q, k, v)}
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
         """(dq, dk, dv)."""
-        q, k, v = saved["qkv"]
-        return exact(q, k, v, dout, mask=self._mask)[1:]
+        return self._exact(*saved["qkv"], dout, range(1, 4))
+
+    def _exact(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, wanted: range) -> tuple[Tensor, ...]:
+        """Those of (out, dq, dk, dv) that are wanted, with all heads."""
+        found = [torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v)]
+        sharing = q.shape[2] // k.shape[2]
+        for head in range(self._rank, k.shape[2], self._ranks):
+            self._alive()
+            of_keys, of_queries = slice(head, head + 1), slice(head * sharing, (head + 1) * sharing)
+            inputs = q[:, :, of_queries], k[:, :, of_keys], v[:, :, of_keys], dout[:, :, of_queries]
+            for i, x in enumerate(exact(*inputs, mask=self._mask)):
+                found[i][:, :, of_queries if i < 2 else of_keys] = x
+        return tuple(self._of_all(found[i]) for i in wanted)
+
+    def _of_all(self, mine: Tensor) -> Tensor:
+        """The sum over ranks, each of which has some heads."""
+        if self._ranks == 1:
+            return mine
+        summed = mine.cpu()
+        dist.all_reduce(summed)
+        return summed.to(mine.device)
 
 
 def gate(workload: Train, context: RankContext) -> GateErrors:
     """Errors of the workload's plans in a narrow model on a shorter sequence. All ranks must call it."""
     problem, model = workload.problem, workload.model.small()
-    tokens, more = divmod(problem.seqlen, problem.n)
-    small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more)
+    small = problem.scaled(_length(workload, model.layers, context.device.type))
     group = group_on(context.device) if problem.n > 1 else None
     given = model, small, workload.training, workload.seed, context.rank, context.device, group
     trainer = Trainer(*given, sharded=workload.sharded)
@@ -60,18 +83,29 @@ def gate(workload: Train, context: RankContext) -> GateErrors:
     context.alive()
     trainer.states.synchronize()
     context.alive()
-    errors = compared(trainer, whole(workload, small, context))
+    errors = replace(compared(trainer, whole(workload, small, context)), seqlen=small.seqlen)
     if group is not None and group is not dist.group.WORLD:
         dist.destroy_process_group(group)
     return errors
+
+
+def _length(workload: Train, layers: int, device: str) -> int:
+    """The tokens of the gate's problem: as many as its exact attention has time and memory for."""
+    problem = workload.problem
+    tokens, more = divmod(problem.seqlen, problem.n)
+    shared = -(-problem.kv_heads // problem.n) * (problem.heads // problem.kv_heads)
+    pairs = min(SCORES[device], WORK[device] / (problem.batch * shared * layers * problem.head_dim))
+    each = max(LEAST_TOKENS, min(GATE_TOKENS, math.isqrt(int(pairs)) // problem.n))
+    return min(each, tokens) * problem.n + more
 
 
 def whole(workload: Train, problem: Problem, context: RankContext) -> Trainer:
     """The same model on one process, in fp64 and with exact attention, after its backward."""
     alone = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
     trainer = Trainer(workload.model.small(), alone, workload.training, workload.seed, 0, context.device, None)
+    attention = ExactAttention(alone.mask, context.rank, problem.n, context.alive)
     batch = trainer.batch(0)
-    trainer.loss(trainer.hidden(batch, ExactAttention(alone.mask)), batch).backward()
+    trainer.loss(trainer.hidden(batch, attention), batch).backward()
     return trainer
 
 

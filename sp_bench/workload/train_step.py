@@ -20,12 +20,25 @@ from sp_bench.run.sms import SmShares
 from sp_bench.workload.attention_step import make_engine, parts_of
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.collectives import Call
+from sp_bench.workload.exact_rows import errors_of_rows, sampled
+from sp_bench.workload.exactness import NAMES
+from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.states import States
 from sp_bench.workload.train import UPDATE
 from sp_bench.workload.trainer import Batch, Trainer, group_on
 
 if TYPE_CHECKING:
     from sp_bench.workload.train import Train
+
+
+@dataclass
+class Watched:
+    """The attention of the last layer: the forward before the first backward, and that one."""
+
+    of_queries: tuple[Tensor, ...] = ()
+    """q, k, v and out."""
+    gradients: tuple[Tensor, ...] = ()
+    """dout, dq, dk and dv."""
 
 
 @dataclass
@@ -38,17 +51,23 @@ class MarkedEngine:
     live: LiveBytes | None = None
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     readings: list[Callable[[], Spent]] = field(default_factory=list)
+    watched: Watched | None = None
+    """Where the tensors of the last layer are kept; None: nowhere."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
         start = self.clock.mark()
         found = self.engine.forward(q, k, v, self.action, self.live)
         self._keep("forward", start)
+        if self.watched and not self.watched.gradients:
+            self.watched.of_queries = (q, k, v, found[0])
         return found
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
         start = self.clock.mark()
         found = self.engine.backward(dout, saved, self.action, self.live)
         self._keep("backward", start)
+        if self.watched and not self.watched.gradients:
+            self.watched.gradients = (dout, *found)
         return found
 
     def _keep(self, phase: str, start: Any) -> None:
@@ -61,7 +80,7 @@ class TrainStep:
 
     def __init__(self, workload: Train, context: RankContext) -> None:
         """Make model, optimizer and engine. All ranks must call it."""
-        self._workload, self._clock = workload, clock_of(context.device)
+        self._workload, self._context, self._clock = workload, context, clock_of(context.device)
         problem, model = workload.problem, workload.model
         group = group_on(context.device) if problem.n > 1 else None
         given = model, problem, workload.training, workload.seed, context.rank, context.device, group
@@ -150,6 +169,25 @@ class TrainStep:
     def finite(self) -> bool:
         """Whether all parameters are finite."""
         return all(bool(self._states.local(p).isfinite().all()) for p in self._states.parameters)
+
+    def keep(self) -> None:
+        """Nothing: `errors` executes a step of its own, whose tensors needn't be kept while others are timed."""
+
+    def errors(self) -> GateErrors:
+        """Errors of sampled rows of the last layer's attention, in one more forward and backward of the timed step."""
+        problem, context, watched = self._workload.problem, self._context, Watched()
+        self._attention.watched = watched
+        self.untimed()
+        for phase in PHASES:
+            context.alive()
+            self.run(phase, Action.EVERYTHING)
+        self._clock.synchronize()
+        self._attention.watched = None
+        (q, k, v, out), (dout, *gradients) = watched.of_queries, watched.gradients
+        inputs = q.detach(), k.detach(), v.detach(), dout.detach()
+        sample = sampled(problem, context.rank, self._workload.seed, context.device.type)
+        found = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
+        return errors_of_rows(problem, context, inputs, found, sample)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""

@@ -157,3 +157,20 @@ def gated(spec: Spec, spoiled: tuple[str, int] | None = None, with_: float = 0.0
 
     with spoiling("_forward", methods["_forward"]), spoiling("_backward", methods["_backward"]):
         return job._gate(0, spec)
+
+
+def measured_with_a_kernel_wrong_from(spec: Spec, tokens: int, name: str) -> tuple[str, str, tuple[int, int] | None]:
+    """What the gate says, then the rows of what was timed, of a kernel whose rows from `tokens` on are off by 1%."""
+    names = {"_forward": ("out",), "_backward": ("dq", "dk", "dv")}
+    method = next(method for method, results in names.items() if name in results)
+    right = getattr(AtenCpu, method)
+
+    def wrong(self: AtenCpu, *arguments: Any) -> tuple[Tensor, ...]:
+        results = right(self, *arguments)
+        results[names[method].index(name)][:, tokens:] *= 1.01
+        return results
+
+    with patch.object(AtenCpu, method, wrong):
+        (found,) = job.measure([spec], 1, 0)
+    dtype = spec.workload.problem.dtype
+    return found.gate.wrong(dtype), found.timed.wrong(dtype), found.timed.rows

@@ -12,9 +12,10 @@ from sp_bench.methods import build
 from sp_bench.plan import Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
 from sp_bench.workload import Attention
+from sp_bench.workload.exact_rows import KEYS, ROWS
 from sp_bench.workload.exactness import NAMES
 
 RANKS, HEADS = 3, 4
@@ -27,16 +28,27 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def spec(kv_heads: int, phases: tuple[str, ...] = PHASES) -> Spec:
-    """A causal point of Ring, longer than the gate's."""
+def spec(kv_heads: int, phases: tuple[str, ...] = PHASES, seqlen: int = 300) -> Spec:
+    """A causal point of Ring."""
     problem = Problem(
-        n=RANKS, seqlen=300, heads=HEADS, kv_heads=kv_heads, head_dim=16, mask=CAUSAL, dtype="float32",
+        n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=kv_heads, head_dim=16, mask=CAUSAL, dtype="float32",
         layout=LAYOUTS["striped"],
     )  # fmt: skip
     method = build("ring", {})
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
     workload = Attention(phases=phases, plans=plans, problem=method.dealt(problem), kernel="aten_cpu")
     return Spec(workload=workload, verify=True, parts=False)
+
+
+def one_rank(seqlen: int) -> Spec:
+    """The same on one rank."""
+    problem = Problem(
+        n=1, seqlen=seqlen, heads=HEADS, kv_heads=2, head_dim=16, mask=FULL, dtype="float32",
+        layout=LAYOUTS["contiguous"],
+    )  # fmt: skip
+    plans = {phase: build("ring", {}).plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+    workload = Attention(phases=PHASES, plans=plans, problem=problem, kernel="aten_cpu")
+    return Spec(workload=workload, verify=True, parts=True)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -81,6 +93,29 @@ def test_nor_does_one_of_a_gradient(pool: RankPool, kv_heads: int, name: str, he
 def test_what_is_not_finite_is_infinitely_wrong(pool: RankPool) -> None:
     found = pool.run("tests.measure.jobs:gated", spec(2), ("out", 1), float("nan"))[1]
     assert found.overall["out"] == found.worst_head["out"] == float("inf")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_wrong_from_512_tokens_on_is_found_in_what_was_timed(pool: RankPool, name: str) -> None:
+    """Of a rank, which the gate doesn't have: its rows from there on, sampled from what was timed."""
+    point = spec(2, seqlen=RANKS * 700)
+    for gate, timed, rows in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 512, name):
+        assert gate == "", "it has 256 tokens of a rank"
+        assert f"{name} is off by " in timed and timed.endswith(f"at {RANKS * 700} tokens")
+        assert rows == (ROWS * RANKS * HEADS, KEYS // RANKS * RANKS)
+    for gate, timed, rows in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 700, name):
+        assert gate == timed == "" and rows
+
+
+@pytest.mark.parametrize("name", ["out", "dk"])
+def test_what_is_wrong_from_512_tokens_of_all_ranks_on_is_found_by_the_gate(name: str) -> None:
+    """One function of the whole sequence."""
+    with RankPool(1) as one:
+        point = one_rank(2048)
+        ((gate, _, _),) = one.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 200, name)
+        assert f"{name} is off by" in gate and gate.endswith("at 256 tokens")
+        ((gate, timed, _),) = one.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 512, name)
+        assert gate == "" and f"{name} is off by" in timed
 
 
 def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:

@@ -1,0 +1,66 @@
+"""Which keys the queries at given positions see, as spans of positions: for the exact results of single rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sp_bench.plan.documents import Packed
+from sp_bench.plan.mask import Mask
+from sp_bench.plan.regions import RegionKind
+
+
+class Seen:
+    """The keys that each query of a sequence sees, under a mask."""
+
+    def __init__(self, mask: Mask, seqlen: int) -> None:
+        """Holds the first key, and the key behind the last, of each span of each query."""
+        queries = torch.arange(seqlen)
+        self._spans: list[tuple[Tensor, Tensor]] = []
+        if isinstance(mask, Packed):
+            first, stop = mask.sees(queries.numpy())
+            self._spans = [(torch.from_numpy(first), torch.from_numpy(stop))]
+            return
+        everything = (range(seqlen),)
+        for kind, q, kv in mask.regions(everything, everything):
+            first, stop = torch.zeros(seqlen, dtype=torch.int64), torch.zeros(seqlen, dtype=torch.int64)
+            rows, place = slice(q.start, q.stop), kv.start + torch.arange(len(q))
+            last = {RegionKind.CAUSAL: place + 1, RegionKind.STRICT: place}.get(kind, torch.full_like(place, kv.stop))
+            first[rows] = place if kind is RegionKind.UPPER else kv.start
+            stop[rows] = last
+            self._spans.append((first, stop))
+
+    def range_of(self, queries: Tensor) -> range:
+        """The range of keys that has all that any of these queries sees."""
+        pairs = [(first[queries], stop[queries]) for first, stop in self._spans]
+        ends = [(first[first < stop], stop[first < stop]) for first, stop in pairs if bool((first < stop).any())]
+        if not ends:
+            return range(0)
+        return range(min(int(first.min()) for first, _ in ends), max(int(stop.max()) for _, stop in ends))
+
+    def of(self, queries: Tensor, keys: range, device: torch.device) -> Tensor:
+        """Whether each query sees each key: (queries, keys), on the device."""
+        columns = torch.arange(keys.start, keys.stop, device=device)
+        found = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=device)
+        for first, stop in self._spans:
+            low, high = (x[queries].to(device)[:, None] for x in (first, stop))
+            found |= (columns >= low) & (columns < high)
+        return found
+
+    def see_any(self, keys: Tensor) -> Tensor:
+        """Whether each query sees one of these keys, which ascend: (seqlen,)."""
+        found = [torch.searchsorted(keys, first) < torch.searchsorted(keys, stop) for first, stop in self._spans]
+        return torch.stack(found).any(0) if found else torch.zeros(0, dtype=torch.bool)
+
+    def pairs_of_keys(self) -> Tensor:
+        """For each key, how many keys all queries that see it see together: (seqlen,)."""
+        widths = torch.stack([stop - first for first, stop in self._spans]).sum(0)
+        changes = torch.zeros(len(widths) + 1, dtype=torch.int64)
+        for first, stop in self._spans:
+            changes.index_add_(0, first, widths)
+            changes.index_add_(0, stop, -widths)
+        return changes[:-1].cumsum(0)
+
+    def pairs(self, queries: Tensor) -> int:
+        """How many keys these queries see together; `queries` is a mask of all of them."""
+        return sum(int((stop - first)[queries].sum()) for first, stop in self._spans)
