@@ -136,32 +136,45 @@ def errors_of_rows(
         _compare(_Unit(problem, context, inputs, sample, seen, unit), found, totals)
     if dist.is_initialized() and problem.n > 1:
         dist.all_reduce(totals)
-    overall, worst_head, condition, worst_condition = {}, {}, {}, {}
-    error2, norm2, elements, rounding2 = totals
+    overall, worst_head, rounding, worst_rounding = {}, {}, {}, {}
     for i, name in enumerate(NAMES):
-        if not elements[i].sum():
+        of_heads = totals[:, i, totals[2, i] > 0]
+        if not of_heads.numel():
             continue
-        heads = elements[i] > 0
-        each = relative_error(torch.stack([error2[i], norm2[i]]), elements[i])[heads]
-        of_each = relative_error(torch.stack([rounding2[i], norm2[i]]), elements[i])[heads]
-        worst = int((each / of_each.clamp_min(1.0)).argmax())
-        worst_head[name], worst_condition[name] = float(each[worst]), float(of_each[worst])
-        overall[name], condition[name] = (
-            float(relative_error(torch.stack([x[i].sum(), norm2[i].sum()]), elements[i].sum()))
-            for x in (error2, rounding2)
-        )
+        together = of_heads.sum(1, keepdim=True)
+        overall[name], rounding[name] = (float(x) for x in _errors(together))
+        each, possible = _errors(of_heads)
+        worst = int((each / possible.clamp_min(1.0)).argmax())
+        worst_head[name], worst_rounding[name] = float(each[worst]), float(possible[worst])
+    elements = totals[2]
     rows = (int(elements[pair].max(0).values.sum()) // problem.head_dim for pair in (slice(0, 2), slice(2, 4)))
     return GateErrors(
         overall=overall,
         worst_head=worst_head,
-        condition=condition,
-        worst_condition=worst_condition,
+        rounding=rounding,
+        worst_rounding=worst_rounding,
         seqlen=problem.seqlen,
         rows=(*rows,),
     )
 
 
-_TOTALS = ("squared errors", "squared norms", "elements", "squared effect of roundings")
+_TOTALS = ("errors^2", "norms^2", "elements", "variances", "variances of rows^2")
+ROUNDINGS, TAIL = 2.0, 3.0
+"""Errors of partial results, which are rounded when they travel and where they are added, as a multiple of one call's;
+how many standard deviations the error of a single row can be above the usual one."""
+
+
+def _errors(totals: Tensor) -> tuple[Tensor, Tensor]:
+    """The relative errors, and the largest ones of roundings alone in unit roundoffs, from totals (5, ...).
+
+    A rounding's error is uniform, up to a unit: its standard deviation is a unit over sqrt(3). The sum of few rows'
+    errors varies more than that of many; rows count as many as have the variance among them.
+    """
+    error2, norm2, elements, variance, of_rows2 = totals
+    rows = variance.square() / of_rows2.clamp_min(torch.finfo(torch.float64).tiny)
+    usual = relative_error(torch.stack([variance / 3, norm2]), elements)
+    most = ROUNDINGS * usual * (1 + TAIL / rows.clamp_min(1.0).sqrt())
+    return relative_error(torch.stack([error2, norm2]), elements), torch.where(most.isfinite(), most, 0.0)
 
 
 class _Unit:
@@ -209,12 +222,13 @@ def _compare(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor) -> None:
     """Add the totals of one unit's rows that this rank has."""
     sample, gradients = unit.sample, any(name != "out" for name in found)
     of_keys = torch.zeros(4, len(unit.keys), unit.k.shape[1], dtype=torch.float64, device=unit.device)
-    """dk, dv, and the squared effects of roundings on them: (4, keys, D)."""
+    """dk, dv, and the variances that roundings give them: (4, keys, D)."""
 
-    def add(name: str, head: int, mine: Tensor, exact: Tensor, rounding2: Tensor) -> None:
-        exact, square = exact.cpu(), rounding2.sum().cpu()
+    def add(name: str, head: int, mine: Tensor, exact: Tensor, variance: Tensor) -> None:
+        exact, of_rows = exact.cpu(), variance.sum(1).cpu()
         norms = (mine.double() - exact).square().sum(), exact.square().sum()
-        totals[:, NAMES.index(name), head] += torch.stack([*norms, torch.tensor(exact.numel()).double(), square])
+        more = torch.tensor(exact.numel()).double(), of_rows.sum(), of_rows.square().sum()
+        totals[:, NAMES.index(name), head] += torch.stack([*norms, *more])
 
     for head in unit.heads:
         done = 0
@@ -226,18 +240,18 @@ def _compare(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor) -> None:
             if compared:
                 place = slice(done, done + len(rows))
                 done += len(rows)
-                for name, (exact, rounding2) in zip(("out", "dq"), results, strict=False):
+                for name, (exact, variance) in zip(("out", "dq"), results, strict=False):
                     if name in found:
-                        add(name, head, found[name][unit.entry, place, head], exact, rounding2)
+                        add(name, head, found[name][unit.entry, place, head], exact, variance)
     if len(unit.keys) and gradients:
         summed = of_keys.cpu()
         if dist.is_initialized() and unit.ranks > 1:
             dist.all_reduce(summed)
         at = torch.searchsorted(unit.keys, unit.mine[sample.mine])
-        for name, exact, rounding2 in zip(("dk", "dv"), summed[:2, at], summed[2:, at], strict=True):
+        for name, exact, variance in zip(("dk", "dv"), summed[:2, at], summed[2:, at], strict=True):
             if name in found:
                 mine = found[name][unit.entry, :, unit.kv_head]
-                add(name, unit.kv_head, mine, exact, rounding2 + exact.square())
+                add(name, unit.kv_head, mine, exact, variance + exact.square())
 
 
 def _rows(
@@ -245,9 +259,9 @@ def _rows(
 ) -> list[tuple[Tensor, Tensor]]:
     """out and dq of some queries, if they are compared; what they add to dk and dv is summed into `of_keys`.
 
-    All in fp64, and each with the squared effect of roundings. A flash kernel rounds the probabilities, ds and results
-    to its dtype, and takes rowsum(dO * O) of the rounded O. Were each such rounding a random error of the size of what
-    is rounded, the variances would be these.
+    All in fp64, and each with the variance that roundings give it. A flash kernel rounds the probabilities, ds and
+    results to its dtype, and takes rowsum(dO * O) of the rounded O. Each such rounding adds a random error; in units of
+    its standard deviation it has the size of what is rounded.
     """
     places = unit.mine[rows]
     keys = unit.seen.range_of(places)

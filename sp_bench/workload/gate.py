@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,9 +9,8 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-
 """The largest relative L2 error against fp64 that passes on any inputs, by dtype: 1.3 to 17 of its roundings."""
 HEAD_FACTOR = 4
 """The tolerance of a single head, as a multiple of that of all."""
-WELL_CONDITIONED = 3.0
-"""Up to so many roundings of its own size a result has in any attention. Where cancellation makes it more, as in dq of
-a few tokens whose probabilities are near 1, no dtype can give more, and the tolerance grows by the same."""
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""The largest relative error of one rounding, by dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +20,10 @@ class GateErrors:
     overall: Mapping[str, float] = field(default_factory=dict)
     worst_head: Mapping[str, float] = field(default_factory=dict)
     """The errors of the worst single head, or of the parameters of a model. They show one wrong block among many."""
-    condition: Mapping[str, float] = field(default_factory=dict)
-    """The error that roundings make over the dtype's unit roundoff and the result's norm, by tensor, where known."""
-    worst_condition: Mapping[str, float] = field(default_factory=dict)
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    """The most that roundings alone can make of an error, in unit roundoffs, by tensor; where that is known. It is more
+    than the tolerance where cancellation leaves little of a result and few rows count, as in dq of a few tokens."""
+    worst_rounding: Mapping[str, float] = field(default_factory=dict)
     """The same of the worst head."""
     factor: float = 1.0
     """The tolerance as a multiple of that of one attention."""
@@ -33,23 +32,17 @@ class GateErrors:
     rows: tuple[int, int] | None = None
     """The rows of queries and of keys that were compared, summed over heads; None if they aren't counted."""
 
+    def limit(self, name: str, dtype: str) -> float:
+        """The largest error of a tensor that passes."""
+        return max(self.factor * TOLERANCE[dtype], UNIT_ROUNDOFF[dtype] * self.rounding.get(name, 0.0))
+
     def wrong(self, dtype: str) -> str:
-        """The errors above the dtype's tolerance as a text; empty if there are none. NaN counts as above."""
-        most = self.factor * TOLERANCE[dtype]
-        found = [
-            (name, error, limit)
-            for errors, conditions, usual in (
-                (self.overall, self.condition, most),
-                (self.worst_head, self.worst_condition, HEAD_FACTOR * most),
-            )
-            for name, error in errors.items()
-            for limit in [usual * _beyond(conditions.get(name, 1.0))]
-            if not error <= limit
-        ]
-        text = ", ".join(f"{name} is off by {error:.1e} (at most {limit:.0e})" for name, error, limit in found)
+        """The errors above their limits as a text; empty if there are none. NaN counts as above."""
+        of_a_head = HEAD_FACTOR * self.factor * TOLERANCE[dtype]
+        limits = [(name, error, self.limit(name, dtype)) for name, error in self.overall.items()]
+        for name, error in self.worst_head.items():
+            rounding = UNIT_ROUNDOFF[dtype] * self.worst_rounding.get(name, 0.0)
+            limits.append((name, error, max(of_a_head, rounding)))
+        found = [(name, error, most) for name, error, most in limits if not error <= most]
+        text = ", ".join(f"{name} is off by {error:.1e} (at most {most:.0e})" for name, error, most in found)
         return text + (f", at {self.seqlen} tokens" if found and self.seqlen else "")
-
-
-def _beyond(condition: float) -> float:
-    """What a tolerance is multiplied by; 1 if the result is well conditioned, or where it is nothing but roundings."""
-    return condition if WELL_CONDITIONED < condition < math.inf else 1.0

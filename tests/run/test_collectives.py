@@ -13,7 +13,7 @@ from sp_bench.methods import REGISTRY
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.method import PHASES
 from tests.run import jobs
-from tests.support.attention_cases import BOUNDS, Case, relative
+from tests.support.attention_cases import Case, bounds_of, relative
 from tests.support.marks import exhaustive
 from tests.support.problems import divisors
 from tests.support.ranks import Ranks
@@ -53,7 +53,7 @@ def test_they_are_exact_and_send_what_is_counted(n: int, ranks: Ranks) -> None:
     by_rank = list(zip(*answers, strict=True))[:n]
     for case in cases(n):
         errors = [relative(shares) for shares in zip(*(found[case] for found, _ in by_rank), strict=True)]
-        assert max(errors) <= BOUNDS[case.dtype], case
+        assert all(x <= most for x, most in zip(errors, bounds_of(case).values(), strict=True)), case
         volumes = [account.volume(case.built.plan(case.problem, p, case.costs), case.problem) for p in PHASES]
         total = 0
         for rank, (_, sent) in enumerate(by_rank):

@@ -35,15 +35,16 @@ from tests.run.matrix import (
     variants,
 )
 from tests.support.attention_cases import (
-    BOUNDS,
     HEAD_DIM,
     HEADS,
     Case,
+    bounds_of,
     inputs,
     of_each_method,
     of_one_batch_entry,
     reference,
 )
+from tests.support.bounds import FLOORS
 from tests.support.marks import exhaustive, exhaustive_from
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import SIZES, WORLD, Ranks
@@ -209,7 +210,7 @@ def test_lanes_each(ranks: Ranks, n: int) -> None:
 @pytest.mark.exhaustive
 def test_kernels(ranks: Ranks, kernel: str) -> None:
     variant = Case(n=4, method="mesh", tile=(2, 2), kernel=kernel, kv_heads=2)
-    assert_exact(ranks, (replace(variant, layout=layout, dtype=dtype) for layout in LAYOUTS for dtype in BOUNDS))
+    assert_exact(ranks, (replace(variant, layout=layout, dtype=dtype) for layout in LAYOUTS for dtype in DTYPES))
 
 
 @pytest.mark.exhaustive
@@ -264,7 +265,7 @@ def test_wider_wire_is_no_less_exact(ranks: Ranks, n: int) -> None:
         for tensor, error in errors[wide_case].items():
             # Results end in bf16, whose rounding is most of the error and falls a little differently each time.
             assert error <= 1.02 * errors[narrow_case][tensor], f"{wide_case}: {tensor}"
-            assert errors[narrow_case][tensor] <= BOUNDS["bfloat16"], f"{narrow_case}: {tensor}"
+            assert errors[narrow_case][tensor] <= bounds_of(narrow_case)[tensor], f"{narrow_case}: {tensor}"
         if sum(errors[wide_case].values()) < sum(errors[narrow_case].values()):
             helped.add(narrow_case.method)
     # Where sums of blocks travel, the wire's rounding must show, or the option has done nothing. What these send is of
@@ -289,7 +290,7 @@ def test_the_wire_rounds_partials_and_nothing_else(ranks: Ranks, every: bool) ->
         rounded = {result for tensor in carried for result in ROUNDED_WITH.get(tensor, ())}
         assert rounded, f"{case}: no partials travel"
         for tensor, error in by_tensor.items():
-            low, high = (1e-4, BOUNDS["bfloat16"]) if tensor in rounded else (0, BOUNDS["float32"])
+            low, high = (1e-4, bounds_of(case)[tensor]) if tensor in rounded else (0, FLOORS["float32"])
             assert low <= error <= high, f"{case}: {tensor} is off by {error:.1e}"
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sp_bench import SequenceParallelAttention, documents
-from tests.support.attention_cases import BOUNDS, difference, relative
+from tests.support.attention_cases import difference, relative
+from tests.support.bounds import FLOORS
 
 PACKS = (
     ([40, 1, 23], True, (None, None)),
@@ -43,4 +44,4 @@ def test_agreement_on_one_rank(
     block_mask = create_block_mask(mask_mod(lengths, causal, window), None, None, tokens, tokens, device="cpu")
     theirs = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, enable_gqa=True)
     assert isinstance(theirs, Tensor)
-    assert relative([difference(ours, theirs.transpose(1, 2).double())]) <= BOUNDS["float32"]
+    assert relative([difference(ours, theirs.transpose(1, 2).double())]) <= FLOORS["float32"]

@@ -29,10 +29,10 @@ from sp_bench.run.sharding import positions, shard
 from sp_bench.run.symmetric_memory import SymmetricMemory
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Stuck, Wires
 from tests.run.symmetric import SymmetricMemories
+from tests.support.bounds import bounds
 from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, cost_profiles, mask_of, of_each_name
 
-BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 NAMES = ("out", "dq", "dk", "dv")
 CPU = torch.device("cpu")
 
@@ -89,10 +89,9 @@ class Execution:
             found = self.run(plans)
         except (Hazard, Stuck) as error:
             return f"{type(error).__name__}: {error}"
-        dtypes = {self.problem.dtype, self.problem.wire_dtype}
-        bound = max(BOUNDS[dtype] for dtype in dtypes)
+        most = bounds(self.problem, inputs(self.problem))
         errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact(self.problem), strict=True)]
-        return ", ".join(f"{n} is off by {e:.1e}" for n, e in zip(NAMES, errors, strict=True) if not e <= bound)
+        return ", ".join(f"{n} is off by {e:.1e}" for n, e in zip(NAMES, errors, strict=True) if not e <= most[n])
 
 
 def inputs(problem: Problem) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from sp_bench.plan import CostProfile, Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.mask import CAUSAL, Mask
+from tests.support.bounds import bounds
 from tests.support.problems import mask_of
 from tests.support.seen import seen
 
@@ -204,8 +205,13 @@ def difference(got: Tensor, wanted: Tensor) -> Difference:
     return Difference(float((got.double() - wanted).square().sum()), float(wanted.square().sum()), wanted.numel())
 
 
-BOUNDS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 1e-2}
-"""Relative L2 error of out, dq, dk and dv."""
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+@cache
+def bounds_of(case: Case) -> dict[str, float]:
+    """The largest relative L2 errors of out, dq, dk and dv that pass: what roundings can make on the case's inputs."""
+    return bounds(case.problem, case.inputs(case.seqlen))
 
 
 def relative(shares: Iterable[Difference]) -> float:
