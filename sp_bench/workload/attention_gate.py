@@ -28,7 +28,7 @@ def gate(workload: Workload, context: RankContext) -> GateErrors:
     results = ()
     for _ in range(2):
         context.alive()
-        out, saved = engine.forward(*given[:3])
+        out, saved = engine.forward(given[0], given[1], given[2])
         results = (out,)
         if "backward" in workload.executed(workload.phases):
             context.alive()

@@ -132,6 +132,8 @@ class AttentionStep:
         """Errors of the rows that were kept last."""
         if self._sample is None:
             return GateErrors()
+        self._results.clear()  # their memory is needed
+        self._saved = {}
         inputs = self._q, self._k, self._v, self._dout
         return errors_of_rows(self._workload.problem, self._context, inputs, self._kept, self._sample)
 

@@ -19,7 +19,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.run.sharding import positions, unshard
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.exactness import NAMES, relative_error
-from sp_bench.workload.gate import GateErrors
+from sp_bench.workload.gate import HEAD_FACTOR, TOLERANCE, UNIT_ROUNDOFF, GateErrors
 from sp_bench.workload.seen import Seen
 
 ROWS, KEYS = 16, 256
@@ -28,7 +28,7 @@ GATHERED = 2**25
 """Elements of keys and values that a rank gathers at most, but those of one head."""
 WORK = {"cpu": 1e9, "cuda": 4e12}
 """Most multiplications of one matrix product on a rank for sampled keys; a quarter of it for all rows of a problem."""
-BLOCK, BLOCK_ROWS = {"cpu": 2**21, "cuda": 2**26}, {"cpu": 128, "cuda": 4096}
+BLOCK, BLOCK_ROWS = {"cpu": 2**21, "cuda": 2**24}, {"cpu": 128, "cuda": 4096}
 """Most scores, and most queries, that are computed at a time."""
 
 Unit = tuple[int, int]
@@ -144,17 +144,20 @@ def errors_of_rows(
         together = of_heads.sum(1, keepdim=True)
         overall[name], rounding[name] = (float(x) for x in _errors(together))
         each, possible = _errors(of_heads)
-        worst = int((each / possible.clamp_min(1.0)).argmax())
+        usual = HEAD_FACTOR * TOLERANCE[problem.dtype]
+        worst = int((each / (UNIT_ROUNDOFF[problem.dtype] * possible).clamp_min(usual)).argmax())
         worst_head[name], worst_rounding[name] = float(each[worst]), float(possible[worst])
     elements = totals[2]
-    rows = (int(elements[pair].max(0).values.sum()) // problem.head_dim for pair in (slice(0, 2), slice(2, 4)))
+    of_queries, of_keys = (
+        int(elements[pair].max(0).values.sum()) // problem.head_dim for pair in (slice(2), slice(2, 4))
+    )
     return GateErrors(
         overall=overall,
         worst_head=worst_head,
         rounding=rounding,
         worst_rounding=worst_rounding,
         seqlen=problem.seqlen,
-        rows=(*rows,),
+        rows=(of_queries, of_keys),
     )
 
 

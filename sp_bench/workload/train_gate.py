@@ -46,7 +46,8 @@ class ExactAttention:
 
     def backward(self, dout: Tensor, saved: Saved) -> tuple[Tensor, ...]:
         """(dq, dk, dv)."""
-        return self._exact(*saved["qkv"], dout, range(1, 4))
+        q, k, v = saved["qkv"]
+        return self._exact(q, k, v, dout, range(1, 4))
 
     def _exact(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, wanted: range) -> tuple[Tensor, ...]:
         """Those of (out, dq, dk, dv) that are wanted, with all heads."""
@@ -55,8 +56,9 @@ class ExactAttention:
         for head in range(self._rank, k.shape[2], self._ranks):
             self._alive()
             of_keys, of_queries = slice(head, head + 1), slice(head * sharing, (head + 1) * sharing)
-            inputs = q[:, :, of_queries], k[:, :, of_keys], v[:, :, of_keys], dout[:, :, of_queries]
-            for i, x in enumerate(exact(*inputs, mask=self._mask)):
+            queries, gradients = (x[:, :, of_queries] for x in (q, dout))
+            results = exact(queries, k[:, :, of_keys], v[:, :, of_keys], gradients, mask=self._mask)
+            for i, x in enumerate(results):
                 found[i][:, :, of_queries if i < 2 else of_keys] = x
         return tuple(self._of_all(found[i]) for i in wanted)
 

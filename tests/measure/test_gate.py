@@ -17,6 +17,7 @@ from sp_bench.plan.method import PHASES
 from sp_bench.workload import Attention
 from sp_bench.workload.exact_rows import KEYS, ROWS
 from sp_bench.workload.exactness import NAMES
+from tests.workload.requests import training
 
 RANKS, HEADS = 3, 4
 
@@ -116,6 +117,17 @@ def test_what_is_wrong_from_512_tokens_of_all_ranks_on_is_found_by_the_gate(name
         assert f"{name} is off by" in gate and gate.endswith("at 256 tokens")
         ((gate, timed, _),) = one.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 512, name)
         assert gate == "" and f"{name} is off by" in timed
+
+
+@pytest.mark.parametrize("name", ["out", "dv"])
+def test_a_training_step_that_is_wrong_from_512_tokens_on_is_found(pool: RankPool, name: str) -> None:
+    """In the attention of its last layer; its gate, of loss and gradients, has some hundred tokens of a rank too."""
+    trained = training(f"gpus={RANKS}", "method=ring", "dtype=float32", f"seqlen={RANKS * 700}", "kernel=aten_cpu")
+    point = Spec(workload=trained, verify=True, parts=False)
+    for gate, timed, rows in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 512, name):
+        assert gate == "" and f"{name} is off by" in timed and rows is not None
+    for gate, _, _ in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 150, name):
+        assert "is off by" in gate and gate.endswith(f"at {RANKS * 256} tokens")
 
 
 def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:

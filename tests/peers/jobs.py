@@ -26,6 +26,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.run.sharding import positions, shard, unshard
+from sp_bench.workload.exactness import relative_error, squared_norms
 from tests.peers import engine_of_gpus
 from tests.support.attention_cases import BATCH, HEAD_DIM, HEADS, inputs, reference
 from tests.support.problems import mask_of
@@ -150,11 +151,9 @@ def beside_ours(cases: Sequence[Case], method: str) -> dict[Case, dict[str, floa
 
 
 def _apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, float]:
-    """Relative L2 differences by name."""
-    return {
-        name: float((x.double() - y.double()).norm() / y.double().norm())
-        for name, x, y in zip(NAMES, found, wanted, strict=True)
-    }
+    """Relative L2 differences by name; of what is nothing but roundings, such as dq of single tokens, to ones."""
+    pairs = zip(NAMES, found, wanted, strict=True)
+    return {name: float(relative_error(squared_norms(x, y.double()), x.numel())) for name, x, y in pairs}
 
 
 def run_phases(case: Case, phases: Sequence[str]) -> Tensor:
@@ -228,6 +227,12 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.Proce
     keys = torch.cat([positions(layout, r, n, seqlen) for r in range(n)])
     seen = keys[None] <= positions(layout, rank, n, seqlen)[:, None] if causal else None
     return scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)
+
+
+def wrong_from_512_tokens(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:
+    """As `gathered`, but with another scale on sequences of 512 tokens of a rank or more."""
+    scale = 1.05 if q.shape[1] >= 512 else 1.0
+    return gathered(q * scale, k, v, causal=causal, group=group)
 
 
 def transposed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: dist.ProcessGroup) -> Tensor:

@@ -39,6 +39,22 @@ def test_a_peer_beside_methods(tmp_path: Path) -> None:
     assert wrong.err_out and wrong.err_out > 0.1 and wrong.step_ms_median is None
 
 
+def test_a_function_that_is_wrong_at_the_length_that_is_timed_only(tmp_path: Path) -> None:
+    """It passes the gate; the rows of what was timed tell, and at what length. A right one has both errors."""
+    options = ("method=peer", "method.layout=striped", "iters=1")
+    functions = ("wrong_from_512_tokens", "gathered")
+    points = [(*options, f"impl=tests.peers.jobs:{name}", "seqlen=1024") for name in functions]
+    wrong, right = measured(tmp_path, *points)
+    assert (wrong.status, right.status) == ("incorrect", "ok")
+    assert wrong.err_out and wrong.err_seqlen == 512 and wrong.err_out < 2e-6
+    assert wrong.err_timed_out and wrong.err_timed_seqlen == 1024 and wrong.err_timed_out > 1e-3
+    assert wrong.error and "of what was timed, out is off by" in wrong.error and "at 1024 tokens" in wrong.error
+    assert wrong.step_ms_median is None
+    errors = [right.err_timed_out, right.err_timed_dq, right.err_timed_dk, right.err_timed_dv]
+    assert all(error and 1e-8 < error < 2e-6 for error in errors)
+    assert (right.err_timed_query_rows, right.err_timed_key_rows) == (2 * 16 * 4, 256)
+
+
 @pytest.mark.exhaustive
 def test_a_backward_by_itself(tmp_path: Path) -> None:
     """A peer's graph is gone after a backward, so that each one gets a forward, whose bytes and time don't count."""

@@ -97,7 +97,7 @@ def test_torchs_own_attention_is_never_called_wrong(dtype: str, seqlen: int) -> 
         found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)  # pyright: ignore
         assert not found.wrong(dtype), (seed, found)
         if seqlen == 64:
-            assert all(found.limit(name, dtype) < 1.6 * TOLERANCE[dtype] for name in NAMES), "little cancels"
+            assert all(found.limit(name, dtype) < 3 * TOLERANCE[dtype] for name in NAMES), "little cancels"
         spoiled = {name: x * 1.2 for name, x in results.items()}
         spoiled = errors_of_rows(problem, ALONE, inputs, sample.of(spoiled), sample)  # pyright: ignore
         assert all(name in spoiled.wrong(dtype) for name in NAMES if found.limit(name, dtype) < 0.1)

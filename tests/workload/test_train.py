@@ -140,6 +140,9 @@ def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     assert len(record.losses) == 3 + 1, "the first step, which measures memory, and three iterations"
     assert record.err_loss < 1e-6
     assert record.err_gradient < 1e-6
+    assert record.err_seqlen == record.err_timed_seqlen == 128
+    timed = [record.err_timed_out, record.err_timed_dq, record.err_timed_dk, record.err_timed_dv]
+    assert 1e-9 < min(timed) < max(timed) < 2e-6
 
 
 @pytest.mark.exhaustive
