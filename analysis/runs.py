@@ -89,6 +89,10 @@ class Runs:
     workers: int = field(default_factory=cores_here)
     progress: Callable[[str], None] = lambda text: None
     """Called with each point whose record has become known."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The study's own keys of the command line."""
+    failed: list[str] = field(default_factory=list)
+    """What went wrong, in words; figures add to it."""
     _known: dict[Point, Record] = field(default_factory=dict, repr=False)
 
     def one(self, **keys: Any) -> Record:
@@ -113,6 +117,14 @@ class Runs:
                 self._keep(one, record_of(one, self.folder))
         self._measure([p for p in todo if is_measured(p)])
         return [self._known[p] for p in points]
+
+    def ok(self, points: Iterable[Point]) -> list[Record]:
+        """The records of points, like `ask`. Raises RuntimeError for a point that is not ok."""
+        found = self.ask(points)
+        for record in found:
+            if record.status != "ok":
+                raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
+        return found
 
     def by_key(self, asked: Mapping[Key, Point]) -> dict[Key, Record]:
         """The records of points, by the keys of the points."""

@@ -35,19 +35,19 @@ from sp_bench.analysis.number import (
     mean,
     median,
     most,
-    of_paper,
     of_record,
     tally,
     total,
     written,
 )
+from sp_bench.analysis.paper_tables import of_paper
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Table, columns
 from sp_bench.cli.compose import Composer
 from tests.support.made_records import made
 
 COUNTED = Number(8.0, "computed", (formula("volume", "2 n & more", "eq. 1"),))
-PRINTED = of_paper(4.0, "some_table.csv", "row 3, a < b")
+PRINTED = of_paper(4.0, "ring_explainer", "row 3, a < b")
 MISSING = Number(None, "simulated", (formula("none", "x", "y"),), "unsupported: 3 ranks")
 AWKWARD = r"50% of a_b & c|d <e> {f} $g$ #h \i ~j ^k"
 
@@ -105,9 +105,9 @@ def test_a_number_of_a_record_says_what_it_is(mode: str, field: str, kind: str) 
 
 
 def test_two_cells_of_a_paper_are_two_sources() -> None:
-    other = of_paper(5.0, "some_table.csv", "row 4, a < b")
+    other = of_paper(5.0, "ring_explainer", "row 4, a < b")
     assert PRINTED.sources[0].id != other.sources[0].id
-    assert PRINTED.sources[0].text == "analysis/papers/some_table.csv row 3, a < b"
+    assert PRINTED.sources[0].text == "analysis/studies/ring/ring_explainer.csv row 3, a < b"
 
 
 @pytest.mark.parametrize(
