@@ -7,7 +7,8 @@ A study is a folder here. Nothing else lists it:
     NAME/*.csv         what a paper prints (sp_bench.analysis.paper_tables)
 
 A figure asks `runs` for the records of its points (sp_bench.analysis.runs), which keeps them: a point is run once. It
-returns a Section, rows of a table, or Markdown. One page makes all that is shown:
+returns a Section, a Figure, rows of a table, or Markdown; a slot may also name a constant. One page makes all that is
+shown:
 
     python -m analysis.reproduce study=NAME    writes the page with its figures to docs/results
     python -m analysis.reproduce paper=NAME    puts its Sections into the report, and its notebook beside it
@@ -107,7 +108,8 @@ class Study:
 
     def figures(self, runs: Runs) -> dict[str, Any]:
         """Its own figures by name: Sections, rows of tables, or Markdown."""
-        return {name: getattr(self.module, name)(runs) for name in self.slots if "." not in name}
+        own = {name: getattr(self.module, name) for name in self.slots if "." not in name}
+        return {name: one(runs) if callable(one) else str(one) for name, one in own.items()}
 
     def sections(self, runs: Runs) -> list[Section]:
         """The figures that are Sections."""
@@ -115,6 +117,7 @@ class Study:
 
     def write(self, runs: Runs, folder: Path) -> Path:
         """Write the page and its pictures (SVG) to `folder`; return the page's path."""
+        runs.pages = folder
         shown = {name: str(value()) for name, value in VALUES.items() if f"{{{name}}}" in self.page}
         shown |= {name: _shown(made, folder) for name, made in self.figures(runs).items()}
         for slot in (slot for slot in self.slots if "." in slot):
@@ -125,15 +128,18 @@ class Study:
         return path
 
 
-def _shown(made: Section | Sequence[Mapping[str, object]] | str, pictures: Path | None = None) -> str:
-    """A figure in Markdown. The pictures of a Section are written to a folder; without one, they are left out."""
+def _shown(made: Section | Figure | Sequence[Mapping[str, object]] | str, pictures: Path | None = None) -> str:
+    """A figure in Markdown. Pictures are written to a folder; without one, those of a Section are left out."""
     if isinstance(made, str):
         return made.strip()
-    if not isinstance(made, Section):
+    if not isinstance(made, Section | Figure):
         return markdown.of_rows(made)
+    parts = made.parts if isinstance(made, Section) else [made]
     if pictures:
-        for part in (part for part in made.parts if isinstance(part, Figure)):
+        for part in (part for part in parts if isinstance(part, Figure)):
             part.save(pictures, formats=("svg",))
+    if isinstance(made, Figure):
+        return made.to_markdown().strip()
     return markdown.filled(made.to_markdown(figures=bool(pictures))).strip()
 
 

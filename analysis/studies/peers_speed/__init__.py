@@ -1,40 +1,24 @@
-"""Public implementations beside ours: `python -m benchmarks.peers` writes docs/results/peers_speed.md.
-
-Each pair runs the same algorithm on the same tokens, shapes and dtype, over the same links and, on a CPU, with the same
-block kernel. All points of a table are timed in one set of processes, with their iterations in turn, in a new order
-each time. Ratios are of medians, with a bootstrap interval that resamples the iterations of a turn together. A peer
-that fails the correctness gate against fp64 is not timed; its row has its errors. Needs `pip install "sp-bench[peers]"`
-and, for shaped links, root.
-"""
+"""Public implementations beside ours, in turn. Needs `pip install "sp-bench[peers]"` and, for shaped links, root."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
-from benchmarks.reports import RESULTS, about, interval, ratio, records_folder, run
-from sp_bench.analysis.frames import iterations, samples
-from sp_bench.analysis.pairs import in_turn
-from sp_bench.analysis.verdict import FASTER, Ratio, of_medians
-from sp_bench.machine import cores_here
-from sp_bench.markdown import of_rows
+from sp_bench.analysis.measured import interval, other_over_one, ratio
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.verdict import FASTER, Ratio
 from sp_bench.records import Record
 
-REPORT = RESULTS / "peers_speed.md"
 RANKS, ITERATIONS = 4, 9
 COMMON = (
     f"gpus={RANKS}", "seqlen=4k", "heads=8", "head_dim=64", f"iters={ITERATIONS}", "warmup=1", "parts=false",
-    "logger=none", "timeout_s=180",
+    "timeout_s=180",
 )  # fmt: skip
 LINKS = {
     "this machine's loopback": ("cluster=local",),
     "links of 200 Mbit/s": ("cluster=shaped", "cluster.hosts.link_bytes_per_s=25e6"),
 }
-TABLES = (
-    ("float32", "this machine's loopback"),
-    ("bfloat16", "this machine's loopback"),
-    ("bfloat16", "links of 200 Mbit/s"),
-)
 OURS = {
     "ring": ("method=ring", "method.layout=contiguous"),
     "zigzag": ("method=zigzag",),
@@ -69,29 +53,23 @@ PEERS = (
 )
 
 
-def rows(dtype: str, links: tuple[str, ...], folder: Path) -> list[dict[str, str]]:
+def rows(runs: Runs, dtype: str, links: str) -> list[dict[str, str]]:
     """A row for each peer; all peers and ours are measured in turn."""
-    points = [[*COMMON, *links, f"dtype={dtype}", *ours] for ours in OURS.values()]
-    points += [
-        [*COMMON, *links, f"dtype={dtype}", "method=peer", f"impl={p.impl}", f"method.algorithm={p.algorithm}"]
-        for p in PEERS
-    ]
-    records = run(points, folder)
+    common = (*COMMON, *LINKS[links], f"dtype={dtype}")
+    points = [(*common, *ours) for ours in OURS.values()]
+    points += [(*common, "method=peer", f"impl={p.impl}", f"method.algorithm={p.algorithm}") for p in PEERS]
+    records = runs.ask(points)
     ours = dict(zip(OURS, records, strict=False))
     theirs = zip(PEERS, records[len(OURS) :], strict=True)
-    return [_row(ours[peer.ours], record, peer, folder) for peer, record in theirs]
+    return [_row(ours[peer.ours], record, peer, runs) for peer, record in theirs]
 
 
-def _row(ours: Record, peer: Record, names: Peer, folder: Path) -> dict[str, str]:
+def _row(ours: Record, peer: Record, names: Peer, runs: Runs) -> dict[str, str]:
     found = {"ours": names.ours, "peer": f"{names.impl} {names.algorithm}"}
     found |= {"ours, ms [95%]": _outcome(ours), "peer, ms [95%]": _outcome(peer)}
-    both = [iterations(samples(record, folder / f"{record.run_id}.json")) for record in (ours, peer)]
     for phase in ("step", "forward", "backward"):
-        name = f"{phase}, peer over ours [95%]"
-        if any(frame.empty for frame in both):
-            found[name] = "-"
-        else:
-            found[name] = _written(of_medians(*(x[phase].to_numpy() for x in both), in_turn=in_turn(ours, peer)))
+        apart = other_over_one(ours, peer, runs.folder, phase)
+        found[f"{phase}, peer over ours [95%]"] = _written(apart) if apart else "-"
     found["sent, ours and peer"] = f"{_megabytes(ours)}, {_megabytes(peer)}"
     return found | {"errors, ours": _errors(ours), "errors, peer": _errors(peer)}
 
@@ -117,22 +95,5 @@ def _errors(record: Record) -> str:
     return ", ".join(f"{error:.0e}" for error in errors if error is not None) or "-"
 
 
-def main() -> None:
-    folder = records_folder(__doc__, "peers")
-    parts = []
-    for dtype, links in TABLES:
-        parts.append(f"## {dtype} over {links}\n\n{of_rows(rows(dtype, LINKS[links], folder))}")
-        print(parts[-1], flush=True)
-    text = f"""# Peers and ours
-
-Made by `python -m benchmarks.peers` on {cores_here()} cores: {RANKS} ranks, 4k tokens, 8 heads of 64, causal. Errors
-are relative L2 against fp64: out, dq, dk, dv. docs/how-to/peers.md says what each peer is and what is wrong with it.
-
-{about(__doc__)}
-
-"""
-    REPORT.write_text(text + "\n\n".join(parts) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+float32, bfloat16 = (partial(rows, dtype=dtype, links="this machine's loopback") for dtype in ("float32", "bfloat16"))
+shaped = partial(rows, dtype="bfloat16", links="links of 200 Mbit/s")

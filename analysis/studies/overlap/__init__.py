@@ -1,39 +1,21 @@
-"""How much of the shorter part hides: `python -m benchmarks.overlap` writes docs/results/overlap.md.
-
-Steps over shaped links (`cluster=shaped`) whose rates make transfers take about as long as blocks; the speed of the
-cores is measured just before. The same plans are also timed without their transfers and without their blocks, each
-phase by itself. A backward starts when all ranks have ended the forward, so one phase can't hide what the other has too
-much of: a step takes at least the sum of the longer parts of both phases. Runs after the correctness gate; needs root.
-
-On this machine transfers use the cores that compute blocks, unlike network cards and GPUs. So no step can be shorter
-than the cores' work for its blocks and its transfers, each measured alone. If the cores are busy all the time, nothing
-is left to overlap. The cores' work for a message is about constant. Long sequences and few KV heads have few bytes for
-their FLOPs, and so show more of the methods and less of this machine. Ranks that share a core also wait for one
-another's blocks, more so with more ranks and shorter hops.
-
-The last two columns are simulated steps over the measured longer part, with cores of the measured speed. The last
-column, the plan alone, assumes transfers that use no cores, and that ranks and messages share cores and links evenly.
-Where all hops of a ring of n ranks take as long as all its blocks, its forward can come no closer than 1 + 1/n: the
-last block waits for the last hop.
-"""
+"""How much of the shorter part hides: steps over shaped links beside their blocks and their transfers. Needs root."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cache, partial
 
-from benchmarks.reports import RESULTS, about, interval, known, records_folder, run_ok
+from sp_bench.analysis.measured import interval, known
+from sp_bench.analysis.runs import Runs
 from sp_bench.bench import Request, resolve
 from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.labs.shaped.description import OF_CORES
 from sp_bench.machine import cores_here
-from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
 
-REPORT = RESULTS / "overlap.md"
-COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "logger=none")
+COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false")
 BALANCED = ("warmup=0", "iters=3", "timeout_s=600")
 LONGEST, LONG, SHORT = ("seqlen=32k", "kv_heads=2"), ("seqlen=16k", "kv_heads=2"), ("seqlen=8k", "kv_heads=8")
 SEARCHED = ("method=mesh", "method.schedule=searched")
@@ -62,7 +44,7 @@ CLUSTERS = (
     ("a100_hdr200", "64", "128k"),
     ("b200", "32", "256k"),
 )
-MODEL = ("heads=32", "kv_heads=32", "head_dim=128", "causal=false", "logger=none")
+MODEL = ("heads=32", "kv_heads=32", "head_dim=128", "causal=false")
 SCHEDULES = {
     "the paper's": ("method=mesh",),
     "searched": SEARCHED,
@@ -71,21 +53,27 @@ SCHEDULES = {
 }
 
 
-def speed_now(folder: Path) -> float:
+@cache
+def speed_now(runs: Runs) -> float:
     """The speed of the cores over the speed in the cluster's file, from the blocks of a short step."""
-    (record,) = run_ok([[*COMMON, *SHORT, "warmup=1", "iters=2", "gpus=8", "method=ring"]], folder)
+    (record,) = runs.ok([(*COMMON, *SHORT, "warmup=1", "iters=2", "gpus=8", "method=ring")])
     return speed_of(_simulated_request(record), record)
 
 
-def overlap(points: Sequence[tuple[str, float, tuple[str, ...]]], speed: float, folder: Path) -> str:
-    """The step of each point over the longer of its two parts, on cores of the given speed (`speed_now`)."""
-    rates = [float(f"{speed * rate:.3g}") for _, rate, _ in points]
+def speed(runs: Runs) -> str:
+    """The speed in words."""
+    return f"{speed_now(runs):.2f}"
+
+
+def overlap(runs: Runs, points: Sequence[tuple[str, float, tuple[str, ...]]]) -> list[dict[str, str]]:
+    """The step of each point over the longer of its two parts, on cores of the speed that they have now."""
+    rates = [float(f"{speed_now(runs) * rate:.3g}") for _, rate, _ in points]
     overrides = [
-        [*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys]
+        (*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys)
         for (gpus, _, keys), rate in zip(points, rates, strict=True)
     ]
     rows = []
-    for (gpus, *_), rate, record in zip(points, rates, run_ok(overrides, folder), strict=True):
+    for (gpus, *_), rate, record in zip(points, rates, runs.ok(overrides), strict=True):
         blocks, transfers = known(record.compute_only_ms_median), known(record.communication_only_ms_median)
         blocks_of = known(record.compute_only_forward_ms_median), known(record.compute_only_backward_ms_median)
         transfers_of = (
@@ -113,7 +101,10 @@ def overlap(points: Sequence[tuple[str, float, tuple[str, ...]]], speed: float, 
             "simulated": f"{simulated_ms(record) / longer:.2f}",
             "simulated, plan alone": f"{simulated_ms(record, **FREE) / longer:.2f}",
         })  # fmt: skip
-    return of_rows(rows)
+    return rows
+
+
+long, other = partial(overlap, points=LONG_POINTS), partial(overlap, points=OTHER_POINTS)
 
 
 def simulated_ms(record: Record, **hosts: float) -> float:
@@ -127,48 +118,15 @@ def _simulated_request(record: Record) -> Request:
     return resolve({**(record.config or {}), "mode": "simulate"})
 
 
-def simulated(folder: Path) -> str:
+def simulated(runs: Runs) -> list[dict[str, str]]:
     """Simulated steps in ms of Mesh's schedules and slices, on clusters with shorter blocks and hops."""
     rows = []
     for cluster, gpus, seqlen in CLUSTERS:
         common = ["mode=simulate", f"cluster={cluster}", f"gpus={gpus}", f"seqlen={seqlen}", *MODEL]
-        found = run_ok([[*common, *keys] for keys in SCHEDULES.values()], folder)
+        found = runs.ok([(*common, *keys) for keys in SCHEDULES.values()])
         row = {"cluster": cluster, "GPUs": gpus, "tokens": seqlen, "compute": f"{known(found[0].compute_ms):.1f}"}
         for name, record in zip(SCHEDULES, found, strict=True):
             tile = (record.variant or "").split()[0]
             row[name] = f"{known(record.step_ms_median):.1f} ({tile})"
         rows.append(row)
-    return of_rows(rows)
-
-
-def main() -> None:
-    folder = records_folder(__doc__, "overlap")
-    speed = speed_now(folder)
-    text = f"""# Overlap
-
-Made by `python -m benchmarks.overlap` on {cores_here()} cores: 8 heads of 64, fp32, full attention, forward + backward,
-in milliseconds. The cores were {speed:.2f} times as fast as conf/cluster/shaped.yaml says.
-
-{about(__doc__)}
-
-{overlap(LONG_POINTS, speed, folder)}
-
-Steps come less close if their blocks wait for hops on any machine (Mesh in one slice: the last column says by how
-much), and on short sequences. There the cores' work for transfers adds to the blocks, and waiting for a core to every
-hop:
-
-{overlap(OTHER_POINTS, speed, folder)}
-
-## Simulated, on clusters of GPUs
-
-32 heads of 128, bfloat16, full attention: milliseconds of a step, and the fastest tile. Nothing is measured here.
-Slices of the heads have more and shorter hops, and blocks that fill a GPU less, so they lose where hops are short.
-
-{simulated(folder)}
-"""
-    REPORT.write_text(text)
-    print(text)
-
-
-if __name__ == "__main__":
-    main()
+    return rows

@@ -1,31 +1,23 @@
-"""Methods over links slower than the kernels: `python -m benchmarks.shaped_hosts` writes docs/results/shaped_hosts.md.
-
-Ranks live in network namespaces of this machine, joined by links that are shaped in both directions (`cluster=shaped`).
-All points of a table are measured in one set of processes with their iterations in turn, after the correctness gate.
-Needs root.
-"""
+"""Methods over links slower than the kernels. Needs root."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from benchmarks.reports import RESULTS, about, interval, known, records_folder, run_ok
-from sp_bench.machine import cores_here
+from sp_bench.analysis.measured import interval, known
+from sp_bench.analysis.runs import Runs
 from sp_bench.markdown import of_rows
 
-REPORT = RESULTS / "shaped_hosts.md"
-COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1", "logger=none")
+COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false", "warmup=1")
 TILES = ("[1,16]", "[2,8]", "[4,4]", "[8,2]", "[16,1]")
 SLOW = ("gpus=16", "seqlen=2k", "cluster.hosts.link_bytes_per_s=3.125e6", "iters=3", "timeout_s=120")
 """At 25 Mbit/s, 16 ranks on two cores compute their blocks in a small part of the transfers' time."""
 
 
-def communication_bound(phase: str, folder: Path) -> str:
+def communication_bound(phase: str, runs: Runs) -> str:
     """Mesh's tiles beside Ring: the ratio of times, and the ratio of bytes, which limits it."""
     common = [*COMMON, *SLOW, f"phase={phase}"]
-    points = [[*common, "method=ring"], *([*common, "method=mesh", f"method.tile={tile}"] for tile in TILES)]
-    points.append([*common, "method=mesh", "method.tile=[4,4]", "method.schedule=searched"])
-    ring, *meshes = run_ok(points, folder)
+    points = [(*common, "method=ring"), *((*common, "method=mesh", f"method.tile={tile}") for tile in TILES)]
+    points.append((*common, "method=mesh", "method.tile=[4,4]", "method.schedule=searched"))
+    ring, *meshes = runs.ok(points)
     rows = []
     for record in (ring, *meshes):
         sent = known(record.comm_bytes_per_gpu)
@@ -48,25 +40,11 @@ def communication_bound(phase: str, folder: Path) -> str:
     return f"{of_rows(rows)}\n\nTiles by counted bytes: {', '.join(by_bytes)}; by time: {', '.join(by_time)}."
 
 
-def main() -> None:
-    folder = records_folder(__doc__, "shaped_hosts")
-    text = f"""# Over shaped links
-
-Made by `python -m benchmarks.shaped_hosts` on {cores_here()} cores: 8 heads of 64, fp32, full attention.
-
-{about(__doc__)}
-
-## 16 ranks, 2k tokens, 25 Mbit/s, forward
-
-{communication_bound("forward", folder)}
-
-## 16 ranks, 2k tokens, 25 Mbit/s, forward + backward
-
-{communication_bound("forward_backward", folder)}
-"""
-    REPORT.write_text(text)
-    print(text)
+def forward(runs: Runs) -> str:
+    """The forward alone."""
+    return communication_bound("forward", runs)
 
 
-if __name__ == "__main__":
-    main()
+def both_phases(runs: Runs) -> str:
+    """Forward and backward."""
+    return communication_bound("forward_backward", runs)
