@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sp_bench.analysis.studies.one_gpu import SAME_CODE
 from sp_bench.calibrating.clock import CLOCKS, cpu_seconds
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.cluster.device import FLOPS_PER_PAIR
@@ -39,8 +40,6 @@ from sp_bench.workload import GateErrors
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 
 PUBLISHED = Path(__file__).with_name("published_kernels.csv")
-SAME_CODE = {"aten_flash": "flash_attn"}
-"""Kernels whose published figures are those of another kernel."""
 FOLDS = {"fold": fold_, "fold in torch": fold_unfused_}
 KEYS = {"device": "cuda", "kernels": "all"}
 """The keys of the command line, with their defaults."""

@@ -1,6 +1,4 @@
-"""The explorer in headless Chromium: docs/results/explorer.md, how it looks and how fast it filters 5,000 records.
-
-python -m benchmarks.explorer
+"""The explorer in headless Chromium: how it looks, and how fast it filters 5,000 records.
 
 Needs selenium, Chromium and its driver (apt-get install chromium chromium-driver).
 """
@@ -10,28 +8,23 @@ from __future__ import annotations
 import io
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from selenium.webdriver import Chrome
 
-from benchmarks import chromium
-from benchmarks.reports import RESULTS
-from sp_bench import markdown
 from sp_bench.analysis import explore
 from sp_bench.analysis.explorer import page
 from sp_bench.analysis.runs import Runs, point
-from sp_bench.machine import cores_here
+from sp_bench.analysis.studies.explorer import chromium
 from sp_bench.records import Record
 
 RECORDS, FACETS, TIMES = 5000, ("method", "cluster", "gpus", "seqlen"), 5
-SHOWN = 50
-"""Points that the table shows before it is asked for more (PAGE of analysis/explorer/tables.js)."""
 WIDTHS, HEIGHT, PATIENCE_S = (1280, 390), 900, 60
 METHODS = ("ring", "striped", "usp", "mesh")
 GPUS = (8, 16, 32, 64)
@@ -48,17 +41,6 @@ CLICK = """
     answer();
 """
 """Click on a box; how long it took until the points were filtered, their numbers counted, and the view drawn."""
-ABOUT = """# The explorer
-
-Made by `python -m benchmarks.explorer` on {cores} cores in headless Chromium {version}. The pictures show {shown}
-simulated points. `python -m analysis.explore` makes such a page of any folder of records
-([Analyse and compare records](../how-to/analyse.md#explore-records-in-a-browser))."""
-SPEED = """## How fast {records:,} records are filtered
-
-The records differ in method, cluster, GPUs, length, key heads and phase, and their times are drawn at random. One value
-of a setting is chosen by a click, {times} times each; the median and the longest, in milliseconds, by the page's own
-clock. *Filtered*: it is known which points are left. *Counted*: the numbers beside all values of all settings are
-counted again and shown. *Drawn*: the view shows the points that are left; the table shows the first {shown} of them."""
 
 
 def simulated(folder: Path) -> Mapping[Path, Record]:
@@ -96,8 +78,9 @@ def times_ms(driver: Chrome, name: str) -> list[list[float]]:
     return [driver.execute_async_script(CLICK, box) for _ in range(2 * TIMES)][::2]
 
 
-def main() -> int:
-    """Write the page and its pictures."""
+@cache
+def _seen(runs: Runs) -> tuple[str, int, list[str], list[dict[str, str]]]:
+    """Chromium's version, the number of points shown, the pictures, and the rows of the speeds."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         found = simulated(folder / "records")
@@ -106,16 +89,31 @@ def main() -> int:
         (folder / "many.html").write_text(page.explorer(larger, f"{RECORDS:,} records", drawings=0))
         driver = chromium.start(folder / "profile")
         try:
-            parts = [
-                ABOUT.format(cores=cores_here(), version=driver.capabilities["browserVersion"], shown=len(found)),
-                *_pictures(driver, folder / "few.html", views(found)),
-                SPEED.format(records=RECORDS, times=TIMES, shown=SHOWN),
-                _speeds(driver, folder / "many.html"),
-            ]
+            pictures = _pictures(driver, folder / "few.html", views(found), runs.pages)
+            rows = _speeds(driver, folder / "many.html")
+            return driver.capabilities["browserVersion"], len(found), pictures, rows
         finally:
             driver.quit()
-    (RESULTS / "explorer.md").write_text("\n\n".join(parts) + "\n")
-    return 0
+
+
+def version(runs: Runs) -> str:
+    """The version of Chromium."""
+    return _seen(runs)[0]
+
+
+def shown(runs: Runs) -> str:
+    """The number of points in the pictures."""
+    return str(_seen(runs)[1])
+
+
+def pictures(runs: Runs) -> str:
+    """All pictures, by width."""
+    return "\n\n".join(_seen(runs)[2])
+
+
+def speeds(runs: Runs) -> list[dict[str, str]]:
+    """A row for each setting and view."""
+    return _seen(runs)[3]
 
 
 def views(found: Mapping[Path, Record]) -> dict[str, dict[str, Any]]:
@@ -124,7 +122,7 @@ def views(found: Mapping[Path, Record]) -> dict[str, dict[str, Any]]:
     return {"Chart": {"tab": "chart"}, "Compare": {"tab": "compare"}, "Point": {"point": opened_point.run_id}}
 
 
-def _pictures(driver: Chrome, file: Path, shown: dict[str, dict[str, Any]]) -> list[str]:
+def _pictures(driver: Chrome, file: Path, shown: dict[str, dict[str, Any]], folder: Path) -> list[str]:
     parts = []
     for width in WIDTHS:
         parts.append(f"## {width} pixels wide")
@@ -132,12 +130,12 @@ def _pictures(driver: Chrome, file: Path, shown: dict[str, dict[str, Any]]) -> l
             picture = f"explorer-{name.lower()}-{width}.png"
             opened(driver, file, width, state)
             taken = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
-            taken.quantize(COLOURS).save(RESULTS / picture, optimize=True)
+            taken.quantize(COLOURS).save(folder / picture, optimize=True)
             parts.append(f"![{name}, {width} pixels wide]({picture})")
     return parts
 
 
-def _speeds(driver: Chrome, file: Path) -> str:
+def _speeds(driver: Chrome, file: Path) -> list[dict[str, str]]:
     rows = []
     for tab, view in (("chart", "chart"), ("table", "points")):
         opened(driver, file, WIDTHS[0], {"tab": tab})
@@ -146,9 +144,6 @@ def _speeds(driver: Chrome, file: Path) -> str:
             rows.append(
                 [view, name, *(f"{value:.1f}" for each in steps for value in (statistics.median(each), max(each)))]
             )
-    heads = (f"{what}, {which}" for what in ("filtered", "counted", "drawn") for which in ("median", "longest"))
-    return markdown.table(["view", "setting", *heads], rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    times = (f"{what}, {which}" for what in ("filtered", "counted", "drawn") for which in ("median", "longest"))
+    heads = ["view", "setting", *times]
+    return [dict(zip(heads, row, strict=True)) for row in rows]

@@ -1,16 +1,7 @@
-"""Processes killed at random moments: `python -m benchmarks.kill_trials` writes docs/results/killed_processes.md.
-
-Each trial runs the real command on a small problem, in a session of its own, and kills one of its processes with
-SIGKILL: a rank drawn from the seed or, in the last rows, the parent of the ranks. The moment is drawn too, between the
-start of the ranks and the end of an undisturbed run of the same method. Then the command must end by itself, its record
-must name the rank, none of its processes may be left (all carry a variable in their environment), and the same command
-in the same folder must succeed. A kill after the last work of the point leaves an ok record, and one after the end
-finds no process: such trials are counted separately and drawn again.
-"""
+"""Processes killed at random moments. trials=30, parents=4 and seed=0 say how many are killed, and which."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -22,14 +13,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from benchmarks.reports import RESULTS, about
 from sp_bench import records
-from sp_bench.markdown import of_rows
+from sp_bench.analysis.runs import Runs
 from sp_bench.methods import REGISTRY
+from sp_bench.resources import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = {"trials": "30", "parents": "4", "seed": "0"}
 MARK = "SP_BENCH_TRIAL"
 TIMEOUT_S = 10.0
 """The command's timeout for silent ranks."""
@@ -230,54 +222,45 @@ def row(trial: Trial, ended: Ended, lasts_s: float) -> dict[str, object]:
     }
 
 
-def main() -> int:
-    """Run the trials and write the page; returns 0 if no trial went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=30)
-    parser.add_argument("--parents", type=int, default=4, help="trials in which the parent is killed")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    found = [*drawn(asked.seed, asked.trials), *drawn(asked.seed, asked.parents, parent=True)]
-    faults = [f"{trial}: {fault}" for trial, ended, _ in found if (fault := ended.fault(trial))]
-    kills = [one for one in found if not one[1].late]
-    killed_ranks = [ended for trial, ended, _ in kills if trial.victim is not None]
-    ended_s = [ended.ended_s for ended in killed_ranks]
-    summary = (
-        f"{len(killed_ranks)} kills of ranks and {len(kills) - len(killed_ranks)} of parents, drawn from seed "
-        f"{asked.seed}; {len(found) - len(kills)} more came after the last work. {len(faults) or 'None'} went wrong. "
-        f"After the kill of a rank the command ended in {min(ended_s):.2f} to {max(ended_s):.2f} s. "
+COMMAND = f"python -m sp_bench method=... gpus=4 timeout_s={TIMEOUT_S:g} {POINT}"
+
+
+@cache
+def found(runs: Runs) -> list[tuple[Trial, Ended, float]]:
+    """All trials; what is wrong with one has failed."""
+    ranks, parents, seed = (int(runs.options[key]) for key in OPTIONS)
+    made = [*drawn(seed, ranks), *drawn(seed, parents, parent=True)]
+    runs.failed += [f"{trial}: {fault}" for trial, ended, _ in made if (fault := ended.fault(trial))]
+    return made
+
+
+def summary(runs: Runs) -> str:
+    """What came of the trials, in words."""
+    made = found(runs)
+    kills = [one for one in made if not one[1].late]
+    ended_s = [ended.ended_s for trial, ended, _ in kills if trial.victim is not None]
+    return (
+        f"{len(ended_s)} kills of ranks and {len(kills) - len(ended_s)} of parents, drawn from seed "
+        f"{runs.options['seed']}; {len(made) - len(kills)} more came after the last work. {len(runs.failed) or 'None'} "
+        f"went wrong. After the kill of a rank the command ended in {min(ended_s):.2f} to {max(ended_s):.2f} s. "
         f"{os.cpu_count()} cores, shared with other work."
     )
-    rows = [row(*one) for one in kills]
-    (RESULTS / "killed_processes.md").write_text(f"""# Processes that are killed
 
-Made by `python -m benchmarks.kill_trials`.
 
-{about(__doc__)}
-
-    python -m sp_bench method=... gpus=4 timeout_s={TIMEOUT_S:g} {POINT}
-
-{summary}
-
-{of_rows(rows)}
-""")
-    print(summary, *faults, sep="\n")
-    return 1 if faults else 0
+def rows(runs: Runs) -> list[dict[str, object]]:
+    """A row for each kill in time."""
+    return [row(*one) for one in found(runs) if not one[1].late]
 
 
 def drawn(seed: int, wanted: int, *, parent: bool = False) -> list[tuple[Trial, Ended, float]]:
     """Trials with their undisturbed times, until `wanted` of them have killed in time or gone wrong."""
-    found: list[tuple[Trial, Ended, float]] = []
+    made: list[tuple[Trial, Ended, float]] = []
     lasts_s: dict[str, float] = {}
     for trial in trials(seed, parent):
-        if sum(not ended.late or bool(ended.fault(trial)) for trial, ended, _ in found) >= wanted:
+        if sum(not ended.late or bool(ended.fault(trial)) for trial, ended, _ in made) >= wanted:
             break
         if trial.method not in lasts_s:
             lasts_s[trial.method] = undisturbed_s(trial.method, trial.n)
-        found.append((trial, run(trial, lasts_s[trial.method]), lasts_s[trial.method]))
-        print(*row(*found[-1]).values(), sep="  ", flush=True)
-    return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        made.append((trial, run(trial, lasts_s[trial.method]), lasts_s[trial.method]))
+        print(*row(*made[-1]).values(), sep="  ", flush=True)
+    return made

@@ -1,15 +1,11 @@
-"""The cost of simulating: `python -m benchmarks.simulator_speed [--largest | --asymmetric]` writes
-docs/results/simulator_speed.*, the second of them its last section alone.
+"""The cost of simulating: whole commands, both solvers, and points where no two ranks are alike.
 
-The wall time and the peak memory of a point are those of its whole command, `python -m sp_bench method=... gpus=...`,
-in a process of its own: start-up, tile search if any, proof and account, forward + backward, record and trace. Both
-sides of a ratio are from one run. The same task graphs are solved by the compiled solver and by the same functions in
-plain Python, and simulated with one rank of each kind and with all ranks.
+What was timed is kept in the folder of records, a file for each table; without a file its table is timed again.
+largest=false leaves out 4096 GPUs.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,16 +13,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import matplotlib
-import pandas as pd
-import seaborn as sns
-
-from benchmarks.reports import RESULTS, about
+from sp_bench.analysis.figure import Figure, new_figure, styles
+from sp_bench.analysis.runs import Runs
 from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
-from sp_bench.markdown import of_rows
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.records import read_all
@@ -34,6 +26,7 @@ from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Solver, solve
 from sp_bench.simulate.graph import build_graph
 
+OPTIONS = {"largest": "true"}
 METHODS = ("ring", "mesh", "ulysses", "usp", "startrail", "tokenring", "double_ring", "all_gather", "pass_q", "zigzag")
 SIZES = (16, 64, 256)
 LARGE, LARGEST = (("ring", 1024), ("mesh", 1024)), (("ring", 4096), ("mesh", 4096))
@@ -43,13 +36,6 @@ SEQLEN, LONG = "1M", "4M"
 """The sequence length, and the one for 1024 GPUs or more."""
 
 
-HEADING = "## Where no two ranks are alike"
-ABOUT_ASYMMETRIC = """
-Made by `python -m benchmarks.simulator_speed --asymmetric`. With jitter, and with documents, all ranks are simulated.
-User CPU seconds are those of the whole command, in which every variant and layout of a method that `auto` stands for is
-bounded or simulated. A dealing that doesn't fit a GPU's memory has no time: with whole documents, the chunk of the
-longest one is many times as long as others.
-"""
 JITTER_SIZES = (64, 256)
 EVERY_METHOD = tuple(name for name in REGISTRY if name != "reference")
 DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
@@ -103,8 +89,12 @@ def dealt(method: str, dealing: str) -> list[str]:
     return [f"method={method}", f"method.layout={dealing}", *PACK, *heads, "baseline=null", "logger=none"]
 
 
-def asymmetric() -> str:
-    """The section on points where no two ranks are alike."""
+def asymmetric(runs: Runs) -> list[dict[str, str]]:
+    """A row for each point where no two ranks are alike."""
+    return runs.kept("asymmetric", _asymmetric)
+
+
+def _asymmetric() -> list[dict[str, str]]:
     jitter = [("jitter", f"{gpus}", with_jitter(method, gpus)) for method in EVERY_METHOD for gpus in JITTER_SIZES]
     usp = ["method=usp", "gpus=64", "kv_heads=2", "batch=2", "stragglers.jitter=0.05", "baseline=null", "logger=none"]
     jitter.append(("jitter", "64, 2 key heads, batch 2", usp))
@@ -124,7 +114,7 @@ def asymmetric() -> str:
             wall_s, peak_mb = f"{cost.wall_s:.1f}", f"{cost.peak_mb:.0f}"
             rows[-1] |= {"user CPU s": f"{cost.cpu_s:.1f}", "wall_s": wall_s, "peak_mb": peak_mb}
         print(" | ".join(rows[-1].values()), flush=True)
-    return f"{HEADING}\n{ABOUT_ASYMMETRIC}\n{of_rows(rows)}\n"
+    return rows
 
 
 def timed(call, *arguments, **named) -> float:
@@ -137,7 +127,7 @@ def timed(call, *arguments, **named) -> float:
     return min(seconds)
 
 
-def ratios(method: str, gpus: int) -> dict[str, object]:
+def ratios(method: str, gpus: int) -> dict[str, Any]:
     """Ratios for a method's forward: both solvers on the graph of all ranks, and all ranks over one of each kind."""
     with Composer() as composer:
         request = resolve(composer.compose(overrides(method, gpus)))
@@ -151,65 +141,50 @@ def ratios(method: str, gpus: int) -> dict[str, object]:
     all_s, one_s = (timed(simulate, plan, problem, cluster, use_symmetry=use) for use in (False, True))
     return {
         "point": f"{method} {chosen.variant(gpus)}, {gpus} GPUs, forward".replace(" ,", ","),
-        "tasks": whole.delay_s.size,
+        "tasks": int(whole.delay_s.size),
         "Python / numba": f"{python_s / numba_s:.0f}",
-        "tasks, one rank of a kind": kinds.delay_s.size,
+        "tasks, one rank of a kind": int(kinds.delay_s.size),
         "all / one of a kind": f"{all_s / one_s:.1f}",
     }
 
 
-def plot(costs: pd.DataFrame, path: Path) -> None:
-    """Plot the wall time over the number of GPUs, both axes logarithmic."""
-    matplotlib.use("Agg")
-    sns.set_theme(style="whitegrid", context="paper", palette="colorblind")
-    grid = sns.relplot(
-        costs, x="gpus", y="wall_s", hue="method", style="method", markers=True, dashes=False, kind="line",
-        height=4, aspect=1.5,
-    )  # fmt: skip
-    sizes = sorted(costs["gpus"].unique())
-    grid.set(xscale="log", yscale="log", xlabel="simulated GPUs", ylabel="wall time of the command (s)")
-    grid.ax.set_xticks(sizes, [str(size) for size in sizes])
-    grid.ax.minorticks_off()
-    grid.ax.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-    grid.savefig(path)
+def _costs(runs: Runs) -> list[dict[str, Any]]:
+    """Wall time and memory of the command of each method and size."""
+
+    def timed_commands() -> list[dict[str, Any]]:
+        points = [(method, gpus) for method in METHODS for gpus in SIZES] + [*LARGE]
+        rows = []
+        for method, gpus in (*points, *(LARGEST if runs.options["largest"] == "true" else ())):
+            cost = command_cost(overrides(method, gpus))
+            rows.append({"method": method, "gpus": gpus, "wall_s": cost.wall_s, "peak_mb": cost.peak_mb})
+            print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
+        return rows
+
+    return runs.kept("commands", timed_commands)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--largest", action="store_true", help="add 4096 GPUs")
-    parser.add_argument("--asymmetric", action="store_true", help="only the points where no two ranks are alike")
-    asked, page = parser.parse_args(), RESULTS / "simulator_speed.md"
-    before, _, last = page.read_text().partition(HEADING)
-    if asked.asymmetric:
-        page.write_text(before.rstrip() + "\n\n" + asymmetric())
-        return
-    points = [(method, gpus) for method in METHODS for gpus in SIZES] + [*LARGE]
-    points += LARGEST if asked.largest else ()
-    rows = []
-    for method, gpus in points:
-        cost = command_cost(overrides(method, gpus))
-        rows.append({"method": method, "gpus": gpus, "wall_s": cost.wall_s, "peak_mb": cost.peak_mb})
-        print(f"{method:>12} {gpus:>5} {cost.wall_s:>8.2f} s {cost.peak_mb:>6.0f} MB", flush=True)
-    plot(pd.DataFrame(rows), RESULTS / "simulator_speed.svg")
-    shown = [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in rows]
-    twins = of_rows([ratios(method, gpus) for method, gpus in TWINS])
-    text = f"""# The cost of simulating
-
-Made by `python -m benchmarks.simulator_speed --largest` on {os.cpu_count()} cores.
-
-{about(__doc__)}
-
-{of_rows(shown)}
-
-![wall time over GPUs](simulator_speed.svg)
-
-Ratios:
-
-{twins}
-"""
-    page.write_text(f"{text}\n{HEADING}{last}" if last else text)
-    print(twins)
+def commands(runs: Runs) -> list[dict[str, Any]]:
+    """A row for each command."""
+    return [row | {"wall_s": f"{row['wall_s']:.2f}", "peak_mb": f"{row['peak_mb']:.0f}"} for row in _costs(runs)]
 
 
-if __name__ == "__main__":
-    main()
+def twins(runs: Runs) -> list[dict[str, Any]]:
+    """The ratios of solvers, and of all ranks to one of each kind."""
+    return runs.kept("twins", lambda: [ratios(method, gpus) for method, gpus in TWINS])
+
+
+def plot(runs: Runs) -> Figure:
+    """The wall time over the number of GPUs, both axes logarithmic."""
+    costs = _costs(runs)
+    canvas, axes = new_figure(width=6, height=4)
+    axis = axes[0, 0]
+    for method, style in styles(METHODS).items():
+        at = {row["gpus"]: row["wall_s"] for row in costs if row["method"] == method}
+        axis.plot([*at], [*at.values()], label=method, **style)
+    sizes = sorted({row["gpus"] for row in costs})
+    axis.set(xscale="log", yscale="log", xlabel="simulated GPUs", ylabel="wall time of the command (s)")
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.minorticks_off()
+    axis.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return Figure("simulator_speed", "wall time over GPUs", canvas, ())

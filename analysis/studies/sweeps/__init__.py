@@ -1,10 +1,4 @@
-"""The cost of a long sweep: `python -m benchmarks.sweep_scale` writes docs/results/sweeps.md.
-
-One command, `python -m sp_bench -m mode=simulate ...`, simulates 500 points in a process of its own. Its memory and the
-records in its folder are polled every tenth of a second. Start-up is the time until the first record: Python, the
-composition of all points, and the first point itself. Points are simulated in the order of the table, so each stretch
-has small and large ones.
-"""
+"""The cost of a long sweep: one command that simulates 500 points, polled while it runs."""
 
 from __future__ import annotations
 
@@ -13,13 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.reports import RESULTS, about
-from sp_bench.markdown import of_rows
+from sp_bench.analysis.runs import Runs
+from sp_bench.resources import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 AXES = {
     "heads": "32,64",
     "causal": "true,false",
@@ -78,45 +72,43 @@ def _records(folder: Path) -> int:
     return sum(1 for name in os.listdir(folder) if name.endswith(".json") and name.count(".") == 1)
 
 
-def main() -> None:
+COMMAND = f"python -m sp_bench -m mode=simulate {' '.join(f'{key}={values}' for key, values in AXES.items())}"
+
+
+@cache
+def seen(_: Runs) -> list[Seen]:
+    """The states of the command, from its start to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        found = watch(Path(folder))
-    first = next(seen for seen in found if seen.points)
-    at = {mark: next(seen for seen in found if seen.points >= mark) for mark in MARKS}
-    last = at[MARKS[-1]]
-    rows = [
-        {
-            "points": seen.points,
-            "s since the start": f"{seen.seconds:.1f}",
-            "CPU s": f"{seen.cpu_s:.1f}",
-            "resident memory": f"{seen.rss_mb:.0f} MB",
-        }
-        for seen in at.values()
-    ]
+        return watch(Path(folder))
+
+
+def _at(runs: Runs) -> dict[int, Seen]:
+    return {mark: next(one for one in seen(runs) if one.points >= mark) for mark in MARKS}
+
+
+def summary(runs: Runs) -> str:
+    """What a point costs, in words."""
+    at = _at(runs)
+    first, last = at[MARKS[0]], at[MARKS[-1]]
     points = last.points - first.points
     each_s, each_cpu_s = (last.seconds - first.seconds) / points, (last.cpu_s - first.cpu_s) / points
-    summary = (
-        f"{last.points} points in {found[-1].seconds:.0f} s. After start-up ({first.seconds:.1f} s, of CPU "
+    return (
+        f"{last.points} points in {seen(runs)[-1].seconds:.0f} s. After start-up ({first.seconds:.1f} s, of CPU "
         f"{first.cpu_s:.1f} s) a point took {each_s:.3f} s, of CPU {each_cpu_s:.3f} s. From point 100 to the last the "
         f"memory changed by {last.rss_mb - at[100].rss_mb:+.1f} MB.\n\n{os.cpu_count()} cores, with a load of "
         f"{os.getloadavg()[1]:.1f} over the last five minutes: the seconds include the effect of other work on these "
         "cores, the CPU seconds don't."
     )
-    print(summary)
-    print(of_rows(rows))
-    (RESULTS / "sweeps.md").write_text(f"""# The cost of a long sweep
-
-Made by `python -m benchmarks.sweep_scale`.
-
-{about(__doc__)}
-
-    python -m sp_bench -m mode=simulate {" ".join(f"{key}={values}" for key, values in AXES.items())}
-
-{summary}
-
-{of_rows(rows)}
-""")
 
 
-if __name__ == "__main__":
-    main()
+def rows(runs: Runs) -> list[dict[str, object]]:
+    """The state at each of MARKS."""
+    return [
+        {
+            "points": one.points,
+            "s since the start": f"{one.seconds:.1f}",
+            "CPU s": f"{one.cpu_s:.1f}",
+            "resident memory": f"{one.rss_mb:.0f} MB",
+        }
+        for one in _at(runs).values()
+    ]

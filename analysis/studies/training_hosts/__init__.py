@@ -1,32 +1,22 @@
-"""Training steps on shaped hosts, simulated and measured: `python -m benchmarks.training_hosts`.
-
-`model=tiny` is trained on hosts of this machine whose links are shaped, with eight methods on 4 and 8 ranks, of two
-lengths and over two link rates, and once on a sequence so short that threads and Python take much of the step. The
-figures behind the simulation are a calibration's (`python -m sp_bench.calibrate`, with the model's heads), which knows
-neither these steps nor their methods: rates of attention blocks, of matrix products, of what is between them in a
-layer, and of messages. In turn with the points of a setting, its first one is timed without transfers, and simulated
-cores have the speed that it shows, which holds the machine's other load. What the calibration's own figures give stands
-beside it. Wide intervals are of load that came and went within a point. The simulation leaves out that an idle link
-lets a burst of the gradients' sum through at once, and that the optimizer steps each parameter by itself. Needs root.
-"""
+"""Training steps on shaped hosts, simulated and measured. Needs root."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from benchmarks.reports import RESULTS, about, known, records_folder
-from sp_bench import calibrate, records
+from sp_bench import calibrate, markdown, records
+from sp_bench.analysis.measured import known
+from sp_bench.analysis.runs import Runs
 from sp_bench.bench import resolve
 from sp_bench.bench.training import simulate_training
 from sp_bench.calibrating.speed import cluster_at
 from sp_bench.cli.compose import Composer
-from sp_bench.machine import cores_here
-from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 from sp_bench.validate.machine import pairs_in_order, validate
 
@@ -81,7 +71,7 @@ def errors(name: str, found: Sequence[float]) -> dict[str, str]:
     }
 
 
-def by_part(pairs: Sequence[tuple[Record, Record]]) -> list[dict[str, str]]:
+def _by_part(pairs: Sequence[tuple[Record, Record]]) -> list[dict[str, str]]:
     """A row for each part of the step: its share of the measured step, and the errors of its time."""
     rows = []
     for part in PARTS:
@@ -110,56 +100,63 @@ def row(point: Mapping[str, Any], measured: Record, other: Record) -> dict[str, 
     }
 
 
-def report(table: pd.DataFrame, folder: Path) -> str:
-    """The page of the points that were measured."""
+class Found(NamedTuple):
+    """The points: all, those that could be compared, and the records of these, measured and simulated."""
+
+    table: pd.DataFrame
+    done: list[dict[str, Any]]
+    pairs: list[tuple[Record, Record]]
+
+
+@cache
+def found(runs: Runs) -> Found:
+    """All points, measured and simulated, after a calibration. Raises RuntimeError if that fails."""
+    file = runs.folder / "cluster" / f"{NAME}.yaml"
+    if not file.exists() and calibrate.main([*CALIBRATION, f"out={file}"]):
+        raise RuntimeError("the calibration failed")
+    table = validate(points(runs.folder), runs.folder)
     done = table.dropna(subset=["step_error"]).to_dict("records")
-    measured = [records.read(folder / "records" / f"{point['measured_run_id']}.json") for point in done]
+    measured = [records.read(runs.folder / "records" / f"{point['measured_run_id']}.json") for point in done]
     pairs = [(one, simulated(one, point["speed"] or 1)) for one, point in zip(measured, done, strict=True)]
-    steps = [errors("step", [point["step_error"] for point in done])]
-    for name, kind in ((f"up to {SHORT:,} tokens", True), ("of more", False)):
-        steps.append(errors(f"step, {name}", [p["step_error"] for p in done if (p["seqlen"] <= SHORT) == kind]))
-    steps += [errors(phase, [point[f"{phase}_error"] for point in done]) for phase in ("forward", "backward")]
-    steps.append(errors("step, with the calibration's figures alone", [p["step_error_as_calibrated"] for p in done]))
+    return Found(table, done, pairs)
+
+
+def cpu(_: Runs) -> str:
+    """The model of this machine's cores."""
+    return str(records.machine()["cpu"])
+
+
+def summary(runs: Runs) -> str:
+    """How many points there are, how fast the cores were, and which pairs of methods are ordered alike."""
+    table, done, _ = found(runs)
     alike, compared, wrong = pairs_in_order(table)
-    failed = [point for point in table.to_dict("records") if point["status"] != "ok"]
     speeds = [point["speed"] for point in done if point["speed"]]
-    lines = [f"- {point['method']} on {point['gpus']} ranks: {point['status']}: {point['why']}" for point in failed]
-    order = f"Ordered alike: {alike} of {compared} pairs of methods whose measured intervals don't overlap."
     return (
-        f"""# Training steps on shaped hosts
-
-Made by `python -m benchmarks.training_hosts` on {cores_here()} cores ({records.machine()["cpu"]}).
-
-{about(__doc__)}
-
-{len(done)} points; cores were {min(speeds):.2f} to {max(speeds):.2f} times as fast as calibrated. {order}
-{"Not: " + ", ".join(wrong) + "." if wrong else ""}
-
-{of_rows(steps)}
-
-By part of the step:
-
-{of_rows(by_part(pairs))}
-
-Parts below are measured, simulated, in ms.
-
-{of_rows([row(point, *pair) for point, pair in zip(done, pairs, strict=True)])}
-
-{chr(10).join(lines)}
-""".rstrip()
-        + "\n"
+        f"{len(done)} points; cores were {min(speeds):.2f} to {max(speeds):.2f} times as fast as calibrated. Ordered"
+        f" alike: {alike} of {compared} pairs of methods whose measured intervals don't overlap.\n"
+        + (f"Not: {', '.join(wrong)}." if wrong else "")
     )
 
 
-def main() -> None:
-    folder = records_folder(__doc__, "training_hosts")
-    file = folder / "cluster" / f"{NAME}.yaml"
-    if not file.exists() and calibrate.main([*CALIBRATION, f"out={file}"]):
-        raise SystemExit(1)
-    text = report(validate(points(folder), folder), folder)
-    (RESULTS / "training_hosts.md").write_text(text)
-    print(text)
+def steps(runs: Runs) -> list[dict[str, str]]:
+    """The errors of steps and of their phases."""
+    done = found(runs).done
+    rows = [errors("step", [point["step_error"] for point in done])]
+    for name, kind in ((f"up to {SHORT:,} tokens", True), ("of more", False)):
+        rows.append(errors(f"step, {name}", [p["step_error"] for p in done if (p["seqlen"] <= SHORT) == kind]))
+    rows += [errors(phase, [point[f"{phase}_error"] for point in done]) for phase in ("forward", "backward")]
+    return [*rows, errors("step, with the calibration's figures alone", [p["step_error_as_calibrated"] for p in done])]
 
 
-if __name__ == "__main__":
-    main()
+def by_part(runs: Runs) -> list[dict[str, str]]:
+    """The errors of a step's parts."""
+    return _by_part(found(runs).pairs)
+
+
+def rows(runs: Runs) -> str:
+    """A row for each point, and the points that failed."""
+    table, done, pairs = found(runs)
+    failed = [point for point in table.to_dict("records") if point["status"] != "ok"]
+    lines = [f"- {point['method']} on {point['gpus']} ranks: {point['status']}: {point['why']}" for point in failed]
+    made = markdown.of_rows([row(point, *pair) for point, pair in zip(done, pairs, strict=True)])
+    return "\n\n".join([made, *(["\n".join(lines)] if lines else [])])

@@ -1,25 +1,24 @@
-"""What sp_bench.conform finds of packages and of our own methods: docs/results/conform.md.
+"""What sp_bench.conform finds of packages and of our own methods.
 
-python -m benchmarks.conform [TARGET[,key=value] ...]
-
-Without targets it checks all packages and methods. What was found stands in docs/results/conform.csv; with targets only
-their rows are found again. Failures that are known, with their reasons, are in benchmarks/conform_known.csv, which
-tests hold against the found ones. Needs `pip install "sp-bench[peers]"`.
+targets= names some of them, each as TARGET or TARGET,key=value with spaces between; without it, all are checked. What
+was found stands in conform.csv beside the page; with targets only their rows are found again. Failures that are known,
+with their reasons, are in conform_known.csv here, which tests hold against the found ones. Needs
+`pip install "sp-bench[peers]"`.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 import yaml
 
-from benchmarks.reports import RESULTS
 from sp_bench import markdown
+from sp_bench.analysis.runs import Runs
 from sp_bench.conform.catalogue import CHECKS
 from sp_bench.conform.ranks import Worlds
 from sp_bench.conform.report import remark
@@ -29,8 +28,7 @@ from sp_bench.measure import pool
 from sp_bench.peers.registry import PEERS
 from sp_bench.records import write_whole
 
-FOUND = RESULTS / "conform.csv"
-PAGE = RESULTS / "conform.md"
+OPTIONS = {"targets": ""}
 KNOWN = Path(__file__).with_name("conform_known.csv")
 COLUMNS: tuple[str, ...] = ("subject", "check", "status", "cases", "failed", "refused", "remark")
 SHRINK_S, TIMEOUT_S = 5.0, 120.0
@@ -38,18 +36,6 @@ PRELOADED = ["sp_bench.conform.checks", "torch._dynamo", "torch.fx.experimental.
 """What ranks would each import: every pool of ranks is started again after a failure."""
 PACKAGES = ("torch", "ring-flash-attn", "yunchang", "deepspeed")
 SHORT = {"fails": "**fails**", "refused": "refused", "not claimed": "-"}
-ABOUT = """# Conformance of packages and of our methods
-
-Made by `python -m benchmarks.conform`, on gloo and CPUs with 1, 2, 3, 4, 6 and 8 ranks, in the short profile.
-Versions: {versions}.
-
-- What each check looks for is in [Check a sequence-parallel attention](../how-to/conform.md#what-is-checked).
-- Packages built on flash_attn run with a stand-in for its kernel ([Other packages](../how-to/peers.md)), in the dtypes
-  that they are made for.
-- **fails**: a case is wrong, hangs, or raises what is no refusal. *Refused*: the package does none of the cases, and
-  says or documents so. A check with a number *holds* in so many cases and refuses the others. A dash: not claimed.
-- The test suite runs the packages' checks on two ranks, and holds their failures against
-  `benchmarks/conform_known.csv`: one that is new fails it, and so does one that is gone. It runs ours on all ranks."""
 
 
 def subject_rows(subject: Subject) -> list[dict[str, str]]:
@@ -62,7 +48,7 @@ def subject_rows(subject: Subject) -> list[dict[str, str]]:
     return [dict(zip(COLUMNS, map(str, each), strict=True)) for each in values]
 
 
-def found_rows(path: Path = FOUND) -> list[dict[str, str]]:
+def found_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a file; none if there isn't one."""
     return list(csv.DictReader(path.open())) if path.exists() else []
 
@@ -78,32 +64,64 @@ def named(target: str) -> Iterable[Subject]:
     return subjects_named(name, {key: yaml.safe_load(text) for key, _, text in (o.partition("=") for o in options)})
 
 
-def page(rows: Sequence[Mapping[str, str]]) -> str:
-    """The Markdown page."""
-    by_subject: dict[str, dict[str, Mapping[str, str]]] = {}
-    for row in rows:
-        by_subject.setdefault(row["subject"], {})[row["check"]] = row
-    packages = {name: found for name, found in by_subject.items() if name.partition(" ")[0] in PEERS}
-    methods = {name: found for name, found in by_subject.items() if name not in packages}
-    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
-    names = {check.name: None for check in CHECKS}
-    missing = [f"`{subject.title}`" for subject in subjects() if subject.title not in by_subject]
-    parts = [
-        ABOUT.format(versions=versions),
-        *([f"Not in these tables, since not run yet: {', '.join(missing)}."] if missing else []),
-        "## Packages",
-        _matrix(packages, names),
-        "## What fails",
-        _failures(rows) or "Nothing.",
-        "## What they refuse",
-        _refusals(packages),
-        "## Our methods",
-        _matrix(methods, names),
-    ]
-    return "\n\n".join(parts) + "\n"
+@cache
+def found(runs: Runs) -> list[dict[str, str]]:
+    """All rows; those of the targets are found again, and kept in conform.csv after each."""
+    pool.PRELOADED += PRELOADED
+    order, path = [subject.title for subject in subjects()], runs.pages / "conform.csv"
+    targets = runs.options["targets"].split()
+    for subject in [each for target in targets for each in named(target)] or subjects():
+        new = subject_rows(subject)
+        rows = [row for row in found_rows(path) if row["subject"] != subject.title and row["subject"] in order] + new
+        rows.sort(key=lambda row: order.index(row["subject"]))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(path, text.getvalue())
+        print(subject.title, flush=True)
+    return found_rows(path)
 
 
-def _matrix(found: Mapping[str, Mapping[str, Mapping[str, str]]], names: Iterable[str]) -> str:
+def _by_subject(runs: Runs, *, peers: bool) -> dict[str, dict[str, Mapping[str, str]]]:
+    """The rows of packages, or of our methods, by subject and check."""
+    made: dict[str, dict[str, Mapping[str, str]]] = {}
+    for row in found(runs):
+        if (row["subject"].partition(" ")[0] in PEERS) == peers:
+            made.setdefault(row["subject"], {})[row["check"]] = row
+    return made
+
+
+def versions(_: Runs) -> str:
+    """The versions of the packages."""
+    return ", ".join(f"{name} {version(name).partition('+')[0]}" for name in PACKAGES)
+
+
+def packages(runs: Runs) -> str:
+    """What came of each check, by package."""
+    there = {row["subject"] for row in found(runs)}
+    missing = [f"`{subject.title}`" for subject in subjects() if subject.title not in there]
+    said = f"Not in these tables, since not run yet: {', '.join(missing)}.\n\n" if missing else ""
+    return said + _matrix(_by_subject(runs, peers=True))
+
+
+def failures(runs: Runs) -> str:
+    """What fails, and why."""
+    return _failures(found(runs)) or "Nothing."
+
+
+def refusals(runs: Runs) -> str:
+    """What packages refuse."""
+    return _refusals(_by_subject(runs, peers=True))
+
+
+def methods(runs: Runs) -> str:
+    """What came of each check, by method of ours."""
+    return _matrix(_by_subject(runs, peers=False))
+
+
+def _matrix(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
+    names = dict.fromkeys(check.name for check in CHECKS)
     rows = [[f"`{name}`", *(_short(checks[name]) for checks in found.values())] for name in names]
     return markdown.table(["check", *(title.replace(" algorithm=", " ") for title in found)], rows)
 
@@ -145,25 +163,3 @@ def _address(thread: str) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def main(targets: Sequence[str]) -> int:
-    """Check the targets, and write the file and the page after each."""
-    pool.PRELOADED += PRELOADED
-    order = [subject.title for subject in subjects()]
-    for subject in [each for target in targets for each in named(target)] or subjects():
-        new = subject_rows(subject)
-        rows = [row for row in found_rows() if row["subject"] != subject.title and row["subject"] in order] + new
-        rows.sort(key=lambda row: order.index(row["subject"]))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_whole(FOUND, text.getvalue())
-        PAGE.write_text(page(rows))
-        print(subject.title, flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,26 +1,15 @@
-"""What sp_bench.advise answers to ten questions: docs/results/advise.md.
-
-python -m benchmarks.advise [--records FOLDER]
-
-An answer that stands in the folder (results/advise) is not asked for again.
-"""
+"""What sp_bench.advise answers to ten questions. An answer that is in the folder of records is not asked for again."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.reports import RESULTS, records_folder
 from sp_bench.advise.__main__ import main as advise
-
-ABOUT = """# Ten questions to advise
-
-Made by `python -m benchmarks.advise`. Each answer is what the command above it prints. All times are simulated; the
-intervals are those of measurements like them ([Choose a method](../how-to/advise.md)), and on PCIe they are wide."""
+from sp_bench.analysis.runs import Runs
 
 
 class Question(NamedTuple):
@@ -67,19 +56,13 @@ def answered(question: Question, folder: Path) -> str:
     return "\n".join(line.rstrip() for line in file.read_text().splitlines())
 
 
-def main() -> int:
-    """Write the page."""
-    folder, parts = records_folder(__doc__, "advise"), [ABOUT]
+def answers(runs: Runs) -> str:
+    """All questions, each with its command and what that prints."""
+    parts = []
     for number, question in enumerate(QUESTIONS, start=1):
         command = f"$ python -m sp_bench.advise {question.arguments}"
-        print(command, file=sys.stderr, flush=True)
-        text = answered(question, folder)
+        text = answered(question, runs.folder)
         parts += [f"## {number}. {question.words}", f"```text\n{command}\n{text}\n```"]
         if "plots=" in question.arguments:
             parts.append("![Time, memory, and volume against the bound, of each method](advise.svg)")
-    (RESULTS / "advise.md").write_text("\n\n".join(parts) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n\n".join(parts)

@@ -1,10 +1,4 @@
-"""The first hour without a GPU: `python -m benchmarks.first_hour` writes docs/results/first_hour.md.
-
-What the doctor prints, then the steps of the first hour and its report. Both run on this machine's CPU ranks, and as a
-step of two nodes in a SLURM on this machine (slurm/testcluster), whose GPUs are pretend ones. Shapes are those of
-`quick=true`. What each step prints is left out here, as dots, and so is this machine's name. Needs root, and the Debian
-packages slurm-wlm and munge.
-"""
+"""What the doctor and the first hour print without a GPU, here and in SLURM. Needs root, slurm-wlm and munge."""
 
 from __future__ import annotations
 
@@ -16,13 +10,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.reports import RESULTS, about
+from sp_bench.analysis.runs import Runs
 from sp_bench.launch import host_name
-from sp_bench.machine import cores_here
 from sp_bench.resources import ROOT
 from sp_bench.slurm.testcluster import SlurmBox
 
-REPORT = RESULTS / "first_hour.md"
 DOCTOR = ("sp_bench.doctor", "dtype=float32")
 HOUR = ("sp_bench.first_hour", "out=first_hour", "quick=true")
 HERE = ("ranks=2",)
@@ -50,12 +42,12 @@ def of_steps(output: str) -> str:
     return "\n...\n".join([*(line for line in lines if re.match(r"\w+: python -m ", line)), last])
 
 
-def section(title: str, folder: Path, environment: Mapping[str, str], before: Sequence[str] = ()) -> str:
+def section(folder: Path, environment: Mapping[str, str], before: Sequence[str] = ()) -> str:
     """The doctor, then the first hour with its report."""
     folder.mkdir()
     keys = () if before else HERE
     doctor, hour = ([*command, *keys] for command in (DOCTOR, HOUR))
-    parts = [f"## {title}", transcript(doctor, printed(doctor, folder, environment, before), before)]
+    parts = [transcript(doctor, printed(doctor, folder, environment, before), before)]
     parts.append(transcript(hour, of_steps(printed(hour, folder, environment, before)), before))
     report = _of_any_machine((folder / "first_hour" / "report.md").read_text())
     parts += ["Its `report.md`:", re.sub(r"^#", "###", report, flags=re.MULTILINE)]
@@ -71,27 +63,21 @@ def _of_any_machine(text: str) -> str:
     return re.sub(rf"\b{name}\b", shown, text).strip()
 
 
-def main() -> None:
-    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def here(_: Runs) -> str:
+    """On this machine's CPU ranks."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parts = [section("On this machine's CPU ranks", folder / "here", os.environ | paths)]
-        box = SlurmBox(folder / "slurm")
+        return section(Path(name) / "here", os.environ | ENVIRONMENT)
+
+
+def step(_: Runs) -> str:
+    """A step of two nodes in a SLURM of this machine."""
+    with tempfile.TemporaryDirectory() as name:
+        box = SlurmBox(Path(name) / "slurm")
         box.up()
         try:
-            parts.append(section("A step of two nodes in SLURM", folder / "step", box.environment() | paths, STEP))
+            return section(Path(name) / "step", box.environment() | ENVIRONMENT, STEP)
         finally:
             box.down()
-    text = f"""# The first hour without a GPU
-
-Made by `python -m benchmarks.first_hour` on {cores_here()} cores. [Points on GPUs](../explanation/gpu.md) says what the
-rows and steps are; on GPUs there are more of them.
-
-{about(__doc__)}
-
-"""
-    REPORT.write_text(text + "\n\n".join(parts) + "\n")
-
-
-if __name__ == "__main__":
-    main()

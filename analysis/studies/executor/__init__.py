@@ -1,14 +1,8 @@
-"""The cost of executing a plan: `python -m benchmarks.executor_profile` writes docs/results/executor.md.
-
-One process executes the plans of one rank, with its lanes' threads, on a transport that returns copies of what the rank
-sends. So nothing waits for a network, and the time that is not spent in kernels, in folds or waiting for a lane is the
-interpreter's. One thread of torch, fp32. Compared numbers are measured in turn within one run; medians are shown.
-"""
+"""The cost of executing a plan: the interpreter's share of a step, and blocks against one call."""
 
 from __future__ import annotations
 
 import itertools
-import platform
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,11 +11,11 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.reports import RESULTS, about, ratio
+from sp_bench.analysis.measured import ratio
+from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.verdict import Ratio, of_medians
 from sp_bench.calibrating.clock import Clock, cpu_seconds
 from sp_bench.kernels import BlockKernel, choose
-from sp_bench.markdown import of_rows
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
@@ -32,7 +26,6 @@ from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport
 
-REPORT = RESULTS / "executor.md"
 HEADS, HEAD_DIM, RANKS, REPETITIONS = 8, 64, 8, 9
 OVERHEAD_TOKENS = 1024
 """Tokens of a block in the measurement of the interpreter."""
@@ -157,8 +150,9 @@ def _kernels_and_step(rank: Rank) -> tuple[float, float, float]:
     return rank.engine.spent("forward").kernels_s, forward, backward
 
 
-def overhead_rows() -> list[dict[str, str]]:
+def interpreter(_: Runs) -> list[dict[str, str]]:
     """The interpreter's overhead: a row for each method, with blocks of OVERHEAD_TOKENS."""
+    torch.set_num_threads(1)
     rows = []
     for method, options in METHODS:
         rank = Rank(method, options, OVERHEAD_TOKENS * RANKS, FULL)
@@ -173,8 +167,9 @@ def overhead_rows() -> list[dict[str, str]]:
     return rows
 
 
-def efficiency_rows() -> list[dict[str, str]]:
+def blocks(_: Runs) -> list[dict[str, str]]:
     """The efficiency of blocks: a row for each sequence length, mask and number of KV heads."""
+    torch.set_num_threads(1)
     rows = []
     for seqlen, (mask, kv_heads) in itertools.product(EFFICIENCY_SEQLENS, EFFICIENCY_OF):
         found = [ratio(each, digits=3) for each in efficiency(seqlen, mask, kv_heads)]
@@ -184,30 +179,3 @@ def efficiency_rows() -> list[dict[str, str]]:
         rows.append(row | dict(zip(parts, found, strict=True)))
         print(rows[-1], flush=True)
     return rows
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    REPORT.write_text(f"""# The cost of executing a plan
-
-Made by `python -m benchmarks.executor_profile`, torch {torch.__version__}, Python {platform.python_version()}.
-
-{about(__doc__)}
-
-## The interpreter, at blocks of {OVERHEAD_TOKENS} tokens, {HEADS} heads of {HEAD_DIM}, forward + backward
-
-{of_rows(overhead_rows())}
-
-## Blocks against one call on the whole sequence, {RANKS} ranks
-
-Time of the call over that of {RANKS} times one rank's blocks and folds (Ring), in turn, {REPETITIONS} times. torch's
-kernel for CPUs computes causal blocks in steps of 512 keys, so that a causal block of 512 tokens costs as much as a
-full one. It takes queries by 64 where a block has fewer than 768, else by 256, which is faster. Both are the kernel's,
-and the same for whoever calls it on such blocks.
-
-{of_rows(efficiency_rows())}
-""")
-
-
-if __name__ == "__main__":
-    main()

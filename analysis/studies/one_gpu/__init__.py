@@ -1,52 +1,43 @@
-"""One GPU as a rank of many, beside its simulation: `python -m benchmarks.one_gpu folder=FOLDER [key=value ...]`.
+"""One GPU as a rank of many, beside its simulation.
 
-  folder=results/one_gpu   what is measured goes there, and what is there is not measured again
-  device=cuda              cpu: small shapes, for a try
-  kernels=null             one or more of conf/kernel; null: those of torch
-  page=false               true: simulate the same points, and write docs/results/one_gpu.md; this needs no GPU
-
-Each kernel is calibrated on this GPU (`python -m sp_bench.calibrate`). Then one rank of several methods is executed by
-itself, with copies for transfers (`mode=alone`): its blocks and folds are those of a rank among so many. The same
-points are simulated with the calibrated figures, and with those of the cluster file. A ratio is simulated over
-measured, of all that a rank computes: kernels, folds, and copies of what kernels read. Three effects are not simulated
-here. A GPU at its power limit lowers its clock, which blocks that are timed one at a time don't see. Where the thread
-that queues a step takes nearly as long as the device (`queueing`), kernels wait for their host. And copies take the
-place of transfers on the same GPU, which slows what moves much memory beside them.
-
-Rates are of square blocks, with that of the cluster file in brackets where it differs.
-
-Last, the blocks and folds of a rank of 8 are timed in turn with one call of the kernel on the whole sequence. A share
-is the time of the call over 8 times that of the rank, by medians.
+device=cuda     cpu: small shapes, for a try
+kernels=        one or more of conf/kernel; without any, those of torch
+measure=true    false: the page alone, of what the folder of records has; this needs no GPU
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks import fused_blocks
-from benchmarks.fused_blocks import Where
-from benchmarks.gpu_kernels import SAME_CODE
-from benchmarks.reports import RESULTS, about, known, run
 from sp_bench import calibrate, records
+from sp_bench.analysis.measured import known
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies import fused_blocks
+from sp_bench.analysis.studies.fused_blocks import Where
 from sp_bench.bench import resolve
 from sp_bench.bench.simulated import simulate_point
 from sp_bench.calibrating.clock import CLOCKS
-from sp_bench.cli.arguments import flag, only_keys, run_command
+from sp_bench.cli.arguments import flag
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
 from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 
-REPORT = RESULTS / "one_gpu.md"
-KEYS = {"folder": "results/one_gpu", "device": "cuda", "kernels": "", "page": "false"}
+OPTIONS = {"device": "cuda", "kernels": "", "measure": "true"}
+SAME_CODE = {"aten_flash": "flash_attn"}
+"""Kernels whose published figures are those of another kernel."""
+ABOUT_SHARES = (
+    "The blocks and folds of a rank of 8 are timed in turn with one call of the kernel on the whole sequence. A share"
+    " is the time of the call over 8 times that of the rank, by medians."
+)
 Row = dict[str, str]
 Point = tuple[str, ...]
 
@@ -133,7 +124,7 @@ def _ranks_alone(folder: Path, bench: Bench, kernel: str) -> Iterator[str]:
     cluster = bench.cluster or "cpu_local"
     keys = (f"cluster={cluster}", f"kernel={kernel}", "mode=alone", f"device={bench.where.device}", *ITERATIONS)
     asked = [(*point, *keys) for point in points(bench)]
-    for point, record in zip(asked, run(asked, folder / "alone"), strict=True):
+    for point, record in zip(asked, Runs(folder / "alone").ask(asked), strict=True):
         if record.status != "ok":
             yield f"{' '.join(point)}: {record.status}: {record.error}"
 
@@ -153,24 +144,66 @@ def _shares_kept(folder: Path, kernel: str) -> Path:
     return folder / f"shares_{kernel}.json"
 
 
-def page(folder: Path, bench: Bench) -> str:
-    """The page of what `measure` has found."""
-    calibrated = yaml.safe_load(_calibrated(folder, bench.kernels[0]).read_text())
-    shares = {kernel: kept for kernel in bench.kernels if (kept := _shares_kept(folder, kernel)).exists()}
-    opening, of_shares = about(__doc__).partition("\n\n")[2].rsplit("\n\n", 1)
-    text = [
-        f"# One GPU as a rank of many\n\nMade by `python -m benchmarks.one_gpu kernels={','.join(bench.kernels)}`, on"
-        f" one {calibrated['device']['name']}, {calibrated['sources'].get('software', '')}.",
-        f"{opening}\n\n{of_shares}" if shares else opening,
-    ]
+def asked_bench(runs: Runs) -> Bench:
+    """What is asked for. Raises RequestError for a device that has no bench."""
+    device, kernels = runs.options["device"], runs.options["kernels"]
+    if device not in BENCHES:
+        raise unknown("device", device, BENCHES)
+    bench = BENCHES[device]
+    return replace(bench, kernels=tuple(kernels.split(","))) if kernels else bench
+
+
+@cache
+def measured(runs: Runs) -> Bench:
+    """The bench, once all of it is in the folder of records.
+
+    Raises RequestError if it is not there and not asked for, and SystemExit with what failed if it can't be had.
+    """
+    bench = asked_bench(runs)
+    if flag(runs.options, "measure"):
+        runs.failed += measure(runs.folder, bench)
+    if missing := [kernel for kernel in bench.kernels if not _calibrated(runs.folder, kernel).exists()]:
+        if runs.failed:
+            raise SystemExit("\n".join(runs.failed))
+        would = "measure=true on a GPU, first, would work"
+        raise RequestError(f"records={runs.folder}", f"has no figures of {', '.join(missing)}", would)
+    return bench
+
+
+def _figures(runs: Runs) -> Mapping[str, Any]:
+    return yaml.safe_load(_calibrated(runs.folder, measured(runs).kernels[0]).read_text())
+
+
+def asked_for(runs: Runs) -> str:
+    """The kernels, as they are asked for."""
+    return f"kernels={','.join(measured(runs).kernels)}"
+
+
+def device(runs: Runs) -> str:
+    """The name of the GPU."""
+    return _figures(runs)["device"]["name"]
+
+
+def software(runs: Runs) -> str:
+    """Its software."""
+    return _figures(runs)["sources"].get("software", "")
+
+
+def kernels(runs: Runs) -> str:
+    """The tables of each kernel."""
+    bench, folder, text = measured(runs), runs.folder, []
     for kernel in bench.kernels:
         rows, code, lacking = _alone_rows(folder, bench, kernel)
         text += [f"## Ranks alone, {kernel}", f"Measured by code {', '.join(code)}.", of_rows(rows)]
         text += [f"Not measured: {'; '.join(lacking)}."] if lacking else []
         text += [f"## Rates, {kernel}, TFLOP/s", of_rows(_rates(folder, bench, kernel))]
-        if kernel in shares:
-            text += [f"## A rank's blocks against one call, {kernel}", of_rows(json.loads(shares[kernel].read_text()))]
-    return "\n\n".join(text) + "\n"
+        if (kept := _shares_kept(folder, kernel)).exists():
+            text += [
+                f"## A rank's blocks against one call, {kernel}",
+                ABOUT_SHARES,
+                of_rows(json.loads(kept.read_text())),
+            ]
+    return "\n\n".join(text)
 
 
 def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], list[str], list[str]]:
@@ -259,31 +292,3 @@ def _square(rates: Mapping[Any, float]) -> dict[str, float]:
     """The rates of blocks with as many queries as keys, by these."""
     sides = {size: str(size).split("x") for size in rates}
     return {side[0]: rates[size] for size, side in sides.items() if side[0] == side[-1]}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure or write the page; returns the exit code."""
-    return run_command("benchmarks.one_gpu", __doc__ or "", _main, arguments)
-
-
-def _main(arguments: list[str]) -> int:
-    given = KEYS | only_keys(arguments, KEYS)
-    if given["device"] not in BENCHES:
-        raise unknown("device", given["device"], BENCHES)
-    bench, folder = BENCHES[given["device"]], Path(given["folder"])
-    if given["kernels"]:
-        bench = replace(bench, kernels=tuple(given["kernels"].split(",")))
-    if flag(given, "page"):
-        if missing := [kernel for kernel in bench.kernels if not _calibrated(folder, kernel).exists()]:
-            would = f"python -m benchmarks.one_gpu folder={folder} on a GPU, first, would work"
-            raise RequestError(f"folder={folder}", f"has no figures of {', '.join(missing)}", would)
-        REPORT.write_text(page(folder, bench))
-        print(REPORT)
-        return 0
-    failed = list(measure(folder, bench))
-    print("\n".join(failed) or f"{folder}: all was measured")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

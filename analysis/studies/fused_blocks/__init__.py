@@ -1,37 +1,22 @@
-"""Fused blocks against one call: `python -m benchmarks.fused_blocks` writes docs/results/fused_blocks.md.
-
-On one core: a process executes the blocks and folds of one rank of 8, without its transfers, with and without
-method.fuse, and one call of the kernel on the whole sequence: all in turn, fp32, one head of 64. A share is the time of
-the call over 8 times that of the rank, by medians of CPU time. With these masks and layouts all ranks have the same
-work. Mesh has 2x4 tiles, by rows.
-
-Over shaped links: whole steps, forward and backward, of 8 and 16 ranks (`cluster=shaped`) that share the cores of this
-machine, causal on the zigzag layout, with and without method.fuse. Their iterations are in turn, after the correctness
-gate. Needs root, and an idle machine; `--one-core` leaves it out.
-"""
+"""Fused blocks against one call, on one core and over shaped links. one_core=true leaves out links, which need root."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.executor_profile import inputs, one_call_s
-from benchmarks.reports import RESULTS, about, interval, known, ratio, run_ok
+from sp_bench.analysis.measured import interval, known, ratio
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies.executor import inputs, one_call_s
 from sp_bench.analysis.verdict import of_medians
 from sp_bench.calibrating.clock import Clock
 from sp_bench.kernels import choose
-from sp_bench.machine import cores_here
-from sp_bench.markdown import of_rows
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
@@ -43,7 +28,7 @@ from sp_bench.run.attention import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport
 
-REPORT = RESULTS / "fused_blocks.md"
+OPTIONS = {"one_core": "false"}
 RANKS, REPETITIONS = 8, 15
 TOKENS = (4096,)
 """Of a rank."""
@@ -109,7 +94,7 @@ SETTINGS: tuple[tuple[Mask, tuple[Setting, ...]], ...] = (
         ),
     ),
 )
-COMMON = ("cluster=shaped", "heads=1", "head_dim=64", "dtype=float32", "warmup=1", "iters=5", "logger=none")
+COMMON = ("cluster=shaped", "heads=1", "head_dim=64", "dtype=float32", "warmup=1", "iters=5")
 MESH = ("method=mesh", "method.layout=zigzag")
 SHAPED = (
     ("gpus=8", "seqlen=32k", "method=all_gather", "method.layout=zigzag", "method.stride=1"),
@@ -177,23 +162,26 @@ def shares(where: Where) -> list[dict[str, str]]:
     return [row for tokens in TOKENS for mask, settings in SETTINGS for row in rows(tokens, mask, settings, where)]
 
 
-def on_one_core(folder: Path) -> str:
-    """The table of shares; `folder` keeps it, so that it is measured once."""
-    kept = folder / "one_core.json"
-    if not kept.exists():
+def one_core(runs: Runs) -> list[dict[str, str]]:
+    """The shares on one core."""
+
+    def measure() -> list[dict[str, str]]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        found = shares(ONE_CORE)
-        torch.set_num_threads(threads)
-        folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(found))
-    return of_rows(json.loads(kept.read_text()))
+        try:
+            return shares(ONE_CORE)
+        finally:
+            torch.set_num_threads(threads)
+
+    return runs.kept("one_core", measure)
 
 
-def over_links(folder: Path) -> str:
-    """The table of whole steps, with and without fused blocks."""
-    points = [[*COMMON, *point, f"method.fuse={fuse}"] for point in SHAPED for fuse in ("false", "true")]
-    records = [record for gpus in ("gpus=8", "gpus=16") for record in run_ok([p for p in points if gpus in p], folder)]
+def links(runs: Runs) -> list[dict[str, str]] | str:
+    """Whole steps, with and without fused blocks."""
+    if runs.options["one_core"] == "true":
+        return "Not measured."
+    points = [(*COMMON, *point, f"method.fuse={fuse}") for point in SHAPED for fuse in ("false", "true")]
+    records = [record for gpus in ("gpus=8", "gpus=16") for record in runs.ok([p for p in points if gpus in p])]
     found = []
     for alone, fused in zip(records[::2], records[1::2], strict=True):
         found.append({
@@ -207,30 +195,4 @@ def over_links(folder: Path) -> str:
             "fused blocks alone, ms": f"{known(fused.compute_only_ms_median):.0f}",
             "peak memory, fused / not": f"{known(fused.peak_mem_bytes_max) / known(alone.peak_mem_bytes_max):.2f}",
         })  # fmt: skip
-    return of_rows(found)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--records", type=Path, default=Path("results", "fused_blocks"))
-    parser.add_argument("--one-core", action="store_true")
-    given = parser.parse_args()
-    text = f"""# Fused blocks against one call
-
-Made by `python -m benchmarks.fused_blocks`, torch {torch.__version__}, Python {platform.python_version()}, on
-{cores_here()} cores ({platform.machine()}), each time {REPETITIONS} times.
-
-{about(__doc__)}
-
-## One core against one call
-
-{on_one_core(given.records)}
-"""
-    if not given.one_core:
-        text += f"\n## Steps over shaped links\n\n{over_links(given.records)}\n"
-    REPORT.write_text(text)
-    print(text)
-
-
-if __name__ == "__main__":
-    main()
+    return found
