@@ -92,6 +92,8 @@ class Mesh(Method):
     """Mesh-Attention with an a x b tile."""
 
     name: ClassVar[str] = "mesh"
+    colour: ClassVar[str] = "#1a1a1a"
+    marker: ClassVar[str] = "h"
     citation: ClassVar[str] = "Chen et al. 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {

@@ -15,7 +15,6 @@ import pytest
 from sp_bench import methods
 from sp_bench.analysis import report
 from sp_bench.analysis.figure import (
-    METHOD_ORDER,
     Figure,
     Panels,
     colours,
@@ -44,6 +43,7 @@ from sp_bench.analysis.paper_tables import of_paper
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Table, columns
 from sp_bench.cli.compose import Composer
+from sp_bench.plan import Method
 from tests.support.made_records import made
 
 COUNTED = Number(8.0, "computed", (formula("volume", "2 n & more", "eq. 1"),))
@@ -192,9 +192,18 @@ def test_a_method_looks_the_same_in_every_figure() -> None:
     assert colours(["mesh", "ring"])["mesh"] == colours(["mesh"])["mesh"]
     assert markers(["mesh", "ring"])["mesh"] == markers(["mesh"])["mesh"]
     for looks in (colours, markers):
-        assert len(set(looks(METHOD_ORDER).values())) == len(METHOD_ORDER) == len(methods.REGISTRY) - 1
+        assert len(set(looks([*methods.REGISTRY]).values())) == len(methods.REGISTRY)
         assert len(set(looks(["ours", "mesh", "paper", "ring"]).values())) == 4
         assert list(looks(["paper", "mesh", "ring"])) == ["ring", "mesh", "paper"]
+
+
+@pytest.mark.parametrize("base", [methods.REGISTRY["ring"], Method])
+def test_a_method_without_a_colour_gets_a_free_one(base: type[Method], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing lists the methods' looks: a new one is drawn, and unlike all others, its own base among them."""
+    monkeypatch.setitem(methods.REGISTRY, "newest", type("Newest", (base,), {"name": "newest"}))
+    for looks in (colours, markers):
+        found = looks(["ring", "newest", "mesh"])
+        assert len(set(found.values())) == 3 and found["ring"] == looks(["ring"])["ring"]
 
 
 def test_numbers_in_a_text_are_linked() -> None:
