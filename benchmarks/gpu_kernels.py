@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_bench.analysis.studies.one_gpu import SAME_CODE
 from sp_bench.calibrating.clock import CLOCKS, cpu_seconds
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.cluster.device import FLOPS_PER_PAIR
@@ -201,7 +200,7 @@ def _rates(bench: Bench, kernel: BlockKernel, mask: RegionKind, tokens: int) -> 
 def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) -> float | None:
     """The published TFLOP/s on this GPU; None without a figure."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    wanted = (SAME_CODE.get(kernel, kernel), phase, mask, str(tokens), str(head_dim))
+    wanted = (KERNELS[kernel].published_as or kernel, phase, mask, str(tokens), str(head_dim))
     with PUBLISHED.open(newline="") as file:
         for entry in csv.DictReader(file):
             case = tuple(entry[key] for key in ("kernel", "phase", "mask", "tokens", "head_dim"))

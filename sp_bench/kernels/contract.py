@@ -25,6 +25,8 @@ class BlockKernel(ABC):
     """
 
     name: ClassVar[str]
+    published_as: ClassVar[str] = ""
+    """The kernel with the same code, whose published figures are this one's too."""
     varlen: ClassVar[bool] = False
     """Whether it has `_forward_varlen` and `_backward_varlen`."""
     has_margin: ClassVar[bool] = False

@@ -28,12 +28,11 @@ from sp_bench.cli.arguments import flag
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
+from sp_bench.kernels import KERNELS
 from sp_bench.markdown import of_rows
 from sp_bench.records import Record
 
 OPTIONS = {"device": "cuda", "kernels": "", "measure": "true"}
-SAME_CODE = {"aten_flash": "flash_attn"}
-"""Kernels whose published figures are those of another kernel."""
 ABOUT_SHARES = (
     "The blocks and folds of a rank of 8 are timed in turn with one call of the kernel on the whole sequence. A share"
     " is the time of the call over 8 times that of the rank, by medians."
@@ -219,7 +218,7 @@ def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], lis
             rule = f"has two records of a point, {found[asked].run_id} and {record.run_id}"
             raise RequestError(f"folder={folder}", rule, "the folder without one of them would work")
         found[asked] = record
-    rows, code, lacking, filed_as = [], [], [], SAME_CODE.get(kernel, kernel)
+    rows, code, lacking, filed_as = [], [], [], KERNELS[kernel].published_as or kernel
     with Composer(folder / "conf") as composer:
         is_filed = filed_as in _filed(composer, bench)
         for point in points(bench):
@@ -276,7 +275,7 @@ def _rates(folder: Path, bench: Bench, kernel: str) -> list[Row]:
     """A row for each phase and mask, in the dtype of the ranks."""
     measured = yaml.safe_load(_calibrated(folder, kernel).read_text())["device"]["rates"]
     with Composer() as composer:
-        filed = _filed(composer, bench).get(SAME_CODE.get(kernel, kernel), {})
+        filed = _filed(composer, bench).get(KERNELS[kernel].published_as or kernel, {})
     table = next(table for table in measured.values() if bench.where.dtype in table["dtypes"])
     rows = []
     for case in RATES:
