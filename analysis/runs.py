@@ -132,6 +132,7 @@ class Runs:
         """What `make` returns as JSON: measured once, and kept in <folder>/<name>.json."""
         path = self.folder / f"{name}.json"
         if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(make(), indent=1))
         return json.loads(path.read_text())
 

@@ -148,6 +148,14 @@ def test_records_are_taken_from_the_folder(tmp_path: Path) -> None:
     assert Runs(tmp_path).one(method="ring", **SMALL).step_ms_median == 1.25
 
 
+def test_what_is_no_record_is_measured_once_too(tmp_path: Path) -> None:
+    made = iter([{"ms": 1.5}, {"ms": 2.5}])
+    runs = Runs(tmp_path / "records")
+    assert [runs.kept("times", lambda: next(made)) for _ in range(2)] == [{"ms": 1.5}] * 2
+    (tmp_path / "records" / "times.json").unlink()
+    assert runs.kept("times", lambda: next(made)) == {"ms": 2.5}
+
+
 def test_refused_points_are_records(tmp_path: Path) -> None:
     simulated, measured = Runs(tmp_path).ask(
         [point(method="ulysses", gpus=6, heads=8, seqlen="6k"), point(mode="measure", gpus=10**6, seqlen="1M")]
