@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,32 @@ import matplotlib as mpl
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullLocator
 
 from sp_bench.analysis.number import Number, Source, sources_of
+from sp_bench.methods import REGISTRY
 
-METHOD_ORDER = (
-    *("ring", "striped", "zigzag", "double_ring", "pass_q", "all_gather", "tokenring", "tasp"),
-    *("ulysses", "upipe", "ulysses_all_gather", "usp", "loongtrain", "burst_attention", "startrail", "mesh"),
+MARKERS = (
+    "o",
+    "s",
+    "D",
+    "^",
+    "v",
+    "P",
+    "X",
+    "p",
+    "<",
+    "$u$",
+    "d",
+    ">",
+    "8",
+    "H",
+    "*",
+    "h",
+    *(f"${x}$" for x in "abcdefg"),
 )
-METHOD_COLOURS = (0, 9, 5, 4, 6, 8, 2, 11, 1, 15, 12, 3, 13, 14, 7, 10)
-"""Indices into seaborn's colorblind palette, with MORE after it. Methods that are drawn least have the lightest."""
-BLACK, OLIVE, VIOLET, WINE = (0.1, 0.1, 0.1), (0.5, 0.5, 0.0), (0.42, 0.3, 0.58), (0.53, 0.13, 0.33)
-SLATE, RUST = (0.18, 0.31, 0.31), (0.55, 0.27, 0.07)
-MORE = (BLACK, OLIVE, VIOLET, WINE, SLATE, RUST)
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "p", "<", "$u$", "d", ">", "8", "H", "*", "h")
 WIDTH, HEIGHT = 6.5, 3.6
 """Inches: the width of a page's text."""
 FORMATS = ("pdf", "svg", "png")
@@ -99,14 +110,12 @@ STYLE: Any = {
 
 def colours(names: Sequence[str]) -> dict[str, Any]:
     """A colour for each name. A method has the same colour in every figure, and no two methods share one."""
-    palette = sns.color_palette("colorblind", 10)
-    of_methods = {name: (*palette, *MORE)[i] for name, i in zip(METHOD_ORDER, METHOD_COLOURS, strict=True)}
-    return _by_name(names, of_methods, palette)
+    return _by_name(names, "colour", [*sns.color_palette("colorblind", 10), *sns.color_palette("husl", 12)], to_rgb)
 
 
 def markers(names: Sequence[str]) -> dict[str, str]:
     """A marker for each name, so that lines can be told apart without colour."""
-    return _by_name(names, dict(zip(METHOD_ORDER, MARKERS, strict=True)), MARKERS)
+    return _by_name(names, "marker", MARKERS, str)
 
 
 def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -115,13 +124,14 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {name: {"color": colour, "marker": marker[name]} for name, colour in colours(names).items()}
 
 
-def _by_name(names: Sequence[str], of_methods: dict[str, Any], choices: Sequence[Any]) -> dict[str, Any]:
-    """The fixed choice of each method; other names get what these methods leave."""
-    taken = [of_methods[name] for name in names if name in of_methods]
+def _by_name(names: Sequence[str], look: str, choices: Sequence[Any], drawn: Callable[[str], Any]) -> dict[str, Any]:
+    """The look that each method's own class has, in the registry's order; other names get what these methods leave."""
+    own = {name: drawn(said) for name, method in REGISTRY.items() if (said := vars(method).get(look))}
+    taken = [own[name] for name in names if name in own]
     free = [choice for choice in choices if choice not in taken] or list(choices)
-    others = [name for name in names if name not in of_methods]
-    chosen = of_methods | {name: free[i % len(free)] for i, name in enumerate(others)}
-    return {name: chosen[name] for name in (*filter(names.__contains__, METHOD_ORDER), *others)}
+    others = [name for name in names if name not in own]
+    chosen = own | {name: free[i % len(free)] for i, name in enumerate(others)}
+    return {name: chosen[name] for name in (*filter(names.__contains__, own), *others)}
 
 
 def new_figure(

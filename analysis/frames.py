@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from sp_bench import records
-from sp_bench.analysis.figure import METHOD_ORDER
 from sp_bench.analysis.number import RECORD_KINDS
 from sp_bench.measure.samples import STEP
+from sp_bench.methods import REGISTRY
 from sp_bench.records import Record
 
 PHASES = ("forward", "backward")
@@ -43,9 +43,9 @@ def named(record: Record) -> str:
 
 
 def methods_in_order(names: Iterable[str]) -> list[str]:
-    """Each name once: our methods in the order of all figures, then others by name."""
+    """Each name once: our methods in the registry's order, then others by name."""
     there = set(names)
-    return [*(name for name in METHOD_ORDER if name in there), *sorted(there - set(METHOD_ORDER))]
+    return [*(name for name in REGISTRY if name in there), *sorted(there - set(REGISTRY))]
 
 
 def samples(record: Record, path: Path) -> pd.DataFrame:

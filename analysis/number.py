@@ -6,10 +6,8 @@ Reports show only such numbers. A number that is computed from others has the so
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,13 +207,6 @@ def _changed(path: str, value: Any, plain: Any) -> list[str]:
     if isinstance(value, dict) and isinstance(plain, dict):
         return sum((_changed(f"{path}.{key}", value[key], plain.get(str(key))) for key in value), [])
     return [] if value == plain else [f"{path}={argument(value)}"]
-
-
-def of_paper(value: float | None, path: str | Path, where: str = "") -> Number:
-    """A number that a paper prints. `path` is its file under analysis/papers, `where` the place in the paper."""
-    name = Path(path).name
-    id = "-".join([name.removesuffix(".csv"), *re.findall(r"[\w.]+", where)])
-    return Number(value, "paper", (Source(id, "paper", f"analysis/papers/{name} {where}".strip()),))
 
 
 def about_number(number: Number) -> str:

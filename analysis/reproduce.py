@@ -1,10 +1,11 @@
-"""python -m analysis.reproduce paper=all: run missing points, and make tables, figures, notebooks and the report."""
+"""python -m analysis.reproduce: write the report of the papers, or the page of a study. Missing points are run."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from rich.console import Console
 from sp_bench.analysis import report
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section
-from sp_bench.analysis.studies import STUDIES
-from sp_bench.cli.arguments import flag, only_keys, run_command
+from sp_bench.analysis.studies import Study, papers, studies, study_named
+from sp_bench.cli.arguments import flag, only_keys, run_command, writable_folder
 from sp_bench.errors import RequestError, unknown
+from sp_bench.resources import ROOT
 
 USAGE = """\
 python -m analysis.reproduce [paper=NAME,NAME] [out=FOLDER] [notebooks=true|false]
@@ -27,40 +29,75 @@ figures/ (PDF, SVG, PNG), notebooks/ (executed) and records/. Points with a reco
   paper=all             all, or some of: {papers}
   out=results/report    the folder
   notebooks=true        execute the notebooks too
+
+python -m analysis.reproduce study=NAME [records=FOLDER] [pages=FOLDER] [key=value]
+
+Writes the page of one study, NAME.md, with its pictures.
+
+  study=NAME            one of: {studies}
+  records=FOLDER        its records; points with a record there are not run again
+  pages=docs/results    the folder of the page
+  key=value             what the study can be asked for; `study=NAME --help` lists it
 """
 KEYS = {"paper": "all", "out": "results/report", "notebooks": "true"}
+PAGES = ROOT / "docs" / "results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command("analysis.reproduce", USAGE.format(papers=", ".join(STUDIES)), _reproduce, argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    usage = USAGE.format(papers=_listed(papers()), studies=_listed(studies()))
+    name = next((text.removeprefix("study=") for text in arguments if text.startswith("study=")), None)
+    if name in studies():
+        study = study_named(name)
+        usage = f"python -m analysis.reproduce study={name}\n\n{study.module.__doc__}"
+        return run_command("analysis.reproduce", usage, lambda given: _page(study, given), arguments)
+    return run_command("analysis.reproduce", usage, _report, arguments)
 
 
-def _reproduce(arguments: Sequence[str]) -> int:
-    given = {**KEYS, **only_keys(arguments, KEYS)}
-    papers = list(STUDIES) if given["paper"] == "all" else list(dict.fromkeys(given["paper"].split(",")))
-    for paper in papers:
-        if paper not in STUDIES:
-            raise unknown("paper", paper, [*STUDIES, "all"])
+def _listed(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(names), 96).replace("\n", "\n" + 24 * " ")
+
+
+def _page(study: Study, arguments: Sequence[str]) -> int:
+    """Write the page of a study; returns the exit code, 1 if something of it went wrong."""
+    pages = PAGES if PAGES.is_dir() else Path("results/pages")
+    keys = {"study": study.name, "records": str(study.records), "pages": str(pages)}
+    given = {**keys, **study.options, **only_keys(arguments, {**keys, **study.options})}
+    runs = Runs(Path(given["records"]), options={name: given[name] for name in study.options})
+    print(study.write(runs, writable_folder("pages", given["pages"])))
+    print(*runs.failed, sep="\n", end="\n" if runs.failed else "")
+    return 1 if runs.failed else 0
+
+
+def _report(arguments: Sequence[str]) -> int:
+    known = {**KEYS, "study": ""}
+    given = {**known, **only_keys(arguments, known)}
+    if given["study"]:
+        study_named(given["study"])
+    there = papers()
+    chosen = list(there) if given["paper"] == "all" else list(dict.fromkeys(given["paper"].split(",")))
+    for paper in chosen:
+        if paper not in there:
+            raise unknown("paper", paper, [*there, "all"])
     with_notebooks = flag(given, "notebooks")
-    if with_notebooks and not all(map(find_spec, ("ipykernel", "jupytext", "nbclient"))):
+    if with_notebooks and not all(map(find_spec, ("ipykernel", "nbclient", "nbformat"))):
         works = 'pip install "sp-bench[analysis]", or notebooks=false, would work'
-        raise RequestError("notebooks=true", "needs ipykernel, jupytext and nbclient", works)
-    return reproduce(papers, Path(given["out"]), with_notebooks=with_notebooks)
+        raise RequestError("notebooks=true", "needs ipykernel, nbclient and nbformat", works)
+    return reproduce([there[paper] for paper in chosen], Path(given["out"]), with_notebooks=with_notebooks)
 
 
-def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:
+def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> int:
     """Write the report and its parts to `out`; returns the exit code, 1 if a notebook has an error."""
     console, started, ran = Console(), time.perf_counter(), []
     runs = Runs(out / "records", progress=ran.append)
     found: dict[str, list[Section]] = {}
-    for paper in papers:
-        title, study = STUDIES[paper]
+    for study in chosen:
         begun, before = time.perf_counter(), len(ran)
-        with console.status(title):
-            found[title] = [section(runs) for section in study]
+        with console.status(study.title):
+            sections = found[study.title] = study.sections(runs)
         points, seconds = len(ran) - before, time.perf_counter() - begun
-        console.print(f"{title}: {len(found[title])} sections, {points} points in {seconds:.0f} s", highlight=False)
+        console.print(f"{study.title}: {len(sections)} sections, {points} points in {seconds:.0f} s", highlight=False)
     report.write(
         out / "report.html",
         "Sequence-parallel attention: the papers' figures and ours",
@@ -72,12 +109,12 @@ def reproduce(papers: Sequence[str], out: Path, *, with_notebooks: bool) -> int:
     if with_notebooks:
         from sp_bench.analysis import notebooks
 
-        for paper in papers:
-            with console.status(f"notebook {paper}"):
-                error = notebooks.execute(paper, out / "notebooks", out / "records")
+        for study in chosen:
+            with console.status(f"notebook {study.name}"):
+                error = notebooks.execute(study.name, out / "notebooks", out / "records")
             if error:
-                failed.append(paper)
-                console.print(f"notebook {paper}: {error}", highlight=False)
+                failed.append(study.name)
+                console.print(f"notebook {study.name}: {error}", highlight=False)
     seconds = time.perf_counter() - started
     console.print(f"{out / 'report.html'}: {len(ran)} points, {seconds:.0f} s", highlight=False)
     return 1 if failed else 0

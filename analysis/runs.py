@@ -22,7 +22,7 @@ from sp_bench.bench.request import Request, unsupported
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
-from sp_bench.records import Record
+from sp_bench.records import Record, write_whole
 from sp_bench.resources import ROOT
 
 Point = tuple[str, ...]
@@ -86,7 +86,7 @@ def group(name: str, choice: str, own: Path | None = None) -> dict[str, Any]:
     return composed((f"{name}={choice}",), own)[name]
 
 
-@dataclass
+@dataclass(eq=False)
 class Runs:
     """The records of points, kept in one folder."""
 
@@ -94,6 +94,12 @@ class Runs:
     workers: int = field(default_factory=cores_here)
     progress: Callable[[str], None] = lambda text: None
     """Called with each point whose record has become known."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The study's own keys of the command line."""
+    pages: Path = Path("results/pages")
+    """The folder of the page, for figures that write files beside it."""
+    failed: list[str] = field(default_factory=list)
+    """What went wrong, in words; figures add to it."""
     _known: dict[Point, Record] = field(default_factory=dict, repr=False)
 
     def one(self, **keys: Any) -> Record:
@@ -118,6 +124,22 @@ class Runs:
                 self._keep(one, record_of(one, self.folder))
         self._measure([p for p in todo if is_measured(p)])
         return [self._known[p] for p in points]
+
+    def ok(self, points: Iterable[Point]) -> list[Record]:
+        """The records of points, like `ask`. Raises RuntimeError for a point that is not ok."""
+        found = self.ask(points)
+        for record in found:
+            if record.status != "ok":
+                raise RuntimeError(f"{record.method} {record.variant}: {record.status}: {record.error}")
+        return found
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns as JSON: measured once, and kept in <folder>/<name>.json."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(make(), indent=1))
+        return json.loads(path.read_text())
 
     def by_key(self, asked: Mapping[Key, Point]) -> dict[Key, Record]:
         """The records of points, by the keys of the points."""

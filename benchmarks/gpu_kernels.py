@@ -39,8 +39,6 @@ from sp_bench.workload import GateErrors
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 
 PUBLISHED = Path(__file__).with_name("published_kernels.csv")
-SAME_CODE = {"aten_flash": "flash_attn"}
-"""Kernels whose published figures are those of another kernel."""
 FOLDS = {"fold": fold_, "fold in torch": fold_unfused_}
 KEYS = {"device": "cuda", "kernels": "all"}
 """The keys of the command line, with their defaults."""
@@ -202,7 +200,7 @@ def _rates(bench: Bench, kernel: BlockKernel, mask: RegionKind, tokens: int) -> 
 def published(kernel: str, phase: str, mask: str, tokens: int, head_dim: int) -> float | None:
     """The published TFLOP/s on this GPU; None without a figure."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    wanted = (SAME_CODE.get(kernel, kernel), phase, mask, str(tokens), str(head_dim))
+    wanted = (KERNELS[kernel].published_as or kernel, phase, mask, str(tokens), str(head_dim))
     with PUBLISHED.open(newline="") as file:
         for entry in csv.DictReader(file):
             case = tuple(entry[key] for key in ("kernel", "phase", "mask", "tokens", "head_dim"))

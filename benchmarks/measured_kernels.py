@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.reports import known
+from sp_bench.analysis.measured import known
 from sp_bench.bench import resolve
 from sp_bench.bench.simulated import simulate_point
 from sp_bench.calibrating.gpu_file import base_cluster

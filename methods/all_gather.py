@@ -56,6 +56,8 @@ class AllGatherKV(Sized, CollectiveMethod):
     """All-gather attention with KV in slices of `stride` key heads."""
 
     name: ClassVar[str] = "all_gather"
+    colour: ClassVar[str] = "#ece133"
+    marker: ClassVar[str] = "P"
     citation: ClassVar[str] = "Llama Team 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}

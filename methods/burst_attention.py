@@ -45,6 +45,8 @@ class BurstAttention(DoubleRing):
     """A double ring of KV forward, and of Q, dO and row sums backward."""
 
     name: ClassVar[str] = "burst_attention"
+    colour: ClassVar[str] = "#2e4f4f"
+    marker: ClassVar[str] = "H"
     citation: ClassVar[str] = "Sun et al. 2024"
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "3*(n-1)"}
 

@@ -51,6 +51,8 @@ class DoubleRing(Sized):
     """Ring Attention on rings of two levels."""
 
     name: ClassVar[str] = "double_ring"
+    colour: ClassVar[str] = "#cc78bc"
+    marker: ClassVar[str] = "^"
     citation: ClassVar[str] = "Gu et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}

@@ -28,6 +28,8 @@ class LoongTrain(USP):
     """Ulysses inside groups, a double ring between them."""
 
     name: ClassVar[str] = "loongtrain"
+    colour: ClassVar[str] = "#872154"
+    marker: ClassVar[str] = "8"
     citation: ClassVar[str] = "Gu et al. 2024"
 
     inner: str | int = "auto"

@@ -49,6 +49,8 @@ class PassQ(Method):
     """Pass-Q ring attention."""
 
     name: ClassVar[str] = "pass_q"
+    colour: ClassVar[str] = "#fbafe4"
+    marker: ClassVar[str] = "v"
     citation: ClassVar[str] = "Yang et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*(n-1)", "backward": "(3 + o)*(n-1)"}

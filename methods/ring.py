@@ -48,6 +48,8 @@ class Ring(Method):
     """Ring Attention: KV goes round a ring of all ranks."""
 
     name: ClassVar[str] = "ring"
+    colour: ClassVar[str] = "#0173b2"
+    marker: ClassVar[str] = "o"
     citation: ClassVar[str] = "Liu et al. 2023"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*(n-1)", "backward": "4*k*(n-1)"}

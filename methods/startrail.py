@@ -65,6 +65,8 @@ class StarTrail(Sized, CollectiveMethod):
     """StarTrail with teams of C ranks."""
 
     name: ClassVar[str] = "startrail"
+    colour: ClassVar[str] = "#949494"
+    marker: ClassVar[str] = "*"
     citation: ClassVar[str] = "Liu et al. 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {

@@ -19,6 +19,8 @@ class Striped(Ring):
     """Ring Attention on the striped layout."""
 
     name: ClassVar[str] = "striped"
+    colour: ClassVar[str] = "#56b4e9"
+    marker: ClassVar[str] = "s"
     citation: ClassVar[str] = "Brandon et al. 2023"
     layouts: ClassVar[tuple[str, ...]] = ("striped",)
 

@@ -48,6 +48,8 @@ class TASP(DoubleRing):
     """Ring Attention on several rings of a node at once, and on rings across nodes."""
 
     name: ClassVar[str] = "tasp"
+    colour: ClassVar[str] = "#808000"
+    marker: ClassVar[str] = "p"
     citation: ClassVar[str] = "Wang et al. 2025"
 
     rings: str | int = "auto"

@@ -63,6 +63,8 @@ class TokenRing(Method):
     """TokenRing inside nodes of n / nodes ranks, Ring Attention between nodes."""
 
     name: ClassVar[str] = "tokenring"
+    colour: ClassVar[str] = "#029e73"
+    marker: ClassVar[str] = "X"
     citation: ClassVar[str] = "Wang et al. 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {

@@ -55,6 +55,8 @@ class Ulysses(CollectiveMethod):
     """DeepSpeed-Ulysses: all ranks split the heads."""
 
     name: ClassVar[str] = "ulysses"
+    colour: ClassVar[str] = "#de8f05"
+    marker: ClassVar[str] = "<"
     citation: ClassVar[str] = "Jacobs et al. 2023"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous",)
     formula: ClassVar[Mapping[str, str]] = {

@@ -26,6 +26,8 @@ class UlyssesAllGather(USP):
     """Ulysses inside groups, all-gather of KV between them."""
 
     name: ClassVar[str] = "ulysses_all_gather"
+    colour: ClassVar[str] = "#6b4c94"
+    marker: ClassVar[str] = "d"
     citation: ClassVar[str] = "Llama Team 2024, Fang and Zhao 2024"
 
     def variant(self, n: int) -> str:

@@ -64,6 +64,8 @@ class UPipe(Ulysses):
     """Ulysses in stages of a few heads."""
 
     name: ClassVar[str] = "upipe"
+    colour: ClassVar[str] = "#8c4512"
+    marker: ClassVar[str] = "$u$"
     citation: ClassVar[str] = "Ghadia et al. 2026"
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "(2 + 2*max(k, n/h))*(n-1)/n",

@@ -30,6 +30,8 @@ class USP(Sized, Ulysses):
     """Ulysses inside groups, Ring between them."""
 
     name: ClassVar[str] = "usp"
+    colour: ClassVar[str] = "#d55e00"
+    marker: ClassVar[str] = ">"
     citation: ClassVar[str] = "Fang and Zhao 2024"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "striped", "zigzag")
     formula: ClassVar[Mapping[str, str]] = {

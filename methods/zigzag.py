@@ -20,6 +20,8 @@ class Zigzag(Ring):
     """Ring Attention on the zigzag layout."""
 
     name: ClassVar[str] = "zigzag"
+    colour: ClassVar[str] = "#ca9161"
+    marker: ClassVar[str] = "D"
     citation: ClassVar[str] = "Zhu 2024"
     layouts: ClassVar[tuple[str, ...]] = ("zigzag",)
 

@@ -22,6 +22,7 @@ class AtenFlash(CudaKernel):
     """
 
     name = "aten_flash"
+    published_as = "flash_attn"
     varlen = True
 
     @classmethod

@@ -28,6 +28,8 @@ class BlockKernel(ABC):
     name: ClassVar[str]
     packages: ClassVar[Mapping[str, str]] = {}
     """The modules besides torch's that it calls, with the distribution that each is installed by."""
+    published_as: ClassVar[str] = ""
+    """The kernel with the same code, whose published figures are this one's too."""
     varlen: ClassVar[bool] = False
     """Whether it has `_forward_varlen` and `_backward_varlen`."""
     has_margin: ClassVar[bool] = False

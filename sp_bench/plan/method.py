@@ -36,6 +36,10 @@ class Method(ABC):
     """One sequence-parallel attention method. The fields of a subclass are its options."""
 
     name: ClassVar[str]
+    colour: ClassVar[str] = ""
+    """Its colour in every figure, #rrggbb. A method without one gets a free one."""
+    marker: ClassVar[str] = ""
+    """Its marker on lines, by matplotlib's name. A method without one gets a free one."""
     citation: ClassVar[str]
     layouts: ClassVar[tuple[str, ...]]
     """The names of the layouts that the method supports."""

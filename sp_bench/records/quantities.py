@@ -326,7 +326,7 @@ class Exactness:
     err_timed_key_rows: int | None = None
     """How many rows of dk and dv were compared: 256 tokens of one head, or fewer where their queries are too many."""
     err_timed_out: float | None = None
-    """The error of the output where it was timed; in a training step, of the last layer's attention in one more step."""
+    """The error of the output where it was timed; of a training step, of the last layer's attention in one more."""
     err_timed_dq: float | None = None
     """The error of dq where it was timed."""
     err_timed_dk: float | None = None

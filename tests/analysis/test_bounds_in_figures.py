@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies import choosing_grid, choosing_orders, choosing_tiles
+from sp_bench.analysis.studies.choosing import places as choosing_grid
+from sp_bench.analysis.studies.choosing import schedules as choosing_orders
+from sp_bench.analysis.studies.choosing import shapes as choosing_tiles
 from tests.support.sections import table_of, words_of
 
 

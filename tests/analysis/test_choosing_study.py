@@ -6,20 +6,21 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import jupytext
 import pytest
 
 from sp_bench.account import lower_bound_bytes
-from sp_bench.analysis import notebooks
 from sp_bench.analysis.number import Number, formula
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies import choosing_grid, choosing_limits, choosing_maps, choosing_tiles
-from sp_bench.analysis.studies.choosing_grid import METHODS, SPLIT_HEADS, TIE, best, grid, leanest, payload_over_bound
-from sp_bench.analysis.studies.choosing_limits import GAIN, Ladder
+from sp_bench.analysis.studies.choosing import ladders as choosing_limits
+from sp_bench.analysis.studies.choosing import places as choosing_grid
+from sp_bench.analysis.studies.choosing import shapes as choosing_tiles
+from sp_bench.analysis.studies.choosing import winners as choosing_maps
+from sp_bench.analysis.studies.choosing.ladders import GAIN, Ladder
+from sp_bench.analysis.studies.choosing.places import METHODS, SPLIT_HEADS, TIE, best, grid, leanest, payload_over_bound
 from sp_bench.plan import Problem
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL
-from tests.support.sections import table_of, words_of
+from tests.support.sections import code_of, table_of, words_of
 
 CLUSTERS, SEQLENS, GPUS = ("h100_ndr400",), ("128k", "512k"), (8, 64)
 KEYS = tuple((cluster, 32, seqlen, gpus) for cluster in CLUSTERS for seqlen in SEQLENS for gpus in GPUS)
@@ -161,14 +162,9 @@ def test_claims_stop_where_records_say(runs: Runs, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.exhaustive
-def test_notebook_shows_all_sections_and_its_last_cells_run(runs: Runs, tmp_path: Path) -> None:
+def test_the_last_cells_of_the_notebook_run(runs: Runs, tmp_path: Path) -> None:
     """The maps take minutes without records, so only the first cell and the last ones are run."""
-    notebook = jupytext.read(notebooks.HERE / "choosing.py")
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    shown = {line.split(".")[1].split("(")[0] for line in code if line.startswith("choosing.")}
-    from sp_bench.analysis.studies import choosing
-
-    assert shown == {section.__name__ for section in choosing.SECTIONS}
+    code = code_of("choosing")
     names: dict[str, object] = {}
     for cell in (code[0], *code[-2:]):
         exec(cell.replace('"results/report/records"', repr(str(tmp_path))), names)

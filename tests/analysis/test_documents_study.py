@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jupytext
 import pytest
 
 from sp_bench.analysis import notebooks
 from sp_bench.analysis.number import Number
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Text
-from sp_bench.analysis.studies import documents, documents_bounds, documents_grid, documents_maps
-from sp_bench.analysis.studies.documents_grid import CLOSE, SPLIT_HEADS, dealt, fastest, step, winner
+from sp_bench.analysis.studies import documents
+from sp_bench.analysis.studies.documents import cells as documents_maps
+from sp_bench.analysis.studies.documents import places as documents_grid
+from sp_bench.analysis.studies.documents import work as documents_bounds
+from sp_bench.analysis.studies.documents.places import CLOSE, SPLIT_HEADS, dealt, fastest, step, winner
 from sp_bench.methods import REGISTRY
-from tests.support.sections import table_of, tables_of, words_of
+from tests.support.sections import code_of, sections_of, table_of, tables_of, words_of
 
 DATA, GPUS, METHODS = ("short", "equal"), (4, 8), ("ring", "mesh", "ulysses", "usp")
 VARIANTS = {"ring": {}, "mesh": {"tile": [2, 2]}, "usp": {"ulysses": 2}}
@@ -97,7 +99,7 @@ def test_what_is_sent_is_a_share_of_what_full_attention_sends(runs: Runs) -> Non
 
 @pytest.mark.exhaustive
 def test_all_sections_render(runs: Runs) -> None:
-    for section in (make(runs) for make in documents.SECTIONS):
+    for section in sections_of("documents", runs):
         assert "{" not in "".join(str(part) for part in section.parts if isinstance(part, Text))
         assert section.sources and section.to_html()
     names = tables_of(documents.winners(runs))
@@ -105,12 +107,9 @@ def test_all_sections_render(runs: Runs) -> None:
 
 
 @pytest.mark.exhaustive
-def test_notebook_shows_all_sections(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(notebooks.RECORDS, str(runs.folder))
-    code = [cell.source for cell in jupytext.read(notebooks.HERE / "documents.py").cells if cell.cell_type == "code"]
-    shown = [line.split(".")[1].split("(")[0] for line in code if line.startswith("documents.")]
-    assert shown == [section.__name__ for section in documents.SECTIONS]
     names: dict[str, object] = {}
-    for cell in code:
+    for cell in code_of("documents"):
         exec(cell, names)
     assert names["record"]

@@ -15,7 +15,6 @@ import pytest
 from sp_bench import methods
 from sp_bench.analysis import report
 from sp_bench.analysis.figure import (
-    METHOD_ORDER,
     Figure,
     Panels,
     colours,
@@ -35,19 +34,20 @@ from sp_bench.analysis.number import (
     mean,
     median,
     most,
-    of_paper,
     of_record,
     tally,
     total,
     written,
 )
+from sp_bench.analysis.paper_tables import of_paper
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Table, columns
 from sp_bench.cli.compose import Composer
+from sp_bench.plan import Method
 from tests.support.made_records import made
 
 COUNTED = Number(8.0, "computed", (formula("volume", "2 n & more", "eq. 1"),))
-PRINTED = of_paper(4.0, "some_table.csv", "row 3, a < b")
+PRINTED = of_paper(4.0, "ring_explainer", "row 3, a < b")
 MISSING = Number(None, "simulated", (formula("none", "x", "y"),), "unsupported: 3 ranks")
 AWKWARD = r"50% of a_b & c|d <e> {f} $g$ #h \i ~j ^k"
 
@@ -105,9 +105,9 @@ def test_a_number_of_a_record_says_what_it_is(mode: str, field: str, kind: str) 
 
 
 def test_two_cells_of_a_paper_are_two_sources() -> None:
-    other = of_paper(5.0, "some_table.csv", "row 4, a < b")
+    other = of_paper(5.0, "ring_explainer", "row 4, a < b")
     assert PRINTED.sources[0].id != other.sources[0].id
-    assert PRINTED.sources[0].text == "analysis/papers/some_table.csv row 3, a < b"
+    assert PRINTED.sources[0].text == "analysis/studies/ring/ring_explainer.csv row 3, a < b"
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,18 @@ def test_a_method_looks_the_same_in_every_figure() -> None:
     assert colours(["mesh", "ring"])["mesh"] == colours(["mesh"])["mesh"]
     assert markers(["mesh", "ring"])["mesh"] == markers(["mesh"])["mesh"]
     for looks in (colours, markers):
-        assert len(set(looks(METHOD_ORDER).values())) == len(METHOD_ORDER) == len(methods.REGISTRY) - 1
+        assert len(set(looks([*methods.REGISTRY]).values())) == len(methods.REGISTRY)
         assert len(set(looks(["ours", "mesh", "paper", "ring"]).values())) == 4
         assert list(looks(["paper", "mesh", "ring"])) == ["ring", "mesh", "paper"]
+
+
+@pytest.mark.parametrize("base", [methods.REGISTRY["ring"], Method])
+def test_a_method_without_a_colour_gets_a_free_one(base: type[Method], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing lists the methods' looks: a new one is drawn, and unlike all others, its own base among them."""
+    monkeypatch.setitem(methods.REGISTRY, "newest", type("Newest", (base,), {"name": "newest"}))
+    for looks in (colours, markers):
+        found = looks(["ring", "newest", "mesh"])
+        assert len(set(found.values())) == 3 and found["ring"] == looks(["ring"])["ring"]
 
 
 def test_numbers_in_a_text_are_linked() -> None:

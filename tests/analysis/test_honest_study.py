@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import jupytext
 import pytest
 
-from sp_bench.analysis import article, notebooks
+from sp_bench.analysis import notebooks
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies import honest, honest_grid
-from sp_bench.analysis.studies.honest_grid import Step, steps, tied, widest
+from sp_bench.analysis.studies import honest, study_named
+from sp_bench.analysis.studies.honest import places as honest_grid
+from sp_bench.analysis.studies.honest.places import Step, steps, tied, widest
 from sp_bench.bench.backing import Interval, known
-from tests.support.sections import tables_of
+from tests.support.sections import code_of, sections_of, tables_of
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_places_are_said_by_gpus() -> None:
 
 @pytest.mark.exhaustive
 def test_the_article_has_all_sections_and_figures(runs: Runs, tmp_path: Path) -> None:
-    page = article.write(runs, tmp_path).read_text()
-    sections = [make(runs) for make in honest.SECTIONS]
+    page = study_named("honest").write(runs, tmp_path).read_text()
+    sections = sections_of("honest", runs)
     assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == [one.title for one in sections]
     shown = re.findall(r"\]\((.*?\.svg)\)", page)
     assert len(shown) == 3 and sorted(shown) == sorted(path.name for path in tmp_path.glob("*.svg"))
@@ -87,12 +87,9 @@ def test_the_article_has_all_sections_and_figures(runs: Runs, tmp_path: Path) ->
 
 
 @pytest.mark.exhaustive
-def test_the_notebook_runs_and_shows_all_sections(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(notebooks.RECORDS, str(runs.folder))
-    code = [cell.source for cell in jupytext.read(Path(notebooks.HERE) / "honest.py").cells if cell.cell_type == "code"]
-    shown = [line.split(".")[1].split("(")[0] for line in code if line.startswith("honest.")]
-    assert shown == [section.__name__ for section in honest.SECTIONS]
     names: dict[str, object] = {}
-    for cell in code:
+    for cell in code_of("honest"):
         exec(cell, names)
-    assert names["runs"] and all(make(runs).to_html() for make in honest.SECTIONS)
+    assert names["runs"] and all(section.to_html() for section in sections_of("honest", runs))

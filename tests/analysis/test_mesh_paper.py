@@ -12,22 +12,23 @@ import pytest
 import yaml
 
 from sp_bench import methods
-from sp_bench.analysis.least_squares import fit
-from sp_bench.analysis.mesh_fit import (
+from sp_bench.analysis.studies.mesh.paper import (
     CLUSTER,
     TOKENS,
     Cell,
-    Simulator,
     errors,
     fitted,
     held_out,
     load_cluster,
     paper_s,
-    predict,
 )
-from sp_bench.analysis.mesh_report import REPORT
+from sp_bench.analysis.studies.mesh_paper.fit import Simulator, predict
+from sp_bench.analysis.studies.mesh_paper.least_squares import fit
 from sp_bench.cluster.device import DeviceCosts
+from sp_bench.resources import ROOT
 from sp_bench.simulate import simulate
+
+PAGE = ROOT / "docs" / "results" / "mesh_paper.md"
 
 CHECKED = [
     *(Cell(True, TOKENS["512k"], n, method) for n in (32, 64, 128, 256) for method in ("ring", "mesh")),
@@ -38,7 +39,7 @@ CHECKED = [
 @cache
 def stated() -> dict[Cell, tuple[str, str, float]]:
     """Table 3 of the report by cell: tile, fitted or held out, and our iterations in 100 s."""
-    section = REPORT.read_text().split("**Throughput, forward + backward**")[1].split("**")[0]
+    section = PAGE.read_text().split("**Throughput, forward + backward**")[1].split("**")[0]
     rows = [[entry.strip() for entry in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     return {
         Cell(causal == "yes", TOKENS[seqlen], int(gpus), method): (tile, kind, float(ours))

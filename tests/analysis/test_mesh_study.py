@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 
 from sp_bench.analysis import notebooks
-from sp_bench.analysis.mesh_fit import TOKENS, Cell
-from sp_bench.analysis.mesh_report import REPORT
 from sp_bench.analysis.number import Number
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import mesh
-from sp_bench.analysis.studies import mesh_cells as cells
-from sp_bench.analysis.studies.mesh_claims import our_claims, reproduced
-from sp_bench.analysis.studies.mesh_memory import (
+from sp_bench.analysis.studies.mesh import cells
+from sp_bench.analysis.studies.mesh.memory import (
     DOUBTFUL,
     NEAR,
     ROUNDING_GB,
@@ -26,9 +23,11 @@ from sp_bench.analysis.studies.mesh_memory import (
     nearest_tile,
     tiles_of_table5,
 )
-from sp_bench.analysis.studies.mesh_others import METHODS
-from sp_bench.analysis.studies.mesh_scaling import weak_cells
-from sp_bench.analysis.studies.mesh_volume import (
+from sp_bench.analysis.studies.mesh.paper import TOKENS, Cell
+from sp_bench.analysis.studies.mesh.rivals import METHODS
+from sp_bench.analysis.studies.mesh.scaling import weak_cells
+from sp_bench.analysis.studies.mesh.stated import our_claims, reproduced
+from sp_bench.analysis.studies.mesh.volume import (
     PAYLOAD,
     POINTS,
     WIDE,
@@ -38,8 +37,11 @@ from sp_bench.analysis.studies.mesh_volume import (
     reductions,
 )
 from sp_bench.plan.method import PHASES
+from sp_bench.resources import ROOT
 from tests.support.marks import exhaustive
 from tests.support.sections import tables_of, words_of
+
+PAGE = ROOT / "docs" / "results" / "mesh_paper.md"
 
 LONG256 = Cell(True, cells.LONG, 256, "mesh")
 
@@ -83,7 +85,7 @@ def test_table2_is_counted_exactly() -> None:
 def test_records_say_what_the_fit_says(runs: Runs, method: str, gpus: int) -> None:
     cell = Cell(True, TOKENS["512k"], gpus, method)
     (record,) = cells.cell_records(runs, [cell]).values()
-    section = REPORT.read_text().split("## Table 3")[1].split("## ")[0]
+    section = PAGE.read_text().split("## Table 3")[1].split("## ")[0]
     (line,) = (row for row in section.splitlines() if row.startswith(f"| yes | 512k | {gpus} | {method} |"))
     *_, tile, which, paper, ours, _, _ = line.split("|")
     number = cells.throughput(record)
@@ -96,7 +98,7 @@ def test_records_say_what_the_fit_says(runs: Runs, method: str, gpus: int) -> No
 def test_table3_has_the_errors_of_the_fit(runs: Runs) -> None:
     section = mesh.table3(runs)
     rows = [
-        line.split(" | ") for line in REPORT.read_text().splitlines() if line.startswith(("| fitted: ", "| held out: "))
+        line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith(("| fitted: ", "| held out: "))
     ]
     assert [int(row[1]) for row in rows] == [30, 18]
     for _, number, median, largest, _ in rows:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import jupytext
 import pandas as pd
 import pytest
 
-from sp_bench.analysis import notebooks
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies import published
+from sp_bench.analysis.studies import published_steps as published
 from sp_bench.validate.left_out import fits
-from tests.support.sections import table_of, tables_of, words_of
+from tests.support.sections import sections_of, table_of, tables_of, words_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published.csv"
 SEEN = pd.read_csv(PAGE, dtype={"causal": str}, keep_default_na=False)
@@ -71,9 +69,6 @@ def test_sections_say_errors_order_and_fits(runs: Runs) -> None:
 
 
 @pytest.mark.exhaustive
-def test_all_sections_render_and_the_notebook_shows_them(runs: Runs) -> None:
-    for section in (make(runs) for make in published.SECTIONS):
+def test_all_sections_render_(runs: Runs) -> None:
+    for section in sections_of("published_steps", runs):
         assert "{" not in words_of(section) and section.to_html()
-    code = [c.source for c in jupytext.read(notebooks.HERE / "published.py").cells if c.cell_type == "code"]
-    shown = [line.split(".")[1].split("(")[0] for line in code if line.startswith("published.")]
-    assert shown == [section.__name__ for section in published.SECTIONS]

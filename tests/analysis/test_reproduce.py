@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,9 @@ import nbformat
 import pytest
 
 from sp_bench import records
-from sp_bench.analysis import notebooks, reproduce
-from sp_bench.analysis.figure import Figure, labelled, new_figure, sources
+from sp_bench.analysis import notebooks, paper_tables, reproduce, studies
 from sp_bench.analysis.number import of_record
 from sp_bench.analysis.runs import FEW, Runs, is_measured, point
-from sp_bench.analysis.section import Section, text
-from sp_bench.analysis.studies import STUDIES
-from sp_bench.analysis.table import Table, columns
 from sp_bench.resources import ROOT
 
 SMALL = {"seqlen": "8k", "heads": 8, "gpus": 4}
@@ -27,17 +24,97 @@ runs = Runs(Path("records"), workers=2)
 found = runs.ask([point(method="ring", seqlen="8k", heads=n, gpus=4) for n in range(1, {2 * FEW + 1})])
 print([record.heads for record in found])
 """
-NOTEBOOK = """
-# %% [markdown]
-# # Tiny
-# %%
-import os
-from pathlib import Path
-from sp_bench.analysis.runs import Runs
-runs = Runs(Path(os.environ["SP_BENCH_RECORDS"]))
-# %%
-print(runs.one(method="ring", seqlen="8k", heads=8, gpus=4).run_id)
+STUDY = """
+from sp_bench.analysis.figure import Figure, labelled, new_figure, sources
+from sp_bench.analysis.number import of_record
+from sp_bench.analysis.paper_tables import rows
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.table import Table, columns
+
+OPTIONS = {"heads": "8"}
+
+def step(runs):
+    heads = runs.options.get("heads", OPTIONS["heads"])
+    found = of_record(runs.one(method="ring", seqlen="8k", gpus=4, heads=heads), "step_ms_median")
+    canvas, axes = new_figure()
+    axes[0, 0].bar(["ring"], [found.known], label=labelled("step", found.kind))
+    picture = Figure("tiny-step", "A step", canvas, sources([found]))
+    table = Table("tiny", "T", columns("step | ms"), [[found]])
+    return Section("A step", text("{step} ms, heads={heads}", step=found, heads=heads), table, picture)
+
+def printed(runs):
+    return list(rows("tiny_table"))
+
+def wrong(runs):
+    runs.failed.append("all of it")
+    return "That went wrong."
 """
+PAGE = """\
+report: 99
+
+# Tiny
+
+Made by `{command}` on {cores} cores.
+
+{step}
+
+{printed}
+
+```python
+print(runs.one(method="ring", seqlen="8k", heads=8, gpus=4).run_id, "{step}")
+```
+"""
+TABLE = "claim,value\na,1.5\n"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a study, which is all that a study is."""
+    folder = tmp_path / "studies" / "tiny"
+    folder.mkdir(parents=True)
+    for name, content in (("__init__.py", STUDY), ("page.md", PAGE), ("tiny_table.csv", TABLE)):
+        (folder / name).write_text(content)
+    here = str(folder.parent)
+    monkeypatch.setattr(studies, "__path__", [*studies.__path__, here])
+    monkeypatch.setattr(paper_tables, "STUDIES", folder.parent)
+    found = f"import sp_bench.analysis.studies as all_studies\nfrom pathlib import Path\n\nhere = {here!r}\n"
+    found += "all_studies.__path__.append(here)\nimport sp_bench.analysis.paper_tables as tables\n\n"
+    monkeypatch.setattr(notebooks, "FIRST", f"{found}tables.STUDIES = Path(here)\n{notebooks.FIRST}")
+    monkeypatch.delitem(sys.modules, "sp_bench.analysis.studies.tiny", raising=False)
+    return folder
+
+
+def test_a_study_is_found_by_its_folder(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(studies.papers())[-1] == "tiny" and "tiny" not in Path(studies.__file__).read_text()
+    assert reproduce.main(["study=tiny", "heads=4", f"pages={tmp_path}", f"records={tmp_path / 'records'}"]) == 0
+    page = (tmp_path / "tiny.md").read_text()
+    assert page.startswith("# Tiny\n\nMade by `python -m analysis.reproduce study=tiny` on ")
+    assert "ms, heads=4" in page and "![A step](tiny-step.svg)" in page and "| claim | value |" in page
+    assert '.run_id, "{step}")' in page
+    assert (tmp_path / "tiny-step.svg").exists()
+    assert reproduce.main(["study=tiny", "gpus=4"]) == 2
+    assert "gpus" in capsys.readouterr().err
+
+
+def test_what_goes_wrong_in_a_study_is_the_exit_code(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tiny / "page.md").write_text("# Tiny\n\n{wrong}\n")
+    assert reproduce.main(["study=tiny", f"pages={tmp_path}"]) == 1
+    assert capsys.readouterr().out.endswith("tiny.md\nall of it\n")
+    assert "tiny" not in studies.papers()
+
+
+@pytest.mark.parametrize("name", studies.studies())
+def test_every_slot_of_a_page_is_a_figure(name: str) -> None:
+    """Of the study's module, or of another's, or a constant; and the notebook shows each figure of its own."""
+    study = studies.study_named(name)
+    for slot in study.slots:
+        other, _, figure = slot.rpartition(".")
+        assert callable(getattr(studies.study_named(other or name).module, figure)) != figure.isupper()
+    code = [cell.source for cell in notebooks.notebook(study).cells if cell.cell_type == "code"]
+    alone = re.findall(r"^\{([a-z_0-9]+)\}$", study.page, re.MULTILINE)
+    assert [line for line in code if line.startswith(f"{name}.")] == [f"{name}.{slot}(runs)" for slot in alone]
 
 
 def test_a_point_is_written_as_on_the_command_line() -> None:
@@ -69,6 +146,14 @@ def test_records_are_taken_from_the_folder(tmp_path: Path) -> None:
     path = tmp_path / f"{first.run_id}.json"
     path.write_text(path.read_text().replace(f'"step_ms_median": {first.step_ms_median}', '"step_ms_median": 1.25'))
     assert Runs(tmp_path).one(method="ring", **SMALL).step_ms_median == 1.25
+
+
+def test_what_is_no_record_is_measured_once_too(tmp_path: Path) -> None:
+    made = iter([{"ms": 1.5}, {"ms": 2.5}])
+    runs = Runs(tmp_path / "records")
+    assert [runs.kept("times", lambda: next(made)) for _ in range(2)] == [{"ms": 1.5}] * 2
+    (tmp_path / "records" / "times.json").unlink()
+    assert runs.kept("times", lambda: next(made)) == {"ms": 2.5}
 
 
 def test_refused_points_are_records(tmp_path: Path) -> None:
@@ -106,22 +191,8 @@ def test_bad_keys_are_refused(arguments: list[str], said: str, capsys: pytest.Ca
     assert said in capsys.readouterr().err
 
 
-def tiny(runs: Runs) -> Section:
-    """A section with one point as text, table and figure."""
-    step = of_record(runs.one(method="ring", **SMALL), "step_ms_median")
-    canvas, axes = new_figure()
-    axes[0, 0].bar(["ring"], [step.known], label=labelled("step", step.kind))
-    picture = Figure("tiny-step", "A step", canvas, sources([step]))
-    return Section("Tiny", text("{step} ms", step=step), Table("tiny", "T", columns("step | ms"), [[step]]), picture)
-
-
 @pytest.mark.exhaustive
-def test_one_command_makes_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(STUDIES, "tiny", ("A tiny study", (tiny,)))
-    monkeypatch.setattr(notebooks, "HERE", tmp_path)
-    (tmp_path / "tiny.py").write_text(NOTEBOOK)
+def test_one_command_makes_everything(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert reproduce.main(["paper=tiny", f"out={out}"]) == 0
     (record,) = records.read_all(out / "records")
@@ -129,10 +200,18 @@ def test_one_command_makes_everything(
     assert {path.name for path in (out / "tables").iterdir()} == {f"tiny.{e}" for e in ("md", "tex", "html", "csv")}
     assert {path.name for path in (out / "figures").iterdir()} == {f"tiny-step.{e}" for e in ("pdf", "svg", "png")}
     last = nbformat.read(out / "notebooks" / "tiny.ipynb", 4).cells[-1]
-    assert last["outputs"][0]["text"] == f"{record.run_id}\n"
+    assert last["outputs"][0]["text"] == f"{record.run_id} {{step}}\n"
     assert "1 points" in capsys.readouterr().out
 
-    (tmp_path / "tiny.py").write_text("# %%\n1 / 0\n")
+    (tiny / "page.md").write_text("report: 99\n\n# Tiny\n\n```python\n1 / 0\n```\n")
     assert reproduce.main(["paper=tiny", f"out={out}"]) == 1
     assert "notebook tiny: ZeroDivisionError: division by zero" in capsys.readouterr().out
     assert [found.run_id for found in records.read_all(out / "records")] == [record.run_id]
+
+
+def test_a_notebook_is_written_without_running_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert notebooks.main(["ring", f"out={tmp_path}"]) == 0
+    cells = nbformat.read(tmp_path / "ring.ipynb", 4).cells
+    assert cells[0].source.startswith("# Ring Attention") and not any(cell.get("outputs") for cell in cells)
+    assert notebooks.main(["rings"]) == 2
+    assert "study=rings: there is no such study" in capsys.readouterr().err

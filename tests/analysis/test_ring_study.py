@@ -9,10 +9,10 @@ import pytest
 from sp_bench.analysis import notebooks
 from sp_bench.analysis.paper_tables import claims, rows
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies.ring_explainer import FILE, explainer, is_right, items
-from sp_bench.analysis.studies.ring_hidden import HIDDEN, onsets, settings
-from sp_bench.analysis.studies.ring_memory import GPUS, SETTLED, memory
-from sp_bench.analysis.studies.ring_model import STEP, Setting
+from sp_bench.analysis.studies.ring.arithmetic import FILE, explainer, is_right, items
+from sp_bench.analysis.studies.ring.held import GPUS, SETTLED, memory
+from sp_bench.analysis.studies.ring.model import STEP, Setting
+from sp_bench.analysis.studies.ring.onset import HIDDEN, onsets, settings
 from sp_bench.plan.mask import CAUSAL
 from tests.support.sections import table_of
 

@@ -9,9 +9,9 @@ import pytest
 
 from sp_bench.analysis import notebooks
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies.striped_maximum import BOUND, fits, maximum, misses, table_2_gaps, tiles
-from sp_bench.analysis.studies.striped_measured import KERNEL_STEP, SIZES, measured
-from sp_bench.analysis.studies.striped_model import (
+from sp_bench.analysis.studies.striped.kernels import KERNEL_STEP, SIZES, measured
+from sp_bench.analysis.studies.striped.limit import BOUND, fits, maximum, misses, table_2_gaps, tiles
+from sp_bench.analysis.studies.striped.model import (
     ASSUMPTIONS,
     RECOMPUTED,
     Cell,
@@ -23,9 +23,9 @@ from sp_bench.analysis.studies.striped_model import (
     tiled_speedup,
     tiles_computed,
 )
-from sp_bench.analysis.studies.striped_simulated import ask_pairs, estimates, pair
-from sp_bench.analysis.studies.striped_training import chosen, speedups, training
-from sp_bench.analysis.studies.striped_work import as_the_paper, planned, work, work_by_round
+from sp_bench.analysis.studies.striped.rounds import as_the_paper, planned, work, work_by_round
+from sp_bench.analysis.studies.striped.simulated import ask_pairs, estimates, pair
+from sp_bench.analysis.studies.striped.steps import chosen, speedups, training
 from tests.support.sections import tables_of
 
 

@@ -12,8 +12,8 @@ from sp_bench.analysis.number import record_source
 from sp_bench.analysis.plans import busy_links, choice_of, lanes_together, step_ends_ms
 from sp_bench.analysis.runs import Runs, record_of
 from sp_bench.analysis.studies import tokenring
-from sp_bench.analysis.studies.tokenring_dit import PLACES
-from sp_bench.analysis.studies.tokenring_figure6 import TESTBED
+from sp_bench.analysis.studies.tokenring.profile import TESTBED
+from sp_bench.analysis.studies.tokenring.transformer import PLACES
 from tests.support.sections import table_of, words_of
 
 

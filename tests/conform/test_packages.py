@@ -1,4 +1,4 @@
-"""Packages fail the checks that they are known to fail (benchmarks/conform_known.csv), and no others."""
+"""Packages fail the checks that they are known to fail (analysis/studies/conform/conform_known.csv), and no others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from benchmarks.conform import KNOWN, TIMEOUT_S, found_rows
+from sp_bench.analysis.studies.conform import KNOWN, TIMEOUT_S, found_rows
 from sp_bench.conform.catalogue import CHECKS
 from sp_bench.conform.ranks import Worlds
 from sp_bench.conform.run import rows_of
@@ -16,7 +16,7 @@ from tests.support.marks import exhaustive
 
 SUBJECTS = subjects_named("peers", {})
 SIZES = (2,)
-"""Those of the page, python -m benchmarks.conform, are more."""
+"""Those of the page, study=conform, are more."""
 
 
 @pytest.mark.parametrize("peer", [exhaustive(name) for name, peer in PEERS.items() if peer.on_cpus])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sp_bench.analysis.studies import studies, study_named
 from sp_bench.checkout import place
 from tests.support.walkthrough import follow, patched, run, steps
 
@@ -75,13 +76,20 @@ def place_of(module: str) -> str:
 
 @pytest.mark.parametrize("page", RESULTS, ids=lambda path: path.stem)
 def test_results_name_their_command(page: Path) -> None:
-    """A module that is there, and that the list of results names too."""
-    named = re.findall(r"`python -m ([\w.]+)", page.read_text().replace("\n", " "))
+    """A module that is there and the study, which the list of results names too."""
+    named = re.findall(r"`python -m ([\w.]+)( study=\w+)?", page.read_text().replace("\n", " "))
     assert named, "no command"
-    module = ROOT / named[0].replace(".", "/")
+    module = ROOT / named[0][0].replace(".", "/")
     assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
     (row,) = [line for line in (DOCS / "results" / "index.md").read_text().splitlines() if f"({page.name})" in line]
-    assert f"`python -m {named[0]}" in row
+    assert f"`python -m {''.join(named[0])}" in row
+
+
+@pytest.mark.parametrize("page", [page for page in RESULTS if page.stem in studies()], ids=lambda path: path.stem)
+def test_pages_have_the_words_of_their_study(page: Path) -> None:
+    """All but the figures: words that were changed in one of the two are a page that nobody has made."""
+    words = [re.escape(part) for part in re.split(r"\{[\w.]+\}", study_named(page.stem).page.rstrip())]
+    assert re.fullmatch("(.*?)".join(words), page.read_text().rstrip(), re.DOTALL)
 
 
 def test_a_walkthrough_fails_where_it_says_more_than_happens(tmp_path: Path, environment: dict[str, str]) -> None:

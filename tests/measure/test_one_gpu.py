@@ -1,4 +1,4 @@
-"""benchmarks.one_gpu on CPUs: what it measures, and the page it makes of that."""
+"""The study of one GPU on CPUs: what it measures, and the page it makes of that."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from benchmarks import fused_blocks, one_gpu
 from sp_bench import records
+from sp_bench.analysis import reproduce
+from sp_bench.analysis.studies import fused_blocks, one_gpu
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 
@@ -25,11 +26,10 @@ METHODS = (("method=ring", "method.layout=zigzag"), ("method=mesh", "method.layo
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(one_gpu.BENCHES, "cpu", SMALL)
     monkeypatch.setattr(one_gpu, "METHODS", METHODS)
     monkeypatch.setattr(one_gpu, "TILES", {(4, 1): (2, 2)})
-    monkeypatch.setattr(one_gpu, "REPORT", tmp_path / "one_gpu.md")
     monkeypatch.setattr(fused_blocks, "TOKENS", (64,))
     monkeypatch.setattr(fused_blocks, "REPETITIONS", 6)
 
@@ -37,27 +37,24 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_ranks_alone_are_beside_their_simulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "measured"
-    asked = ["device=cpu", f"folder={folder}"]
-    assert one_gpu.main([*asked, "page=true"]) == 2
+    asked = ["study=one_gpu", "device=cpu", f"records={folder}", f"pages={tmp_path}"]
+    assert reproduce.main([*asked, "measure=false"]) == 2
     assert "has no figures of aten_cpu" in capsys.readouterr().err
-    assert one_gpu.main(asked) == 0
+    assert reproduce.main(asked) == 0
     found = records.read_all(folder / "alone")
     assert {(record.method, record.status, record.gpus) for record in found} == {("ring", "ok", 4), ("mesh", "ok", 4)}
-    assert one_gpu.main([*asked, "page=true"]) == 0
-    page = one_gpu.REPORT.read_text()
+    page = (tmp_path / "one_gpu.md").read_text()
     for record in found:
         computed = rf"{record.kernels_ms:.1f} \+ {record.folds_ms:.1f} \| {record.compute_ms:.1f}"
         assert re.search(rf"\| 4 \| 0k \| {record.method} .*{computed}", page), record.method
     assert "Not measured" not in page
     assert page.count("| 64 | causal |") == len(fused_blocks.SETTINGS[0][1])
     stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
-    assert one_gpu.main(asked) == 0, "what is there is not measured again"
+    assert reproduce.main(asked) == 0, "what is there is not measured again"
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")} == stamps
 
 
-def test_what_fails_is_named_and_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fails_is_named_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 
     def breaks(*asked: object) -> list[str]:
@@ -66,14 +63,15 @@ def test_what_fails_is_named_and_the_rest_goes_on(
     for name in ("_calibrate", "_ranks_alone"):
         monkeypatch.setattr(one_gpu, name, breaks)
     monkeypatch.setattr(one_gpu, "_shares", lambda *asked: iter(done.append(asked[2]) or ["one share"]))
-    assert one_gpu.main(["device=cpu", f"folder={tmp_path}", "kernels=a,b"]) == 1
-    shown = capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main(["study=one_gpu", "device=cpu", f"records={tmp_path}", f"pages={tmp_path}", "kernels=a,b"])
+    shown = str(ended.value)
     assert shown.count("RuntimeError: no more memory") == 4 and shown.count("one share") == 2
     assert done == ["a", "b"]
 
 
 def test_a_device_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert one_gpu.main(["device=tpu"]) == 2
+    assert reproduce.main(["study=one_gpu", "device=tpu"]) == 2
     assert "device=tpu" in capsys.readouterr().err
 
 

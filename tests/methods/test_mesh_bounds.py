@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.mesh_schedules import rows
+from sp_bench.analysis.studies.mesh_schedules import rows
 from sp_bench.methods import build
 from sp_bench.methods.mesh_bounds import busy_s, least_s, time_of
 from sp_bench.methods.mesh_search import place, search, steps_of

@@ -16,7 +16,7 @@ class Browser:
     """A page in Chromium. Elements are named by CSS selectors."""
 
     def __init__(self, profile: Path) -> None:
-        from benchmarks import chromium
+        from sp_bench.analysis.studies.explorer import chromium
 
         self._chromium, self.driver = chromium, chromium.start(profile)
         self.driver.set_script_timeout(PATIENCE_S)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from sp_bench.analysis import notebooks
+from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section, Text
+from sp_bench.analysis.studies import study_named
 from sp_bench.analysis.table import Table
 
 
@@ -19,3 +22,13 @@ def table_of(section: Section) -> Table:
 def words_of(section: Section) -> str:
     """All texts of a section."""
     return " ".join(str(part) for part in section.parts if isinstance(part, Text))
+
+
+def sections_of(name: str, runs: Runs) -> list[Section]:
+    """The sections of a study."""
+    return study_named(name).sections(runs)
+
+
+def code_of(name: str) -> list[str]:
+    """The code cells of a study's notebook."""
+    return [cell.source for cell in notebooks.notebook(study_named(name)).cells if cell.cell_type == "code"]

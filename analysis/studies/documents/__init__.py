@@ -1,0 +1,9 @@
+"""Packed documents: which method and dealing to choose, what is sent, and how even the work is. A study of ours.
+
+All times are simulated. Work, volumes and bounds on them are computed from the plans.
+"""
+
+from __future__ import annotations
+
+from sp_bench.analysis.studies.documents.cells import maps, points, winners
+from sp_bench.analysis.studies.documents.work import bounds, shares

@@ -1,0 +1,132 @@
+"""How much of the shorter part hides: steps over shaped links beside their blocks and their transfers. Needs root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+
+from sp_bench.analysis.measured import interval, known
+from sp_bench.analysis.runs import Runs
+from sp_bench.bench import Request, resolve
+from sp_bench.bench.choose import choose
+from sp_bench.calibrating.speed import cluster_at, speed_of
+from sp_bench.labs.shaped.description import OF_CORES
+from sp_bench.machine import cores_here
+from sp_bench.records import Record
+from sp_bench.simulate import simulate
+
+COMMON = ("cluster=shaped", "heads=8", "head_dim=64", "dtype=float32", "causal=false")
+BALANCED = ("warmup=0", "iters=3", "timeout_s=600")
+LONGEST, LONG, SHORT = ("seqlen=32k", "kv_heads=2"), ("seqlen=16k", "kv_heads=2"), ("seqlen=8k", "kv_heads=8")
+SEARCHED = ("method=mesh", "method.schedule=searched")
+SLICED = (*SEARCHED, "method.slices=2")
+LONG_POINTS = (
+    ("8", 3.25e6, (*LONG, "method=ring")),
+    ("8", 3.25e6, (*LONG, *SLICED, "method.tile=[2,4]")),
+    ("16", 1.74e6, (*LONGEST, "method=ring")),
+    ("16", 1.74e6, (*LONGEST, *SLICED, "method.tile=[4,4]")),
+)
+"""Ranks, the balanced link rate in bytes/s for cores as fast as in conf/cluster/shaped.yaml, and other overrides."""
+OTHER_POINTS = (
+    ("8", 3.25e6, (*LONG, *SEARCHED, "method.tile=[2,4]")),
+    ("8", 25.9e6, (*SHORT, "method=ring")),
+    ("8", 14.9e6, (*SHORT, *SEARCHED, "method.tile=[4,2]")),
+    ("8", 14.9e6, (*SHORT, *SLICED, "method.tile=[4,2]")),
+    ("16", 9.9e6, (*SHORT, *SEARCHED, "method.tile=[4,4]")),
+    ("16", 9.9e6, (*SHORT, *SLICED, "method.tile=[4,4]")),
+)
+"""Points in which blocks wait for hops on any machine, or hops are short."""
+FREE: dict[str, float] = dict.fromkeys((*OF_CORES, "crowd_latency_s", "turn_s", "ahead_bytes"), 0.0)
+"""Figures of hosts whose messages use no cores, and which share links and cores evenly."""
+CLUSTERS = (
+    ("h200_ndr400", "16", "256k"),
+    ("h200_ndr400", "64", "256k"),
+    ("a100_hdr200", "64", "128k"),
+    ("b200", "32", "256k"),
+)
+MODEL = ("heads=32", "kv_heads=32", "head_dim=128", "causal=false")
+SCHEDULES = {
+    "the paper's": ("method=mesh",),
+    "searched": SEARCHED,
+    "2 slices": SLICED,
+    "4 slices": (*SEARCHED, "method.slices=4"),
+}
+
+
+@cache
+def speed_now(runs: Runs) -> float:
+    """The speed of the cores over the speed in the cluster's file, from the blocks of a short step."""
+    (record,) = runs.ok([(*COMMON, *SHORT, "warmup=1", "iters=2", "gpus=8", "method=ring")])
+    return speed_of(_simulated_request(record), record)
+
+
+def speed(runs: Runs) -> str:
+    """The speed in words."""
+    return f"{speed_now(runs):.2f}"
+
+
+def overlap(runs: Runs, points: Sequence[tuple[str, float, tuple[str, ...]]]) -> list[dict[str, str]]:
+    """The step of each point over the longer of its two parts, on cores of the speed that they have now."""
+    rates = [float(f"{speed_now(runs) * rate:.3g}") for _, rate, _ in points]
+    overrides = [
+        (*COMMON, *BALANCED, f"gpus={gpus}", f"cluster.hosts.link_bytes_per_s={rate}", *keys)
+        for (gpus, _, keys), rate in zip(points, rates, strict=True)
+    ]
+    rows = []
+    for (gpus, *_), rate, record in zip(points, rates, runs.ok(overrides), strict=True):
+        blocks, transfers = known(record.compute_only_ms_median), known(record.communication_only_ms_median)
+        blocks_of = known(record.compute_only_forward_ms_median), known(record.compute_only_backward_ms_median)
+        transfers_of = (
+            known(record.communication_only_forward_ms_median),
+            known(record.communication_only_backward_ms_median),
+        )
+        step, longer, cores = known(record.step_ms_median), max(blocks, transfers), cores_here()
+        longer_of_each = sum(map(max, blocks_of, transfers_of))
+        on_cores = known(record.compute_only_core_ms_mean) + known(record.communication_only_core_ms_mean)
+        rows.append({
+            "ranks": gpus,
+            "tokens": f"{record.seqlen // 1024}k",
+            "KV heads": str(record.kv_heads),
+            "link": f"{rate * 8e-6:.3g} Mbit/s",
+            "method": f"{record.method} {record.variant or ''}",
+            "step, ms [95%]": interval(record),
+            "blocks alone": "{:.0f} + {:.0f}".format(*blocks_of),
+            "transfers alone": "{:.0f} + {:.0f}".format(*transfers_of),
+            "shorter / longer": f"{min(blocks, transfers) / longer:.2f}",
+            "**step / longer**": f"**{step / longer:.2f}**",
+            "**step / longer of each phase**": f"**{step / longer_of_each:.2f}**",
+            "cores' work for both": f"{on_cores / cores:.0f}",
+            "step / longest of the three": f"{step / max(longer, on_cores / cores):.2f}",
+            f"cores busy, of {cores}": f"{known(record.core_ms_mean) / step:.2f}",
+            "simulated": f"{simulated_ms(record) / longer:.2f}",
+            "simulated, plan alone": f"{simulated_ms(record, **FREE) / longer:.2f}",
+        })  # fmt: skip
+    return rows
+
+
+long, other = partial(overlap, points=LONG_POINTS), partial(overlap, points=OTHER_POINTS)
+
+
+def simulated_ms(record: Record, **hosts: float) -> float:
+    """A measured step simulated in ms, with cores of the measured speed and these figures of hosts."""
+    request = _simulated_request(record)
+    choice, cluster = choose(request), cluster_at(request, speed_of(request, record), **hosts)
+    return 1e3 * sum(simulate(plan, choice.problem, cluster).makespan_s for plan in choice.plans.values())
+
+
+def _simulated_request(record: Record) -> Request:
+    return resolve({**(record.config or {}), "mode": "simulate"})
+
+
+def simulated(runs: Runs) -> list[dict[str, str]]:
+    """Simulated steps in ms of Mesh's schedules and slices, on clusters with shorter blocks and hops."""
+    rows = []
+    for cluster, gpus, seqlen in CLUSTERS:
+        common = ["mode=simulate", f"cluster={cluster}", f"gpus={gpus}", f"seqlen={seqlen}", *MODEL]
+        found = runs.ok([(*common, *keys) for keys in SCHEDULES.values()])
+        row = {"cluster": cluster, "GPUs": gpus, "tokens": seqlen, "compute": f"{known(found[0].compute_ms):.1f}"}
+        for name, record in zip(SCHEDULES, found, strict=True):
+            tile = (record.variant or "").split()[0]
+            row[name] = f"{known(record.step_ms_median):.1f} ({tile})"
+        rows.append(row)
+    return rows

@@ -1,0 +1,180 @@
+"""The numbers of an explainer of Ring Attention: its own arithmetic checked, and what our plan and simulation give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sp_bench import account
+from sp_bench.analysis.number import Number, computed, count, formula, of_record, tally
+from sp_bench.analysis.paper_tables import claims, rows
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.ring.model import ring_plan, transfers_ms
+from sp_bench.analysis.table import Table, columns
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.mask import FULL
+from sp_bench.plan.ops import Transfer
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Q
+from sp_bench.records import Record
+
+FILE = "ring_explainer"
+CLUSTER = "a100_hdr200"
+"""The nodes whose links come nearest to the explainer's 200 GB/s."""
+FITS_ONE = 2**18
+"""A sequence, in tokens, that one GPU can hold. It shows how much memory more GPUs save."""
+RIGHT = 0.05
+"""A number counts as right within this share, because the explainer rounds."""
+COUNTED = formula("ring-example-plan", "counted from Ring's forward plan for the example", "sp_bench/account.py")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A result of the explainer, computed again in two ways."""
+
+    name: str
+    """The row of analysis/papers/ring_explainer.csv."""
+    again: Number
+    """The explainer's own arithmetic, done again. No value for an estimate."""
+    ring: Number
+    """The value for Ring Attention, from our plan or simulation."""
+
+
+def stated() -> dict[str, float]:
+    """The explainer's numbers, by row name."""
+    return {name: number.known for name, number in claims(FILE, "name").items()}
+
+
+def again(name: str, what: str, value: float) -> Number:
+    """A value of the explainer's own arithmetic; `what` is the calculation in words."""
+    return computed(value, formula(f"explainer-{name}", what, "the explainer's own terms"))
+
+
+def example() -> Problem:
+    """The attention of one layer: the explainer's width as heads of 128, no mask, two bytes for each element."""
+    said = stated()
+    heads = int(said["width"]) // 128
+    return Problem(
+        n=int(said["gpus"]), seqlen=int(said["sequence"]), mask=FULL, layout=LAYOUTS["contiguous"],
+        heads=heads, kv_heads=heads, head_dim=128,
+    )  # fmt: skip
+
+
+def ask(runs: Runs, problem: Problem) -> tuple[Record, Record, Record]:
+    """Records of the example, and of a sequence of FITS_ONE tokens on one GPU and on all."""
+    keys = {"method": "ring", "layout": "contiguous", "cluster": CLUSTER, "phase": "forward", "mode": "simulate"}
+    keys |= {"causal": False, "heads": problem.heads}
+    sizes = ((problem.n, problem.seqlen), (1, FITS_ONE), (problem.n, FITS_ONE))
+    step, one, shared = runs.ask([point(gpus=n, seqlen=seqlen, **keys) for n, seqlen in sizes])
+    return step, one, shared
+
+
+def items(runs: Runs) -> list[Item]:
+    """All results of the explainer."""
+    said, problem = stated(), example()
+    return [*_memory(runs, said, problem), *_communication(runs, said, problem), *_overlap(said)]
+
+
+def _memory(runs: Runs, said: dict[str, float], problem: Problem) -> list[Item]:
+    step, one, shared = ask(runs, problem)
+    tokens = again("tokens", "tokens over GPUs", said["sequence"] / said["gpus"])
+    held = of_record(step, "peak_mem_bytes_max").times(1 / problem.chunk_bytes(Q, wire=False))
+    saved = of_record(one, "peak_mem_bytes_max").over(of_record(shared, "peak_mem_bytes_max"))
+    return [
+        Item("tokens_each", tokens, computed(problem.local_seqlen, COUNTED)),
+        Item("held", again("held", "chunks of n/P tokens: Q, K, V", 1 + 2), held),
+        Item("reduction", again("reduction", "n d over (n/P) d", said["gpus"]), saved),
+    ]
+
+
+def _communication(runs: Runs, said: dict[str, float], problem: Problem) -> list[Item]:
+    step, *_ = ask(runs, problem)
+    plan, rounds = ring_plan(problem, "forward"), said["gpus"]
+    chunk = said["sequence"] / said["gpus"] * said["width"] * said["element"] / 1e9
+    seconds = said["total_bytes"] / said["network"]
+    sent = computed(account.volume(plan, problem).total_bytes / 1e9, COUNTED)
+    transfers = computed(sum(isinstance(op, Transfer) for op in plan.ops), COUNTED)
+    on_network = sent.times(1 / said["network"])
+    compute = of_record(step, "compute_ms").times(1e-3)
+    share = on_network.over(compute).times(100)
+    all_rounds = 100 * seconds / (rounds * said["round_compute"])
+    estimate = Number(None, "computed", (COUNTED,), "an estimate, which nothing allows to compute again")
+    return [
+        Item("round_bytes", again("round", "tokens of each GPU x d x 2 bytes", chunk), sent.over(transfers)),
+        Item("rounds", again("rounds", "one for each GPU", rounds), transfers),
+        Item("total_bytes", again("total", "rounds x tokens of each GPU x d x 2 bytes", rounds * chunk), sent),
+        Item("network_time", again("network", "8 GB over the network's rate", seconds), on_network),
+        Item("round_compute", estimate, compute.times(1 / problem.n)),
+        Item("share", again("share", "0.04 s in all rounds, over all rounds of 1 s each", all_rounds), share),
+    ]
+
+
+def _overlap(said: dict[str, float]) -> list[Item]:
+    n, compute, transfer = said["gpus"], said["serial_compute"], said["serial_transfer"]
+    apart = again("apart", "1 s over 1 s + 2 s", 100 * compute / (compute + transfer))
+    busy = 100 * n * compute / (compute + (n - 1) * max(compute, transfer))
+    what = "8 blocks of 1 s; 7 transfers of 2 s, each beside a block, and a block after the last"
+    together = again("together", what, busy)
+    return [Item("serial_use", apart, apart), Item("overlap_use", together, together)]
+
+
+def is_right(said: Number, number: Number) -> bool:
+    """Whether the explainer's number agrees with `number` within RIGHT."""
+    return abs(number.over(said).known - 1) <= RIGHT
+
+
+def verdict(said: Number, number: Number) -> str:
+    """The agreement in words: right, an estimate, or `number` as a multiple of the explainer's number."""
+    if number.value is None:
+        return "an estimate"
+    return "right" if is_right(said, number) else f"{number.over(said).text('.3g')}x of the explainer's"
+
+
+def explainer(runs: Runs) -> Section:
+    """Each result of the explainer beside its arithmetic, done again, and beside Ring Attention."""
+    said, about = claims(FILE, "name"), {row["name"]: row for row in rows(FILE)}
+    found = {item.name: item for item in items(runs)}
+    table = []
+    for name, item in found.items():
+        row, stated = about[name], said[name]
+        table.append([row["claim"], row["unit"], stated, item.again, verdict(stated, item.again)])
+        table[-1] += [item.ring, verdict(stated, item.ring), row["where"]]
+    checked = [item for item in found.values() if item.again.value is not None]
+    rings = [item.ring for item in found.values()]
+    exposed = _exposed(runs)
+    heads = columns(
+        "claim; unit; explainer; its arithmetic computed again; verdict on the arithmetic; Ring Attention, counted;"
+        " verdict on Ring Attention; place in the text"
+    )
+    return Section(
+        "An explainer's example of 1M tokens on 8 GPUs",
+        text(
+            "The explainer's arithmetic is right, within {right:.0%}, in {sums:.0f} of {checked:.0f} results. What it"
+            " says of Ring Attention is right in {facts:.0f} of {all:.0f}. The arithmetic and what a plan counts are"
+            " computed; the compute time and its share are simulated on cluster={cluster}. A KV chunk is a K and a V,"
+            " and the explainer's bytes have one of them; the last round needs no transfer. Ring therefore sends"
+            " {bytes:.3g} times the explainer's bytes. The explainer's share of communication divides the transfers of"
+            " all rounds by the compute time of one round. A block of 1 s does not hide a transfer of 2 s: such a ring"
+            " computes {use:.0f}% of the time, not {said:.0f}%. Memory falls by less than the number of GPUs, since a"
+            " ring needs buffers and one GPU does not. The point that communication is hidden {stands}: in this"
+            " example {exposed:.1%} of the transfers' time is exposed.",
+            right=RIGHT,
+            sums=tally(sum(is_right(said[i.name], i.again) for i in checked), (i.again for i in checked)),
+            checked=count(item.again for item in checked),
+            facts=tally(sum(is_right(said[name], item.ring) for name, item in found.items()), rings),
+            all=count(said[name] for name in found),
+            cluster=CLUSTER,
+            bytes=found["total_bytes"].ring.over(said["total_bytes"]),
+            use=found["overlap_use"].again,
+            said=said["overlap_use"],
+            stands="stands" if exposed.known <= RIGHT else "does not stand",
+            exposed=exposed,
+        ),
+        Table("ring-explainer", "The explainer's numbers, computed again", heads, table),
+    )
+
+
+def _exposed(runs: Runs) -> Number:
+    """The share of the transfers' time that the simulated step exposes."""
+    step, *_ = ask(runs, example())
+    return of_record(step, "exposed_comm_ms").over(transfers_ms(CLUSTER, example(), ("forward",)))

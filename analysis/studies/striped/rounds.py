@@ -1,0 +1,129 @@
+"""The work of each device in each round, counted from our plans (Striped Attention, figure 4 and section 3)."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import numpy as np
+
+from sp_bench import account
+from sp_bench.analysis.figure import STYLE, Figure, new_figure
+from sp_bench.analysis.number import computed, formula
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.striped.model import LIMIT, WORK, attention_limit
+from sp_bench.analysis.table import Table, columns
+from sp_bench.methods import build
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.layout import LAYOUTS
+from sp_bench.plan.ops import Attend, Plan
+from sp_bench.plan.problem import Problem
+
+N, BLOCK = 8, 4096
+NAMES = {"ring": "Ring, contiguous", "striped": "Striped"}
+COUNTED = {
+    name: formula(
+        f"{name}-plan-work",
+        f"(query, key) pairs of the blocks that the forward plan of {label} gives each rank in each step",
+        f"methods/{name}.py, sp_bench/account.py",
+    )
+    for name, label in NAMES.items()
+}
+
+
+def planned(name: str, n: int, block: int) -> tuple[Plan, Problem]:
+    """The forward plan of ring on the paper's contiguous layout, or of striped, with one head."""
+    layout = "contiguous" if name == "ring" else "striped"
+    problem = Problem(n=n, seqlen=n * block, heads=1, kv_heads=1, head_dim=128, layout=LAYOUTS[layout])
+    return build(name, {"layout": layout}).forward(problem, COMPUTE_BOUND), problem
+
+
+def work_by_round(plan: Plan, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """The (query, key) pairs that each device computes in each round, and the owner of the keys: (rounds, n) each."""
+    devices = np.arange(problem.n)
+    by_class = np.array(problem.blocks.pairs)
+    rounds = max(plan.steps) + 1
+    pairs, keys = np.zeros((rounds, problem.n), np.int64), np.full((rounds, problem.n), -1)
+    for op, step in zip(plan.ops, plan.steps, strict=True):
+        if isinstance(op, Attend):
+            queries, keys[step] = op.q.owner(devices), op.kv.owner(devices)
+            pairs[step] += by_class[problem.blocks.of(queries, keys[step])]
+    return pairs, keys
+
+
+def paper_work(name: str, i: np.ndarray, j: np.ndarray, block: int) -> np.ndarray:
+    """The pairs of query block i and key block j by the paper's masks and, for Striped, its formula (section 3)."""
+    causal, strict = block * (block + 1) // 2, block * (block - 1) // 2
+    if name == "striped":
+        return np.where(i >= j, causal, strict)
+    return np.where(i == j, causal, np.where(i > j, block * block, 0))
+
+
+def as_the_paper(name: str, n: int, block: int) -> int:
+    """How many of the plan's n x n blocks have as many pairs as the paper says."""
+    pairs, keys = work_by_round(*planned(name, n, block))
+    return int((pairs == paper_work(name, np.arange(n), keys, block)).sum())
+
+
+def work(_: Runs | None = None) -> Section:
+    """Work(i, j) by device and round, the busiest device of each round, and the speedup that follows."""
+    counted = {name: work_by_round(*planned(name, N, BLOCK))[0] for name in NAMES}
+    ring, striped = counted["ring"], counted["striped"]
+    equal = {name: computed(as_the_paper(name, N, BLOCK), COUNTED[name], WORK) for name in NAMES}
+    busiest = {name: int(account.pairs(*planned(name, N, BLOCK)).max()) for name in NAMES}
+    return Section(
+        f"Work of each device in each round, {N} devices",
+        text(
+            "Computed from our plans. Of {blocks:.0f} blocks, {ring:.0f} of Ring's and {striped:.0f} of Striped's hold"
+            " as many (query, key) pairs as the paper's masks and its formula for Work(i, j) say. In {full:.0f} of"
+            " Ring's {rounds:.0f} rounds some device has a full block, and such a round takes as long as without a"
+            " mask. Striped's smallest block has {least:.4%} of the work of its largest. If the busiest device alone"
+            " sets the time, Striped's attention is {exact:.4f} times as fast as Ring's; with large blocks this is"
+            " 2 - 1/n = {limit:.4f}.",
+            blocks=computed(N * N, *COUNTED.values()),
+            full=computed(int((ring.max(axis=1) == BLOCK**2).sum()), COUNTED["ring"]),
+            rounds=computed(len(ring), COUNTED["ring"]),
+            least=computed(striped.min() / striped.max(), COUNTED["striped"]),
+            exact=computed(busiest["ring"] / busiest["striped"], *COUNTED.values()),
+            limit=computed(attention_limit(N), LIMIT),
+            **equal,
+        ),
+        _figure(counted),
+        _table(counted),
+    )
+
+
+def _table(counted: dict[str, np.ndarray]) -> Table:
+    rows, causal = [], BLOCK * (BLOCK + 1) // 2
+    for step in range(N):
+        pairs = [(pick(of[step]), COUNTED[name]) for name, of in counted.items() for pick in (np.max, np.min)]
+        by_formula = [(causal if step == 0 else BLOCK * BLOCK, WORK), (causal, WORK)]
+        rows.append([step, *(computed(float(value), source) for value, source in pairs + by_formula)])
+    return Table(
+        "striped-work",
+        f"Work of the busiest and the least busy device, {N} devices, blocks of {BLOCK} tokens",
+        columns(
+            "round; Ring, busiest | pairs | .0f; Ring, least | pairs | .0f; Striped, busiest | pairs | .0f;"
+            " Striped, least | pairs | .0f; Ring, busiest, paper's formula | pairs | .0f;"
+            " Striped, busiest, paper's formula | pairs | .0f"
+        ),
+        rows,
+    )
+
+
+def _figure(counted: dict[str, np.ndarray]) -> Figure:
+    canvas, axes = new_figure(2, height=3.3, sharey=True)
+    with mpl.rc_context(STYLE):
+        for axis, (name, pairs) in zip(axes[0], counted.items(), strict=True):
+            shares = pairs.T / BLOCK**2
+            axis.imshow(shares, cmap="Blues", vmin=0, vmax=1.35, origin="upper")
+            for (device, step), share in np.ndenumerate(shares):
+                colour = "white" if share > 0.8 else "black"
+                axis.text(step, device, f"{share:.2g}", ha="center", va="center", fontsize=8, color=colour)
+            axis.set(title=f"{NAMES[name]} (computed)", xlabel="round", xticks=range(N), yticks=range(N))
+            axis.grid(visible=False)
+        axes[0][0].set_ylabel("device")
+    note = (
+        f"Pairs over c squared, c = {BLOCK} tokens: 1 is a full block, 0.5 a causal one, 0 one that the mask removes."
+    )
+    title = "Work of each device in each round (the paper's figure 4, in numbers)"
+    return Figure("striped-figure4", title, canvas, tuple(COUNTED.values()), note)

@@ -1,0 +1,206 @@
+"""Training steps that others have published, beside simulated ones. Nothing is fitted to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sp_bench import markdown
+from sp_bench.analysis.number import Number, computed, derived, formula, least, median, most, of_record
+from sp_bench.analysis.paper_tables import of_paper, rows
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.studies.striped.steps import training
+from sp_bench.analysis.studies.tokenring.transformer import dit
+from sp_bench.analysis.table import Cell, Table, columns
+from sp_bench.records import Record
+from sp_bench.workload.model import Model
+
+Row = Mapping[str, str]
+FILE = "training_tables"
+MAXTEXT, PRIME = "AI-Hypercomputer/maxtext pull request 4687", "PrimeIntellect-ai/prime-rl pull request 2418"
+UPIPE = "arXiv 2602.21196, as wizwand.com lists it"
+MAXTEXT_FLOPS = formula(
+    "maxtext-flops",
+    "6 N + 6 L S d FLOPs a token: N parameters of matrices, the causal attention's forward three times",
+    "inferred from maxtext's steps of llama2-7b, whose seconds and TFLOP/s a chip are both given",
+)
+GLM = {"heads": 96, "kv_heads": 8, "head_dim": 128}
+GLM_LAYERS, GLM_ACTIVE, GLM_TOKENS = 46, 12e9, 65536
+GLM_FLOPS = formula(
+    "glm-flops",
+    "6 x 12e9 + 6 L S H D FLOPs a token: 12e9 active parameters, the causal attention's forward three times, L = 46,"
+    " H = 96, D = 128, S = 65536",
+    "the configuration of zai-org/GLM-4.5-Air",
+)
+GLM_FLOPS_A_TOKEN = 6 * GLM_ACTIVE + 6.0 * GLM_LAYERS * GLM_TOKENS * GLM["heads"] * GLM["head_dim"]
+TOO_LONG = ("striped-training",)
+"""Tables that the page leaves out."""
+ATTENTIONS = ("ulysses", "ring", "all_gather")
+"""prime-rl's Ulysses, and the two that its ring may be."""
+
+
+def published(row: Row) -> Number:
+    """The published value of a row."""
+    return of_paper(float(row["value"]), FILE, f"{row['source']}, {row['method']} on {row['ranks']}, {row['quantity']}")
+
+
+def rows_of(source: str) -> list[Row]:
+    """The rows of a source."""
+    return [row for row in rows(FILE) if row["source"] == source]
+
+
+def percent_off(simulated: Number, theirs: Number) -> Number:
+    """simulated / published - 1, in percent."""
+    return derived(lambda a, b: 100 * (a / b - 1), simulated, theirs)
+
+
+def maxtext_step(row: Row) -> Point:
+    """The simulated step of one group of chips that share a sequence, with its part of the step's sequences."""
+    ranks = int(row["ranks"])
+    batch = int(row["sequences"]) * ranks // int(row["gpus"])
+    shared = {"cluster": "tpuv5p", "mode": "simulate", "model": row["model"], "train__parameters": "sharded"}
+    return point(method=row["method"], gpus=ranks, batch=batch, seqlen=int(row["seqlen"]), **shared)
+
+
+def maxtext_flops(record: Record) -> float:
+    """FLOPs of a token of a record's model as maxtext counts them."""
+    config = record.config or {}
+    model = Model(**config["model"])
+    width = record.heads * record.head_dim
+    layer = 2 * model.width * (width + record.kv_heads * record.head_dim) + 3 * model.width * model.ffn
+    matrices = model.layers * layer + (model.vocab or 0) * model.width
+    return 6.0 * matrices + 6.0 * model.layers * record.seqlen * width
+
+
+def maxtext_seconds(row: Row, record: Record) -> Number:
+    """The published step: as printed, or from the printed TFLOP/s a chip."""
+    value = published(row)
+    if row["quantity"] == "step":
+        return value
+    tokens = int(row["sequences"]) * int(row["seqlen"])
+    return computed(maxtext_flops(record) * tokens / int(row["gpus"]) / 1e12, MAXTEXT_FLOPS).over(value)
+
+
+def maxtext(runs: Runs) -> Section:
+    """Steps on TPU v5p with context parallelism."""
+    found = rows_of(MAXTEXT)
+    table: list[list[Cell]] = []
+    over = []
+    for row, record in zip(found, runs.ask(map(maxtext_step, found)), strict=True):
+        theirs, ours = maxtext_seconds(row, record), of_record(record, "step_ms_median").times(1e-3)
+        over.append(ours.over(theirs))
+        table.append([row["model"], int(row["ranks"]), int(row["seqlen"]), row["method"], theirs, ours])
+        table[-1].append(percent_off(ours, theirs))
+    heads = columns(
+        "model; chips that share a sequence; seqlen | tokens; method; published | s | .2f; simulated | s | .2f;"
+        " error | % | +.0f"
+    )
+    return Section(
+        "maxtext on 64 TPU v5p",
+        text(
+            "{source}: 2M tokens a step, bfloat16. The simulated step is that of the chips that share a sequence, with"
+            " parameters split over them rather than over all 64, and all of a layer but its attention computed again."
+            " It takes {low:.2f} to {high:.2f} times the published time, {median:.2f} in the median. Nothing is fitted"
+            " to it; the rates of kernels on TPUs are assumptions (cluster=tpuv5p). The step of llama3-8b is computed"
+            " from its TFLOP/s. Its other lengths and methods, and pull request 4893 with USP on 64 chips, could not be"
+            " had.",
+            source=MAXTEXT,
+            low=least(over),
+            high=most(over),
+            median=median(over),
+        ),
+        Table("training-maxtext", "Seconds of a step", heads, table),
+    )
+
+
+def attention(row: Row, method: str) -> Point:
+    """The attention of GLM-4.5-Air on H200 by one method."""
+    shape = {"gpus": int(row["ranks"]), "seqlen": int(row["seqlen"]), "mode": "simulate", "cluster": "h200_ndr400"}
+    return point(method=method, **shape, **GLM)
+
+
+def prime_rl(runs: Runs) -> Section:
+    """Ulysses against ring on 8 H200, and why the steps can't be those of the whole model."""
+    found = {(int(row["ranks"]), row["method"]): row for row in rows_of(PRIME)}
+    one = found[1, "none"]
+    flops = computed(GLM_FLOPS_A_TOKEN * float(one["value"]) / int(one["gpus"]) / 1e12, GLM_FLOPS)
+    table: list[list[Cell]] = []
+    for ranks in (2, 4):
+        ulysses, ring = (found[ranks, method] for method in ("ulysses", "ring"))
+        theirs = published(ulysses).over(published(ring))
+        records = runs.ask(attention(ring, method) for method in ATTENTIONS)
+        first, *others = (of_record(record, "step_ms_median") for record in records)
+        table.append([ranks, published(ulysses), published(ring), theirs])
+        for other in others:
+            table[-1] += [other.over(first), percent_off(other.over(first), theirs)]
+    heads = columns(
+        "GPUs that share a sequence; Ulysses | tokens/s | .0f; ring | tokens/s | .0f; Ulysses / ring, published || .2f;"
+        " attention alone, ring / Ulysses, simulated || .2f; its error | % | +.0f;"
+        " attention alone, all-gather / Ulysses, simulated || .2f; its error | % | +.0f"
+    )
+    return Section(
+        "prime-rl on 8 H200",
+        text(
+            "{source}: GLM-4.5-Air, FlashAttention-3, 64k tokens. Without context parallelism it trains {rate:.0f}"
+            " tokens/s on 8 GPUs. With the whole model and one causal sequence this would be {flops:.0f} TFLOP/s for"
+            " each GPU, above the dense peak of 989: documents were packed or layers left out, which the text does not"
+            " say. So there is no step to simulate. The table has the published ratio of steps beside that of the"
+            " attention alone, of which a step has only a part: a ratio that is smaller than the published one is an"
+            " error. What its ring passes on is not said either; ours is the ring of KV on the zigzag layout, and the"
+            " all-gather that other packages call so.",
+            source=PRIME,
+            rate=published(one),
+            flops=flops,
+        ),
+        Table("training-prime-rl", "Ulysses against ring", heads, table),
+    )
+
+
+def upipe_step(row: Row) -> Point:
+    """The simulated step of UPipe's setting, with whole layers recomputed and parameters split."""
+    shared = {"cluster": "h100_ndr400", "mode": "simulate", "model": row["model"], "train__parameters": "sharded"}
+    shared |= {"train__recompute": "full", "gpus": int(row["gpus"]), "seqlen": int(row["seqlen"])}
+    return point(method=row["method"], **shared)
+
+
+def upipe(runs: Runs) -> Section:
+    """The one cell of UPipe's table 3 that could be had."""
+    rate, memory = rows_of(UPIPE)
+    record = runs.ask([upipe_step(rate)])[0]
+    throughput = derived(lambda tokens: tokens / int(rate["gpus"]), of_record(record, "tokens_per_s"))
+    held = of_record(record, "peak_mem_bytes_max").times(1e-9)
+    table: list[list[Cell]] = [
+        ["throughput", "tokens/s a GPU", published(rate), throughput, percent_off(throughput, published(rate))],
+        ["peak memory", "GB", published(memory), held, percent_off(held, published(memory))],
+    ]
+    heads = columns("quantity; unit; published || .5g; simulated || .5g; error | % | +.0f")
+    return Section(
+        "UPipe on 8 H100",
+        text(
+            "Ghadia et al. 2026, table 3: Llama3-8B, 128k to 5M tokens. Of the paper only the beginning could be had;"
+            " a listing of results has one cell, UPipe at {tokens:.0f} tokens ({source}). The listing prints no units:"
+            " tokens/s are taken to be those of a GPU, since all 8 together would be 5% of the peak. The simulated step"
+            " recomputes whole layers and splits parameters over the 8 GPUs. The paper's also keeps the layers' inputs"
+            " in the host's memory, which ours does not, and how often it computes the attention's forward again is not"
+            " known. Nothing is fitted to it.",
+            tokens=int(rate["seqlen"]),
+            source=UPIPE,
+        ),
+        Table("training-upipe", "UPipe, Llama3-8B, 128k tokens", heads, table),
+    )
+
+
+def striped_attention(runs: Runs) -> str:
+    """The steps of Striped Attention, as its own study has them."""
+    return _of_study("Striped Attention", training(runs))
+
+
+def token_ring(runs: Runs) -> str:
+    """The diffusion transformer of TokenRing, as its own study has it."""
+    return _of_study("TokenRing", dit(runs))
+
+
+def _of_study(paper: str, found: Section) -> str:
+    """A section of another study in Markdown, which the report has there."""
+    parts = [part for part in found.parts if getattr(part, "name", None) not in TOO_LONG]
+    return markdown.filled(Section(f"{paper}: {found.title}", *parts).to_markdown())
