@@ -184,7 +184,7 @@ def is_measured(one: Point) -> bool:
     given = dict(text.split("=", 1) for text in one)
     if (mode := given.get("mode", "auto")) != "auto":
         return mode != "simulate"
-    cluster = given.get("cluster", defaults()["cluster"]["name"])
+    cluster = str(given.get("cluster", defaults()["cluster"]["name"]))
     return bool(group("cluster", cluster).get("this_machine"))
 
 

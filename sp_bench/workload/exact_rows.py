@@ -282,6 +282,7 @@ def _rows(
     delta, delta2 = (dout * out).sum(1, keepdim=True), (dout * out).square().sum(1, keepdim=True) * scale**2
     first, last = (int(torch.searchsorted(unit.keys, edge)) for edge in (keys.start, keys.stop))
     columns = (unit.keys[first:last] - keys.start).to(unit.device)
+    ds = None
     if compared:
         ds = (dout @ v.T).sub_(delta).mul_(p).mul_(scale)
         dq, of_delta2 = ds @ k, (p @ k).square() * delta2
@@ -289,7 +290,7 @@ def _rows(
     if len(columns):
         some = slice(None) if len(columns) == len(keys) else columns
         p, p2 = p[:, some], p2[:, some]
-        ds = ds[:, some] if compared else (dout @ v[some].T).sub_(delta).mul_(p).mul_(scale)
+        ds = ds[:, some] if ds is not None else (dout @ v[some].T).sub_(delta).mul_(p).mul_(scale)
         of_keys[0, first:last] += ds.T @ q
         of_keys[1, first:last] += p.T @ dout
         of_keys[2, first:last] += (ds.square() + p2 * delta2).T @ q.square()
