@@ -11,8 +11,8 @@ compared with fp64, called as training code calls it, and each failure is shrunk
 Keys: profile=short|long, sizes=1,2,4 (numbers of ranks), checks=out,dq,... (default: all), markdown=FILE, junit=FILE,
 shrink_s=20 (seconds to shrink each failure; 0: don't), timeout_s=60 (silent ranks count as hung).
 A function's claims: layout, shard, unshard (module:fn each), masks, dtypes, head_parallel, sub_groups, uneven,
-documents. They may stand beside the function instead (sp_bench.conform.claims). Other keys are options of the package
-or method. Exit codes: 0 all that was run holds, 1 something fails, 2 a request that can't be served.
+documents, window, scale. They may stand beside the function instead (sp_bench.conform.claims). Other keys are options
+of the package or method. Exit codes: 0 all that was run holds, 1 something fails, 2 a request that can't be served.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from sp_bench.cli.arguments import run_command
-from sp_bench.conform.catalogue import CHECKS, PROFILES, SIZES, Check
+from sp_bench.conform.cases import SIZES
+from sp_bench.conform.catalogue import CHECKS, PROFILES, Check
 from sp_bench.conform.ranks import TIMEOUT_S, Worlds
-from sp_bench.conform.report import as_junit, as_markdown, table
+from sp_bench.conform.report import advice, as_junit, as_markdown, table
 from sp_bench.conform.run import SHRINK_S, Row, rows_of
 from sp_bench.conform.subjects import Subject, subjects_named
 from sp_bench.errors import RequestError, nearest, unknown
@@ -63,7 +64,10 @@ def _conform(arguments: Sequence[str]) -> int:
     with Worlds(timeout_s) as worlds:
         for subject in subjects:
             found[subject.title] = _watched(subject, worlds, long=long, sizes=sizes, checks=checks, shrink_s=shrink_s)
-            Console(width=None if sys.stdout.isatty() else 200).print(table(subject.title, found[subject.title]))
+            console = Console(width=None if sys.stdout.isatty() else 200)
+            console.print(table(subject.title, found[subject.title]))
+            if text := advice(subject.title, found[subject.title]):
+                console.print(text, markup=False, highlight=False)
     for kind, path in files.items():
         path.write_text(as_markdown(found) if kind == "markdown" else as_junit(found))
     return int(any(row.status == "fails" for rows in found.values() for row in rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from sp_bench.plan.documents import Documents
+from sp_bench.plan.documents import Documents, Window
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import Mask, mask_named
 from sp_bench.plan.problem import Problem
@@ -33,6 +33,11 @@ class Case:
     """The sequence is packed from so many documents of unlike lengths; 0: it is one."""
     padded: bool = False
     """Whether the last document is padding, whose outputs don't count."""
+    window: int = 0
+    """How many keys before its own position a query sees; without a causal mask it sees half as many behind it. 0: all
+    of them."""
+    scale: float = 0.0
+    """The factor of scores; 0: the usual one, 1 / sqrt(head_dim)."""
 
     def __str__(self) -> str:
         words = [f"n={self.n}", self.mask, f"seqlen={self.seqlen}", f"heads={self.heads}"]
@@ -41,6 +46,8 @@ class Case:
         words += [f"batch={self.batch}"] if self.batch > 1 else []
         words += [f"documents={list(self.lengths)}"] if self.documents else []
         words += ["padded"] if self.padded else []
+        words += [f"window_size={self.window_size}"] if self.window else []
+        words += [f"scale={self.scale:g}"] if self.scale else []
         return " ".join(words)
 
     @property
@@ -63,11 +70,17 @@ class Case:
         padding = PAD_TOKENS + self.documents if self.padded else 0
         return self.heads % self.kv_heads == 0 and self.documents <= self.seqlen - padding
 
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """(left, right): how many keys before and behind its own position a query sees, if there is a window."""
+        return self.window, 0 if self.mask == "causal" else self.window // 2
+
     def whole_mask(self) -> Mask:
         """The mask of the whole sequence."""
+        sides = self.window_size if self.window else (None, None)
         if self.documents:
-            return Documents(self.lengths, causal=self.mask == "causal")
-        return mask_named(self.mask)
+            return Documents(self.lengths, self.mask == "causal", *sides)
+        return Window((self.seqlen,), self.mask == "causal", *sides) if self.window else mask_named(self.mask)
 
     def problem(self, layout: Layout) -> Problem:
         """The case as a problem on a layout."""
@@ -90,16 +103,18 @@ class Case:
 
 AXES: dict[str, tuple[object, ...]] = {
     "n": (1, 2, 3, 4, 6, 8),
-    "heads": (1, 2, 3, 4, 6, 8, 12, 16, 24),
-    "kv_heads": (1, 2, 3, 4, 6, 8, 12, 16, 24),
-    "tokens": (2, 4, 8, 16, 32),
+    "heads": (1, 2, 3, 4, 6, 8, 12, 14, 16, 24, 28),
+    "kv_heads": (1, 2, 3, 4, 6, 7, 8, 12, 16, 24),
+    "tokens": (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
     "more": (0, 1, 2, 3, 5),
     "batch": (1, 2),
-    "head_dim": (8, 16, 64, 80, 128),
+    "head_dim": (8, 16, 64, 80, 128, 192, 256),
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "mask": ("full", "causal"),
     "documents": (0, 1, 2, 3, 5),
     "padded": (False, True),
+    "window": (0, 1, 2, 3, 11),
+    "scale": (0.0, 0.5),
 }
 """The values that a failing case is shrunk over, the simplest first."""
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from contextlib import suppress
-from datetime import timedelta
 from functools import lru_cache
-from itertools import pairwise
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sp_bench.conform.among_ranks import messages, other_length, sub_groups
 from sp_bench.conform.case import Case
+from sp_bench.conform.leaks import memory, memory_of_shapes
 from sp_bench.conform.stage import Inputs, Results, Stage
 from sp_bench.conform.subjects import Subject
 from sp_bench.errors import RequestError
-from sp_bench.measure.memory import resident_bytes
 from sp_bench.peers.traffic import Traffic
 from sp_bench.plan.method import PHASES
 
@@ -27,12 +25,6 @@ LARGE = 60.0
 """The factor of scores whose exponentials overflow fp32."""
 RUNS = 10
 """Runs that must give the same bits."""
-WARM_UP, CALLS, ROUNDS = 3, 5, 3
-"""Calls before memory is read, and between readings. An allocator may grow once; a leak grows in every round."""
-SMALLEST_LEAK_BYTES = 100_000
-"""Tensors below this size don't show in the resident memory of a process."""
-PROBE_S = 5
-"""Seconds that a probe for messages may take."""
 
 
 @lru_cache(maxsize=64)
@@ -127,14 +119,17 @@ def _interleaved(*stages: Stage) -> str:
 
 
 def frozen(subject: Subject, case: Case) -> str:
-    """Only q, then only k and v, need gradients."""
+    """Each choice of q, k and v that need a gradient, but none of them."""
     stage = Stage(subject, case)
     inputs = stage.inputs()
     local = stage.local(inputs)
-    for needed, what in (((True, False, False), "only q needs one"), ((False, True, True), "only k and v need one")):
-        out, leaves = stage.forward(local, needed=needed)
-        if found := stage.wrong(stage.backward(out, leaves, local.dout), inputs, what):
-            return found
+    for needed in product((True, False), repeat=3):
+        if any(needed):
+            out, leaves = stage.forward(local, needed=needed)
+            names = [name for name, need in zip("qkv", needed, strict=True) if need]
+            what = f"only {' and '.join(names)} need{'s' * (len(names) == 1)} a gradient"
+            if found := stage.wrong(stage.backward(out, leaves, local.dout), inputs, what):
+                return found.removeprefix(f"{what}: ") if all(needed) else found
     return ""
 
 
@@ -264,72 +259,12 @@ def volume(subject: Subject, case: Case) -> str:
     return ""
 
 
-def memory(subject: Subject, case: Case) -> str:
-    """Resident memory doesn't grow from call to call, in each of several rounds."""
-    stage = Stage(subject, case)
-    inputs = stage.inputs()
-    local = stage.local(inputs)
-    if local.q.nbytes < SMALLEST_LEAK_BYTES:
-        return ""
-    marks = []
-    for calls in (WARM_UP, *[CALLS] * ROUNDS):
-        for _ in range(calls):
-            stage.backward(*stage.forward(local), local.dout)
-        gc.collect()
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-        marks.append(resident_bytes("VmRSS"))
-    growth = min(after - before for before, after in pairwise(marks)) / CALLS
-    if growth > local.q.nbytes / 2:
-        return f"memory grows by {growth / 1e3:,.0f} kB with each call, whose q has {local.q.nbytes / 1e3:,.0f} kB"
-    return ""
-
-
-def messages(subject: Subject, case: Case) -> str:
-    """After a call, messages between all ranks arrive as sent: none was left on the group, nor a receive for one."""
-    stage = Stage(subject, case)
-    stage.run(stage.inputs())
-    peers = [rank for rank in range(case.n) if rank != stage.rank]
-    arriving = {peer: torch.zeros(1) for peer in peers}
-    receives = {p: dist.irecv(x, group=stage.group, group_src=p) for p, x in arriving.items()}
-    leaving = [
-        dist.isend(torch.tensor([1000.0 * stage.rank + p]), group=stage.group, group_dst=p) for p in peers
-    ]  # fmt: skip
-    try:
-        for peer, work in receives.items():
-            assert work is not None
-            work.wait(timedelta(seconds=PROBE_S))
-            if arriving[peer].item() != 1000.0 * peer + stage.rank:
-                return f"a message from rank {peer} was left on the group"
-        for work in leaving:
-            assert work is not None
-            work.wait(timedelta(seconds=PROBE_S))
-    except RuntimeError as error:
-        return f"a message or a receive was left on the group ({str(error).splitlines()[0][:80]})"
-    return ""
-
-
-def sub_groups(subject: Subject, case: Case) -> str:
-    """The even and the odd ranks each run an attention of their own at the same time."""
-    parity = dist.get_rank() % 2
-    group = _halves()[parity]
-    stage = Stage(subject, case, group)
-    inputs = stage.inputs(seed=parity)
-    return stage.wrong(stage.run(inputs), inputs, f"ranks {'odd' if parity else 'even'}")
-
-
-@lru_cache
-def _halves() -> list[Any]:
-    """The groups of even and of odd ranks, once in each process."""
-    world = dist.get_world_size()
-    return [dist.new_group(list(range(first, world, 2))) for first in (0, 1)]
-
-
 CHECKS = {
     check.__name__: check
     for check in (
         autocast, checkpointed, compiled, deterministic, dropped, exact, frozen, in_flight, inputs_kept, large_scores,
-        memory, messages, no_grad, repeated, strides, sub_groups, tensor, two_instances, volume,
+        memory, memory_of_shapes, messages, no_grad, other_length, repeated, strides, sub_groups, tensor,
+        two_instances, volume,
     )
 }  # fmt: skip
 """Every check by the name of its function, as catalogue.py names it."""

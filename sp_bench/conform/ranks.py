@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sp_bench.conform.case import Case
 from sp_bench.conform.catalogue import Check
 from sp_bench.conform.subjects import Subject
 from sp_bench.errors import RequestError
-from sp_bench.measure.pool import RankError, RankFailure, RankPool
+from sp_bench.measure import pool as pools
+from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
 
 TIMEOUT_S = 60.0
 """How long ranks may be silent before they count as hung."""
 REFUSALS = (NotImplementedError, ValueError, AssertionError)
 """What a subject's call raises, on all ranks, for what it doesn't do."""
+PRELOADED = ("sp_bench.conform.checks", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
+"""What ranks would each import: every pool of ranks is started again after a failure."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Worlds:
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
+        pools.PRELOADED.extend(name for name in PRELOADED if name not in pools.PRELOADED)
         self._pools: dict[int, RankPool] = {}
         self._judged: dict[tuple[Subject, str, Case], Verdict] = {}
 
@@ -58,19 +62,24 @@ class Worlds:
         return None
 
     def _asked(self, subject: Subject, check: Check, case: Case) -> Verdict:
+        if check.loud and (usual := self.judge(subject, _usual(check), case)).status != "holds":
+            return usual
         n = check.worlds * case.n
         pool = self._pool(n)
         try:
             answers = pool.run(judge, subject, check.function, case)
-        except RankError as error:
-            states = pool.run(last_state)
-            refusals = [text for state, text in states if state == "refused"]
-            if len(refusals) == n:
-                return Verdict("refused", _first_line(refusals[0]))
-            self._drop(n)
-            return Verdict("fails", f"rank {error.rank} raised {_first_line(error.why)}")
         except RankFailure as error:
+            hung = isinstance(error, RankHang)
+            if isinstance(error, RankError) and not check.loud:
+                states = pool.run(last_state)
+                refusals = [text for state, text in states if state == "refused"]
+                if len(refusals) == n:
+                    return Verdict("refused", _first_line(refusals[0]))
             self._drop(n)
+            if check.loud and not hung:
+                return Verdict("holds")
+            if isinstance(error, RankError):
+                return Verdict("fails", f"rank {error.rank} raised {_first_line(error.why)}")
             return Verdict("fails", _first_line(str(error)), slow=True)
         if found := next(filter(None, answers), ""):
             if check.leaves_messages:
@@ -90,6 +99,11 @@ class Worlds:
 
     def _drop(self, n: int) -> None:
         self._pools.pop(n).close()
+
+
+def _usual(check: Check) -> Check:
+    """The check that its cases are right where nothing is wrong with them."""
+    return replace(check, function="exact", loud=False)
 
 
 def _first_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
@@ -12,19 +13,31 @@ from sp_bench import markdown
 from sp_bench.conform.catalogue import CHECKS
 from sp_bench.conform.run import Row
 
-STYLES = {"holds": "green", "fails": "bold red", "refused": "yellow", "not claimed": "dim"}
-HEAD = ("check", "looks for", "result", "cases", "smallest failing case, or what is refused")
+STYLES = {"holds": "green", "fails": "bold red", "refused": "yellow", "not claimed": "dim", "not run": "dim"}
+HEAD = ("check", "looks for", "result", "cases", "run with", "smallest failing case, or what is refused")
 
 
 def cells(row: Row) -> list[str]:
     """A row in words."""
     cases = f"{row.cases - row.failed} of {row.cases}" if row.failed else str(row.cases or "-")
-    return [row.check.name, row.check.looks_for, row.status, cases, remark(row)]
+    return [row.check.name, row.check.looks_for, row.status, cases, run_with(row), remark(row)]
+
+
+def run_with(row: Row) -> str:
+    """The numbers of ranks and the masks that were run, and pairs of them that were not."""
+    pairs = {(case.n, case.mask) for case in row.ran}
+    sizes, masks = sorted({n for n, _ in pairs}), sorted({mask for _, mask in pairs})
+    words = f"{', '.join(map(str, sizes))}: {', '.join(masks)}" if pairs else ""
+    missing = [f"{n} {mask}" for n in sizes for mask in masks if (n, mask) not in pairs]
+    return f"{words}, not {', '.join(missing)}" if missing else words
 
 
 def remark(row: Row) -> str:
     """The smallest failing case and what is wrong with it, and how many cases are refused, and why."""
     words = [f"{row.smallest}: {row.why}"] if row.status == "fails" else []
+    if row.other_layouts:
+        would_hold = " or ".join(f"layout={name}" for name in row.other_layouts)
+        words.append(f"tried as {row.layout}, {would_hold} would hold")
     if row.refused:
         reason, _ = max(row.refused.items(), key=lambda item: item[1])
         words.append(f"{sum(row.refused.values())} refused: {reason}")
@@ -35,8 +48,8 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     """The table of one subject for a terminal."""
     made = Table(*HEAD, title=f"{title}: {summary(rows)}", title_justify="left", show_lines=False)
     for row in rows:
-        name, looks_for, status, cases, last = cells(row)
-        made.add_row(name, looks_for, Text(status, STYLES[row.status]), cases, Text(last))
+        name, looks_for, status, cases, ran, last = cells(row)
+        made.add_row(name, looks_for, Text(status, STYLES[row.status]), cases, ran, Text(last))
     return made
 
 
@@ -44,6 +57,20 @@ def summary(rows: Sequence[Row]) -> str:
     """How many checks came out how."""
     counts = {status: sum(row.status == status for row in rows) for status in STYLES}
     return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+
+
+def advice(title: str, rows: Sequence[Row]) -> str:
+    """The layout that the function seems to be for, and the request that claims it; empty if no layout helps."""
+    failing = [row for row in rows if row.status == "fails"]
+    counts = Counter(name for row in failing for name in row.other_layouts)
+    if not counts:
+        return ""
+    name, count = counts.most_common(1)[0]
+    layouts = " and ".join(sorted({row.layout for row in failing if name in row.other_layouts}))
+    return (
+        f"{count} of the {len(failing)} failing checks hold with layout={name}, and fail as {layouts}. "
+        f"If that is how its tokens are dealt, claim it: python -m sp_bench.conform {title} layout={name}"
+    )
 
 
 def as_markdown(tables: Mapping[str, Sequence[Row]]) -> str:
@@ -72,7 +99,7 @@ def as_junit(tables: Mapping[str, Sequence[Row]]) -> str:
     root = ElementTree.Element("testsuites", name="sp_bench.conform")
     for title, rows in tables.items():
         counts = {status: str(sum(row.status == status for row in rows)) for status in STYLES}
-        skipped = str(int(counts["refused"]) + int(counts["not claimed"]))
+        skipped = str(sum(int(counts[status]) for status in ("refused", "not claimed", "not run")))
         suite = ElementTree.SubElement(
             root, "testsuite", name=title, tests=str(len(rows)), failures=counts["fails"], errors="0", skipped=skipped
         )

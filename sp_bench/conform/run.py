@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from sp_bench.conform.case import Case
-from sp_bench.conform.catalogue import CHECKS, SIZES, Check
+from sp_bench.conform.cases import SIZES
+from sp_bench.conform.catalogue import CHECKS, Check
 from sp_bench.conform.ranks import Verdict, Worlds
 from sp_bench.conform.shrink import smallest
 from sp_bench.conform.subjects import Subject
@@ -22,15 +23,24 @@ class Row:
 
     check: Check
     status: str
-    """holds, fails, refused (all cases), or not claimed."""
-    cases: int = 0
-    """Cases that were run."""
+    """holds, fails, refused (all cases), not claimed, or not run (no case has so many ranks)."""
+    ran: tuple[Case, ...] = ()
+    """The cases that were run and not refused."""
     failed: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Refusals, by reason."""
     smallest: Case | None = None
     """The smallest failing case."""
     why: str = ""
+    layout: str = ""
+    """The layout that failing cases were dealt in, if another one could be claimed."""
+    other_layouts: tuple[str, ...] = ()
+    """Layouts in which all failing cases hold."""
+
+    @property
+    def cases(self) -> int:
+        """How many cases were run."""
+        return len(self.ran)
 
 
 def rows_of(
@@ -54,22 +64,43 @@ def rows_of(
 
 def _row(subject: Subject, worlds: Worlds, check: Check, *, long: bool, sizes: set[int], shrink_s: float) -> Row:
     claims = subject.claims
-    cases = [case for case in dict.fromkeys(check.cases(claims, long)) if check.worlds * case.n <= max(SIZES)]
-    cases = [case for case in cases if case.n in sizes]
+    if not check.claimed(claims):
+        return Row(check, "not claimed")
+    cases = [*dict.fromkeys(check.cases(claims, sorted(sizes), long))]
     if check.counted:
         cases = [case for case in cases if _volume_is_claimed(subject, worlds, case)]
-    if not check.claimed(claims) or not cases:
-        return Row(check, "not claimed")
+        if not cases:
+            return Row(check, "not claimed")
+    cases = [case for case in cases if case.n in sizes and check.worlds * case.n <= max(SIZES)]
+    if not cases:
+        return Row(check, "not run")
     verdicts = {case: worlds.judge(subject, check, case) for case in cases}
     failing = {case: verdict for case, verdict in verdicts.items() if verdict.status == "fails"}
     refused = Counter(verdict.why for verdict in verdicts.values() if verdict.status == "refused")
-    run = len(cases) - refused.total()
+    ran = tuple(case for case, verdict in verdicts.items() if verdict.status != "refused")
     if not failing:
-        return Row(check, "holds" if run else "refused", run, 0, dict(refused))
+        return Row(check, "holds" if ran else "refused", ran, 0, dict(refused))
     case = _smallest(subject, worlds, check, failing, shrink_s)
     why = worlds.judge(subject, check, case).why
+    layout, others = _layouts(subject, worlds, check, failing)
     worlds.renew()
-    return Row(check, "fails", run, len(failing), dict(refused), case, why)
+    return Row(check, "fails", ran, len(failing), dict(refused), case, why, layout, others)
+
+
+def _layouts(
+    subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict]
+) -> tuple[str, tuple[str, ...]]:
+    """(the layout of the failing cases, the others in which all of them hold); none where no other could help."""
+    tried = {case: subject.in_other_layouts(case) for case in failing}
+    if any(verdict.slow for verdict in failing.values()) or not all(tried.values()):
+        return "", ()
+    names = set.intersection(*(set(others) for others in tried.values()))
+    found = [
+        name
+        for name in sorted(names)
+        if all(worlds.judge(others[name], check, case).status == "holds" for case, others in tried.items())
+    ]
+    return " and ".join(sorted({subject.layout(case).name for case in failing})), tuple(found)
 
 
 def _volume_is_claimed(subject: Subject, worlds: Worlds, case: Case) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ class Stage:
             if x is not None and not dtype and x.dtype != like.dtype:
                 complaints[name] = f"{name} is in {x.dtype}, not {like.dtype}"
         whole = {name: self.instance.unshard(x) for name, x in zip(NAMES, results, strict=True) if x is not None}
-        told = [_compared(whole, inputs, self.case, dtype or self.case.dtype) | complaints if self.rank == 0 else {}]
+        told = [compared(whole, inputs, self.case, dtype or self.case.dtype) | complaints if self.rank == 0 else {}]
         dist.broadcast_object_list(told, group=self.group, group_src=0)
         return told[0]
 
@@ -125,11 +126,15 @@ def drawn(case: Case, seed: int, scale: float) -> Inputs:
 
 
 def reference(case: Case, inputs: Inputs) -> Mapping[str, Tensor]:
-    """(out, dq, dk, dv) of the whole sequence in fp64, by name."""
-    return dict(zip(NAMES, exact(*inputs, mask=case.whole_mask()), strict=True))
+    """(out, dq, dk, dv) of the whole sequence in fp64, by name. Another scale is one of q, in fp64."""
+    factor = case.scale * math.sqrt(case.head_dim) if case.scale else 1.0
+    q, *others = (x.double() for x in inputs)
+    found = dict(zip(NAMES, exact(q * factor, *others, mask=case.whole_mask()), strict=True))
+    return found | {"dq": found["dq"] * factor}
 
 
-def _compared(whole: Mapping[str, Tensor], inputs: Inputs, case: Case, dtype: str) -> dict[str, str]:
+def compared(whole: Mapping[str, Tensor], inputs: Inputs, case: Case, dtype: str) -> dict[str, str]:
+    """By tensor of the whole sequence, how it differs from the case's exact one by more than the dtype's tolerance."""
     wanted = reference(case, inputs)
     complaints = {}
     for name, x in whole.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sp_bench.conform.case import Case
-from sp_bench.conform.claims import ATTRIBUTE, Claims
+from sp_bench.conform.claims import ATTRIBUTE, FLAGS, FUNCTIONS, Claims, dtypes_named
 from sp_bench.errors import RequestError, nearest
 from sp_bench.extras import require
 from sp_bench.methods import REGISTRY, build
@@ -19,6 +19,7 @@ from sp_bench.peers.peer import Peer
 from sp_bench.peers.registry import PEERS
 from sp_bench.peers.registry import build as build_peer
 from sp_bench.plan.layout import LAYOUTS, Layout
+from sp_bench.plan.mask import MASKS
 from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.problem import Problem
 
@@ -36,6 +37,8 @@ class Instance:
     unshard: Callable[[Tensor], Tensor]
     sent_bytes: Callable[[], int] | None = None
     """The bytes that this rank has sent so far, where the attention counts them itself."""
+    at: Callable[[Case], Instance] | None = None
+    """The same attention for a case of another length; None: a new instance is what a caller would make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,10 @@ class Subject(ABC):
     @abstractmethod
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
         """In a rank: a new attention for the case."""
+
+    def in_other_layouts(self, case: Case) -> Mapping[str, Subject]:
+        """The subject with its tokens dealt in another way than in the case, by layout; none where that isn't open."""
+        return {}
 
     def sent_bytes(self, case: Case, phase: str) -> float | None:
         """The claimed bytes that all ranks send in a phase; None: nothing is claimed."""
@@ -108,14 +115,24 @@ class Function(Subject):
             raise RequestError(f"dtype={case.dtype}", "is not claimed", f"dtype={made.dtypes[0]} would work")
         if case.more and not made.uneven:
             raise RequestError(f"seqlen={case.seqlen}", "uneven lengths are not claimed", "uneven=true would claim it")
-        if case.documents and not made.documents:
-            raise RequestError(f"documents={case.documents}", "are not claimed", "documents=true would claim them")
+        for key in ("documents", "window", "scale"):
+            if getattr(case, key) and not getattr(made, key):
+                raise RequestError(f"{key}={getattr(case, key)}", "is not claimed", f"{key}=true would claim it")
         if made.head_parallel and case.heads % case.n:
             raise RequestError(f"heads={case.heads}", f"{case.n} ranks split them", f"heads={case.n} would work")
         refuse_pieces(self.layout(case), case)
 
     def layout(self, case: Case) -> Layout:
-        return case.whole_mask().layout(self.claims.layout, case.n)
+        name = self.claims.layout
+        return LAYOUTS[MASKS[case.mask].balanced_layout if name == "auto" else name]
+
+    def in_other_layouts(self, case: Case) -> Mapping[str, Subject]:
+        made = self.claims
+        if made.shard or made.unshard or case.n == 1:
+            return {}
+        kept = tuple((key, value) for key, value in self.overrides if key != "layout")
+        others = (name for name in LAYOUTS if name != self.layout(case).name)
+        return {name: replace(self, overrides=(*kept, ("layout", name))) for name in others}
 
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
         from sp_bench.run import sharding
@@ -124,6 +141,8 @@ class Function(Subject):
         keywords: dict[str, Any] = {"causal": case.mask == "causal", "group": group}
         keywords |= {"seqlen": case.seqlen} if made.uneven else {}
         keywords |= {"documents": list(case.lengths)} if case.documents else {}
+        keywords |= {"window_size": case.window_size} if case.window else {}
+        keywords |= {"scale": case.scale} if case.scale else {}
         shard, unshard = made.shard, made.unshard
         return Instance(
             lambda q, k, v: function(q, k, v, **keywords),
@@ -159,6 +178,8 @@ class Package(Subject):
         return tuple(found)
 
     def refuse(self, case: Case) -> None:
+        if case.scale:
+            raise RequestError(f"scale={case.scale}", "packages are run with the usual one", "scale=0 would work")
         peer = self.peer(case)
         peer.refuse_device("cpu")
         refuse_pieces(peer.layout_of(case.whole_mask(), case.n), case)
@@ -187,7 +208,8 @@ class Own(Subject):
 
     @property
     def claims(self) -> Claims:
-        return Claims(dtypes=("float32", "bfloat16", "float16", "float64"), uneven=True, documents=True)
+        dtypes = ("float32", "bfloat16", "float16", "float64")
+        return Claims(dtypes=dtypes, uneven=True, documents=True, window=True)
 
     def variant(self, case: Case) -> tuple[Method, Problem]:
         """The variant that the attention runs, and the problem as it deals it. Raises RequestError where it refuses."""
@@ -197,6 +219,8 @@ class Own(Subject):
         return least, least.dealt(problem)
 
     def refuse(self, case: Case) -> None:
+        if case.scale:
+            raise RequestError(f"scale={case.scale}", "methods have the usual one", "scale=0 would work")
         self.variant(case)
 
     def layout(self, case: Case) -> Layout:
@@ -207,12 +231,17 @@ class Own(Subject):
 
         options = vars(self.variant(case)[0])  # the degrees of an auto decide which tokens a rank owns
         attention = SequenceParallelAttention(self.name, mask=case.whole_mask(), group=group, **options)
-        return Instance(
-            lambda q, k, v: attention(q, k, v, seqlen=case.seqlen),
-            attention.shard,
-            attention.unshard,
-            lambda: attention.sent_bytes.total(),
-        )
+
+        def at(other: Case) -> Instance:
+            return Instance(
+                lambda q, k, v: attention(q, k, v, seqlen=other.seqlen),
+                attention.shard,
+                attention.unshard,
+                lambda: attention.sent_bytes.total(),
+                at if attention.mask in MASKS.values() else None,
+            )
+
+        return at(case)
 
     def sent_bytes(self, case: Case, phase: str) -> float | None:
         method, problem = self.variant(case)
@@ -227,13 +256,8 @@ def refuse_pieces(layout: Layout, case: Case) -> None:
         raise RequestError(f"seqlen={case.seqlen}", rule, f"seqlen={-(-case.seqlen // unit) * unit} would work")
 
 
-LISTS, FLAGS, FUNCTIONS = (
-    ("masks", "dtypes"),
-    ("head_parallel", "sub_groups", "uneven", "documents"),
-    ("shard", "unshard"),
-)
-CLAIM_KEYS = ("layout", *LISTS, *FLAGS, *FUNCTIONS)
-"""The claims that a request may state, by how their values are written."""
+CLAIM_KEYS = ("layout", "masks", "dtypes", *FLAGS, *FUNCTIONS)
+"""The claims that a request may state."""
 
 
 def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
@@ -249,12 +273,10 @@ def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
     if ":" in name:
         subject = Function(name=name, overrides=tuple((key, _claim(key, value)) for key, value in options.items()))
         assert subject.claims
-        if subject.claims.layout not in (*LAYOUTS, "auto"):
-            raise RequestError(f"layout={subject.claims.layout}", "is unknown", nearest("", [*LAYOUTS, "auto"]))
         return [subject]
     if name in PEERS:
         rest = {key: value for key, value in options.items() if key != "dtypes"}
-        dtypes = _claim("dtypes", options["dtypes"]) if "dtypes" in options else ()
+        dtypes = dtypes_named(options["dtypes"]) if "dtypes" in options else ()
         subject = Package(name=name, options=tuple(rest.items()), dtypes=dtypes)
         subject.peer(Case(mask="causal")).refuse_device("cpu")
         return [subject]
@@ -274,14 +296,8 @@ def _algorithms(peer: type[Peer]) -> list[Package]:
 
 def _claim(key: str, value: Any) -> Any:
     """The value of a claim from its text."""
-    if key in LISTS:
-        return tuple(value) if isinstance(value, list | tuple) else tuple(str(value).split(","))
-    if key in FLAGS:
-        if value not in (True, False):
-            raise RequestError(f"{key}={value}", "is a claim or not", f"{key}=true would work")
-        return value
     if key in FUNCTIONS:
         return Function(name=str(value)).function()
     if key not in CLAIM_KEYS:
         raise RequestError(key, "there is no such claim", nearest(key, CLAIM_KEYS))
-    return value
+    return tuple(value) if isinstance(value, list) else value

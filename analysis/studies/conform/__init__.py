@@ -24,7 +24,6 @@ from sp_bench.conform.ranks import Worlds
 from sp_bench.conform.report import remark
 from sp_bench.conform.run import rows_of
 from sp_bench.conform.subjects import Subject, subjects_named
-from sp_bench.measure import pool
 from sp_bench.peers.registry import PEERS
 from sp_bench.records import write_whole
 
@@ -32,8 +31,6 @@ OPTIONS = {"targets": ""}
 KNOWN = Path(__file__).with_name("conform_known.csv")
 COLUMNS: tuple[str, ...] = ("subject", "check", "status", "cases", "failed", "refused", "remark")
 SHRINK_S, TIMEOUT_S = 5.0, 120.0
-PRELOADED = ["sp_bench.conform.checks", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
-"""What ranks would each import: every pool of ranks is started again after a failure."""
 PACKAGES = ("torch", "ring-flash-attn", "yunchang", "deepspeed")
 SHORT = {"fails": "**fails**", "refused": "refused", "not claimed": "-"}
 
