@@ -16,11 +16,11 @@ SIZES = (1, 2, 3, 4, 6, 8)
 """The numbers of ranks that are run."""
 SHORT_TOKENS = 8
 """Tokens of each rank in most cases."""
-LENGTHS = {2: 2100, 4: 600}
+LENGTHS = {1: 2100, 2: 2100, 4: 600}
 """Whole lengths in tokens by the number of ranks, beyond 2,048 and beyond 256. No power of two from 32 on divides them
 or a rank's part."""
-LONGER = {1: 2100, 2: 4200, 3: 1500, 6: 1500, 8: 2100}
-"""Those that the long profile adds; on one and on two ranks each has more than 2,048."""
+LONGER = {2: 4200, 3: 1500, 6: 1500, 8: 2100}
+"""Those that the long profile adds; on two ranks each has more than 2,048."""
 PACKED_TOKENS = 600
 """Whole length of the longer packs, windows and uneven sequences."""
 NEITHER = {2: 3, 3: 2, 4: 7, 6: 4, 8: 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -17,8 +18,10 @@ from sp_bench.measure.memory import resident_bytes
 
 WARM_UP, CALLS, ROUNDS = 3, 5, 3
 """Calls before memory is read, and between readings. An allocator may grow once; a leak grows in every round."""
-NEW_SHAPES = 16
-"""Calls between readings where each has a new shape. Keeping what belongs to twice as many shapes is no leak."""
+NEW_SHAPES, SHAPE_ROUNDS = 16, 2
+"""The same where each call has a new shape. Keeping what belongs to so many shapes is no leak."""
+STRIDE = 13
+"""Between the lengths of calls that follow each other, in steps of the length."""
 SMALLEST_LEAK_BYTES = 100_000
 """Tensors below this size don't show in the resident memory of a process."""
 
@@ -27,37 +30,40 @@ def memory(subject: Subject, case: Case) -> str:
     """Resident memory doesn't grow from call to call, in each of several rounds."""
     stage = Stage(subject, case)
     local = stage.local(stage.inputs())
-    growth = _growth(lambda number: stage.backward(*stage.forward(local), local.dout), CALLS)
+    growth = _growth(lambda number: stage.backward(*stage.forward(local), local.dout), CALLS, ROUNDS)
     return _too_much(growth, local.q.nbytes, "call")
 
 
 def memory_of_shapes(subject: Subject, case: Case) -> str:
-    """The same over calls that each have another length, and with it other documents if there are some."""
+    """The same over calls that each have another length, and with it other documents if there are some.
+
+    Lengths follow each other without a trend: buffers of the last few, or of the longest, don't grow with them.
+    """
     stage = Stage(subject, case)
-    longest = _longer(case, WARM_UP + ROUNDS * NEW_SHAPES)
+    count = WARM_UP + SHAPE_ROUNDS * NEW_SHAPES
+    assert math.gcd(count, STRIDE) == 1, "each length once"
+    cases = [case.simpler(tokens=case.tokens + 2 * (STRIDE * number % count)) for number in range(count)]
+    longest = max(other.seqlen for other in cases)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     dtype = stage.inputs().q.dtype
-    whole = [torch.randn(case.batch, longest.seqlen, h, case.head_dim).to(dtype) for h in heads]
+    whole = [torch.randn(case.batch, longest, h, case.head_dim).to(dtype) for h in heads]
+    q_bytes: list[int] = []
 
     def call(number: int) -> None:
-        other = _longer(case, number)
+        other = cases[number]
         instance = stage.instance.at(other) if stage.instance.at else stage.another(other)
         local = Inputs(*(instance.shard(x[:, : other.seqlen]) for x in whole))
         stage.backward(*stage.forward(local, instance.attend), local.dout)
+        q_bytes.append(local.q.nbytes)
 
-    smallest = stage.instance.shard(whole[0][:, : case.seqlen]).nbytes
-    return _too_much(_growth(call, NEW_SHAPES), smallest, "new shape")
-
-
-def _longer(case: Case, number: int) -> Case:
-    """The case of the call of that number: two more tokens on each rank than in the one before it."""
-    return case.simpler(tokens=case.tokens + 2 * number)
+    growth = _growth(call, NEW_SHAPES, SHAPE_ROUNDS)
+    return _too_much(growth, sum(q_bytes) // count, "new shape")
 
 
-def _growth(call: Callable[[int], object], calls: int) -> float:
-    """Bytes that a call adds to the resident memory, in the round of so many `calls` that adds least."""
+def _growth(call: Callable[[int], object], calls: int, rounds: int) -> float:
+    """Bytes that a call adds to the resident memory, in the one of `rounds` of so many `calls` that adds least."""
     marks, number = [], 0
-    for count in (WARM_UP, *[calls] * ROUNDS):
+    for count in (WARM_UP, *[calls] * rounds):
         for _ in range(count):
             call(number)
             number += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -119,6 +120,8 @@ def judge(subject: Subject, function: str, case: Case) -> str:
     global _last
     from sp_bench.conform import checks
 
+    if not _last[0]:
+        gc.freeze()  # a collection goes through all modules otherwise, whose memory the ranks share until then
     _last = ("begun", "")
     name, _, argument = function.partition(":")
     check: Callable[..., str] = checks.CHECKS[name]
