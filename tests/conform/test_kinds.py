@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from sp_bench.conform.cases import SIZES, share
 from sp_bench.conform.catalogue import CHECKS, check_named
 from sp_bench.conform.claims import Claims, claims
 from sp_bench.conform.ranks import Worlds
-from sp_bench.conform.report import advice, remark, run_with
+from sp_bench.conform.report import advice, checks_table, remark, run_with
 from sp_bench.conform.run import rows_of
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import LAYOUTS
@@ -19,6 +21,7 @@ from tests.conform.support import failures, named, row
 from tests.support.marks import exhaustive
 
 HERE = "tests.conform.narrow"
+ROOT = Path(__file__).parents[2]
 EVERYTHING = Claims(uneven=True, documents=True, window=True, scale=True)
 
 
@@ -153,3 +156,9 @@ def test_names_of_dtypes_and_masks() -> None:
     ):
         with pytest.raises(RequestError):
             claims(**wrong)
+
+
+def test_the_page_has_the_table_of_checks_and_all_claims() -> None:
+    page = (ROOT / "docs/how-to/conform.md").read_text()
+    assert checks_table() in page
+    assert all(f"`{each.name}`" in page for each in fields(Claims))

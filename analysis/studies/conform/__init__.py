@@ -32,7 +32,7 @@ KNOWN = Path(__file__).with_name("conform_known.csv")
 COLUMNS: tuple[str, ...] = ("subject", "check", "status", "cases", "failed", "refused", "remark")
 SHRINK_S, TIMEOUT_S = 5.0, 120.0
 PACKAGES = ("torch", "ring-flash-attn", "yunchang", "deepspeed")
-SHORT = {"fails": "**fails**", "refused": "refused", "not claimed": "-"}
+SHORT = {"fails": "**fails**", "refused": "refused", "not claimed": "-", "not run": "not run"}
 
 
 def subject_rows(subject: Subject) -> list[dict[str, str]]:
@@ -64,7 +64,6 @@ def named(target: str) -> Iterable[Subject]:
 @cache
 def found(runs: Runs) -> list[dict[str, str]]:
     """All rows; those of the targets are found again, and kept in conform.csv after each."""
-    pool.PRELOADED += PRELOADED
     order, path = [subject.title for subject in subjects()], runs.pages / "conform.csv"
     targets = runs.options["targets"].split()
     for subject in [each for target in targets for each in named(target)] or subjects():
@@ -119,7 +118,10 @@ def methods(runs: Runs) -> str:
 
 def _matrix(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     names = dict.fromkeys(check.name for check in CHECKS)
-    rows = [[f"`{name}`", *(_short(checks[name]) for checks in found.values())] for name in names]
+    rows = [
+        [f"`{name}`", *(_short(checks[name]) if name in checks else "not run yet" for checks in found.values())]
+        for name in names
+    ]
     return markdown.table(["check", *(title.replace(" algorithm=", " ") for title in found)], rows)
 
 
