@@ -1,10 +1,11 @@
-"""The smallest case that fails, found by hypothesis."""
+"""The smallest case that fails, found by hypothesis and then axis by axis."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from sp_bench.conform.case import AXES, Case
 
@@ -30,9 +31,8 @@ def smallest(case: Case, fails: Callable[[Case], bool], limit_s: float) -> Case:
         return known[candidate]
 
     axes = {}
-    for name, values in AXES.items():
-        own = getattr(case, name)
-        upto = [*values[: values.index(own)], own] if own in values else [x for x in values if x < own] + [own]
+    for name in AXES:
+        upto = [*_simpler(case, name), getattr(case, name)]
         last = len(upto) - 1
         drawn = st.tuples(st.integers(0, last), st.booleans())
         axes[name] = drawn.map(lambda pair, upto=upto: upto[-1 if pair[1] else pair[0]])
@@ -47,6 +47,21 @@ def smallest(case: Case, fails: Callable[[Case], bool], limit_s: float) -> Case:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HypothesisWarning)
-            return find(st.builds(Case, **axes), tried, settings=options)
+            return _axis_by_axis(find(st.builds(Case, **axes), tried, settings=options), tried)
     except NoSuchExample:
-        return case
+        return _axis_by_axis(case, tried)
+
+
+def _axis_by_axis(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """The case with the simplest value of each axis with which it still fails."""
+    for name in AXES:
+        candidates = (case.simpler(**{name: value}) for value in _simpler(case, name))
+        if found := next(filter(fails, candidates), None):
+            return _axis_by_axis(found, fails)
+    return case
+
+
+def _simpler(case: Case, name: str) -> list[Any]:
+    """The values of an axis that are simpler than the case's own."""
+    values, own = AXES[name], getattr(case, name)
+    return [*values[: values.index(own)]] if own in values else [x for x in values if x < own]

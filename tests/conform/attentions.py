@@ -272,14 +272,29 @@ def dropped(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -> T
     return _Slot.apply(q, k, v, causal, group, True)  # pyright: ignore
 
 
-_mask: list[bool] = []
+class _LastMask(torch.autograd.Function):
+    """Its backward takes the mask of the process's last forward."""
+
+    last: bool = False
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: Group) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.group, _LastMask.last = group, causal
+        return attend(q, k, v, causal, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            result = attend(*leaves, _LastMask.last, ctx.group)  # pyright: ignore[reportCallIssue]
+        return (*torch.autograd.grad(result, leaves, grad_outputs[0]), None, None)
 
 
 @CONTIGUOUS
 def instances(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -> Tensor:
-    """The first instance's mask is that of the process."""
-    _mask.append(causal)
-    return attend(q, k, v, _mask[0], group)
+    """The last instance's mask is that of the process."""
+    return _LastMask.apply(q, k, v, causal, group)  # pyright: ignore
 
 
 @CONTIGUOUS

@@ -12,7 +12,7 @@ from tests.conform import attentions, narrow
 
 def named(name: str, **options: object) -> Subject:
     """An attention of these tests, or what else has that name."""
-    of = next((module.__name__ + ":" for module in (attentions, narrow) if hasattr(module, name)), "")
+    of = next((module.__name__ + ":" for module in (narrow, attentions) if hasattr(module, name)), "")
     (subject,) = subjects_named(of + name, options)
     return subject
 

@@ -110,7 +110,7 @@ def test_refusals_are_told_apart(worlds: Worlds) -> None:
 def test_what_is_not_claimed_is_not_run(worlds: Worlds) -> None:
     assert row(worlds, named("out"), "volume").status == "not claimed"
     assert row(worlds, named("out"), "documents").status == "not claimed"
-    assert row(worlds, named("out", documents=True), "heads", sizes=(8,)).status == "not claimed"
+    assert row(worlds, named("out", head_parallel=True), "heads").status == "not claimed"
 
 
 @pytest.mark.exhaustive
@@ -150,7 +150,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([f"{HERE}:right", "masks=sliding"], "masks=sliding: masks are those of a whole sequence; window=true would"),
         ([f"{HERE}:right", "masks=causal,document"], "documents=true would claim it; masks: full, causal"),
         ([f"{HERE}:right", "masks=cuasal"], "masks=cuasal: there is no such mask; did you mean causal?"),
-        ([f"{HERE}:right", "masks=[]"], "masks=[]: a function takes at least one; masks=causal would work"),
+        ([f"{HERE}:right", "masks=[]"], "masks=(): a function takes at least one; masks=causal would work"),
         ([f"{HERE}:right", "dtypes=fp8"], "dtypes=fp8: is no dtype that is checked; known: bfloat16, float16"),
         (["ring_flash_attn", "dtypes=int8"], "dtypes=int8: is no dtype that is checked"),
         ([f"{HERE}:right", "uneven=perhaps"], "uneven=perhaps: is a claim or not; uneven=true would work"),
