@@ -47,7 +47,7 @@ def messages(subject: Subject, case: Case) -> str:
 
 
 def other_length(subject: Subject, case: Case) -> str:
-    """The last rank gets half of the tokens. If the subject answers, it is right for the tokens that it got, in order.
+    """The first rank gets half of its tokens. If the subject answers, it is right for the tokens that it got, in order.
 
     Raising or dying is right too (Check.loud). A function that is for other layouts than contiguous ones can't answer.
     """
@@ -55,14 +55,14 @@ def other_length(subject: Subject, case: Case) -> str:
     missing = case.tokens // 2
     cut = case.simpler(more=-missing)
     whole = Inputs(*(x[:, : cut.seqlen] for x in stage.inputs()))
-    first = stage.rank * case.tokens
-    local = Inputs(*(x[:, first : min(first + case.tokens, cut.seqlen)].contiguous() for x in whole))
+    first, last = (max(0, rank * case.tokens - missing) for rank in (stage.rank, stage.rank + 1))
+    local = Inputs(*(x[:, first:last].contiguous() for x in whole))
     with _silenced():
         leaves = [x.detach().requires_grad_() for x in local[:3]]
         out = stage.instance.attend(*leaves)
         shapes: list[Any] = [None] * case.n
         dist.all_gather_object(shapes, (tuple(out.shape), tuple(local.q.shape)), group=stage.group)
-        answers = f"rank {case.n - 1} has {case.tokens - missing} tokens and the others {case.tokens}, but none raises"
+        answers = f"rank 0 has {case.tokens - missing} tokens and the others {case.tokens}, but none raises"
         for rank, (found, wanted) in enumerate(shapes):
             if found != wanted:
                 return f"{answers}: out of rank {rank} is {found}, where {wanted} is right"

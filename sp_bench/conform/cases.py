@@ -185,8 +185,10 @@ def three(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
 
 
 def several(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    """As `one`, but nothing on one rank, which has no other."""
-    return (case for case in one(claims, sizes, long) if case.n > 1)
+    """Two ranks, with each mask; nothing on one rank, which has no other."""
+    for n, mask in product(chosen(sizes, *((2, 3, 4) if long else (2,))), claims.masks):
+        if n > 1:
+            yield case_of(claims, n, mask=mask)
 
 
 def groups(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:

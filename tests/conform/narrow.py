@@ -214,7 +214,7 @@ def other_length(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group)
 def other_length_hangs(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -> Tensor:
     """A rank with fewer tokens than the others awaits the rest of them."""
     if q.shape[1] < max(_sizes(q, group)):
-        dist.recv(torch.zeros(1), group=group, group_src=0)
+        dist.recv(torch.zeros(1), group=group, group_src=1)
     return attend(q, k, v, causal, group)
 
 
