@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -31,8 +33,9 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, OUT, Field, Kind, O, Q
 from sp_bench.plan.tensors import Tensor as ChunkTensor
 from sp_bench.run import sharding
-from sp_bench.run.buffers import Buffers
+from sp_bench.run.buffers import Arena, Borrowed, Buffers
 from sp_bench.run.devices import Cuda, Device
+from sp_bench.run.engines import Engines, agree
 from sp_bench.run.executor import Action, Executor, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.nccl import transport_for
@@ -59,18 +62,22 @@ class Engine:
         transport: Transport | None = None,
         queues: Device | None = None,
         shares: SmShares | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
         `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. `shares` says
-        what kernel and transport were told to take of the GPU.
+        what kernel and transport were told to take of the GPU. `arena` is memory for its buffers, where the transport
+        doesn't make them; engines that share one share `queues`.
         Raises RequestError if the kernel refuses the device or dtype.
         """
         self.plans, self.problem, self.shares = plans, problem, shares
         chosen = isinstance(kernel, BlockKernel)
         self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
-        self._rank, self._device, self.buffers = rank, device, Buffers(device, self.transport)
+        self._rank, self._device = rank, device
+        lent = arena is not None and not self.transport.makes_memory
+        self.buffers = Borrowed(arena, self.transport, self) if arena and lent else Buffers(device, self.transport)
         self.queues = queues or (Cuda(device) if device.type == "cuda" else None)
         """The asynchronous device; None on a CPU."""
         self._executors: dict[str, Executor] = {}
@@ -118,9 +125,9 @@ class Engine:
         return self._executors[phase].reading()
 
     def close(self) -> None:
-        """End the executors' streams."""
-        for executor in self._executors.values():
-            executor.close()
+        """End the executors' streams and let go of their buffers; a later execution makes them again."""
+        while self._executors:
+            self._executors.popitem()[1].close()
 
     def _executor(self, phase: str) -> Executor:
         if phase not in self._executors:
@@ -284,7 +291,7 @@ class SequenceParallelAttention(torch.nn.Module):
             self.method = self._chosen(heads, kv_heads or heads)
         self._uneven: dict[int, int] = {}
         """Local length -> length of the last sequence of unequal shards that `shard` cut to it."""
-        self._engines: dict[tuple, Engine] = {}
+        self._engines = Engines()
 
     @property
     def n(self) -> int:
@@ -346,10 +353,56 @@ class SequenceParallelAttention(torch.nn.Module):
     @property
     def sent_bytes(self) -> Counter[tuple[str, str, str]]:
         """Bytes this rank has sent so far, by (lane, tensor, field)."""
-        return sum((engine.transport.sent_bytes for engine in self._engines.values()), Counter())
+        return self._engines.sent_bytes
+
+    def under(self, mask: Mask) -> SequenceParallelAttention:
+        """The same attention under another mask, of tokens that are dealt as here. Both share engines and memory."""
+        other = copy(self)
+        other.mask = mask
+        return other
 
     def engine(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Engine:
-        """Return the engine for these shapes and dtypes; it is built at first use and cached."""
+        """Return the engine for these shapes and dtypes; it is built at first use. Those used last are kept.
+
+        All ranks must call it. Of new shapes they tell each other, so that an error is raised on all ranks.
+        """
+        shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
+        key = (self.mask, self._layout, shapes, seqlen, self._uneven.get(q.shape[1]))
+        return self._engines.get(key, lambda: self._new_engine(q, k, v, seqlen))
+
+    def _new_engine(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Engine:
+        """Raises RequestError on all ranks if one refuses its tensors, or if ranks have different problems."""
+        method, problem, refused = self.method, None, None
+        try:
+            problem = self._problem(q, k, v, seqlen)
+            method = _fewest_bytes(self.method, problem)
+            problem = method.dealt(problem)
+            self._refuse_shard(q, problem)
+        except RequestError as error:
+            refused = error
+        mine = refused or _in_words(problem)
+        agree(mine, self.group, self.n, "all ranks must have the same sequence", "the same on all would work")
+        assert problem is not None
+        plans = _proven(method, problem, self.costs)
+        group = (self.group or dist.group.WORLD) if self.n > 1 else None
+        kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
+        shares = share(kernel, plans, q.device)
+        transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None)
+        queues, arena = self._engines.queues(q.device), self._engines.arena(q.device)
+        return Engine(
+            plans,
+            problem,
+            kernel,
+            q.device,
+            rank=self.rank,
+            transport=transport,
+            queues=queues,
+            shares=shares,
+            arena=arena,
+        )
+
+    def _problem(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Problem:
+        """The problem before a variant of the method is chosen. Raises RequestError for tensors that don't fit."""
         if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
             raise RequestError(
                 f"q {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}",
@@ -369,35 +422,34 @@ class SequenceParallelAttention(torch.nn.Module):
         if seqlen is None and (uneven := self._uneven.get(q.shape[1])):
             rule = f"{self.n} ranks don't share {uneven} tokens evenly, so that the call must say seqlen"
             raise RequestError(f"q {tuple(q.shape)}", rule, f"seqlen={uneven} would work")
-        seqlen = seqlen or q.shape[1] * self.n
-        key = (q.shape, k.shape, q.dtype, q.device, seqlen)
-        if key not in self._engines:
-            problem = Problem(
-                n=self.n,
-                seqlen=seqlen,
-                batch=q.shape[0],
-                heads=q.shape[2],
-                kv_heads=k.shape[2],
-                head_dim=q.shape[3],
-                mask=self.mask,
-                dtype=str(q.dtype).removeprefix("torch."),
-                wire_dtype=self.wire_dtype,
-                layout=self.layout,
+        return Problem(
+            n=self.n,
+            seqlen=seqlen or q.shape[1] * self.n,
+            batch=q.shape[0],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            mask=self.mask,
+            dtype=str(q.dtype).removeprefix("torch."),
+            wire_dtype=self.wire_dtype,
+            layout=self.layout,
+        )
+
+    def _refuse_shard(self, q: Tensor, problem: Problem) -> None:
+        if q.shape[1] != problem.tokens(self.rank):
+            raise RequestError(
+                f"q {tuple(q.shape)}",
+                f"rank {self.rank} of {self.n} owns {problem.tokens(self.rank)} tokens of {problem.seqlen}",
+                "what `shard` returns would work",
             )
-            method = _fewest_bytes(self.method, problem)
-            problem = method.dealt(problem)
-            if q.shape[1] != problem.tokens(self.rank):
-                raise RequestError(
-                    f"q {tuple(q.shape)}",
-                    f"rank {self.rank} of {self.n} owns {problem.tokens(self.rank)} tokens of {seqlen}",
-                    "what `shard` returns would work",
-                )
-            plans = _proven(method, problem, self.costs)
-            group = (self.group or dist.group.WORLD) if self.n > 1 else None
-            kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
-            shares = share(kernel, plans, q.device)
-            transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None)
-            self._engines[key] = Engine(
-                plans, problem, kernel, q.device, rank=self.rank, transport=transport, shares=shares
-            )
-        return self._engines[key]
+
+
+def _in_words(problem: Problem | None) -> str:
+    """What all ranks must have alike, short even for thousands of documents."""
+    assert problem is not None
+    mask, documents = problem.mask, ""
+    if isinstance(mask, Packed):
+        sizes = hashlib.sha256(repr(mask.__reduce__()[1]).encode()).hexdigest()[:8]
+        documents = f", {len(mask.lengths)} documents ({sizes})"
+    names = ("seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype")
+    return ", ".join(f"{name}={getattr(problem, name)}" for name in names) + f", mask={mask.name}{documents}"

@@ -102,8 +102,10 @@ class Executor:
         return self._last_marks.spent
 
     def close(self) -> None:
-        """Shut down the streams."""
+        """Shut down the streams and let go of the buffers, at once: no cycle of references keeps them."""
         self._streams.close()
+        self._lanes.close()
+        del self._windows, self._calls
 
     # Streams
 

@@ -79,6 +79,12 @@ class Lanes:
             alone = ((i, op) for i, op in self._plan if isinstance(op, Pass | AllToAll))
             self._results = {i: self._new(op.recv) for i, op in alone if i not in self._lowering.receive_buffers}
 
+    def close(self) -> None:
+        """Let go of the buffers. No execution may follow."""
+        self._standing.cache_clear()
+        for tensors in (self._receiving, self._staging, self._results):
+            tensors.clear()
+
     def prepost(self, index: int, op: Op, beside: bool) -> bool:
         """Post the receives of a transfer whose buffers are free, before its operands are ready.
 

@@ -102,6 +102,10 @@ class NcclTransport(Transport):
             return self.registered.empty(shape, dtype, list(self._made.values()))
         return super().empty(shape, dtype, device)
 
+    @property
+    def makes_memory(self) -> bool:
+        return self.registered is not None
+
     def allocated(self) -> None:
         if self.registered:
             self.registered.register(list(self._made.values()))

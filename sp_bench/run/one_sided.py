@@ -89,6 +89,10 @@ class OneSidedTransport(Transport):
             lanes = max((len(plan.lanes) for plan in plans), default=0)
             self.memory.connect(incoming_signals(plans, dist.get_rank(self.group)), lanes)
 
+    @property
+    def makes_memory(self) -> bool:
+        return True
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.memory.empty(shape, dtype)
 

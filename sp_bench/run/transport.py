@@ -124,6 +124,11 @@ class Transport(ABC):
         return torch.empty(shape, dtype=dtype, device=device)
 
     @property
+    def makes_memory(self) -> bool:
+        """Whether buffers must come from `empty`; else they may lie in any memory of the device."""
+        return False
+
+    @property
     def communicators(self) -> tuple[str, ...]:
         """NCCL's communicators that it uses, in words."""
         return ()
