@@ -6,13 +6,16 @@
     loss.backward()                                        # then sum the gradients over the ranks
 
 Every rank passes the whole batch to `deal` and gets its own tokens of it. Labels are shifted before tokens are dealt,
-and the loss is divided by the number of labels of all ranks.
+and the loss is divided by the number of labels of all ranks. What `deal` returns carries the batch's documents to the
+layers, so that batches may be under way together.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -20,65 +23,119 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
+from sp_bench.integrations.batches import IGNORED, Agreement, Batch, batch_in, batch_of, documents, in_words, shifted
+from sp_bench.integrations.layer_masks import OTHERWISE, Sees, mask_function, refuse_padding
+from sp_bench.integrations.models import NAME, under_way, watch
 from sp_bench.plan.documents import Documents
-from sp_bench.plan.mask import CAUSAL, FULL, Mask
+from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.run.attention import SequenceParallelAttention
-from sp_bench.run.sharding import shard
 
-NAME = "sp_bench"
-"""The value of attn_implementation."""
-IGNORED = -100
-"""The label of a token that has no next one, as Hugging Face has it."""
-NOT_DONE = ("softcap", "s_aux", "position_bias")
+NOT_DONE = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask", "indices", "block_indices")
 """Arguments of a model's attention that change its result."""
+MOST_MASKS = 16
+"""Masks, and lengths, whose layouts are kept."""
 
 
 class Parallel:
-    """A method on a group of ranks, and the documents of the batch under way."""
+    """A method on a group of ranks."""
 
     def __init__(self, method: str, group: dist.ProcessGroup | None, options: dict[str, Any]) -> None:
         """Raises RequestError for an unknown method or option."""
+        self._whole = SequenceParallelAttention(method, mask=CAUSAL, group=group, **options)
         self._method, self._group, self._options = method, group, options
-        self._attentions: dict[Mask, SequenceParallelAttention] = {}
-        self._causal: Mask = CAUSAL
-        """The mask of causal layers: that of the documents which were dealt last."""
-        self._seqlen: int | None = None
-        self.attention(CAUSAL)
+        self._attentions: OrderedDict[Mask, SequenceParallelAttention] = OrderedDict()
+        self._agree = Agreement(group, self._whole.n)
+        self._dealt: OrderedDict[int, Batch | None] = OrderedDict()
+        """Tokens of this rank -> a batch with so many; None if they were dealt in several ways."""
+        self._checked: ref[Tensor] | None = None
+        """Positions that were found to be this rank's."""
 
     def attention(self, mask: Mask) -> SequenceParallelAttention:
-        """The method's attention under a mask."""
+        """The method's attention under a mask, of tokens dealt as suits it."""
         if mask not in self._attentions:
             made = SequenceParallelAttention(self._method, mask=mask, group=self._group, **self._options)
+            made.share(self._whole)
             self._attentions[mask] = made
+        self._attentions.move_to_end(mask)
+        while len(self._attentions) > MOST_MASKS:
+            self._attentions.popitem(last=False)
         return self._attentions[mask]
 
     def deal(
         self, input_ids: Tensor, *, labels: Tensor | None = None, position_ids: Tensor | None = None
     ) -> dict[str, Any]:
-        """This rank's arguments of a causal language model, of a whole batch (B, seqlen).
+        """This rank's arguments of a causal language model, of a whole batch (B, seqlen). All ranks must call it.
 
-        `labels` are not shifted, and are the input_ids by default. Where `position_ids` (1, seqlen) begin again at 0, a
-        packed document begins. Raises RequestError if they are not those of packed documents, or too few tokens.
+        `labels` are not shifted, and are the input_ids by default. Where `position_ids` (1 or B, seqlen) begin again at
+        0, a packed document begins; rows with different documents are laid end to end in one. Raises RequestError on
+        all ranks if positions are not those of packed documents, if there are too few tokens, or if ranks have
+        different batches.
         """
-        seqlen = input_ids.shape[1]
-        whole = torch.arange(seqlen, device=input_ids.device)[None]
-        position_ids = whole if position_ids is None else position_ids[:1]
-        lengths = _lengths(position_ids[0])
-        self._causal, self._seqlen = CAUSAL if len(lengths) == 1 else Documents(lengths), seqlen
-        attention = self.attention(self._causal)
-        shifted = torch.full_like(input_ids, IGNORED)
-        shifted[:, :-1] = (input_ids if labels is None else labels)[:, 1:]
-        shifted[:, torch.tensor(lengths).cumsum(0) - 1] = IGNORED
-        count = int((shifted != IGNORED).sum())
-        ids, shifted, position_ids = (
-            shard(x, attention.layout, attention.rank, attention.n) for x in (input_ids, shifted, position_ids)
-        )
-        given = {"input_ids": ids, "position_ids": position_ids.expand_as(ids), "use_cache": False}
-        return given | {"labels": shifted, "shift_labels": shifted, "num_items_in_batch": count}
+        found: Batch | None = None
+        try:
+            labels = input_ids if labels is None else labels
+            rows = documents(position_ids) if position_ids is not None else ((input_ids.shape[1],),)
+            _refuse_shapes(input_ids, labels, position_ids)
+            found = self._batch(rows)
+            found.attention.positions(found.seqlen)  # refuses too few tokens
+            mine: str | RequestError = in_words(input_ids, labels, rows)
+        except RequestError as error:
+            mine = error
+        self._agree(mine)
+        assert found is not None
+        assert labels is not None
+        if found.rows:
+            input_ids, labels = input_ids.reshape(1, -1), labels.reshape(1, -1)
+        whole = shifted(labels, found.lengths)
+        found.count = int((whole != IGNORED).sum())
+        found.labels = found.deal(whole)
+        positions = torch.cat([torch.arange(length, device=input_ids.device) for length in found.lengths])[None]
+        ids = found.deal(input_ids)
+        self._note(Batch(found.lengths, found.rows, found.attention))
+        return {
+            "input_ids": ids,
+            "position_ids": found.deal(positions).expand_as(ids),
+            "use_cache": False,
+            "labels": found.labels,
+            "shift_labels": found.labels,
+            "num_items_in_batch": found.count,
+            NAME: found,
+        }
 
-    def gather(self, x: Tensor) -> Tensor:
-        """The whole sequence of what ranks have by token, such as logits: (B, S, ...) -> (B, seqlen, ...)."""
-        return self.attention(self._causal).unshard(x)
+    def _batch(self, rows: tuple[tuple[int, ...], ...]) -> Batch:
+        differ = len(set(rows)) > 1
+        lengths = tuple(length for row in rows for length in row) if differ else rows[0]
+        attention = self.attention(CAUSAL if len(lengths) == 1 else Documents(lengths))
+        return Batch(lengths, len(rows) if differ else 0, attention)
+
+    def gather(self, x: Tensor, dealt: dict[str, Any] | Batch | None = None) -> Tensor:
+        """The whole sequence of what ranks have by token, such as logits: (B, S, ...) -> (B, seqlen, ...).
+
+        `dealt` is what `deal` returned for the batch. Without it, `x` must be a model's logits, or all batches so far
+        must be dealt alike. Raises RequestError if that is not so.
+        """
+        batch = batch_in(dealt) or batch_of(x) or self._alike(x)
+        if batch is None:
+            rule = f"batches with {x.shape[1]} tokens a rank were dealt in several ways, and this may be of any"
+            raise RequestError(
+                f"gather of {tuple(x.shape)}", rule, "gather(x, dealt), with what deal returned, would work"
+            )
+        return batch.gather(x)
+
+    def _alike(self, x: Tensor) -> Batch | None:
+        """A batch dealt as all were that had so many tokens a rank; None if there were others, or too many to know."""
+        if not self._dealt:
+            return Batch((x.shape[1] * self._whole.n,), 0, self._whole)
+        return self._dealt.get(x.shape[1])
+
+    def _note(self, batch: Batch) -> None:
+        """Keep how a batch is dealt, or that batches with so many tokens differ."""
+        before = self._dealt.setdefault(batch.tokens, batch)
+        if before is not None and before.told != batch.told:
+            self._dealt[batch.tokens] = None
+        self._dealt.move_to_end(batch.tokens)
+        while len(self._dealt) > MOST_MASKS:
+            self._dealt.popitem(last=False)
 
     def __call__(
         self,
@@ -86,7 +143,7 @@ class Parallel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | Sees | None,
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
@@ -96,32 +153,88 @@ class Parallel:
 
         Raises RequestError for padding, a cache, dropout, or what no method computes.
         """
-        self._refuse(query, key, attention_mask, dropout, given)
-        causal = given.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
+        _refuse(query, key, dropout, given)
+        sees = _sees(module, attention_mask, given)
+        batch = self._batch_of(module, query, given)
+        if batch is None:
+            if sees.causal:
+                self._refuse_positions(given.get("position_ids"))
+            attention, seqlen = self._whole.under(sees.mask((query.shape[2] * self._whole.n,))), None
+        else:
+            attention, seqlen = batch.under(sees), batch.seqlen
         if scaling is not None and scaling != query.shape[-1] ** -0.5:
             query = query * (scaling * math.sqrt(query.shape[-1]))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self.attention(self._causal if causal else FULL)(q, k, v, seqlen=self._seqlen), None
+        return attention(q, k, v, seqlen=seqlen), None
 
-    def _refuse(
-        self, query: Tensor, key: Tensor, attention_mask: Tensor | None, dropout: float, given: dict[str, Any]
-    ) -> None:
-        if attention_mask is not None and not bool(attention_mask.bool().all()):
-            rule = "padding is not masked: packed documents are told by position_ids that begin again at 0"
-            raise RequestError("attention_mask", rule, "deal(input_ids, position_ids=...) would work")
-        if query.shape[2] != key.shape[2]:
-            rule = f"{query.shape[2]} queries and {key.shape[2]} keys: a cache of keys is not dealt"
-            raise RequestError("use_cache=True", rule, "use_cache=False would work")
-        if dropout:
-            raise RequestError(f"attention_dropout={dropout}", "is not computed", "attention_dropout=0.0 would work")
-        window = given.get("sliding_window")
-        if window is not None and window < (self._seqlen or query.shape[2]):
-            rule = f"is shorter than the sequence of {self._seqlen} tokens, and layers have windows of their own"
-            raise RequestError(f"sliding_window={window}", rule, "sliding_window=None would work")
-        for name in NOT_DONE:
-            if given.get(name) is not None:
-                raise RequestError(f"{name}={given[name]}", "is not computed", f"{name}=None would work")
+    def _batch_of(self, module: torch.nn.Module, query: Tensor, given: dict[str, Any]) -> Batch | None:
+        """The batch that the layer was told of; None if the caller dealt tokens without `deal`."""
+        told, call = given.get(NAME), under_way.get()
+        if told is None and call is not None:
+            batch = call.batch
+            if len(batch.lengths) > 1 or batch.seqlen % self._whole.n:
+                rule = "passes no keyword arguments on to its attention, so that it isn't told of documents and lengths"
+                would_work = f"one document, whose length {self._whole.n} divides, would work"
+                raise RequestError(type(module).__name__, rule, would_work)
+            told = batch
+        if told is not None and query.shape[2] != (mine := told.tokens):
+            rule = f"this rank has {mine} tokens of the batch: the layer is not one of those that see dealt tokens"
+            would_work = (
+                f'attn_implementation={{"text_config": "{NAME}"}}, which leaves out towers of images, would work'
+            )
+            raise RequestError(f"{type(module).__name__} on {query.shape[2]} tokens", rule, would_work)
+        return told
+
+    def _refuse_positions(self, position_ids: Tensor | None) -> None:
+        """Raise RequestError if tokens that weren't dealt by `deal` have other positions than this rank's."""
+        if position_ids is None or position_ids.ndim != 2 or self._whole.n == 1:
+            return
+        if self._checked is not None and self._checked() is position_ids:
+            return
+        mine = self._whole.positions(position_ids.shape[1] * self._whole.n).to(position_ids.device)
+        if not bool((position_ids - position_ids[:, :1] == mine - mine[0]).all()):
+            rule = "are not those of this rank's tokens, or begin again at 0"
+            raise RequestError("position_ids", rule, "model(**deal(input_ids)) would work")
+        self._checked = ref(position_ids)
+
+
+def _refuse_shapes(input_ids: Tensor, labels: Tensor, position_ids: Tensor | None) -> None:
+    if input_ids.ndim != 2 or labels.shape != input_ids.shape:
+        rule = "must be (B, seqlen), and of one shape"
+        raise RequestError(f"input_ids {tuple(input_ids.shape)}, labels {tuple(labels.shape)}", rule, "that would work")
+    if position_ids is not None and position_ids.shape not in ((1, input_ids.shape[1]), input_ids.shape):
+        value, rule = f"position_ids {tuple(position_ids.shape)}", f"input_ids are {tuple(input_ids.shape)}"
+        raise RequestError(value, rule, "(1, seqlen), or (B, seqlen) for rows that differ, would work")
+
+
+def _sees(module: torch.nn.Module, attention_mask: Tensor | Sees | None, given: dict[str, Any]) -> Sees:
+    """What a layer's queries see: by the model's mask or, where it makes none, by what the layer says."""
+    if isinstance(attention_mask, Sees):
+        return attention_mask
+    refuse_padding(attention_mask)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        rule = f"is a tensor of shape {tuple(attention_mask.shape)}, for the tokens of this rank only"
+        raise RequestError("attention_mask", rule, f"no mask, or {OTHERWISE}")
+    causal = given.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    window, chunk = given.get("sliding_window"), getattr(getattr(module, "config", None), "attention_chunk_size", None)
+    if window is not None and not causal:
+        return Sees(unknown=f"a window of {window} tokens to both sides")
+    return Sees(bool(causal), None if window is None else int(window) - 1, chunk=chunk if causal else None)
+
+
+def _refuse(query: Tensor, key: Tensor, dropout: float, given: dict[str, Any]) -> None:
+    if query.shape[2] != key.shape[2]:
+        rule = f"{query.shape[2]} queries and {key.shape[2]} keys: a cache of keys is not dealt"
+        raise RequestError("use_cache=True", rule, "use_cache=False would work")
+    if dropout:
+        would_work = "model.eval(), training with attention_dropout=0.0, or one process would work"
+        raise RequestError(f"attention_dropout={dropout}", "is not computed", would_work)
+    for name in NOT_DONE:
+        if given.get(name) is not None:
+            x = given[name]
+            value = f" {tuple(x.shape)}" if isinstance(x, Tensor) else f"={x}"
+            raise RequestError(f"{name}{value}", "is not computed, and changes the scores of the layer", OTHERWISE)
 
 
 def register(method: str = "mesh", *, group: dist.ProcessGroup | None = None, **options: Any) -> Parallel:
@@ -131,20 +244,10 @@ def register(method: str = "mesh", *, group: dist.ProcessGroup | None = None, **
     the transformers package.
     """
     require("transformers", "sp_bench.integrations.transformers")
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     parallel = Parallel(method, group, options)
     AttentionInterface.register(NAME, parallel)
+    AttentionMaskInterface.register(NAME, mask_function)
+    watch()
     return parallel
-
-
-def _lengths(positions_S: Tensor) -> tuple[int, ...]:
-    """The lengths of packed documents by their positions. Raises RequestError if they don't count on from 0."""
-    begins = (positions_S == 0).nonzero().flatten().tolist()
-    edges = [*begins, positions_S.numel()]
-    lengths = tuple(stop - start for start, stop in zip(edges[:-1], edges[1:], strict=True))
-    counted = torch.cat([torch.arange(length) for length in lengths]) if lengths else torch.empty(0)
-    if not torch.equal(counted, positions_S.cpu()):
-        rule = "must count on from 0 in every document of the whole sequence"
-        raise RequestError("position_ids", rule, "[0, 1, 2, 0, 1] would work for documents of 3 and 2 tokens")
-    return lengths

@@ -361,6 +361,10 @@ class SequenceParallelAttention(torch.nn.Module):
         other.mask = mask
         return other
 
+    def share(self, other: SequenceParallelAttention) -> None:
+        """Keep engines together with another attention of the same group: few in all, and in the same memory."""
+        self._engines = other._engines
+
     def engine(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Engine:
         """Return the engine for these shapes and dtypes; it is built at first use. Those used last are kept.
 

@@ -83,7 +83,8 @@ def agree(mine: str | RequestError, group: dist.ProcessGroup | None, n: int, rul
         raise mine
     for rank, theirs in enumerate(found):
         if isinstance(theirs, RequestError):
-            raise RequestError(f"on rank {rank}, {theirs}", "no rank goes on without the others", "what it says would work")
+            rule = "no rank goes on without the others"
+            raise RequestError(f"on rank {rank}, {theirs}", rule, "what it says would work")
     if len(set(found)) > 1:
         first = found.index(next(x for x in found if x != found[0]))
         raise RequestError(f"{found[0]} on rank 0, {found[first]} on rank {first}", rule, would_work)

@@ -1,0 +1,174 @@
+"""Small models of transformers' own classes, and what ranks do with them. Imported inside the ranks: no pytest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_bench.errors import RequestError
+from tests.support.ranks import group_of
+
+RANKS = 2
+SEQLEN = 48
+VOCAB = 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
+MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LLAMA4 = {
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "no_rope_layers": [1, 0],
+    "layer_types": ["chunked_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+
+RIGHT = ""
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("Llama", {}, RIGHT),
+    "llama, not causal": ("Llama", {"is_causal": False}, RIGHT),
+    "qwen3": ("Qwen3", {}, RIGHT),
+    "qwen3, windows in some layers": ("Qwen3", {"use_sliding_window": True, **MIXED}, RIGHT),
+    "mistral, a window": ("Mistral", {"sliding_window": 8}, RIGHT),
+    "phi3": ("Phi3", {"sliding_window": None}, RIGHT),
+    "gemma3, windows in some layers": ("Gemma3Text", {"query_pre_attn_scalar": 16, **MIXED}, RIGHT),
+    "gemma2, soft caps": ("Gemma2", MIXED, "softcap=50.0: is not computed"),
+    "llama4, chunks": ("Llama4Text", {**LLAMA4, "attention_chunk_size": 8}, RIGHT),
+    "gpt_oss, sinks": ("GptOss", {"num_local_experts": 2, **MIXED}, "s_aux (4,): is not computed"),
+    "qwen3_moe": ("Qwen3Moe", {**MOE, "decoder_sparse_step": 1}, RIGHT),
+    "qwen3_moe, its router's balance": ("Qwen3Moe", {**MOE, "output_router_logits": True}, "Qwen3MoeForCausalLM: adds"),
+    "qwen3_next, linear attention": (
+        "Qwen3Next",
+        {**MOE, **LINEAR, "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32},
+        "Qwen3NextForCausalLM, model.layers.0 of type linear_attention: mixes tokens",
+    ),
+    "lfm2, convolutions": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        "Lfm2ForCausalLM, model.layers.0 of type conv: mixes tokens",
+    ),
+    "falcon_h1, both in a layer": (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+        "FalconH1ForCausalLM, model.layers.0",
+    ),
+    "mamba": ("Mamba", {"state_size": 4}, "MambaForCausalLM, backbone.layers.0"),
+    "qwen3_vl, its text": ("Qwen3VL", {}, RIGHT),
+}
+"""By name: the class, its options, and how the refusal begins."""
+
+
+def model(case: str, implementation: str) -> Any:
+    """A small model, the same on all ranks."""
+    import transformers
+
+    family, options, _ = CASES[case]
+    torch.manual_seed(0)
+    if family == "Qwen3VL":
+        config = transformers.Qwen3VLConfig(
+            text_config={**SIZES, **ROPE}, vision_config=VISION, attn_implementation=implementation
+        )
+        return transformers.Qwen3VLForConditionalGeneration(config).train()
+    sizes = {**SIZES, **options}
+    if family == "Mamba":
+        sizes = {key: sizes[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "state_size")}
+    if sizes.get("is_causal", True) is True:
+        sizes.pop("is_causal", None)
+    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation=implementation)
+    if "is_causal" in sizes:
+        config.is_causal = False
+    name = f"{family.removesuffix('Text') if family == 'Gemma3Text' or family == 'Llama4Text' else family}ForCausalLM"
+    return getattr(transformers, name)(config).float().train()
+
+
+def ids(rows: int = 1, seqlen: int = SEQLEN, seed: int = 1) -> Tensor:
+    """Whole input_ids (rows, seqlen)."""
+    return torch.randint(1, VOCAB, (rows, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def positions(*lengths: int) -> Tensor:
+    """The position_ids of packed documents: (1, S)."""
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def eager(alone: Any, input_ids: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Logits, loss and gradients of eager attention on one process, of the causal labels inside documents."""
+    alone.zero_grad()
+    logits = alone(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    labels = input_ids[:, 1:].clone()
+    if position_ids is not None:
+        labels[position_ids.expand_as(input_ids)[:, 1:] == 0] = -100
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+    loss.backward()
+    return logits.detach(), loss.detach(), gradients(alone)
+
+
+def gradients(of: Any) -> list[Tensor]:
+    """Of every parameter; zero where there is none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in of.parameters()]
+
+
+def summed(of: Any, group: Any) -> list[Tensor]:
+    """The gradients of all ranks together."""
+    found = gradients(of)
+    for x in found:
+        dist.all_reduce(x, group=group)
+    return found
+
+
+def apart(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The greatest relative error of a tensor, beside the norm of all of them over the square root of their number."""
+    floor = float(torch.stack([x.norm() for x in wanted]).norm()) * len(wanted) ** -0.5
+    return max(float((x - y).norm() / max(float(y.norm()), 1e-2 * floor)) for x, y in zip(found, wanted, strict=True))
+
+
+def against_eager(case: str) -> str | float:
+    """How a model is refused, or the greatest relative error of its logits, loss and gradients on two ranks."""
+    group = group_of(RANKS, case)
+    if group is None:
+        return ""
+    from sp_bench.integrations.transformers import register
+
+    warnings.simplefilter("ignore")
+    parallel = register("ring", group=group)
+    ours = model(case, "sp_bench")
+    try:
+        out = ours(**parallel.deal(ids()))
+    except RequestError as error:
+        return str(error)
+    out.loss.backward()
+    logits, loss, wanted = eager(model(case, "eager"), ids())
+    total = out.loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    return max(
+        apart([parallel.gather(out.logits)], [logits]), apart([total], [loss]), apart(summed(ours, group), wanted)
+    )
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """How a call is refused; empty if it isn't."""
+    try:
+        call()
+    except RequestError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,28 @@
+"""Models of transformers' own classes with attn_implementation="sp_bench": right, or refused."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.integrations import models
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs the transformers package")
+
+EXACT = 1e-5
+
+
+@pytest.mark.parametrize("case", models.CASES)
+def test_a_model_is_right_or_refused(ranks: Ranks, case: str) -> None:
+    refusal, found = models.CASES[case][2], ranks.run(models.against_eager, case)[: models.RANKS]
+    for each in found:
+        if refusal:
+            assert isinstance(each, str), f"computed, off by {each}"
+            assert each.startswith(refusal)
+            assert "would work" in each
+            assert "tensor(" not in each
+        else:
+            assert isinstance(each, float), each
+            assert each < EXACT
