@@ -24,6 +24,10 @@ OTHERWISE = 'attn_implementation="sdpa" on sequences that fit one process would 
 """What keeps a model's meaning, whatever it is."""
 
 
+class NoTensor(RequestError, AttributeError):
+    """A model does something of its own with the mask of its layers."""
+
+
 @dataclass(frozen=True)
 class Sees:
     """The keys that a query of a layer sees, within its document."""
@@ -39,6 +43,10 @@ class Sees:
     """Whether every document begins a chunk."""
     unknown: str = ""
     """What was not understood of the mask."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise NoTensor: a model that asks for it would make another mask, of the tokens of one rank."""
+        raise NoTensor(f"mask.{name}", "the model makes a mask of its own of that of its layers", OTHERWISE)
 
     def both(self, other: Sees) -> Sees:
         """What is seen under both."""

@@ -25,7 +25,8 @@ from sp_bench.errors import RequestError
 from sp_bench.extras import require
 from sp_bench.integrations.batches import IGNORED, Agreement, Batch, batch_in, batch_of, documents, in_words, shifted
 from sp_bench.integrations.layer_masks import OTHERWISE, Sees, mask_function, refuse_padding
-from sp_bench.integrations.models import NAME, under_way, watch
+from sp_bench.integrations.layers import NAME
+from sp_bench.integrations.models import under_way, watch
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.run.attention import SequenceParallelAttention

@@ -240,7 +240,7 @@ def _proven(method: Method, problem: Problem, costs: CostProfile) -> Mapping[str
     return MappingProxyType(plans)
 
 
-def _untraced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as torch.compile of a caller must take it: whole, since it can't trace plans.
 
     As long as nobody has imported torch._dynamo, nothing is traced; importing it takes a second.
@@ -330,7 +330,7 @@ class SequenceParallelAttention(torch.nn.Module):
         All ranks must call it, with shapes that differ in S only. Raises RequestError for shapes or dtypes that the
         method or kernel refuses.
         """
-        return _untraced(self._attend)(q, k, v, seqlen)
+        return untraced(self._attend)(q, k, v, seqlen)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Tensor:
         return attend(q, k, v, self.engine(q, k, v, seqlen=seqlen))

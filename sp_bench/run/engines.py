@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sp_bench.errors import RequestError
 from sp_bench.run.buffers import Arena
 from sp_bench.run.devices import Cuda, Device
-from sp_bench.run.groups import gathered
+from sp_bench.run.groups import gathered, world
 from sp_bench.run.transport import Key
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Engines:
 
 def agree(mine: str | RequestError, group: dist.ProcessGroup | None, n: int, rule: str, would_work: str) -> None:
     """Raise RequestError on all ranks if one has an error, or if what they say differs. All ranks must call it."""
-    found = gathered(mine, group or dist.group.WORLD) if n > 1 else [mine]
+    found = gathered(mine, group or world()) if n > 1 else [mine]
     if isinstance(mine, RequestError):
         raise mine
     for rank, theirs in enumerate(found):

@@ -241,6 +241,18 @@ def undealt() -> list[str]:
     ]
 
 
+def frequencies() -> list[str]:
+    """How frequencies are refused that ranks would choose apart: the first has 24 tokens, and 24 is the limit."""
+    group = group_of(2, "frequencies")
+    if group is None:
+        return []
+    from sp_bench.integrations.transformers import register
+
+    parallel = register("ring", group=group, layout="contiguous")
+    ours = model("phi3, frequencies by the length", "sp_bench")
+    return [refused(partial(ours, **parallel.deal(ids(seqlen=seqlen)))) for seqlen in (48, 24)]
+
+
 def packings(count: int) -> dict[str, tuple[int, int]]:
     """Bytes in shared memory and engines after half and after all of `count` packings, trained in turn."""
     group, parallel = _registered("packings")

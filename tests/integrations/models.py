@@ -39,9 +39,12 @@ LLAMA4 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+ROPE = {"rope_parameters": MROPE, "rope_scaling": MROPE}
+"""As version 5 and version 4 name it."""
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+LONG |= {"rope_type": "longrope", "original_max_position_embeddings": 24}
 
 RIGHT = ""
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -51,6 +54,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3, windows in some layers": ("Qwen3", {"use_sliding_window": True, **MIXED}, RIGHT),
     "mistral, a window": ("Mistral", {"sliding_window": 8}, RIGHT),
     "phi3": ("Phi3", {"sliding_window": None}, RIGHT),
+    "phi3, frequencies by the length": (
+        "Phi3",
+        {"sliding_window": None, "rope_parameters": LONG, "original_max_position_embeddings": 24},
+        RIGHT,
+    ),
     "gemma3, windows in some layers": ("Gemma3Text", {"query_pre_attn_scalar": 16, **MIXED}, RIGHT),
     "gemma2, soft caps": ("Gemma2", MIXED, "softcap=50.0: is not computed"),
     "llama4, chunks": ("Llama4Text", {**LLAMA4, "attention_chunk_size": 8}, RIGHT),
@@ -85,9 +93,8 @@ def model(case: str, implementation: str) -> Any:
     family, options, _ = CASES[case]
     torch.manual_seed(0)
     if family == "Qwen3VL":
-        config = transformers.Qwen3VLConfig(
-            text_config={**SIZES, **ROPE}, vision_config=VISION, attn_implementation=implementation
-        )
+        parts = {"text_config": {**SIZES, **ROPE}, "vision_config": VISION}
+        config = transformers.Qwen3VLConfig(**parts, attn_implementation=implementation)  # pyright: ignore[reportCallIssue]
         return transformers.Qwen3VLForConditionalGeneration(config).train()
     sizes = {**SIZES, **options}
     if family == "Mamba":
@@ -163,6 +170,39 @@ def against_eager(case: str) -> str | float:
     return max(
         apart([parallel.gather(out.logits)], [logits]), apart([total], [loss]), apart(summed(ours, group), wanted)
     )
+
+
+class Averages(torch.nn.Module):
+    """A part of a layer that adds the mean of all tokens, in code that no rule knows."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) + x.sum(1, keepdim=True) / x.shape[1]
+
+
+def changed(part: str) -> str:
+    """How a Llama is refused in which a part of the second layer is another."""
+    from sp_bench.integrations.layers import refuse
+    from sp_bench.integrations.transformers import register
+
+    register("ring")
+    ours = model("llama", "sp_bench")
+    layer = ours.model.layers[1]
+    parts = {
+        "a convolution": torch.nn.Conv1d(32, 32, 3, padding=1),
+        "one of single tokens": torch.nn.Conv1d(32, 32, 1),
+        "a mean": Averages(layer.mlp),
+        "a recurrence": torch.nn.GRU(32, 32),
+        "its own": layer.mlp,
+    }
+    if part == "no attention":
+        layer.self_attn = torch.nn.Identity()
+    else:
+        layer.mlp = parts[part]
+    return refused(lambda: refuse(ours))
 
 
 def refused(call: Callable[[], Any]) -> str:

@@ -26,3 +26,19 @@ def test_a_model_is_right_or_refused(ranks: Ranks, case: str) -> None:
         else:
             assert isinstance(each, float), each
             assert each < EXACT
+
+
+@pytest.mark.parametrize(
+    ("part", "refusal"),
+    [
+        ("its own", ""),
+        ("one of single tokens", ""),
+        ("a convolution", "model.layers.1.mlp (Conv1d): mixes tokens"),
+        ("a recurrence", "model.layers.1.mlp (GRU): mixes tokens"),
+        ("a mean", "model.layers.1.mlp (Averages): gives a token something else"),
+        ("no attention", "model.layers.1 (LlamaDecoderLayer): has no attention that goes through the interface"),
+    ],
+)
+def test_a_layer_that_mixes_tokens_is_refused_by_what_it_is(part: str, refusal: str) -> None:
+    found = models.changed(part)
+    assert (refusal in found) if refusal else not found

@@ -96,6 +96,12 @@ def test_tokens_that_were_not_dealt_are_refused(ranks: Ranks) -> None:
     assert not dealt
 
 
+def test_frequencies_that_ranks_would_choose_apart_are_refused(ranks: Ranks) -> None:
+    for beyond, below in ranks.run(jobs.frequencies)[:2]:
+        assert beyond.startswith("rope_type=longrope beyond 24 tokens: chooses its frequencies")
+        assert not below
+
+
 def test_packings_in_bounded_memory(ranks: Ranks) -> None:
     _bounded(ranks, 48)
 
