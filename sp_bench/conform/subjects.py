@@ -124,7 +124,7 @@ class Function(Subject):
 
     def layout(self, case: Case) -> Layout:
         name = self.claims.layout
-        return LAYOUTS[MASKS[case.mask].balanced_layout if name == "auto" else name]
+        return MASKS[case.mask].layout(name)
 
     def in_other_layouts(self, case: Case) -> Mapping[str, Subject]:
         made = self.claims

@@ -14,7 +14,7 @@ from sp_bench.errors import RequestError
 from sp_bench.peers.peer import Peer
 from sp_bench.peers.traffic import Traffic
 from sp_bench.plan.problem import Problem
-from sp_bench.run.attention import Saved
+from sp_bench.run.engine import Saved
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,11 +12,9 @@ import torch.distributed as dist
 from sp_bench.errors import RequestError
 from sp_bench.run.buffers import Arena
 from sp_bench.run.devices import Cuda, Device
+from sp_bench.run.engine import Engine
 from sp_bench.run.groups import gathered, world
 from sp_bench.run.transport import Key
-
-if TYPE_CHECKING:
-    from sp_bench.run.attention import Engine
 
 MOST = 16
 """Engines that are kept: those of the masks of a model's layers, for a few shapes."""

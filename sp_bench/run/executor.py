@@ -105,7 +105,7 @@ class Executor:
         """Shut down the streams and let go of the buffers, at once: no cycle of references keeps them."""
         self._streams.close()
         self._lanes.close()
-        del self._windows, self._calls
+        del self._work
 
     # Streams
 

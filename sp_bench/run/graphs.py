@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_bench.run.attention import Engine, Saved
 from sp_bench.run.devices import Device
+from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares

@@ -14,7 +14,7 @@ from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.run.attention import Engine
+from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.graphs import GraphedEngine
 from sp_bench.run.holdings import LiveBytes

@@ -15,7 +15,7 @@ from sp_bench.kernels.reference import exact
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.problem import Problem
-from sp_bench.run.attention import Saved
+from sp_bench.run.engine import Saved
 from sp_bench.workload.attention_step import make_engine
 from sp_bench.workload.base import RankContext
 from sp_bench.workload.exactness import relative_error, squared_norms

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sp_bench.plan.method import PHASES
-from sp_bench.run.attention import Engine, Saved
 from sp_bench.run.devices import Clock, clock_of
+from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares

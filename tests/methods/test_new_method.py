@@ -98,7 +98,7 @@ def test_it_is_refused_when_it_is_wrong() -> None:
 def run_it(n: int) -> float | None:
     """On a rank: the largest difference from what ring computes."""
     from sp_bench.methods.ring import Ring
-    from sp_bench.run.attention import Engine
+    from sp_bench.run.engine import Engine
     from sp_bench.run.transport import GlooTransport
 
     group = group_of(n, "gather_home")

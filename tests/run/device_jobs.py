@@ -18,7 +18,7 @@ from sp_bench.measure.devices import device_here, transport_here
 from sp_bench.measure.pool import report
 from sp_bench.plan.groups import Group
 from sp_bench.plan.method import PHASES
-from sp_bench.run.attention import Engine
+from sp_bench.run.engine import Engine
 from sp_bench.run.groups import own_group, timeout_of
 from sp_bench.run.nccl import NcclTransport, Part
 from sp_bench.run.sharding import shard

@@ -19,7 +19,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import RegionKind
 from sp_bench.run import streams
-from sp_bench.run.attention import Engine
+from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.graphs import GraphedEngine
 from sp_bench.run.sharding import shard

@@ -23,7 +23,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import RegionKind
 from sp_bench.run import executor, streams
-from sp_bench.run.attention import Engine
+from sp_bench.run.engine import Engine
 from sp_bench.run.one_sided import DATA, FREE, Signal
 from sp_bench.run.sharding import positions, shard
 from sp_bench.run.symmetric_memory import SymmetricMemory

@@ -21,7 +21,7 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.run import home, streams
-from sp_bench.run.attention import Engine
+from sp_bench.run.engine import Engine
 from sp_bench.run.transport import AloneTransport, Call, GlooTransport, Key, Message, NextTransfer, Transport, Turn
 from tests.run import jobs
 from tests.support.marks import exhaustive

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sp_bench.measure.pool import report
 from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.layout import LAYOUTS
-from sp_bench.run.attention import Engine
+from sp_bench.run.engine import Engine
 from sp_bench.run.nccl import transport_for
 from sp_bench.workload import RankContext, Train
 from sp_bench.workload.attention_step import make_engine

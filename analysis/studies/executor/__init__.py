@@ -22,7 +22,7 @@ from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import RegionKind
-from sp_bench.run.attention import Engine
+from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.transport import AloneTransport
 

@@ -1,0 +1,176 @@
+"""Plans of one problem, checked and ready to run on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_bench.kernels import BlockKernel, choose
+from sp_bench.kernels.fold import fold_notes
+from sp_bench.lower import lower
+from sp_bench.plan.ops import Chunk, Plan
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import DKV, DO, DQ, KV, ODOQ, OUT, Field, Kind, O, Q
+from sp_bench.plan.tensors import Tensor as ChunkTensor
+from sp_bench.run.buffers import Arena, Borrowed, Buffers
+from sp_bench.run.devices import Cuda, Device
+from sp_bench.run.executor import Action, Executor, Spent
+from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.partials import Tensors
+from sp_bench.run.slices import one_slice, together
+from sp_bench.run.sms import SmShares
+from sp_bench.run.transport import GlooTransport, Transport
+
+Saved = dict[Any, Tensors]
+"""What a forward leaves for its backward. An Engine: the fields of each tensor of its plans (KV, ODOQ, ...)."""
+
+
+class Engine:
+    """Runs checked plans of one problem on this rank. All plans share one set of buffers."""
+
+    def __init__(
+        self,
+        plans: Mapping[str, Plan],
+        problem: Problem,
+        kernel: str | BlockKernel,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        transport: Transport | None = None,
+        queues: Device | None = None,
+        shares: SmShares | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
+
+        `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. `shares` says
+        what kernel and transport were told to take of the GPU. `arena` is memory for its buffers, where the transport
+        doesn't make them; engines that share one share `queues`.
+        Raises RequestError if the kernel refuses the device or dtype.
+        """
+        self.plans, self.problem, self.shares = plans, problem, shares
+        chosen = isinstance(kernel, BlockKernel)
+        self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
+        self.transport = transport or GlooTransport(None)
+        self._rank, self._device = rank, device
+        lent = arena is not None and not self.transport.makes_memory
+        self.buffers = Borrowed(arena, self.transport, self) if arena and lent else Buffers(device, self.transport)
+        self.queues = queues or (Cuda(device) if device.type == "cuda" else None)
+        """The asynchronous device; None on a CPU."""
+        self._executors: dict[str, Executor] = {}
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
+    ) -> tuple[Tensor, Saved]:
+        """Return out_BSHD of this rank's queries in the compute dtype, and the tensors saved for the backward."""
+        found = self._run("forward", {Q: (q,), KV: (k, v)}, action, live)
+        out, *lse = found.pop(O, None) or found.pop(OUT)
+        if "backward" in self.plans:
+            needs = {chunk.tensor for chunk in self.plans["backward"].inputs}
+            found |= {KV: (k, v)} if KV in needs else {}
+            found |= {Q: (q,)} if Q in needs else {}
+            found |= {ODOQ: (q, out, *lse)} if ODOQ in needs else {}
+        return out, found
+
+    def backward(
+        self, dout: Tensor, saved: Saved, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return (dq, dk, dv) of this rank's tokens in the compute dtype."""
+        inputs = {**saved, DO: (dout,)}
+        if ODOQ in saved:
+            q, out, lse = saved[ODOQ]
+            inputs[ODOQ] = (q, out, dout, lse)
+        found = self._run("backward", inputs, action, live)
+        return (*found[DQ], *found[DKV])
+
+    @property
+    def kernel_name(self) -> str:
+        """Name of the block kernel in use."""
+        return self.kernel.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its times must know of its kernels."""
+        return (*self.kernel.notes, *fold_notes(self._device))
+
+    def spent(self, phase: str) -> Spent:
+        """Time breakdown of the phase's last execution. On a GPU, synchronize first."""
+        return self._executors[phase].spent
+
+    def reading(self, phase: str) -> Callable[[], Spent]:
+        """What tells the time breakdown of the phase's last execution, even after the next one."""
+        return self._executors[phase].reading()
+
+    def close(self) -> None:
+        """End the executors' streams and let go of their buffers; a later execution makes them again."""
+        while self._executors:
+            self._executors.popitem()[1].close()
+
+    def _executor(self, phase: str) -> Executor:
+        if phase not in self._executors:
+            self._executors[phase] = Executor(
+                self.plans[phase],
+                self.problem,
+                self._rank,
+                self.transport,
+                self.kernel,
+                self.buffers,
+                self._device,
+                self.queues,
+            )
+        return self._executors[phase]
+
+    def _run(self, phase: str, inputs: Saved, action: Action, live: LiveBytes | None) -> Saved:
+        """Run a phase on its input tensors by chunk type; return its results likewise, in the compute dtype."""
+        plan = self.plans[phase]
+        given = {chunk: self._given(chunk, inputs, plan) for chunk in plan.starts_with}
+        if live:
+            live.always = [x for tensors in inputs.values() for x in tensors]
+        whole = self._results(plan)
+        views = {c: self._slices(c, whole[c.tensor]) for c in plan.outputs if c.tensor in whole}
+        found = self._executor(phase)(given, action, live, views)
+        for tensor in dict.fromkeys(c.tensor for c in plan.ends_with if c.tensor not in whole):
+            whole[tensor] = self._whole(tensor, found, plan)
+        if live:
+            held = [*given.values(), *found.values(), *whole.values()]
+            live.see([*self.buffers.tensors(), *(x for tensors in held for x in tensors)])
+        return whole
+
+    def _given(self, chunk: Chunk, inputs: Saved, plan: Plan) -> Tensors:
+        """The tensors that a chunk starts with: a slice of an input, or what the forward kept of it."""
+        if chunk in plan.kept:
+            width, alike = len(chunk.tensor.fields), [c for c in plan.kept if c.tensor == chunk.tensor]
+            first = width * alike.index(chunk)
+            return inputs[chunk.tensor][first : first + width]
+        slices = self._slices(chunk, inputs[chunk.tensor])
+        return slices if chunk in self._views(plan) else tuple(x.contiguous() for x in slices)
+
+    def _slices(self, chunk: Chunk, whole: Tensors) -> Tensors:
+        return tuple(one_slice(x, self.problem, chunk.tensor, chunk.heads) for x in whole)
+
+    def _views(self, plan: Plan) -> frozenset[Chunk]:
+        return lower(plan, self.problem, self.transport.kind).views
+
+    def _results(self, plan: Plan) -> Saved:
+        """The tensors, with all heads, that the slices of results are views of."""
+        found = {}
+        for tensor in dict.fromkeys(chunk.tensor for chunk in plan.outputs if chunk in self._views(plan)):
+            tokens, whole = self.problem.tokens(self._rank), self.problem.in_one_slice
+            shapes = [whole.field_shape(field, tokens) for field in tensor.fields]
+            dtype = getattr(torch, self.problem.dtype)
+            found[tensor] = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape in shapes)
+        return found
+
+    def _whole(self, tensor: ChunkTensor, found: Mapping[Chunk, Tensors], plan: Plan) -> Tensors:
+        """All head slices of a result together; of what is kept, one after another. Sums are cast to compute dtype."""
+        chunks = sorted((chunk for chunk in plan.ends_with if chunk.tensor == tensor), key=lambda chunk: chunk.heads)
+        fields = [[self._cast(field, found[chunk][i]) for chunk in chunks] for i, field in enumerate(tensor.fields)]
+        if chunks[0] in plan.kept:
+            return tuple(x for tensors in zip(*fields, strict=True) for x in tensors)
+        return tuple(together(slices, self.problem, tensor) for slices in fields)
+
+    def _cast(self, field: Field, x: Tensor) -> Tensor:
+        return x if field.kind is Kind.STATISTIC else x.to(getattr(torch, self.problem.dtype))
