@@ -20,6 +20,7 @@ from matplotlib.ticker import NullLocator
 
 from sp_bench.analysis.number import Number, Source, sources_of
 from sp_bench.methods import REGISTRY
+from sp_bench.plan.method import Method
 
 MARKERS = (
     "o",
@@ -125,13 +126,22 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _by_name(names: Sequence[str], look: str, choices: Sequence[Any], drawn: Callable[[str], Any]) -> dict[str, Any]:
-    """The look that each method's own class has, in the registry's order; other names get what these methods leave."""
-    own = {name: drawn(said) for name, method in REGISTRY.items() if (said := vars(method).get(look))}
+    """The look that stands on each method's class, in the registry's order; other names get what these methods leave.
+
+    A subclass with another name has not the look of its base.
+    """
+    of_classes = {name: [vars(cls).get(look) for cls in _named_alike(method)] for name, method in REGISTRY.items()}
+    own = {name: drawn(next(filter(None, looks))) for name, looks in of_classes.items() if any(looks)}
     taken = [own[name] for name in names if name in own]
     free = [choice for choice in choices if choice not in taken] or list(choices)
     others = [name for name in names if name not in own]
     chosen = own | {name: free[i % len(free)] for i, name in enumerate(others)}
     return {name: chosen[name] for name in (*filter(names.__contains__, own), *others)}
+
+
+def _named_alike(method: type[Method]) -> list[type[Method]]:
+    """The method's class and those of its bases that have the same name."""
+    return [cls for cls in method.__mro__ if issubclass(cls, Method) and getattr(cls, "name", None) == method.name]
 
 
 def new_figure(

@@ -17,8 +17,8 @@ from sp_bench.bench.masks import mask_of
 from sp_bench.cli.compose import Composer
 from sp_bench.measure.pool import RankPool
 from sp_bench.methods import REGISTRY, build
+from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
-from sp_bench.plan.layout import DEALERS
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask
 from tests.advise import jobs
 from tests.advise.jobs import Printed

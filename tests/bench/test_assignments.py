@@ -8,8 +8,9 @@ import pytest
 from sp_bench import account
 from sp_bench.bench.choose import choose, memory_front
 from sp_bench.methods import REGISTRY
+from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
-from sp_bench.plan.layout import DEALERS, LAYOUTS
+from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from tests.workload.requests import point
 

@@ -72,7 +72,7 @@ def test_code_that_changes_a_number_changes_the_id(
 
 def test_data_that_changes_a_number_changes_the_id(tmp_path: Path, ids: Ids) -> None:
     """Every file that is no source, in a folder that computes points, and new ones of any kind; no cache does."""
-    package, before = tmp_path / "sp_bench", ids()
+    package, before = tmp_path, ids()
     there = [path for name in identity.MEASURED_CODE for path in (package / name).rglob("*") if path.is_file()]
     data = [path for path in there if path.suffix != ".py"]
     assert package / "bench" / "backing.json" in data
