@@ -93,12 +93,13 @@ class Arena:
             for each in list(self._borrowers):
                 each.close()
             self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)  # freed before more is asked for
-            # Never an inference tensor: lanes write to it, and later calls may train.
+            # Never inference tensors: lanes write to them, and later calls may train.
             with torch.inference_mode(False):
                 self._memory = torch.empty(_rounded(starts[-1]), dtype=torch.uint8, device=self._device)
         self._borrowers.add(borrower)
         pieces = zip(starts, sizes, specs, strict=False)
-        return [self._memory[a : a + n].view(getattr(torch, spec.dtype)).view(spec.shape) for a, n, spec in pieces]
+        with torch.inference_mode(False):
+            return [self._memory[a : a + n].view(getattr(torch, spec.dtype)).view(spec.shape) for a, n, spec in pieces]
 
     def tensors(self) -> list[Tensor]:
         """Return the memory as one tensor."""

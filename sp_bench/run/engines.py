@@ -14,7 +14,7 @@ from sp_bench.run.buffers import Arena
 from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.engine import Engine
 from sp_bench.run.groups import gathered, world
-from sp_bench.run.transport import Key
+from sp_bench.run.transport import Key, refuse_broken
 
 MOST = 16
 """Engines that are kept: those of the masks of a model's layers, for a few shapes."""
@@ -75,7 +75,10 @@ class Engines:
 
 def agree(mine: str | RequestError, group: dist.ProcessGroup | None, n: int, rule: str, would_work: str) -> None:
     """Raise RequestError on all ranks if one has an error, or if what they say differs. All ranks must call it."""
-    found = gathered(mine, group or world()) if n > 1 else [mine]
+    found: list[str | RequestError] = [mine]
+    if n > 1:
+        refuse_broken(group or world())  # others may wait in it, and would never answer
+        found = gathered(mine, group or world())
     if isinstance(mine, RequestError):
         raise mine
     for rank, theirs in enumerate(found):

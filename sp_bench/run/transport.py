@@ -152,8 +152,13 @@ class Transport(ABC):
 
     def check(self) -> None:
         """Raise RuntimeError if an execution on this group failed before."""
-        if self.group is not None and (why := _BROKEN.get(self.group)) is not None:
-            raise RuntimeError(f"this process group can't be used any more, an execution on it failed: {why}")
+        refuse_broken(self.group)
+
+
+def refuse_broken(group: dist.ProcessGroup | None) -> None:
+    """Raise RuntimeError if an execution on this group failed before."""
+    if group is not None and (why := _BROKEN.get(group)) is not None:
+        raise RuntimeError(f"this process group can't be used any more, an execution on it failed: {why}")
 
 
 @dataclass

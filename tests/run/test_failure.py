@@ -32,11 +32,11 @@ def break_then_use_again(error: Exception) -> list[str]:
     said = []
     for broken in (True, False):
         attn: Attention = SequenceParallelAttention("ring", causal=False)
-        engine = attn.engine(q, q, q)
-        if broken:
-            engine.kernel = Breaking()
-            engine.kernel.error = error
         try:
+            if broken:
+                engine = attn.engine(q, q, q)
+                engine.kernel = Breaking()
+                engine.kernel.error = error
             attn(q, q, q)
             said.append("ok")
         except (RuntimeError, ValueError, MemoryError) as caught:
