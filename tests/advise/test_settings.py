@@ -22,7 +22,8 @@ from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask
 from tests.advise import jobs
 from tests.advise.jobs import Printed
-from tests.support.attention_cases import BOUNDS, relative
+from tests.support.attention_cases import relative
+from tests.support.bounds import FLOORS
 
 World = Callable[[int], RankPool]
 
@@ -64,7 +65,7 @@ def assert_right(world: World, cases: list[Printed]) -> None:
     by_rank = world(2).run(jobs.differences, cases)
     for case, shares in zip(cases, zip(*by_rank, strict=True), strict=True):
         errors = [relative(share) for share in zip(*shares, strict=True)]
-        assert max(errors) < BOUNDS[case.dtype], f"{case.code}: {errors}"
+        assert max(errors) < FLOORS[case.dtype], f"{case.code}: {errors}"
 
 
 FEW = 4
