@@ -61,6 +61,8 @@ class Engine:
         self.queues = queues or (Cuda(device) if device.type == "cuda" else None)
         """The asynchronous device; None on a CPU."""
         self._executors: dict[str, Executor] = {}
+        self._read: dict[str, Callable[[], Spent]] = {}
+        """Time breakdowns of executors that are closed."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
@@ -98,16 +100,18 @@ class Engine:
 
     def spent(self, phase: str) -> Spent:
         """Time breakdown of the phase's last execution. On a GPU, synchronize first."""
-        return self._executors[phase].spent
+        return self.reading(phase)()
 
     def reading(self, phase: str) -> Callable[[], Spent]:
         """What tells the time breakdown of the phase's last execution, even after the next one."""
-        return self._executors[phase].reading()
+        return self._executors[phase].reading() if phase in self._executors else self._read[phase]
 
     def close(self) -> None:
         """End the executors' streams and let go of their buffers; a later execution makes them again."""
         while self._executors:
-            self._executors.popitem()[1].close()
+            phase, executor = self._executors.popitem()
+            self._read[phase] = executor.reading()
+            executor.close()
 
     def _executor(self, phase: str) -> Executor:
         if phase not in self._executors:
