@@ -34,6 +34,8 @@ MIXING_CALLS = ("conv1d", "scan", "scan_combined", "delta_rule", "fft", "fftn", 
 MIXING_TYPES = ("linear", "conv", "mamba", "recurrent", "hybrid", "sparse_attention", "_sparse", "indexed")
 """Parts of the names in `layer_types` of layers that mix tokens otherwise, or choose which ones they see."""
 
+SCALED_FROM = "floor_scale"
+"""The attribute of attentions that number tokens by their place too, but only to scale queries from so many on."""
 TRIED_TOKENS = 6
 """Tokens with which parts of layers are tried."""
 
@@ -102,6 +104,8 @@ def _refuse_layer(name: str, path: str, layer: nn.Module, kind: str) -> None:
             raise no(shown, "mixes tokens")
         if mixing := _mixing_calls(type(module)):
             raise no(shown, f"mixes tokens by {mixing}")
+        if _numbers_tokens(type(module)) and not hasattr(module, SCALED_FROM):
+            raise no(shown, "numbers tokens by their place in the tensor")
     if not any(_is_attention(type(module)) for module in layer.modules()):
         rule = "has no attention that goes through the interface of transformers, mixes tokens by code of its own"
         raise no(f"{path} ({type(layer).__name__})", rule)
@@ -163,6 +167,12 @@ def _is_attention(cls: type) -> bool:
         if any(x is AttentionInterface or isinstance(x, AttentionInterface) for x in named):
             return True
     return False
+
+
+@cache
+def _numbers_tokens(cls: type) -> bool:
+    """Whether an attention counts the tokens of the tensor that it gets, which are not those of the sequence."""
+    return _is_attention(cls) and any("arange" in function.__code__.co_names for function in _functions(cls))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sp_bench.errors import RequestError
 from sp_bench.integrations.batches import Batch, batch_in, remember
 from sp_bench.integrations.layer_masks import OTHERWISE
-from sp_bench.integrations.layers import NAME, refuse
+from sp_bench.integrations.layers import NAME, SCALED_FROM, refuse
 from sp_bench.run.attention import untraced
 
 _seen: WeakSet[nn.Module] = WeakSet()
@@ -59,6 +59,7 @@ def _called(model: Any, call: Callable[..., Any], args: tuple, given: dict[str, 
     if batch is None or under_way.get() is not None:
         return call(*args, **given)
     untraced(_refuse_rope)(model, batch)
+    untraced(_refuse_scales)(model, batch)
     if given.get("labels") is not None:
         untraced(_count_labels)(model)
     token = under_way.set(mine := Call(batch))
@@ -91,6 +92,16 @@ def _refuse_rope(model: Any, batch: Batch) -> None:
                 ranks = f"{min(least)} to {max(least)}"
                 rule = f"chooses its frequencies by the last position of a rank, and ranks have {ranks}"
                 raise RequestError(f"rope_type={kind} beyond {limit} tokens", rule, OTHERWISE)
+
+
+def _refuse_scales(model: Any, batch: Batch) -> None:
+    """Raise RequestError if layers without RoPE would scale queries by their place among the tokens of their rank."""
+    for module in model.modules():
+        limit = getattr(module, SCALED_FROM, None)
+        scales = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+        if limit and scales and batch.seqlen >= limit:
+            rule = f"scales queries by the place of tokens in the tensor, and {batch.seqlen} are dealt over ranks"
+            raise RequestError(f"attn_temperature_tuning from {limit:g} tokens on", rule, OTHERWISE)
 
 
 def _trained_length(config: Any) -> int:

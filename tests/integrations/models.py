@@ -62,6 +62,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3, windows in some layers": ("Gemma3Text", {"query_pre_attn_scalar": 16, **MIXED}, RIGHT),
     "gemma2, soft caps": ("Gemma2", MIXED, "softcap=50.0: is not computed"),
     "llama4, chunks": ("Llama4Text", {**LLAMA4, "attention_chunk_size": 8}, RIGHT),
+    "llama4, queries scaled by position": (
+        "Llama4Text",
+        {**LLAMA4, "attention_chunk_size": 8, "floor_scale": 16},
+        "attn_temperature_tuning from 16 tokens on: scales queries by the place of tokens",
+    ),
     "gpt_oss, sinks": ("GptOss", {"num_local_experts": 2, **MIXED}, "s_aux (4,): is not computed"),
     "qwen3_moe": ("Qwen3Moe", {**MOE, "decoder_sparse_step": 1}, RIGHT),
     "qwen3_moe, its router's balance": ("Qwen3Moe", {**MOE, "output_router_logits": True}, "Qwen3MoeForCausalLM: adds"),

@@ -101,7 +101,12 @@ class Case:
     @property
     def problem(self) -> Problem:
         """As the method deals it out."""
-        whole = Problem(
+        return self.built.dealt(self.whole)
+
+    @property
+    def whole(self) -> Problem:
+        """With all heads on each rank: options of the method may still be auto."""
+        return Problem(
             n=self.n,
             seqlen=self.seqlen,
             batch=self.batch,
@@ -113,7 +118,6 @@ class Case:
             wire_dtype=self.wire_dtype,
             layout=self.built.layout_of(self.mask, self.n),
         )
-        return self.built.dealt(whole)
 
     def attention(self, group: dist.ProcessGroup | None) -> SequenceParallelAttention:
         return SequenceParallelAttention(
@@ -211,7 +215,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 @cache
 def bounds_of(case: Case) -> dict[str, float]:
     """The largest relative L2 errors of out, dq, dk and dv that pass: what roundings can make on the case's inputs."""
-    return bounds(case.problem, case.inputs(case.seqlen))
+    return bounds(case.whole, case.inputs(case.seqlen))
 
 
 def relative(shares: Iterable[Difference]) -> float:
