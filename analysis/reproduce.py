@@ -117,7 +117,7 @@ def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> in
                 console.print(f"notebook {study.name}: {error}", highlight=False)
     seconds = time.perf_counter() - started
     console.print(f"{out / 'report.html'}: {len(ran)} points, {seconds:.0f} s", highlight=False)
-    return 1 if failed else 0
+    return 1 if failed or runs.failed else 0
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ class Finder(MetaPathFinder):
         if top == "sp_bench" and rest in BESIDE:
             folder = place(rest)
             return spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
-        if top in BESIDE and rest and sys.modules[top] is sys.modules.get(f"sp_bench.{top}"):
+        ours = sys.modules.get(f"sp_bench.{top}")
+        if top in BESIDE and rest and ours is not None and sys.modules.get(top) is ours:
             real = find_spec(f"sp_bench.{name}")
             return real and _alias(name, real)
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sp_bench.bench.request import Request
 from sp_bench.bench.request import resolve as resolve_plain
 from sp_bench.bench.simulated import simulate_point, time_by_rank, timeline_of, trace_of
 from sp_bench.bench.training import longest, simulate_training
+from sp_bench.bench.unread import is_note
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
 from sp_bench.records import Record
@@ -175,4 +177,7 @@ def _kept(folder: Path, request: Request) -> Record | None:
     except ValueError:
         return None
     wants_trace = request.mode == "simulate" and request.trace and not path.with_suffix(".trace.json").exists()
-    return record if record.status == "ok" and not wants_trace else None
+    if record.status != "ok" or wants_trace:
+        return None
+    asked = [note for note in request.notes if is_note(note)]
+    return replace(record, notes=[*asked, *(note for note in record.notes or () if not is_note(note))] or None)

@@ -21,6 +21,7 @@ from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
+from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
 from sp_bench.reading import read
@@ -182,6 +183,8 @@ def validated(request: Request, plans: Iterable[Plan]) -> Validation:
         return Validation(kind, None, str(kind))
     if request.cluster.stragglers:
         return Validation(kind, None, f"measurements of {kind} have no stragglers")
+    if request.transport != DEFAULT_TRANSPORT:
+        return Validation(kind, None, f"measurements of {kind} are of the default transport")
     if figures_of(request.config["cluster"], kind.links) not in row.clusters.values():
         where = ", ".join(row.clusters)
         return Validation(kind, None, f"measurements of {kind} are of {where}, whose figures are others")

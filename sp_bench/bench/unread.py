@@ -16,6 +16,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("kernel.sm_margin", "train.learning_rate", "train.task"), MEASURED),
 }
 """The modes that read each key that not all modes read. What only simulated points read is refused on others."""
+SAID = "doesn't read"
 IN_WORDS = {"simulate": "a simulated point", "measure": "a measured point", "alone": "mode=alone"}
 
 
@@ -25,7 +26,12 @@ def notes(config: Mapping[str, Any], mode: Mode) -> list[str]:
     if not given:
         return []
     said = ", ".join(f"{key}={_text(value)}" for key, value in given.items())
-    return [f"{IN_WORDS[mode.name]} doesn't read {said}"]
+    return [f"{IN_WORDS[mode.name]} {SAID} {said}"]
+
+
+def is_note(text: str) -> bool:
+    """Whether a note is one of these. They are of the request: a point that is reused has those of its own."""
+    return f" {SAID} " in text
 
 
 def unread(mode: str) -> list[str]:

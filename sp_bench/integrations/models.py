@@ -143,6 +143,11 @@ def _count_labels(model: Any) -> None:
 
 def _after(model: Any, given: dict[str, Any], out: Any, call: Call) -> None:
     logits = getattr(out, "logits", None)
+    pooled = getattr(out, "pooler_output", None)
+    by_token = not isinstance(logits, Tensor) or (logits.ndim == 3 and logits.shape[1] == call.batch.tokens)
+    if not by_token or isinstance(pooled, Tensor):
+        rule = "gives one result for a sequence, and each rank would have that of its own tokens"
+        raise RequestError(type(model).__name__, rule, "a model with a result for each token would work")
     if isinstance(logits, Tensor):
         remember(logits, call.batch)
     _refuse_loss(model, given, out, call)

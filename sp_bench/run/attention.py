@@ -210,7 +210,15 @@ class SequenceParallelAttention(torch.nn.Module):
         All ranks must call it. Of new shapes they tell each other, so that an error is raised on all ranks.
         """
         shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
-        key = (self.mask, self._layout, shapes, seqlen, self._uneven.get(q.shape[1]))
+        uneven = self._uneven.get(q.shape[1]) if seqlen is None else None
+        kind = (
+            self.method,
+            self.kernel,
+            self.wire_dtype,
+            self.costs,
+            self.group,
+        )  # attentions that share engines differ
+        key = (kind, self.mask, self._layout, shapes, seqlen, uneven)
         return self._engines.get(key, lambda: self._new_engine(q, k, v, seqlen))
 
     def _new_engine(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Engine:

@@ -8,6 +8,7 @@ Beside the errors stands what roundings to the dtype do to these rows of any att
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,9 @@ from sp_bench.workload.seen import Seen
 ROWS, KEYS = 16, 256
 """Queries that are sampled on each rank, and keys on all ranks together (but at least one on each)."""
 GATHERED = 2**25
-"""Elements of keys and values that a rank gathers at most, but those of one head."""
+"""Elements of keys and values that a rank gathers at most, but those of FEWEST_UNITS heads."""
+FEWEST_UNITS = 8
+"""Key heads that are looked at where so many ranks may split them: a wrong rank is found by its own heads."""
 WORK = {"cpu": 1e9, "cuda": 4e12}
 """Most multiplications of one matrix product on a rank for sampled keys; a quarter of it for all rows of a problem."""
 BLOCK, BLOCK_ROWS = {"cpu": 2**21, "cuda": 2**24}, {"cpu": 128, "cuda": 4096}
@@ -73,7 +76,7 @@ def rows_for(problem: Problem, rank: int, seed: int, device: str) -> Sample:
 
 
 def sampled(problem: Problem, rank: int, seed: int, device: str) -> Sample:
-    """Rows spread over each rank's tokens, of as many heads as GATHERED allows; keys of one head, within WORK.
+    """Rows spread over each rank's tokens, of as many heads as GATHERED allows; keys of one of them, within WORK.
 
     Where all queries of the sampled keys together would take too long, those with the least work stay: the last ones
     of a causal sequence, and none where every query sees every key.
@@ -82,11 +85,14 @@ def sampled(problem: Problem, rank: int, seed: int, device: str) -> Sample:
     each = max(1, KEYS // n)
     picked = [mine[_spread(len(mine), each, seed + 1, r)] for r, mine in enumerate(owned)]
     units = _units(problem)
-    step = -(-len(units) // max(1, GATHERED // (2 * problem.seqlen * problem.head_dim)))
-    chosen = units[seed % step :: step] or units[:1]
+    most = max(GATHERED // (2 * problem.seqlen * problem.head_dim), min(n, FEWEST_UNITS), 1)
+    step = -(-len(units) // most)
+    drawn = random.Random(f"{seed} {n} {problem.seqlen} {problem.head_dim}")  # the same on all ranks
+    chosen = units[drawn.randrange(min(step, len(units))) :: step]
     keys = _within(torch.cat(picked).sort().values, problem, WORK[device])
     mine = torch.isin(owned[rank], keys).nonzero().flatten()
-    return Sample(_spread(len(owned[rank]), ROWS, seed, rank), keys, mine, chosen, chosen[:1])
+    of_keys = (drawn.choice(chosen),)
+    return Sample(_spread(len(owned[rank]), ROWS, seed, rank), keys, mine, chosen, of_keys)
 
 
 def _units(problem: Problem) -> tuple[Unit, ...]:
@@ -158,22 +164,26 @@ def errors_of_rows(
         worst_rounding=worst_rounding,
         seqlen=problem.seqlen,
         rows=(of_queries, of_keys),
+        lost={name: int(totals[5, i].sum()) for i, name in enumerate(NAMES)},
     )
 
 
-_TOTALS = ("errors^2", "norms^2", "elements", "variances", "variances of rows^2")
+_TOTALS = ("errors^2", "norms^2", "elements", "variances", "variances of rows^2", "lost rows")
+LOST, LOST_DEVIATIONS = 0.25, 64.0
+"""A row is lost if its error is more than this share of it, and more than so many standard deviations of roundings. One
+among thousands is nothing to the error of all: under a causal mask the last rows are the smallest."""
 ROUNDINGS, TAIL = 2.0, 3.0
 """Errors of partial results, which are rounded when they travel and where they are added, as a multiple of one call's;
 how many standard deviations the error of a single row can be above the usual one."""
 
 
 def _errors(totals: Tensor) -> tuple[Tensor, Tensor]:
-    """The relative errors, and the largest ones of roundings alone in unit roundoffs, from totals (5, ...).
+    """The relative errors, and the largest ones of roundings alone in unit roundoffs, from totals (6, ...).
 
     A rounding's error is uniform, up to a unit: its standard deviation is a unit over sqrt(3). The sum of few rows'
     errors varies more than that of many; rows count as many as have the variance among them.
     """
-    error2, norm2, elements, variance, of_rows2 = totals
+    error2, norm2, elements, variance, of_rows2, _ = totals
     rows = variance.square() / of_rows2.clamp_min(torch.finfo(torch.float64).tiny)
     usual = relative_error(torch.stack([variance / 3, norm2]), elements)
     most = ROUNDINGS * usual * (1 + TAIL / rows.clamp_min(1.0).sqrt())
@@ -192,6 +202,7 @@ class _Unit:
         self.heads = range(self.kv_head * sharing, (self.kv_head + 1) * sharing)
         self.sample, self.device, self.alive = sample, context.device, context.alive
         self.ranks = problem.n
+        self.roundoff = max(UNIT_ROUNDOFF[problem.dtype], UNIT_ROUNDOFF[problem.wire_dtype])
         self.mine = positions(problem.layout, context.rank, problem.n, problem.seqlen)
         self.seen = seen
         self.keys = sample.keys if unit in sample.key_units else sample.keys[:0]
@@ -229,9 +240,11 @@ def _compare(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor) -> None:
 
     def add(name: str, head: int, mine: Tensor, exact: Tensor, variance: Tensor) -> None:
         exact, of_rows = exact.cpu(), variance.sum(1).cpu()
-        norms = (mine.double() - exact).square().sum(), exact.square().sum()
-        more = torch.tensor(exact.numel()).double(), of_rows.sum(), of_rows.square().sum()
-        totals[:, NAMES.index(name), head] += torch.stack([*norms, *more])
+        error2, norm2 = (mine.double() - exact).square().sum(1), exact.square().sum(1)
+        by_chance = LOST_DEVIATIONS**2 * unit.roundoff**2 / 3 * of_rows
+        lost = ~(error2 <= torch.maximum(LOST**2 * norm2, by_chance))  # NaN is lost
+        more = torch.tensor(exact.numel()).double(), of_rows.sum(), of_rows.square().sum(), lost.double().sum()
+        totals[:, NAMES.index(name), head] += torch.stack([error2.sum(), norm2.sum(), *more])
 
     for head in unit.heads:
         done = 0

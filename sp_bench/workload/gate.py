@@ -29,6 +29,8 @@ class GateErrors:
     """The tolerance as a multiple of that of one attention."""
     seqlen: int | None = None
     """The length of the sequence on which they were found."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Rows of each tensor that have little to do with the exact ones, summed over heads (exact_rows.LOST)."""
     rows: tuple[int, int] | None = None
     """The rows of queries and of keys that were compared, summed over heads; None if they aren't counted."""
 
@@ -44,5 +46,6 @@ class GateErrors:
             rounding = UNIT_ROUNDOFF[dtype] * self.worst_rounding.get(name, 0.0)
             limits.append((name, error, max(of_a_head, rounding)))
         found = [(name, error, most) for name, error, most in limits if not error <= most]
-        text = ", ".join(f"{name} is off by {error:.1e} (at most {most:.0e})" for name, error, most in found)
-        return text + (f", at {self.seqlen} tokens" if found and self.seqlen else "")
+        said = [f"{name} is off by {error:.1e} (at most {most:.0e})" for name, error, most in found]
+        said += [f"{count} rows of {name} are wrong" for name, count in self.lost.items() if count]
+        return ", ".join(said) + (f", at {self.seqlen} tokens" if said and self.seqlen else "")

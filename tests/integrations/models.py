@@ -177,6 +177,28 @@ def against_eager(case: str) -> str | float:
     )
 
 
+def of_a_sequence() -> str:
+    """How a model with one result for a sequence is refused."""
+    group = group_of(RANKS, "of a sequence")
+    if group is None:
+        return ""
+    import transformers
+
+    from sp_bench.integrations.transformers import NAME, register
+
+    warnings.simplefilter("ignore")
+    parallel = register("ring", group=group)
+    config = transformers.LlamaConfig(**SIZES, attn_implementation=NAME)
+    classifier = transformers.LlamaForSequenceClassification(config).float()
+    given = parallel.deal(ids())
+    for key in ("labels", "shift_labels", "num_items_in_batch"):
+        given.pop(key)
+    try:
+        return f"computed: {tuple(classifier(**given).logits.shape)}"
+    except RequestError as error:
+        return str(error)
+
+
 class Averages(torch.nn.Module):
     """A part of a layer that adds the mean of all tokens, in code that no rule knows."""
 

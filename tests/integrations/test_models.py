@@ -28,6 +28,12 @@ def test_a_model_is_right_or_refused(ranks: Ranks, case: str) -> None:
             assert each < EXACT
 
 
+def test_one_result_for_a_sequence_is_refused(ranks: Ranks) -> None:
+    """It would be that of the last token of each rank."""
+    for each in ranks.run(models.of_a_sequence)[: models.RANKS]:
+        assert each.startswith("LlamaForSequenceClassification: gives one result for a sequence")
+
+
 @pytest.mark.parametrize(
     ("part", "refusal"),
     [
