@@ -47,8 +47,11 @@ SETTINGS = sorted(
     key=lambda one: one.name not in FIRST,
 )
 """Everything that points may differ in."""
-RESULTS = [Result(**vars(mark), name=name) for name, mark in MARKED if isinstance(mark, rows.Result)]
-"""Every number with a label, in the order of the record."""
+RESULTS = sorted(
+    (Result(**vars(mark), name=name) for name, mark in MARKED if isinstance(mark, rows.Result)),
+    key=lambda one: quantities()[one.name].part == "Setup",
+)
+"""Every number with a label, in the order of the record: times first, what a plan's setup says last."""
 KIND_WORDS = {
     "measured": "measured: wall time of all ranks together",
     "measured alone": "measured alone: wall time of single ranks, without their peers",

@@ -260,7 +260,7 @@ def test_measured_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
         samples = json.loads((tmp_path / f"{record.run_id}.samples.json").read_text())
         samples = pd.DataFrame(samples)
         whole = {"step", "compute_only", "communication_only"}
-        cores = {"core", "compute_only_core", "communication_only_core"}
+        cores = {"core", "core_window", "compute_only_core", "communication_only_core"}
         assert set(samples.part) == whole | cores | {"blocks", "waits", "kernels", "folds", "caller"}
         assert (samples.groupby(["phase", "part"]).size() == 4 * 3).all(), "ranks and iterations"
         slowest_ms = 1e3 * samples.groupby(["part", "phase", "iteration"]).seconds.max()

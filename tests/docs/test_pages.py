@@ -22,8 +22,9 @@ RESULTS = sorted(path for path in (DOCS / "results").glob("*.md") if path.stem !
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A terminal of 120 columns, and a user without a configuration folder."""
-    return {**os.environ, "COLUMNS": "120", "XDG_CONFIG_HOME": str(tmp_path / "config"), "PYTHONPATH": str(ROOT)}
+    """A terminal of 120 columns, and a user without a configuration folder. No worker of pytest-xdist is inside it."""
+    here = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
+    return {**here, "COLUMNS": "120", "XDG_CONFIG_HOME": str(tmp_path / "config"), "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.exhaustive

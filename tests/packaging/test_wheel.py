@@ -71,7 +71,6 @@ def test_the_repository_around_it_is_not_its_own(core: Install) -> None:
         (("-m", "sp_bench", "method=ring", "gpus=2", "cluster=local"), "run"),
         exhaustive(("-m", "sp_bench.calibrate"), "run"),
         (("-m", "sp_bench.validate"), "analysis"),
-        exhaustive(("-m", "sp_bench.slurm.sweep", "sweep=cpu_methods", "--dry-run"), "run"),
         exhaustive(("-m", "sp_bench.analysis.reproduce"), "analysis"),
         (("-m", "sp_bench.records", "collect", "."), "analysis"),
         (("-c", "import sp_bench.records as r; r.load('.')"), "analysis"),
