@@ -257,8 +257,9 @@ class DeviceStreams(Streams):
     - Tensors that only blocks use stay on one stream.
     - `keep` holds a partial that a lane sent until the blocks' stream has waited for that lane, so its memory is
       reused after the transfer. account.peak_bytes releases it at the same point.
-    - Receive and staging buffers are never freed. The plan's waits order their uses within an execution. The next
-      execution starts after the last, and at its end the caller's stream has waited for all lanes.
+    - Receive and staging buffers are freed between executions only: when an engine is closed, or the arena that several
+      share grows. The plan's waits order their uses within an execution. The next execution starts after the last, and
+      at its end the caller's stream has waited for all lanes. A caller with several streams orders them itself.
     """
 
     queued = True
