@@ -22,8 +22,8 @@ RESULTS = sorted(path for path in (DOCS / "results").glob("*.md") if path.stem !
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A terminal of 120 columns, and a user without a configuration folder. No worker of pytest-xdist is inside it."""
-    here = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
+    """A terminal of 120 columns, and a user without a configuration folder: no worker of pytest-xdist, and not CI."""
+    here = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_XDIST", "SP_BENCH_CI"))}
     return {**here, "COLUMNS": "120", "XDG_CONFIG_HOME": str(tmp_path / "config"), "PYTHONPATH": str(ROOT)}
 
 
