@@ -15,13 +15,13 @@ from sp_bench import draw, methods
 from sp_bench.analysis.figure import Figure, labelled, new_figure
 from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import Source, formula, record_source
-from sp_bench.bench.choose import FUSED
-from sp_bench.bench.masks import mask_of
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Attend, AttendBackward, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.point.choose import FUSED
+from sp_bench.point.masks import mask_of
 from sp_bench.records import Record
 
 BY = ("rank", "step", "cost")

@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 
 from sp_bench import account
-from sp_bench.bench import resolve
-from sp_bench.bench.choose import Choice, choose
+from sp_bench.point import resolve
+from sp_bench.point.choose import Choice, choose
 from sp_bench.records import Record
 from sp_bench.simulate.bounds import link_bytes
 

@@ -17,11 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sp_bench.bench import resolve, run_points
-from sp_bench.bench.request import Request, unsupported
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.machine import cores_here
+from sp_bench.point import resolve, run_points
+from sp_bench.point.request import Request, unsupported
 from sp_bench.records import Record, write_whole
 from sp_bench.resources import ROOT
 

@@ -17,8 +17,6 @@ from typing import Any
 import yaml
 
 from sp_bench.analysis.measured import known
-from sp_bench.bench import resolve
-from sp_bench.bench.simulated import simulate_point
 from sp_bench.calibrating.gpu_file import base_cluster
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.cli.compose import Composer
@@ -26,6 +24,8 @@ from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import NETWORK_KEYS
 from sp_bench.errors import RequestError
 from sp_bench.markdown import of_rows
+from sp_bench.point import resolve
+from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 from sp_bench.resources import conf_files
 

@@ -13,10 +13,10 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 
 from sp_bench.__main__ import main as sp_bench
-from sp_bench.bench import resolve
-from sp_bench.bench.simulated import simulate_point
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.point import resolve
+from sp_bench.point.simulated import simulate_point
 from sp_bench.resources import ROOT
 
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "readme.svg"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from sp_bench.bench import NotWritten, Outcome, Request, resolve, run_points
-from sp_bench.bench.request import unsupported
 from sp_bench.errors import RequestError
 from sp_bench.launch import launched
 from sp_bench.loggers import open_logger
+from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points
+from sp_bench.point.request import unsupported
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.points import Point, Task
 

@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from sp_bench import records
-from sp_bench.bench import resolve
-from sp_bench.bench.given import NOT_IN_THE_RESULT
-from sp_bench.bench.request import setting_of, unsupported
 from sp_bench.cli.arguments import in_group
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError, unknown
 from sp_bench.launch import Launch
+from sp_bench.point import resolve
+from sp_bench.point.given import NOT_IN_THE_RESULT
+from sp_bench.point.request import setting_of, unsupported
 from sp_bench.reading import Count, read
 from sp_bench.records import Record
 from sp_bench.resources import conf_files

@@ -39,7 +39,6 @@ import yaml
 from msgspec import Meta
 
 from sp_bench import records
-from sp_bench.bench.mode import AskedDevice
 from sp_bench.calibrating.cluster_file import blocks_spread, cluster_config
 from sp_bench.calibrating.gpu_file import MARK, above_peak, base_cluster, gpu_cluster_config
 from sp_bench.calibrating.setting import Setting, pairs_of
@@ -59,6 +58,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.point.mode import AskedDevice
 from sp_bench.reading import Count, NotNegative, read
 from sp_bench.resources import CONF, conf_content, conf_files, user_conf
 

@@ -14,10 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sp_bench import account, draw, markdown
-from sp_bench.bench import resolve
-from sp_bench.bench.backing import Interval, validated
-from sp_bench.bench.choose import Choice, choose, memory_front
-from sp_bench.bench.request import Request
 from sp_bench.cli.arguments import run_command
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
@@ -30,6 +26,10 @@ from sp_bench.plan.method import PHASES, Method, ScheduleTime
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
+from sp_bench.point import resolve
+from sp_bench.point.backing import Interval, validated
+from sp_bench.point.choose import Choice, choose, memory_front
+from sp_bench.point.request import Request
 from sp_bench.reading import Count, Tokens, read
 
 MOST_RANKS = 40

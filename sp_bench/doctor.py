@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench import records
-from sp_bench.bench.mode import AskedDevice
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.cli.drive import drive
 from sp_bench.diagnosing.examine import Examination, examine
@@ -36,6 +35,7 @@ from sp_bench.diagnosing.findings import as_json, as_text, counts
 from sp_bench.errors import RequestError, unknown
 from sp_bench.launch import launched
 from sp_bench.machine import cores_here, gpus_here, torch_has_cuda
+from sp_bench.point.mode import AskedDevice
 from sp_bench.reading import Count, read
 from sp_bench.workload import TOLERANCE
 

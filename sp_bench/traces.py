@@ -29,9 +29,6 @@ from typing import Any
 import yaml
 
 from sp_bench import records
-from sp_bench.bench import Request, resolve
-from sp_bench.bench.choose import choose
-from sp_bench.bench.measured import executed_plans
 from sp_bench.cli.arguments import keys_and_paths, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.drive import drive
@@ -42,6 +39,9 @@ from sp_bench.measure.homes import homes_for
 from sp_bench.measure.pool import RankFailure
 from sp_bench.measure.ranks import open_ranks
 from sp_bench.plan.method import Method
+from sp_bench.point import Request, resolve
+from sp_bench.point.choose import choose
+from sp_bench.point.measured import executed_plans
 from sp_bench.reading import Natural, read
 from sp_bench.tracing.compared import BLOCKS, Row, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Trace, read_trace

@@ -7,10 +7,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from sp_bench.bench import resolve
-from sp_bench.bench.backing import FILE, known, written
-from sp_bench.bench.choose import choose
 from sp_bench.cli.compose import Composer
+from sp_bench.point import resolve
+from sp_bench.point.backing import FILE, known, written
+from sp_bench.point.choose import choose
 from sp_bench.validate.left_out import LeftOut, fits
 from sp_bench.validate.published import (
     backing,

@@ -11,14 +11,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sp_bench import bench, records
-from sp_bench.bench import Outcome, Request, resolve
-from sp_bench.bench.choose import choose
+from sp_bench import records
 from sp_bench.calibrating import speed
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.tensors import O
+from sp_bench.point import Outcome, Request, resolve
+from sp_bench.point import run_points as run_all
+from sp_bench.point.choose import choose
 from sp_bench.validate import machine as validate
 from sp_bench.validate.machine import main, pairs_in_order
 from tests.support.clusters import problem
@@ -97,7 +98,7 @@ def test_points_whose_parts_are_timed_anyway_are_measured_once(tmp_path: Path, m
     def run_points(requests: list[Request], **options: Any) -> list[Outcome]:
         if requests and requests[0].mode == "measure" and not options["reuse"]:
             asked.append([request.method.name for request in requests])
-        return bench.run_points(requests, **options)
+        return run_all(requests, **options)
 
     monkeypatch.setattr(validate, "run_points", run_points)
     arguments = [f"out={tmp_path}", *SMALL, "gpus=2", "seqlen=512", "parts=true"]
@@ -117,7 +118,7 @@ def test_a_point_that_fails_leaves_the_speed_as_calibrated(
     """The one whose blocks were to be timed alone."""
 
     def run_points(requests: list[Request], **options: Any) -> list[Outcome]:
-        found = bench.run_points([request for request in requests if not request.parts], **options)
+        found = run_all([request for request in requests if not request.parts], **options)
         failed = [Outcome(request.record("failed", "rank 1: gone")) for request in requests if request.parts]
         return [*failed, *found]
 

@@ -84,7 +84,7 @@ def _interval(record: Record, result: Result) -> tuple[float | None, float | Non
     """The interval of a result, which follows from the step's; (None, None) where that has none.
 
     A measured step has its 95% interval, unless its iterations are too few to tell of the spread. A simulated one has
-    what two of three measured steps like it would be within, if it is validated (bench.backing). Both are the record's.
+    what two of three measured steps like it would be within, if it is validated (point.backing). Both are the record's.
     """
     step, value = record.step_ms_median, getattr(record, result.name)
     ends = step_interval(record)

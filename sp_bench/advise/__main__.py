@@ -29,10 +29,10 @@ from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
-from sp_bench.bench.unread import unread
 from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.report import amount, over_least
 from sp_bench.errors import RequestError
+from sp_bench.point.unread import unread
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
 OWN = ("memory", "plots", "changes")

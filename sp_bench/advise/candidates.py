@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sp_bench.advise.workers import Map
-from sp_bench.bench import resolve
-from sp_bench.bench.backing import Interval, interval
-from sp_bench.bench.simulated import simulate_point
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
+from sp_bench.point import resolve
+from sp_bench.point.backing import Interval, interval
+from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 
 LEFT_OUT = ("reference",)

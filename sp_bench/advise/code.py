@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sp_bench.bench.masks import mask_of
 from sp_bench.plan.documents import Chunked, Documents, Packed
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import Method
+from sp_bench.point.masks import mask_of
 from sp_bench.records import Record
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sp_bench.bench.estimates import least_compute_s
-from sp_bench.bench.request import Request
 from sp_bench.calibrating.cluster_file import scaled_device
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.emulation import hosts_of
+from sp_bench.point.estimates import least_compute_s
+from sp_bench.point.request import Request
 from sp_bench.records import Record
 
 

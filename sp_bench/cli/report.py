@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from sp_bench.bench import Outcome
 from sp_bench.cli.timeline import print_timeline
+from sp_bench.point import Outcome
 from sp_bench.records import Record
 from sp_bench.records.timeline import read_timeline
 from sp_bench.records.workloads import model_in_words
@@ -105,7 +105,7 @@ def interval(record: Record) -> tuple[float, float] | None:
     """A measured step's 95% interval; of a simulated one what two of three measured times would be in.
 
     Both stand in the record. None where they don't: for a measured step without samples, for a simulated one that
-    nothing validates (bench.backing), and where there is no step.
+    nothing validates (point.backing), and where there is no step.
     """
     ends = (
         (record.step_ms_ci95_low, record.step_ms_ci95_high)

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sp_bench.bench import NotWritten, Outcome, Request, resolve, run_points, work_of
-from sp_bench.bench.request import unsupported
 from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.launch import RankCountError, launched
 from sp_bench.loggers import Logger
+from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points, work_of
+from sp_bench.point.request import unsupported
 from sp_bench.records import Record
 
 

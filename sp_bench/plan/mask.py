@@ -41,7 +41,7 @@ class Mask(ABC):
 
     @property
     def measured_as(self) -> str:
-        """The class of masks whose measurements say how far simulations of this one are off (bench.backing)."""
+        """The class of masks whose measurements say how far simulations of this one are off (point.backing)."""
         return f"mask={self.name}"
 
     @abstractmethod

@@ -16,7 +16,7 @@ from sp_bench.machine import cores_here, cpu_model, gpus_and_driver
 from sp_bench.resources import place
 
 SIMULATED_CODE = (
-    *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "bench"),
+    *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "point"),
     *("account.py", "check.py", "packing.py"),
 )
 """Folders and files of the package that compute a simulated point, with the data that stands in them."""

@@ -95,7 +95,7 @@ class Setup:
     implementation: Annotated[str | None, Setting()] = None
     """Simulated: whose code it stands for (conf/implementation)."""
     validation: Annotated[str | None, Result()] = None
-    """Simulated: which measurements like it back its times, and how far from them simulations were (bench.backing)."""
+    """Simulated: which measurements like it back its times, and how far from them simulations were (point.backing)."""
     validation_error: float | None = None
     """Simulated: what two of three errors of that validation are within; None where nothing backs the times."""
     validation_kind: Annotated[dict[str, str] | None, Result()] = None

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from sp_bench.bench import Request
-from sp_bench.bench.choose import Choice, choose
 from sp_bench.calibrating.cluster_file import rounded
 from sp_bench.calibrating.speed import at_speed
 from sp_bench.cluster import Cluster
@@ -20,6 +18,8 @@ from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
+from sp_bench.point import Request
+from sp_bench.point.choose import Choice, choose
 from sp_bench.run.annotations import Mark
 from sp_bench.simulate import Run, simulate
 from sp_bench.tracing.kineto import Sample, Trace

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from sp_bench.bench import resolve
-from sp_bench.bench.backing import kind_of
-from sp_bench.bench.choose import choose
+from sp_bench.point import resolve
+from sp_bench.point.backing import kind_of
+from sp_bench.point.choose import choose
 from sp_bench.resources import place
 
 FITS = place("analysis/published/fits.yaml")

@@ -28,14 +28,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sp_bench import markdown, records
-from sp_bench.bench import Outcome, Request, resolve, run_points, work_of
-from sp_bench.bench.estimates import simulated_ms
-from sp_bench.bench.request import setting_of
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.cli.arguments import config_dir, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
+from sp_bench.point import Outcome, Request, resolve, run_points, work_of
+from sp_bench.point.estimates import simulated_ms
+from sp_bench.point.request import setting_of
 from sp_bench.records import Record
 
 if TYPE_CHECKING:

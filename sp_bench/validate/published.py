@@ -4,7 +4,7 @@ Simulates the published measurements of analysis/published (measurements.csv, an
 to) with implementation=published, and reports by source how far apart the two are, and how often two methods of a
 setting are ordered alike. Beside each error is the one left out: that of a simulation without what was fitted to its
 source (analysis/published/fits.yaml). Writes FOLDER/published.md, .csv and .svg, and what backs a simulated record
-(sp_bench/bench/backing.json).
+(sp_bench/point/backing.json).
 
   out=docs/results    the folder
 """
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from sp_bench import markdown
-from sp_bench.bench import resolve
-from sp_bench.bench.backing import FILE, Backing, Kind, figures_of, transfers_of, written
-from sp_bench.bench.choose import plans_of
 from sp_bench.cli.arguments import only_keys, run_command, writable_folder
 from sp_bench.cli.compose import Composer
 from sp_bench.extras import require
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
+from sp_bench.point import resolve
+from sp_bench.point.backing import FILE, Backing, Kind, figures_of, transfers_of, written
+from sp_bench.point.choose import plans_of
 from sp_bench.resources import PACKAGE, conf_files, place
 from sp_bench.validate import machine
 from sp_bench.validate.left_out import LeftOut, fits, simulation

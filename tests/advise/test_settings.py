@@ -13,13 +13,13 @@ from sp_bench.advise.__main__ import how_to
 from sp_bench.advise.candidates import Answer, answer
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, OURS, settings
-from sp_bench.bench.masks import mask_of
 from sp_bench.cli.compose import Composer
 from sp_bench.measure.pool import RankPool
 from sp_bench.methods import REGISTRY, build
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask
+from sp_bench.point.masks import mask_of
 from tests.advise import jobs
 from tests.advise.jobs import Printed
 from tests.support.attention_cases import relative

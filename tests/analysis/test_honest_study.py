@@ -12,7 +12,7 @@ from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import honest, study_named
 from sp_bench.analysis.studies.honest import places as honest_grid
 from sp_bench.analysis.studies.honest.places import Step, steps, tied, widest
-from sp_bench.bench.backing import Interval, known
+from sp_bench.point.backing import Interval, known
 from tests.support.sections import code_of, sections_of, tables_of
 
 

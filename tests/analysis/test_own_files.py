@@ -11,9 +11,9 @@ import yaml
 
 from sp_bench.analysis import explore, pictures
 from sp_bench.analysis.number import command
-from sp_bench.bench import resolve, run_points
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.point import resolve, run_points
 from sp_bench.records import Record
 
 FILES = {

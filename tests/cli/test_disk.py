@@ -86,7 +86,7 @@ class NoRanks:
 
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_bench.bench.measured.open_ranks", NoRanks)
+    monkeypatch.setattr("sp_bench.point.measured.open_ranks", NoRanks)
 
 
 def assert_refused(folder: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from sp_bench.__main__ import main
 from sp_bench.advise.candidates import answer
-from sp_bench.bench import Outcome
 from sp_bench.cli import report
 from sp_bench.cli.report import WIDTH, make_console, print_points, print_sweep
+from sp_bench.point import Outcome
 from tests.support.made_records import made
 
 FIGURES = ["33.125 ms  [32.62, 33.38]", "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "7.75 ms  (23%)", "7.654 MB"]

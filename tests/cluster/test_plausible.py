@@ -13,11 +13,11 @@ from msgspec import inspect
 
 from sp_bench import labs
 from sp_bench.__main__ import main
-from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.emulation import lab_module
+from sp_bench.point import resolve
 from sp_bench.reading import figures, implausible, plausible
 from sp_bench.resources import conf_content, conf_files
 

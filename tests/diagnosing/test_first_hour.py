@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from sp_bench import first_hour, records
-from sp_bench.bench import resolve
 from sp_bench.cli.arguments import config_dir
 from sp_bench.cli.compose import Composer
 from sp_bench.first_hour import SHAPES, main, steps
 from sp_bench.launch import Launch
 from sp_bench.methods import REGISTRY
+from sp_bench.point import resolve
 from sp_bench.resources import ROOT
 
 SMALL = ("quick=true", "device=cpu", "ranks=2")

@@ -16,8 +16,6 @@ import torch
 from benchmarks import gpu_executor
 from sp_bench import machine, records
 from sp_bench.__main__ import main
-from sp_bench.bench import Outcome, Request, mode, resolve, run_points
-from sp_bench.bench.mode import nccl_settings
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import make_console, print_points, print_sweep
 from sp_bench.cluster.device import same_model
@@ -28,6 +26,8 @@ from sp_bench.measure import devices
 from sp_bench.measure.devices import device_here, group_backend, local_rank, set_up_device
 from sp_bench.measure.pool import RankError, RankPool
 from sp_bench.measure.spec import RankResult
+from sp_bench.point import Outcome, Request, mode, resolve, run_points
+from sp_bench.point.mode import nccl_settings
 
 ALONE = ("seqlen=1k", "heads=2", "head_dim=128", "iters=3", "warmup=1")
 SMALL = ("seqlen=1k", "heads=2", "head_dim=16", "dtype=float32", "iters=3", "warmup=1")

@@ -131,7 +131,7 @@ def test_a_training_step_that_is_wrong_from_512_tokens_on_is_found(pool: RankPoo
 
 
 def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:
-    """The gate, warm-up and iterations, each once: what a bar's total is made of (bench.work_of)."""
+    """The gate, warm-up and iterations, each once: what a bar's total is made of (point.work_of)."""
     told: list[int] = []
     pool.run("sp_bench.measure.job:measure", [spec(4), spec(2)], 3, 1, progress=told.append)
     assert sorted(told) == [0] * 5 + [1] * 5

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from sp_bench.bench import measured
 from sp_bench.errors import RequestError
 from sp_bench.machine import oom_kills
 from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
 from sp_bench.measure.thread_dump import as_json
+from sp_bench.point import measured
 from tests.measure import jobs
 from tests.support.marks import exhaustive
 from tests.support.processes import LONG_S, SHORT_S, is_running, survivors

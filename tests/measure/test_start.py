@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sp_bench.bench.timed import start_skew_ms
 from sp_bench.measure import devices, start
 from sp_bench.measure.samples import START, Row, Samples
+from sp_bench.point.timed import start_skew_ms
 from sp_bench.run.patience import first_timeout
 from tests.measure import jobs
 from tests.support.ranks import WORLD, Ranks

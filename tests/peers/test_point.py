@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sp_bench.bench import resolve, run_points
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.point import resolve, run_points
 from sp_bench.records import Record
 
 SMALL = ("gpus=2", "cluster=local", "seqlen=256", "heads=4", "head_dim=16", "dtype=float32", "iters=2", "warmup=1")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sp_bench.bench import resolve
-from sp_bench.bench.choose import choose
-from sp_bench.bench.masks import described
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import LAYOUTS, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, WholeMask, mask_named
 from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.point import resolve
+from sp_bench.point.choose import choose
+from sp_bench.point.masks import described
 from tests.support.dealing import Dealt, dealt
 from tests.support.regions import inside, times_computed
 

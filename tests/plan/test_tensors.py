@@ -13,7 +13,7 @@ from sp_bench.plan import KV, Q
 from sp_bench.plan.tensors import TENSORS, Kind, Tensor, named
 
 PACKAGE = Path(__file__).parents[2] / "sp_bench"
-OF_TENSORS = ("plan", "lower", "simulate", "run", "methods", "cluster", "labs", "bench")
+OF_TENSORS = ("plan", "lower", "simulate", "run", "methods", "cluster", "labs", "point")
 """The packages that read tensors of plans, beside the readers that are one file."""
 ASKS_A_NAME = re.compile(r'["\']_h["\']|\}_h["\']|tensor\.(name\.)?(removesuffix|endswith|startswith|replace)\(')
 

@@ -13,11 +13,11 @@ import pytest
 
 from sp_bench import records
 from sp_bench.analysis.explorer.fields import MADE, RESULTS, SETTINGS
-from sp_bench.bench.simulated import simulate_point
-from sp_bench.bench.training import simulate_training
 from sp_bench.cli import report
 from sp_bench.cli.report import title
 from sp_bench.loggers import wandb_fields
+from sp_bench.point.simulated import simulate_point
+from sp_bench.point.training import simulate_training
 from sp_bench.records.__main__ import main
 from sp_bench.records.checking import problems_of
 from sp_bench.records.fields_page import fields_page

@@ -75,7 +75,7 @@ def test_data_that_changes_a_number_changes_the_id(tmp_path: Path, ids: Ids) -> 
     package, before = tmp_path, ids()
     there = [path for name in identity.MEASURED_CODE for path in (package / name).rglob("*") if path.is_file()]
     data = [path for path in there if path.suffix != ".py" and path.parent.name != identity.CACHE]
-    assert package / "bench" / "backing.json" in data
+    assert package / "point" / "backing.json" in data
     new = [package / "cluster" / name for name in ("rates.csv", "rates.yaml", "rates.json", "rates.npz")]
     for path in (*data, *new):
         content = path.read_bytes() if path.exists() else b""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sp_bench.bench import Request, resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.kernels import KERNELS
@@ -18,6 +17,7 @@ from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.point import Request, resolve
 from sp_bench.run import sms
 from sp_bench.run.sms import SmShares, most_ctas, share, shares
 from sp_bench.workload import attention_step

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sp_bench import extras, machine
-from sp_bench.bench import mode, request
 from sp_bench.peers import peer, user
+from sp_bench.point import mode, request
 from sp_bench.records import identity
 from sp_bench.slurm.points import planned
 from sp_bench.slurm.sweep import main

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from sp_bench.bench import Request, resolve
-from sp_bench.bench.choose import choose
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment
+from sp_bench.point import Request, resolve
+from sp_bench.point.choose import choose
 from sp_bench.run.annotations import Mark, annotation, marked
 from sp_bench.traces import main
 from sp_bench.tracing.compared import ACROSS, BLOCKS, INSIDE, compared, refit, steps

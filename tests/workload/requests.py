@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sp_bench.bench import Request, resolve
-from sp_bench.bench.choose import choose
-from sp_bench.bench.measured import executed_plans
 from sp_bench.cli.compose import Composer
 from sp_bench.methods import REGISTRY
+from sp_bench.point import Request, resolve
+from sp_bench.point.choose import choose
+from sp_bench.point.measured import executed_plans
 from sp_bench.workload import Train
 
 METHODS = tuple(name for name in REGISTRY if name != "reference")

@@ -116,7 +116,7 @@ def test_bad_input(overrides: str, message: str) -> None:
 
 @pytest.mark.exhaustive
 def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
-    from sp_bench.bench import run_points
+    from sp_bench.point import run_points
 
     request = point("gpus=2", "method=ring", "dtype=float32", "iters=2", "warmup=1", "seqlen=128")
     (outcome,) = run_points([request], folder=tmp_path, reuse=False)
@@ -147,7 +147,7 @@ def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
 
 @pytest.mark.exhaustive
 def test_sharded_points_count_what_fsdp_sends_and_hold(tmp_path) -> None:
-    from sp_bench.bench import run_points
+    from sp_bench.point import run_points
 
     common = ("gpus=4", "method=ring", "dtype=float32", "iters=1", "warmup=0", "seqlen=128", "model.ffn=70")
     points = [point(*common, f"train.parameters={kind}") for kind in ("sharded", "replicated")]

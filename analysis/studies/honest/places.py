@@ -9,7 +9,7 @@ from typing import Any
 
 from sp_bench.analysis.number import Number, of_record
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.bench.backing import Interval, interval, known
+from sp_bench.point.backing import Interval, interval, known
 from sp_bench.records import Record
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")

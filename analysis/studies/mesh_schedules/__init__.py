@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sp_bench.analysis.runs import Runs
-from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan.method import PHASES
+from sp_bench.point import resolve
 
 GPUS = (16, 64, 256)
 HEAD = ["gpus", "tile", "phase", "bound ms", "paper", "searched"]

@@ -21,8 +21,6 @@ from sp_bench.analysis.measured import known
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import fused_blocks
 from sp_bench.analysis.studies.fused_blocks import Where
-from sp_bench.bench import resolve
-from sp_bench.bench.simulated import simulate_point
 from sp_bench.calibrating.clock import CLOCKS
 from sp_bench.cli.arguments import flag
 from sp_bench.cli.compose import Composer
@@ -30,6 +28,8 @@ from sp_bench.cluster.kernel_table import RATES
 from sp_bench.errors import RequestError, unknown
 from sp_bench.kernels import KERNELS
 from sp_bench.markdown import of_rows
+from sp_bench.point import resolve
+from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
 
 OPTIONS = {"device": "cuda", "kernels": "", "measure": "true"}

@@ -7,11 +7,11 @@ from functools import cache, partial
 
 from sp_bench.analysis.measured import interval, known
 from sp_bench.analysis.runs import Runs
-from sp_bench.bench import Request, resolve
-from sp_bench.bench.choose import choose
 from sp_bench.calibrating.speed import cluster_at, speed_of
 from sp_bench.labs.shaped.description import OF_CORES
 from sp_bench.machine import cores_here
+from sp_bench.point import Request, resolve
+from sp_bench.point.choose import choose
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
 

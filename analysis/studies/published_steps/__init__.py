@@ -20,9 +20,9 @@ from sp_bench.analysis.number import Number, Source, derived, formula, median, m
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Cell, Table, columns
-from sp_bench.bench import resolve
-from sp_bench.bench.backing import links_of
 from sp_bench.cli.compose import Composer
+from sp_bench.point import resolve
+from sp_bench.point.backing import links_of
 from sp_bench.validate.left_out import LeftOut, fits, is_fitted, simulation
 from sp_bench.validate.published import (
     TELLING,

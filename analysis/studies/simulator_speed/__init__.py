@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from sp_bench.analysis.figure import Figure, new_figure, styles
 from sp_bench.analysis.runs import Runs
-from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
+from sp_bench.point import resolve
 from sp_bench.records import read_all
 from sp_bench.simulate import simulate
 from sp_bench.simulate.flows import Solver, solve

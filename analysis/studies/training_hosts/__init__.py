@@ -13,10 +13,10 @@ import pandas as pd
 from sp_bench import calibrate, markdown, records
 from sp_bench.analysis.measured import known
 from sp_bench.analysis.runs import Runs
-from sp_bench.bench import resolve
-from sp_bench.bench.training import simulate_training
 from sp_bench.calibrating.speed import cluster_at
 from sp_bench.cli.compose import Composer
+from sp_bench.point import resolve
+from sp_bench.point.training import simulate_training
 from sp_bench.records import Record
 from sp_bench.validate.machine import pairs_in_order, validate
 

@@ -11,10 +11,10 @@ import pytest
 
 from sp_bench import records
 from sp_bench.__main__ import main
-from sp_bench.bench import resolve
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
+from sp_bench.point import resolve
 from tests.support.hosts import BURST_BYTES
 
 ROOT = Path(__file__).parents[3]

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from sp_bench.advise.__main__ import main as advise
-from sp_bench.bench import resolve
-from sp_bench.bench.simulated import simulate_point
-from sp_bench.bench.training import simulate_training
-from sp_bench.bench.unread import READ_BY
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
+from sp_bench.point import resolve
+from sp_bench.point.simulated import simulate_point
+from sp_bench.point.training import simulate_training
+from sp_bench.point.unread import READ_BY
 from sp_bench.resources import CONF
 from sp_bench.workload import Train
 

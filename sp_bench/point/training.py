@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sp_bench import account
-from sp_bench.bench.backing import validated
-from sp_bench.bench.choose import Choice, DeviceMemoryError, choose
-from sp_bench.bench.counted import counted, executions, rates
-from sp_bench.bench.request import LEAST_STEP, Request
 from sp_bench.check import check_all
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
+from sp_bench.point.backing import validated
+from sp_bench.point.choose import Choice, DeviceMemoryError, choose
+from sp_bench.point.counted import counted, executions, rates
+from sp_bench.point.request import LEAST_STEP, Request
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic

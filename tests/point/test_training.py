@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from sp_bench import account
-from sp_bench.bench.choose import choose
-from sp_bench.bench.training import longest, simulate_training
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.lower.transports import NCCL
 from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.point.choose import choose
+from sp_bench.point.training import longest, simulate_training
 from sp_bench.records import Record
 from sp_bench.simulate import simulate
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
@@ -171,7 +171,7 @@ def test_slow_ranks_are_refused() -> None:
 
 def test_it_imports_no_torch() -> None:
     code = (
-        "import sys; from sp_bench.bench import resolve, run_points; from sp_bench.bench.training import *;"
+        "import sys; from sp_bench.point import resolve, run_points; from sp_bench.point.training import *;"
         "from sp_bench.cli.compose import Composer;"
         "request = resolve(Composer().compose(['model=llama3_8b', 'gpus=8', 'seqlen=64k', 'method=ring']));"
         "assert simulate_training(request).status == 'ok'; assert 'torch' not in sys.modules"

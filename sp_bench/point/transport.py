@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from sp_bench.bench.mode import Mode
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, GLOO, NCCL, SHARED, SYMMETRIC, TransportOptions
+from sp_bench.point.mode import Mode
 from sp_bench.reading import Section, read
 
 KEYS = ("transport", "registered_buffers", "cta_policy", "cuda_graph")

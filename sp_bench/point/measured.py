@@ -8,11 +8,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from sp_bench import account
-from sp_bench.bench.choose import Choice, choose, costs_for
-from sp_bench.bench.measured_record import outcome_of
-from sp_bench.bench.outcome import Outcome
-from sp_bench.bench.request import Request, refuse_what_does_not_fit
-from sp_bench.bench.sharing import USABLE, packs
 from sp_bench.check import check_all
 from sp_bench.errors import RequestError
 from sp_bench.measure.homes import homes_for
@@ -23,6 +18,11 @@ from sp_bench.measure.thread_dump import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.tensors import DKV, DQ, KV, ODOQ
+from sp_bench.point.choose import Choice, choose, costs_for
+from sp_bench.point.measured_record import outcome_of
+from sp_bench.point.outcome import Outcome
+from sp_bench.point.request import Request, refuse_what_does_not_fit
+from sp_bench.point.sharing import USABLE, packs
 from sp_bench.termination import raise_if_terminated
 
 

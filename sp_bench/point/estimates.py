@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sp_bench.bench.choose import choose
-from sp_bench.bench.request import Request
-from sp_bench.bench.training import least_training_s, simulate_training
 from sp_bench.cluster import Cluster
+from sp_bench.point.choose import choose
+from sp_bench.point.request import Request
+from sp_bench.point.training import least_training_s, simulate_training
 from sp_bench.simulate import simulate
 from sp_bench.workload import Train
 

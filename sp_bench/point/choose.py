@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sp_bench import account
-from sp_bench.bench.backing import Interval, validated
-from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
@@ -17,6 +15,8 @@ from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.point.backing import Interval, validated
+from sp_bench.point.request import Request
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds

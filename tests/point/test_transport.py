@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sp_bench.bench.request import Request, resolve
-from sp_bench.bench.transport import KEYS
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, SHARED, SYMMETRIC
+from sp_bench.point.request import Request, resolve
+from sp_bench.point.transport import KEYS
 
 LOCAL = ("method=ring", "cluster=local", "gpus=4", "seqlen=1k", "dtype=float32")
 H100 = ("method=ring", "gpus=8", "seqlen=64k")

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from sp_bench.bench.counted import by_lane, plain
-from sp_bench.bench.request import Request
 from sp_bench.measure.samples import (
     COMMUNICATION_ONLY,
     COMPUTE_ONLY,
@@ -22,6 +20,8 @@ from sp_bench.measure.samples import (
 from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
+from sp_bench.point.counted import by_lane, plain
+from sp_bench.point.request import Request
 from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic, TrainingStep
 from sp_bench.records.timeline import MeasuredTimeline
 from sp_bench.workload import Workload

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sp_bench import account
-from sp_bench.bench import Request, measured, resolve
-from sp_bench.bench.outcome import Outcome
-from sp_bench.bench.sharing import USABLE, packs
 from sp_bench.cli.compose import Composer
 from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankError
 from sp_bench.measure.spec import Spec
+from sp_bench.point import Request, measured, resolve
+from sp_bench.point.outcome import Outcome
+from sp_bench.point.sharing import USABLE, packs
 
 
 @given(st.lists(st.integers(0, 10), min_size=1, max_size=12), st.integers(1, 20))

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sp_bench import account, records
-from sp_bench.bench.choose import Choice
-from sp_bench.bench.counted import by_lane, counted, in_phases, rates
-from sp_bench.bench.outcome import Outcome
-from sp_bench.bench.request import Request
-from sp_bench.bench.timed import (
+from sp_bench.cluster.device import same_model
+from sp_bench.measure.gpu_watch import gpu_state
+from sp_bench.measure.samples import Samples
+from sp_bench.measure.spec import RankResult
+from sp_bench.point.choose import Choice
+from sp_bench.point.counted import by_lane, counted, in_phases, rates
+from sp_bench.point.outcome import Outcome
+from sp_bench.point.request import Request
+from sp_bench.point.timed import (
     breakdown,
     breakdown_alone,
     cores,
@@ -24,10 +28,6 @@ from sp_bench.bench.timed import (
     traffic_of_peer,
     training_step,
 )
-from sp_bench.cluster.device import same_model
-from sp_bench.measure.gpu_watch import gpu_state
-from sp_bench.measure.samples import Samples
-from sp_bench.measure.spec import RankResult
 from sp_bench.records.quantities import Breakdown, Exactness, Setup
 from sp_bench.records.record import Part
 from sp_bench.workload import GateErrors

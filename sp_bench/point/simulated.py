@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from sp_bench import account, draw
-from sp_bench.bench.backing import Validation, validated
-from sp_bench.bench.choose import Choice, choose
-from sp_bench.bench.counted import counted, rates
-from sp_bench.bench.request import Request
 from sp_bench.check import check_all
 from sp_bench.plan.ops import BLOCKS
+from sp_bench.point.backing import Validation, validated
+from sp_bench.point.choose import Choice, choose
+from sp_bench.point.counted import counted, rates
+from sp_bench.point.request import Request
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Setup, Timing
 from sp_bench.records.timeline import SimulatedTimeline

@@ -9,11 +9,11 @@ from typing import Any, Self
 from msgspec import structs
 
 from sp_bench import records
-from sp_bench.bench.masks import described, identified, mask_of
 from sp_bench.launch import Launch
 from sp_bench.machine import Devices
 from sp_bench.peers.peer import PEER
 from sp_bench.plan.mask import Mask
+from sp_bench.point.masks import described, identified, mask_of
 from sp_bench.reading import Count, Natural, Seconds, Section, Tokens, read
 from sp_bench.records.quantities import Asked
 from sp_bench.workload import WORKLOADS, Workload, workload_named

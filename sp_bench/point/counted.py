@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sp_bench import account
-from sp_bench.bench.choose import Choice
-from sp_bench.bench.request import Request
 from sp_bench.cluster.device import same_model
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.problem import Problem
+from sp_bench.point.choose import Choice
+from sp_bench.point.request import Request
 from sp_bench.records.quantities import Memory, Rates, Setup, Traffic
 from sp_bench.workload import Workload
 

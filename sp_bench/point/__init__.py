@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from sp_bench import records
-from sp_bench.bench.choose import DeviceMemoryError
-from sp_bench.bench.outcome import Outcome
-from sp_bench.bench.request import Request
-from sp_bench.bench.request import resolve as resolve_plain
-from sp_bench.bench.simulated import simulate_point, time_by_rank, timeline_of, trace_of
-from sp_bench.bench.training import longest, simulate_training
-from sp_bench.bench.unread import is_note
 from sp_bench.errors import RequestError
 from sp_bench.launch import Launch
+from sp_bench.point.choose import DeviceMemoryError
+from sp_bench.point.outcome import Outcome
+from sp_bench.point.request import Request
+from sp_bench.point.request import resolve as resolve_plain
+from sp_bench.point.simulated import simulate_point, time_by_rank, timeline_of, trace_of
+from sp_bench.point.training import longest, simulate_training
+from sp_bench.point.unread import is_note
 from sp_bench.records import Record
 from sp_bench.termination import raise_if_terminated
 from sp_bench.workload import Train
@@ -131,7 +131,7 @@ def _group(request: Request) -> tuple:
 
 
 def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
-    from sp_bench.bench.measured import measure_points
+    from sp_bench.point.measured import measure_points
 
     try:
         return measure_points(requests, progress)

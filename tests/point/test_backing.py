@@ -10,12 +10,6 @@ import pytest
 from sp_bench import records
 from sp_bench.advise.candidates import Feasible
 from sp_bench.analysis.explorer import columns
-from sp_bench.bench import Outcome
-from sp_bench.bench import backing as backings
-from sp_bench.bench.backing import BETWEEN_NODES, Backing, Interval, Kind, Validation, figures_of, interval, known
-from sp_bench.bench.choose import memory_front
-from sp_bench.bench.simulated import simulate_point
-from sp_bench.bench.training import simulate_training
 from sp_bench.cli.report import ROWS, number, ratio, speed_up
 from sp_bench.cli.report import interval as shown_interval
 from sp_bench.methods import build
@@ -23,6 +17,12 @@ from sp_bench.plan.documents import Chunked, Documents, Window
 from sp_bench.plan.layout import Positions
 from sp_bench.plan.mask import CAUSAL, FULL, WHOLE, WholeMask
 from sp_bench.plan.regions import Regions
+from sp_bench.point import Outcome
+from sp_bench.point import backing as backings
+from sp_bench.point.backing import BETWEEN_NODES, Backing, Interval, Kind, Validation, figures_of, interval, known
+from sp_bench.point.choose import memory_front
+from sp_bench.point.simulated import simulate_point
+from sp_bench.point.training import simulate_training
 from sp_bench.records import Record
 from sp_bench.resources import conf_files
 from sp_bench.workload import Train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sp_bench.bench.timed import exposed
+from sp_bench.point.timed import exposed
 from sp_bench.records.quantities import Breakdown
 
 

@@ -10,11 +10,6 @@ import numpy as np
 import pytest
 
 from sp_bench import records
-from sp_bench.bench import Request, masks, resolve, run_points
-from sp_bench.bench import choose as choosing
-from sp_bench.bench.choose import DeviceMemoryError, choose
-from sp_bench.bench.simulated import simulate_point
-from sp_bench.bench.timed import cores
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import _cores, _overlap
 from sp_bench.cluster import Cluster
@@ -25,6 +20,11 @@ from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORE_WINDOW, CORE
 from sp_bench.measure.spec import RankResult
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.point import Request, masks, resolve, run_points
+from sp_bench.point import choose as choosing
+from sp_bench.point.choose import DeviceMemoryError, choose
+from sp_bench.point.simulated import simulate_point
+from sp_bench.point.timed import cores
 from sp_bench.records import identity
 from sp_bench.records.quantities import Breakdown
 from sp_bench.simulate import Run, simulate
@@ -139,7 +139,7 @@ def test_a_simulated_backward_is_that_of_both(method: str) -> None:
 def test_an_error_in_one_point_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [point("gpus=8", "seqlen=64k", f"method={name}") for name in ("ring", "mesh")]
     monkeypatch.setattr(
-        "sp_bench.bench.simulated.check_all", lambda plans, _: 1 / 0 if "rings" in plans["forward"].lanes else None
+        "sp_bench.point.simulated.check_all", lambda plans, _: 1 / 0 if "rings" in plans["forward"].lanes else None
     )
     outcomes = run_points(requests, folder=tmp_path, reuse=False)
     assert [outcome.record.status for outcome in outcomes] == ["ok", "failed"]

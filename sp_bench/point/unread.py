@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sp_bench.bench.mode import Mode
+from sp_bench.point.mode import Mode
 from sp_bench.resources import CONF
 
 MEASURED = ("measure", "alone")

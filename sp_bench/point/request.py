@@ -8,10 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sp_bench import methods, records
-from sp_bench.bench import unread
-from sp_bench.bench.given import SHAPE, Given
-from sp_bench.bench.mode import Mode, resolve_mode
-from sp_bench.bench.transport import transport_of
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.emulation import refuse_hosts
 from sp_bench.cluster.implementation import OURS, Implementation
@@ -25,6 +21,10 @@ from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import CollectiveMethod, Method
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import KV, Q
+from sp_bench.point import unread
+from sp_bench.point.given import SHAPE, Given
+from sp_bench.point.mode import Mode, resolve_mode
+from sp_bench.point.transport import transport_of
 from sp_bench.reading import Count, Natural, Section, read
 from sp_bench.records import MODES, Record
 from sp_bench.records.quantities import Asked, Setup

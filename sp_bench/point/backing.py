@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sp_bench.bench.request import Request
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
 from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
+from sp_bench.point.request import Request
 from sp_bench.reading import read
 from sp_bench.records import Record
 from sp_bench.records.identity import digest
