@@ -28,7 +28,8 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
 from sp_bench.point import resolve
 from sp_bench.point.backing import Interval, validated
-from sp_bench.point.choose import Choice, choose, memory_front
+from sp_bench.point.choose import Choice, choose
+from sp_bench.point.memory_front import memory_front
 from sp_bench.point.request import Request
 from sp_bench.reading import Count, Tokens, read
 
@@ -137,7 +138,7 @@ def _front(request: Request) -> list[str]:
 
 def _step(choice: Choice, request: Request) -> str:
     """The simulated step, what two of three measured ones would be within, and what says so."""
-    validation, step_ms = validated(request, choice.plans.values()), choice.total_s * 1e3
+    validation, step_ms = validated(request, choice), choice.total_s * 1e3
     ends = validation.around(step_ms)
     within = f" {_within(ends)}" if ends.backed else ""
     return f"\nsimulated step: {step_ms:.4g} ms{within} ({validation.words})"

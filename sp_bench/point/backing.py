@@ -2,7 +2,8 @@
 
 backing.json, which `python -m sp_bench.validate published` writes, has a row for each kind of points: the workload, the
 mask's class, what plans send and what they send it over. A row backs a point of its kind on a cluster with the figures
-of one of its own clusters, whatever its name. Where no row does, the point has no interval. `validated` alone says so,
+of one of its own clusters, whatever its name, and with the kernel and the implementation that were measured, or with
+ours where that is simulated to take as long. Where no row does, the point has no interval. `validated` alone says so,
 and records keep what it says: nothing else decides whether there is an interval.
 """
 
@@ -10,27 +11,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import yaml
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
+from sp_bench.cluster.implementation import OURS, Implementation
 from sp_bench.cluster.topology import FullMesh, PcieTree, Torus
 from sp_bench.lower import DEFAULT_TRANSPORT
 from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
+from sp_bench.point.choose import FUSED, Choice, simulated
 from sp_bench.point.request import Request
 from sp_bench.reading import read
 from sp_bench.records import Record
 from sp_bench.records.identity import digest
+from sp_bench.resources import conf_files
 from sp_bench.workload.attention import Attention
 
 FILE = Path(__file__).with_name("backing.json")
 BETWEEN_NODES = "several nodes"
+TELLING = 0.03
+"""Times that differ by less are not told apart: repetitions of published measurements differ as much."""
 OF_NO_TIME = ("peak_tflops", "memory_bytes")
 """Figures of a device that change no simulated time."""
 
@@ -59,11 +66,14 @@ class Backing(NamedTuple):
     two_of_three: float
     """What two of three errors are within."""
     points: int
+    implementation: str
+    """Whose code was measured, of conf/implementation."""
     clusters: Mapping[str, str | None]
     """The clusters that were measured, with their figures (figures_of); None where those are not in conf/cluster."""
 
-    def __str__(self) -> str:
-        where = ", ".join(self.clusters)
+    def words(self, *more: str) -> str:
+        """What was measured and how far off its simulations were, with what else is to be said."""
+        where = "; ".join([", ".join(self.clusters), *more])
         return f"{self.kind}: median {self.median:.1%}, n={self.points} ({where})"
 
 
@@ -95,16 +105,21 @@ class Validation:
     backing: Backing | None
     why_not: str = ""
     """Why nothing backs it, in words."""
+    apart: float = 0.0
+    """How far the step is from the one simulated with the implementation that was measured, as a share of it."""
 
     @property
     def words(self) -> str:
         """The field `validation`."""
-        return str(self.backing) if self.backing else f"not validated ({self.why_not})"
+        if not self.backing:
+            return f"not validated ({self.why_not})"
+        theirs = [f"public code, {self.apart:.1%} apart"] if self.apart else []
+        return self.backing.words(*theirs)
 
     @property
     def error(self) -> float | None:
-        """What two of three errors are within; None where nothing backs the point."""
-        return self.backing.two_of_three if self.backing else None
+        """What two of three errors are within, and the step's distance from what was measured; None without backing."""
+        return self.backing.two_of_three + self.apart if self.backing else None
 
     def around(self, step_ms: float) -> Interval:
         """The interval of a step. An error of 1 or more leaves it none: measured times have no upper end then."""
@@ -162,22 +177,22 @@ def kind_of(request: Request, plans: Iterable[Plan]) -> Kind:
     return Kind(request.workload.name, request.problem.mask.measured_as, transfers_of(plans), links)
 
 
-def figures_of(config: Mapping[str, Any], links: str) -> str:
+def figures_of(config: Mapping[str, Any], links: str, kernel: str) -> str:
     """A hash of what the times of points over such links depend on, of the section `cluster` of a config.
 
     Neither the cluster's name nor where its figures are from is part of it. What connects nodes is, where there are
-    several.
+    several. `kernel` are the kernel figures that are simulated with (Device.figures).
     """
     section = msgspec.to_builtins(read(ClusterSection, config, "cluster"), str_keys=True)
     names = ("cores", "gpus_per_node", "intra", "lab", "hosts")
     names += ("inter", "fabric", "placement") if links == BETWEEN_NODES else ()
     device = {key: value for key, value in section["device"].items() if key not in ("name", *OF_NO_TIME)}
-    return digest({"device": device, **{name: section[name] for name in names}})
+    return digest({"device": device, "kernel": kernel, **{name: section[name] for name in names}})
 
 
-def validated(request: Request, plans: Iterable[Plan]) -> Validation:
-    """What backs the simulated step of a request with these plans."""
-    kind = kind_of(request, plans)
+def validated(request: Request, choice: Choice) -> Validation:
+    """What backs the simulated step of a variant of a request's method."""
+    kind = kind_of(request, choice.plans.values())
     row = known().get(kind)
     if row is None:
         return Validation(kind, None, str(kind))
@@ -185,10 +200,38 @@ def validated(request: Request, plans: Iterable[Plan]) -> Validation:
         return Validation(kind, None, f"measurements of {kind} have no stragglers")
     if request.transport != DEFAULT_TRANSPORT:
         return Validation(kind, None, f"measurements of {kind} are of the default transport")
-    if figures_of(request.config["cluster"], kind.links) not in row.clusters.values():
+    if FUSED in choice.variant.split():
+        return Validation(kind, None, f"measurements of {kind} have no fused blocks")
+    kernel = request.cluster.device.figures(choice.problem)
+    if figures_of(request.config["cluster"], kind.links, kernel) not in row.clusters.values():
         where = ", ".join(row.clusters)
         return Validation(kind, None, f"measurements of {kind} are of {where}, whose figures are others")
-    return Validation(kind, row)
+    return _with_implementation(request.cluster, choice, row)
+
+
+def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Validation:
+    """What the row backs of a step simulated with an implementation that may not be the one that was measured.
+
+    Ours stands for measured code where the plans take as long with that: what nobody has measured is then below what
+    repetitions differ by.
+    """
+    asked, measured = cluster.device.implementation, implementation_named(row.implementation)
+    if asked == measured:
+        return Validation(row.kind, row)
+    why = f"measurements of {row.kind} are of implementation={row.implementation}"
+    if asked != OURS:
+        return Validation(row.kind, None, why)
+    step_s = simulated(choice, replace(cluster, device=cluster.device.used_by(measured))).total_s
+    apart = abs(step_s / choice.total_s - 1)
+    if apart > TELLING:
+        return Validation(row.kind, None, f"{why}, which is simulated to take {1e3 * step_s:.4g} ms")
+    return Validation(row.kind, row, apart=apart)
+
+
+@cache
+def implementation_named(name: str) -> Implementation:
+    """The implementation of a file of conf/implementation."""
+    return Implementation.build(yaml.safe_load(conf_files("implementation")[name].read_text()))
 
 
 def interval(record: Record) -> Interval:

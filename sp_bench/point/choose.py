@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from sp_bench import account
 from sp_bench.cluster import Cluster
@@ -15,7 +15,6 @@ from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.point.backing import Interval, validated
 from sp_bench.point.request import Request
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.blocks import kernels_s
@@ -58,14 +57,7 @@ def choose(request: Request) -> Choice:
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    planned = _working(
-        request.method,
-        _sharing(
-            _plan(method, problem, request)
-            for problem in _dealings(request.method, request.problem)
-            for method in request.method.candidates(problem)
-        ),
-    )
+    planned = variants(request, [request.method])
     # A single variant needn't be chosen.
     asked = request if len(planned) == 1 else replace(request, cluster=request.cluster.even)
     bounded = sorted((_bound_s(asked, choice), i) for i, choice in enumerate(planned))
@@ -87,7 +79,7 @@ def choose(request: Request) -> Choice:
         if best and bound_s >= best.total_s:
             continue
         try:
-            here = _simulated(here, asked.cluster)
+            here = simulated(here, asked.cluster)
         except RequestError as error:
             refused = error
             rows[i]["refused"] = str(error)
@@ -105,50 +97,28 @@ def choose(request: Request) -> Choice:
     return replace(best, candidates=[rows[i] for i in sorted(rows)])
 
 
+def variants(request: Request, methods: Sequence[Method]) -> Sequence[Choice]:
+    """The variants of methods that the request's options stand for, planned, under which every rank has work."""
+    assert isinstance(request.method, Method), "a peer has no plans to choose among"
+    planned = _sharing(
+        _plan(method, problem, request)
+        for problem in _dealings(request.method, request.problem)
+        for method in dict.fromkeys(each for one in methods for each in one.candidates(problem))
+    )
+    return _working(request.method, planned)
+
+
 def _first_simulated(choices: Sequence[Choice], cluster: Cluster) -> Choice:
     """The first one that isn't too large to simulate; the last one's RequestError if all are."""
     *others, last = choices
     for choice in others:
         with suppress(RequestError):
-            return _simulated(choice, cluster)
-    return _simulated(last, cluster)
+            return simulated(choice, cluster)
+    return simulated(last, cluster)
 
 
-class Traded(NamedTuple):
-    """A variant of a method on the front of memory against time."""
-
-    variant: str
-    layout: str
-    peak_bytes: int
-    interval: Interval
-    """The simulated step and its interval, in ms."""
-
-
-def memory_front(request: Request) -> list[Traded]:
-    """The variants that no other one beats in both peak memory and simulated time, the leanest first.
-
-    They are those that the request's options stand for, and the method's `leaner` ones.
-    """
-    assert isinstance(request.method, Method), "a peer has no plans to choose among"
-    methods = (request.method, *request.method.leaner())
-    planned = [
-        _plan(method, problem, request)
-        for problem in _dealings(request.method, request.problem)
-        for method in dict.fromkeys(m for one in methods for m in one.candidates(problem))
-    ]
-    found: list[tuple[int, Choice]] = []
-    for one in _working(request.method, planned):
-        here = _simulated(one, request.cluster.even)
-        found.append((account.peak_bytes(here.plans.values(), here.problem, request.cluster.transport), here))
-    front: list[Traded] = []
-    for peak, one in sorted(found, key=lambda each: (each[0], each[1].total_s)):
-        if not front or one.total_s * 1e3 < front[-1].interval.step_ms:
-            ends = validated(request, one.plans.values()).around(one.total_s * 1e3)
-            front.append(Traded(one.variant, one.problem.layout.name, peak, ends))
-    return front
-
-
-def _simulated(choice: Choice, cluster: Cluster) -> Choice:
+def simulated(choice: Choice, cluster: Cluster) -> Choice:
+    """The choice with the simulation of its plans on a cluster. Raises RequestError if it is too large to simulate."""
     runs = {phase: simulate(plan, choice.problem, cluster) for phase, plan in choice.plans.items()}
     return replace(choice, runs=runs)
 

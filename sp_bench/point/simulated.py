@@ -31,7 +31,7 @@ def simulate_point(request: Request) -> tuple[Record, Choice]:
     plans, device = counted(request, choice), request.cluster.device
     times_ms = {phase: run.makespan_s * 1e3 for phase, run in choice.runs.items()}
     step_ms = sum(times_ms.values())
-    validation = validated(request, choice.plans.values())
+    validation = validated(request, choice)
     times = Timing(
         step_ms_median=step_ms,
         **validation.ends(step_ms),

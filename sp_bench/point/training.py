@@ -100,7 +100,7 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)}
     step_ms = 1e3 * sum(times.phases_s.values())
     by_link, bound_s, bound_by = _bound(choice, costs, parts, whole, times.computed_s)
-    plans, validation = counted(request, choice), validated(request, choice.plans.values())
+    plans, validation = counted(request, choice), validated(request, choice)
     step = replace(
         costs.workload.described(),
         attention_ms=1e3 * times.attention_s,

@@ -97,7 +97,8 @@ class Setup:
     validation: Annotated[str | None, Result()] = None
     """Simulated: which measurements like it back its times, and how far from them simulations were (point.backing)."""
     validation_error: float | None = None
-    """Simulated: what two of three errors of that validation are within; None where nothing backs the times."""
+    """Simulated: what two of three errors of that validation are within, and how far the step is from the one simulated
+    with the implementation that was measured; None where nothing backs the times."""
     validation_kind: Annotated[dict[str, str] | None, Result()] = None
     """Simulated: the kind of points that the validation is of: workload, mask, transfers and links."""
     device_name: Annotated[str | None, Setting("device")] = None

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from sp_bench.point import resolve
-from sp_bench.point.backing import kind_of
+from sp_bench.point.backing import Kind, kind_of
 from sp_bench.point.choose import choose
 from sp_bench.resources import place
 
@@ -37,10 +37,7 @@ class Simulated(NamedTuple):
     """What a simulated point takes and sends."""
 
     step_s: float
-    mask: str
-    """The class of its mask."""
-    transfers: str
-    links: str
+    kind: Kind
 
 
 def simulation(config: Mapping[str, Any]) -> Simulated:
@@ -52,8 +49,7 @@ def simulation(config: Mapping[str, Any]) -> Simulated:
 def _simulation(config: str) -> Simulated:
     request = resolve(json.loads(config))
     choice = choose(request)
-    kind = kind_of(request, choice.plans.values())
-    return Simulated(choice.total_s, kind.mask, kind.transfers, kind.links)
+    return Simulated(choice.total_s, kind_of(request, choice.plans.values()))
 
 
 class LeftOut:

@@ -22,11 +22,12 @@ import numpy as np
 from sp_bench import markdown
 from sp_bench.cli.arguments import only_keys, run_command, writable_folder
 from sp_bench.cli.compose import Composer
+from sp_bench.cluster.implementation import OURS
 from sp_bench.extras import require
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
 from sp_bench.point import resolve
-from sp_bench.point.backing import FILE, Backing, Kind, figures_of, transfers_of, written
+from sp_bench.point.backing import FILE, TELLING, Backing, Kind, figures_of, transfers_of, written
 from sp_bench.point.choose import plans_of
 from sp_bench.resources import PACKAGE, conf_files, place
 from sp_bench.validate import machine
@@ -61,9 +62,6 @@ HELD_OUT = (
     "its GPUs and its tree of switches: calibrate yours. Of the 60 rows of 8 RTX 4090, 12 are among those above: the "
     "uplinks are fitted to them."
 )
-TELLING = 0.03
-"""Two measured times that differ by less are not ordered: repetitions differ as much."""
-
 
 UNEXPLAINED = 0.1
 """Methods of a source with a larger error are listed."""
@@ -147,8 +145,8 @@ def simulated(rows: Sequence[Mapping[str, str]]) -> pd.DataFrame:
         measured_ms = float(row["measured_ms"])
         about |= {
             "cluster": config["cluster"]["name"],
-            "transfers": here.transfers,
-            "links": here.links,
+            "transfers": here.kind.transfers,
+            "links": here.kind.links,
             "step_measured_ms": measured_ms,
             **{f"step_{name}_ms": time for name, time in times_ms.items()},
             "error": times_ms["simulated"] / measured_ms - 1,
@@ -176,7 +174,7 @@ def pairs(found: pd.DataFrame, column: str = "step_simulated_ms") -> tuple[int, 
 
 def backing(found: pd.DataFrame) -> list[Backing]:
     """What backs simulated records: errors by kind of transfers and of links, without what was fitted to them."""
-    return _backing(found, "error_left_out")
+    return _backing(found, "error_left_out", "published")
 
 
 def measured_here() -> list[Backing]:
@@ -186,7 +184,7 @@ def measured_here() -> list[Backing]:
     found = pd.read_csv(MEASURED, keep_default_na=False).query("status == 'ok'")
     with Composer() as composer:
         kinds = [_transfers_of(composer, row) for row in found.to_dict("records")]
-    return _backing(found.assign(transfers=kinds, links="emulated hosts"), "step_error")
+    return _backing(found.assign(transfers=kinds, links="emulated hosts"), "step_error", OURS.name)
 
 
 def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:
@@ -200,7 +198,7 @@ def _transfers_of(composer: Composer, row: Mapping[str, Any]) -> str:
     return transfers_of(plans_of(request).values())
 
 
-def _backing(found: pd.DataFrame, column: str) -> list[Backing]:
+def _backing(found: pd.DataFrame, column: str, implementation: str) -> list[Backing]:
     """A row for each kind of points, from the errors in a column."""
     masks = [(CAUSAL if str(causal) == "True" else FULL).measured_as for causal in found["causal"]]
     rows = []
@@ -208,19 +206,26 @@ def _backing(found: pd.DataFrame, column: str) -> list[Backing]:
         mask, transfers, links = map(str, cast(tuple, kinds))
         off = np.abs(np.array(group[column], float))
         median, two_of_three = (round(float(np.quantile(off, part)), 4) for part in (0.5, 2 / 3))
-        clusters = {str(name): _figures(str(name), links) for name in sorted(set(group["cluster"]))}
+        clusters = {str(name): _figures(str(name), rows, links) for name, rows in group.groupby("cluster")}
         kind = Kind(Attention.name, mask, transfers, links)
-        rows.append(Backing(kind, median, two_of_three, off.size, clusters))
+        rows.append(Backing(kind, median, two_of_three, off.size, implementation, clusters))
     return rows
 
 
-@cache
-def _figures(cluster: str, links: str) -> str | None:
-    """figures_of a cluster of the suite's; None for another, such as the hosts of one machine."""
+def _figures(cluster: str, rows: pd.DataFrame, links: str) -> str | None:
+    """figures_of a cluster of the suite's with the kernel that was measured; None for hosts of one machine."""
     if cluster not in conf_files("cluster"):
         return None
+    (kernel,), dtype = rows["kernel"].unique(), rows["dtype"].iloc[0]
+    return _figures_with(cluster, kernel, dtype, links)
+
+
+@cache
+def _figures_with(cluster: str, kernel: str, dtype: str, links: str) -> str:
+    keys = [f"cluster={cluster}", f"kernel={kernel}", f"dtype={dtype}", "gpus=8", "seqlen=64k", "mode=simulate"]
     with Composer() as composer:
-        return figures_of(composer.compose([f"cluster={cluster}"])["cluster"], links)
+        request = resolve(composer.compose([*keys, "method=all_gather", "logger=none"]))
+    return figures_of(request.config["cluster"], links, request.cluster.device.figures(request.problem))
 
 
 def report(found: pd.DataFrame) -> str:

@@ -11,7 +11,8 @@ from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.documents import Chunked, Documents, Packed, Window
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
-from sp_bench.point.choose import choose, memory_front
+from sp_bench.point.choose import choose
+from sp_bench.point.memory_front import memory_front
 from tests.workload.requests import point
 
 SIZES = (1, 2, 3, 5, 8, 16, 64)

@@ -19,8 +19,18 @@ from sp_bench.plan.mask import CAUSAL, FULL, WHOLE, WholeMask
 from sp_bench.plan.regions import Regions
 from sp_bench.point import Outcome
 from sp_bench.point import backing as backings
-from sp_bench.point.backing import BETWEEN_NODES, Backing, Interval, Kind, Validation, figures_of, interval, known
-from sp_bench.point.choose import memory_front
+from sp_bench.point.backing import (
+    BETWEEN_NODES,
+    TELLING,
+    Backing,
+    Interval,
+    Kind,
+    Validation,
+    figures_of,
+    interval,
+    known,
+)
+from sp_bench.point.memory_front import memory_front
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
 from sp_bench.records import Record
@@ -30,6 +40,7 @@ from tests.support.made_records import made
 from tests.workload.requests import point
 
 H100 = ("model=none", "workload=attention", "cluster=h100_ndr400", "seqlen=32k", "dtype=bfloat16", "mode=simulate")
+H100 += ("implementation=published",)
 RING = ("KV passed on", "NVLink")
 BACKED = (
     ("method=ring gpus=8", RING),
@@ -41,6 +52,15 @@ BACKED = (
     ("method=reference gpus=1 seqlen=8k cluster=a100_hdr200", ("no transfers", "NVLink")),
 )
 """Points of whose kind there are measurements, on their cluster."""
+OURS_BACKED = (
+    ("method=ring gpus=64 seqlen=256k implementation=ours", ("KV passed on", BETWEEN_NODES)),
+    (
+        "method=usp method.ulysses=2 gpus=8 seqlen=512k cluster=a100_hdr200 implementation=ours",
+        ("KV passed on and all-to-alls", "NVLink"),
+    ),
+    ("method=ulysses gpus=8 implementation=ours", ("all-to-alls", "NVLink")),
+)
+"""Points of such kinds with our implementation, which takes as long as the one that was measured."""
 UNMEASURED = (
     ("method=mesh method.tile=[8,32] gpus=256 seqlen=1M heads=32", "KV, Q and outputs passed on over several nodes"),
     ("method=mesh method.tile=[2,4] gpus=8", "KV, Q and outputs passed on over NVLink"),
@@ -69,6 +89,13 @@ OTHER = (
     "method=tokenring gpus=4 cluster=shaped dtype=float32 heads=4 head_dim=64 seqlen=2k",
 )
 """Points of a kind that was measured, on a cluster whose figures are not those of any that was."""
+OTHER_CODE = (
+    ("method=ring gpus=8 implementation=ours", "are of implementation=published, which is simulated to take "),
+    ("method=ring gpus=8 implementation.host_s_per_block=1.0e-3", "are of implementation=published"),
+    ("method=ring gpus=8 kernel=flash_attn", "whose figures are others"),
+    ("method=all_gather method.fuse=true gpus=8 seqlen=64k implementation=ours", "have no fused blocks"),
+)
+"""Points of a kind that was measured, of code that nobody has measured, and what their record says."""
 SAME = (
     "method=ring gpus=16 cluster.name=acme",
     "method=ring gpus=8 cluster.device.name=acme",
@@ -85,16 +112,21 @@ def simulated(overrides: str) -> Record:
     return simulate_training(request) if isinstance(request.workload, Train) else simulate_point(request)[0]
 
 
-@pytest.mark.parametrize(("overrides", "kind"), BACKED)
+@pytest.mark.parametrize(("overrides", "kind"), [*BACKED, *OURS_BACKED])
 def test_a_record_says_what_backs_it(overrides: str, kind: tuple[str, str]) -> None:
     """In words, as the kind of its points, and as two numbers."""
     record, backing = simulated(overrides), known()[Kind("attention", WHOLE, *kind)]
-    assert record.validation == str(backing) and f"n={backing.points}" in str(backing)
+    theirs = simulated(overrides.replace("implementation=ours", "implementation=published"))
+    apart = abs((theirs.step_ms_median or 0) / (record.step_ms_median or 1) - 1)
+    assert apart < TELLING and f"n={backing.points}" in backing.words() == theirs.validation
+    assert apart == 0 or (overrides, kind) in OURS_BACKED
+    of_theirs = [f"public code, {apart:.1%} apart"] if apart else []
+    assert record.validation == backing.words(*of_theirs)
     assert record.validation_kind == backing.kind._asdict()
-    assert record.validation_error == backing.two_of_three
+    assert record.validation_error == pytest.approx(backing.two_of_three + apart)
     step_ms, low, high = record.step_ms_median, record.step_ms_validated_low, record.step_ms_validated_high
     assert step_ms and low and high and low < step_ms < high
-    assert (step_ms / low - 1, 1 - step_ms / high) == pytest.approx((backing.two_of_three,) * 2)
+    assert (step_ms / low - 1, 1 - step_ms / high) == pytest.approx((record.validation_error,) * 2)
 
 
 @pytest.mark.parametrize(("overrides", "says"), UNMEASURED)
@@ -110,6 +142,14 @@ def test_other_figures_than_those_that_were_measured_have_no_interval(overrides:
     record = simulated(overrides)
     assert (record.validation or "").startswith("not validated (measurements of ")
     assert (record.validation or "").endswith("whose figures are others)")
+    assert_not_validated(record)
+
+
+@pytest.mark.parametrize(("overrides", "says"), OTHER_CODE)
+def test_other_code_than_was_measured_has_no_interval(overrides: str, says: str) -> None:
+    """Ours has one only where the code that was measured is simulated to take as long."""
+    record = simulated(overrides)
+    assert (record.validation or "").startswith("not validated (measurements of ") and says in (record.validation or "")
     assert_not_validated(record)
 
 
@@ -163,7 +203,8 @@ def test_the_front_of_memory_has_the_intervals_of_records() -> None:
     request = point("method=ring", "method.layout=search", "gpus=8", *H100)
     record = simulate_point(request)[0]
     fastest = memory_front(request)[-1].interval
-    assert (fastest.low_ms, fastest.high_ms) == (record.step_ms_validated_low, record.step_ms_validated_high)
+    ends = (record.step_ms_validated_low, record.step_ms_validated_high)
+    assert (fastest.low_ms, fastest.high_ms) == pytest.approx(ends)
     assert not any(
         one.interval.backed for one in memory_front(point("method=ring", "gpus=8", "cluster.gpus_per_node=16", *H100))
     )
@@ -190,7 +231,7 @@ def test_every_mask_is_a_class_of_its_own_but_causal_and_full() -> None:
 
 
 def test_an_interval_holds_the_measured_times_that_the_error_allows() -> None:
-    backing = Backing(Kind("attention", WHOLE, *RING), 0.1, 0.25, 4, {})
+    backing = Backing(Kind("attention", WHOLE, *RING), 0.1, 0.25, 4, "published", {})
     found = Validation(backing.kind, backing).around(100.0)
     assert (found.low_ms, found.high_ms) == pytest.approx((80, 400 / 3)) and found.backed
     no_end = Validation(backing.kind, backing._replace(two_of_three=1.0)).around(100.0)
@@ -248,7 +289,9 @@ def test_the_figures_that_were_compared_are_those_of_the_cluster_files() -> None
             assert (name in conf_files("cluster")) == (figures is not None)
             if figures:
                 config = point("method=ring", "gpus=8", f"cluster={name}", *H100[:2], *H100[4:]).config["cluster"]
-                assert figures_of(config, row.kind.links) == figures, f"{name}, {row.kind}"
+                kernels = {f"{table['figures']} ({kernel})" for kernel, table in config["device"]["rates"].items()}
+                found = {figures_of(config, row.kind.links, kernel) for kernel in kernels}
+                assert figures in found, f"{name}, {row.kind}"
 
 
 def test_a_row_whose_figures_are_not_known_backs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
