@@ -28,14 +28,14 @@ from sp_bench.kernels import choose
 from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankFailure, RankPool
 from sp_bench.measure.samples import STEP
-from sp_bench.measure.spec import RankResult, Spec
+from sp_bench.measure.spec import RankResult
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Tokens, read
-from sp_bench.workload import Attention
+from sp_bench.workload import Attention, Spec
 
 # An option that is a function takes the number of ranks.
 METHODS: tuple[tuple[str, dict[str, object]], ...] = (
@@ -71,8 +71,15 @@ def spec(
     )
     chosen = built.candidates(problem)[0]
     plans = {phase: chosen.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-    workload = Attention(phases=PHASES, problem=chosen.dealt(problem), plans=plans, kernel=kernel, alone=alone)
-    return Spec(workload=workload, verify=alone is None, parts=True)
+    return Spec(
+        workload=Attention(phases=PHASES),
+        problem=chosen.dealt(problem),
+        plans=plans,
+        kernel=kernel,
+        alone=alone,
+        verify=alone is None,
+        parts=True,
+    )
 
 
 def measured(n: int, devices: Devices, specs: Sequence[Spec], iters: int, warmup: int) -> list[RankResult | str]:
@@ -95,7 +102,7 @@ def exactness(n: int, kernel: str) -> Iterator[Row | str]:
             asked.append((method, spec(method, options, n, 1024 * n, kernel=kernel, wire=wire, alone=None)))
     results = measured(n, Devices(kind="cuda", shared=True), [one for _, one in asked], 1, 0)
     for (method, one), found in zip(asked, results, strict=True):
-        wire = one.workload.problem.wire_dtype
+        wire = one.problem.wire_dtype
         if isinstance(found, str):
             yield f"{method}, {n} ranks, {wire} on the wire: {found}"
         else:
@@ -116,7 +123,7 @@ def alone(n: int, tokens: str, kernel: str) -> Iterator[Row | str]:
 
 
 def _taken(one: Spec, found: RankResult) -> Row:
-    plans, problem = one.workload.plans.values(), one.workload.problem
+    plans, problem = one.plans.values(), one.problem
     device_s, caller_s, *parts_s = (
         float(np.median(found.samples.by_rank(part))) for part in (STEP, "caller", "kernels", "folds", "waits")
     )

@@ -41,7 +41,7 @@ from sp_bench.measure.ranks import open_ranks
 from sp_bench.plan.method import Method
 from sp_bench.point import Request, resolve
 from sp_bench.point.choose import choose
-from sp_bench.point.measured import executed_plans
+from sp_bench.point.measured import spec_of
 from sp_bench.reading import Natural, read
 from sp_bench.tracing.compared import BLOCKS, Row, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Trace, read_trace
@@ -75,11 +75,11 @@ def _run(arguments: list[str]) -> int:
     if not isinstance(request.method, Method):
         raise RequestError(f"method={request.method.name}", "has no plan to match", "a method of this suite would work")
     folder, choice = writable_folder("out", out), choose(request)
-    workload = replace(request.workload, problem=choice.problem, plans=executed_plans(request, choice))
     hosts = None if request.launch else homes_for(request.cluster, choice.problem.n)
     try:
         with open_ranks(choice.problem.n, request.timeout_s, request.launch, hosts, request.devices) as pool:
-            found = pool.run("sp_bench.tracing.recorder:traced", workload, request.iters, request.warmup)
+            job, spec = "sp_bench.tracing.recorder:traced", spec_of(request, choice)
+            found = pool.run(job, spec, request.iters, request.warmup)
     except RankFailure as failure:
         print(f"sp_bench.traces: {failure}", file=sys.stderr)
         return 1

@@ -15,11 +15,11 @@ from sp_bench.calibrating.setting import Costs, Setting
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
+from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.workload import Train
-from sp_bench.workload.costs import TrainingCosts
 from sp_bench.workload.model import Model
-from sp_bench.workload.train import Training
+from sp_bench.workload.training import Training
 
 FFN_OF_WIDTH = 2.75
 """The feed-forward network of a decoder over its width: 2.7 of Llama 7B, 3.5 of Llama 3 8B, 2.75 of conf/model/tiny."""
@@ -29,8 +29,8 @@ FREE = 1e30
 """A rate at which something takes no time."""
 
 
-def layer_of(setting: Setting, tokens: int, dtype: str) -> Train:
-    """A layer as wide as the heads of the setting, on one rank with so many tokens."""
+def layer_of(setting: Setting, tokens: int, dtype: str) -> tuple[Train, Problem]:
+    """A layer as wide as the heads of the setting, and its attention on one rank with so many tokens."""
     width = setting.heads * setting.head_dim
     problem = Problem(
         n=1, seqlen=tokens, batch=1, heads=setting.heads, kv_heads=setting.kv_heads, head_dim=setting.head_dim,
@@ -40,7 +40,7 @@ def layer_of(setting: Setting, tokens: int, dtype: str) -> Train:
     training = Training(
         recompute=RECOMPUTE, parameters="replicated", loss_chunk=tokens, learning_rate=1e-3, task="recall"
     )
-    return Train(phases=("forward", "backward"), problem=problem, model=model, training=training)
+    return Train(phases=PHASES, model=model, training=training), problem
 
 
 def layer_rates(setting: Setting, costs: Costs, device: DeviceCosts) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def layer_rates(setting: Setting, costs: Costs, device: DeviceCosts) -> dict[str
     launches, moved = replace(nothing, layer_launch_s=1.0), replace(nothing, elementwise_bytes_per_s=1.0)
     counts, rest_s = [], []
     for (phase, tokens), times in costs.layers_s.items():
-        workload = layer_of(setting, tokens, setting.dtypes[0])
+        train, problem = layer_of(setting, tokens, setting.dtypes[0])
 
-        def taken_s(on: DeviceCosts, workload: Train = workload, phase: str = phase) -> float:
-            return TrainingCosts(workload=workload, device=on).layer_s(phase)
+        def taken_s(on: DeviceCosts, train: Train = train, problem: Problem = problem, phase: str = phase) -> float:
+            return train.costs(problem, on).layer_s(phase)
 
         measured_s = float(np.median(times))
         # Each case counts alike, however many tokens it has.

@@ -23,7 +23,7 @@ def measure_layers(setting: Setting, costs: Costs) -> None:
 
 def _product(setting: Setting, dtype: str, costs: Costs) -> None:
     """The feed-forward network's product of the most tokens."""
-    model = layer_of(setting, max(setting.sizes), dtype).model
+    model = layer_of(setting, max(setting.sizes), dtype)[0].model
     rows, inputs, outputs = costs.product_shape = max(setting.sizes), model.width, model.ffn
     kind = {"dtype": getattr(torch, dtype), "device": setting.device}
     x, weight = torch.randn(rows, inputs, **kind), torch.randn(outputs, inputs, **kind)
@@ -41,14 +41,14 @@ def _layers(setting: Setting, dtype: str, costs: Costs) -> None:
     """
     clock, kind = CLOCKS[setting.device], getattr(torch, dtype)
     wide = torch.promote_types(kind, torch.float32)
-    workload = layer_of(setting, max(setting.sizes), dtype)
-    layer = Layer(workload.model, workload.problem, wide).to(setting.device)
+    train, problem = layer_of(setting, max(setting.sizes), dtype)
+    layer = Layer(train.model, problem, wide).to(setting.device)
     for repetition in range(1 + setting.repetitions):
         for tokens in setting.sizes:
             report(("layer", repetition, tokens))
             positions = torch.arange(tokens, device=setting.device)
-            angles = rotary(positions, setting.head_dim, workload.model.rope_theta, wide)
-            x = torch.randn(1, tokens, workload.model.width, dtype=kind, device=setting.device, requires_grad=True)
+            angles = rotary(positions, setting.head_dim, train.model.rope_theta, wide)
+            x = torch.randn(1, tokens, train.model.width, dtype=kind, device=setting.device, requires_grad=True)
             forward_s, out = clock(layer, x, angles, None, _queries, RECOMPUTE)
             gradients = partial(torch.autograd.grad, retain_graph=True)  # a clock may call more than once
             backward_s, _ = clock(gradients, out, (x, *layer.parameters()), torch.ones_like(out))

@@ -9,8 +9,8 @@ from typing import Any
 from sp_bench.calibrating.cluster_file import scaled_device
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.emulation import hosts_of
-from sp_bench.point.estimates import least_compute_s
 from sp_bench.point.request import Request
+from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
 
 
@@ -21,7 +21,7 @@ def speed_of(request: Request, record: Record) -> float:
     this size on so many ranks, and cores that idle when few ranks have work left.
     """
     assert record.compute_only_ms_median, "its parts were timed"
-    return 1e3 * least_compute_s(request) / record.compute_only_ms_median
+    return 1e3 * simulation_of(request).least_compute_s(request) / record.compute_only_ms_median
 
 
 def cluster_at(request: Request, speed: float, **hosts: float) -> Cluster:

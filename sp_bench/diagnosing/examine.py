@@ -31,7 +31,7 @@ from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
-from sp_bench.workload import Attention
+from sp_bench.workload import Attention, Spec
 
 MESSAGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 LOG = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
@@ -140,13 +140,13 @@ def _kernels(ward: _Ward, dtype: str, head_dim: int) -> list[Finding]:
     return judge_kernels(rows, wrong, dtype, head_dim)
 
 
-def checked(n: int, kernel: str, dtype: str, head_dim: int) -> tuple[Attention, Attention]:
+def checked(n: int, kernel: str, dtype: str, head_dim: int) -> tuple[Spec, Spec]:
     """What goes through the gate: blocks with their diagonal and without it, and blocks of several documents."""
     documents = Documents(DOCUMENTS * n)
-    return workload(n, kernel, dtype, head_dim), workload(n, kernel, dtype, head_dim, documents, "contiguous")
+    return spec(n, kernel, dtype, head_dim), spec(n, kernel, dtype, head_dim, documents, "contiguous")
 
 
-def workload(n: int, kernel: str, dtype: str, head_dim: int, mask: Mask = CAUSAL, layout: str = "striped") -> Attention:
+def spec(n: int, kernel: str, dtype: str, head_dim: int, mask: Mask = CAUSAL, layout: str = "striped") -> Spec:
     """A small attention on n ranks, forward and backward, two query heads to a key head; its transfers overlap."""
     problem = Problem(
         n=n, seqlen=sum(DOCUMENTS) * n, heads=4, kv_heads=2, head_dim=head_dim, mask=mask, dtype=dtype,
@@ -155,11 +155,11 @@ def workload(n: int, kernel: str, dtype: str, head_dim: int, mask: Mask = CAUSAL
     method = build("ring", {"layout": layout}).candidates(problem)[0]
     problem = method.dealt(problem)
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-    return Attention(phases=PHASES, problem=problem, plans=plans, kernel=kernel)
+    return Spec(workload=Attention(phases=PHASES), problem=problem, plans=plans, kernel=kernel)
 
 
 def _links(ward: _Ward, facts: Sequence[RankFacts], known: dict[str, Any]) -> list[Finding]:
-    plans = workload(ward.n, "auto", "float32", 16).plans
+    plans = spec(ward.n, "auto", "float32", 16).plans
     by_rank = ward.run("pair_rates", plans, pairs_of(ward.n), MESSAGE_BYTES[ward.device])
     rates = [pair for of_rank in by_rank for pair in of_rank]
     known["links"] = [asdict(pair) for pair in rates]

@@ -25,7 +25,7 @@ from sp_bench.launch import host_name
 from sp_bench.measure.devices import device_here, device_versions, transport_here
 from sp_bench.measure.pool import report
 from sp_bench.run.devices import clock_of
-from sp_bench.workload import RankContext, Workload
+from sp_bench.workload import RankContext, Spec
 
 __all__ = ["KernelRow", "PairRate", "gate", "kernels_here", "look", "nccl_log", "pair_rates", "under_load"]
 
@@ -77,10 +77,10 @@ def _fits(kernel: type[CudaKernel]) -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in kernel.majors
 
 
-def gate(workload: Workload) -> str:
-    """Why the workload's plans fail the correctness gate; empty if they pass. All ranks must call it."""
+def gate(spec: Spec) -> str:
+    """Why the plans fail the correctness gate; empty if they pass. All ranks must call it."""
     context = RankContext(dist.get_rank(), device_here(), transport_here, alive=lambda: report("gate", step=False))
-    return workload.gate(context).wrong(workload.problem.dtype)
+    return spec.gate(context).wrong(spec.problem.dtype)
 
 
 def under_load(seconds: float = LOAD_S) -> tuple[str, list[dict[str, str]]] | None:

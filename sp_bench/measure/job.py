@@ -27,12 +27,12 @@ from sp_bench.measure.samples import (
     Row,
     Samples,
 )
-from sp_bench.measure.spec import RankResult, Spec
+from sp_bench.measure.spec import RankResult
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Action
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.home import home
-from sp_bench.workload import GateErrors, RankContext
+from sp_bench.workload import GateErrors, RankContext, Spec
 
 PART_OF = {Action.EVERYTHING: STEP, Action.COMPUTE: COMPUTE_ONLY, Action.COMMUNICATION: COMMUNICATION_ONLY}
 
@@ -48,7 +48,7 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[RankResult]:
     timed = {
         index: TimedPoint(index, spec)
         for index, (spec, gate) in enumerate(zip(specs, gates, strict=True))
-        if not gate.wrong(spec.workload.problem.dtype)
+        if not gate.wrong(spec.problem.dtype)
     }
     for iteration in range(warmup + iters):
         for index in random.Random(iteration).sample(list(timed), len(timed)):
@@ -63,7 +63,7 @@ def _gate(index: int, spec: Spec) -> GateErrors:
     report(index)
     context = _context(index, spec)
     context.alive()
-    return spec.workload.gate(context)
+    return spec.gate(context)
 
 
 def _context(index: int, spec: Spec) -> RankContext:
@@ -87,7 +87,7 @@ class TimedPoint:
         may run meanwhile.
         """
         context = _context(index, spec)
-        self._rank = context.rank if spec.workload.alone is None else spec.workload.alone
+        self._rank = context.rank if spec.alone is None else spec.alone
         self._phases, self._verify = spec.workload.phases, spec.verify
         self._actions = tuple(Action) if spec.parts else (Action.EVERYTHING,)
         self._on_cpu = context.device.type == "cpu"
@@ -97,7 +97,7 @@ class TimedPoint:
         self._link_sent_bytes: list[int] = []
         self._sent_bytes: dict[str, Counter[tuple[str, ...]]] = {}
         context.alive()
-        self._step = spec.workload.prepare(context)
+        self._step = spec.prepare(context)
         self._step.untimed()
         context.alive()
         memory.forget_peak()

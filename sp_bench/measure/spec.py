@@ -1,4 +1,4 @@
-"""The points that ranks are asked to measure, and their results. Imports no torch: the asking process needs none."""
+"""What ranks find of a point that they measure. Imports no torch: the asking process needs none."""
 
 from __future__ import annotations
 
@@ -6,23 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions
 from sp_bench.measure.gpu_watch import GpuLoad
 from sp_bench.measure.samples import Samples
-from sp_bench.workload import GateErrors, Workload
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A point, as ranks get it."""
-
-    workload: Workload
-    verify: bool
-    """Whether the correctness gate runs before any timing, and rows of what was timed are compared after it."""
-    parts: bool
-    """Whether to also time blocks alone and transfers alone."""
-    transport: TransportOptions = DEFAULT_TRANSPORT
-    """What carries transfers."""
+from sp_bench.workload import GateErrors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,5 +67,5 @@ class TorchContextParallel(Peer):
         from sp_bench.peers.torch_ring import TorchRing
         from sp_bench.run.groups import world
 
-        ranks = group or world()
-        return lambda q, k, v: TorchRing.apply(q, k, v, self.causal, self.algorithm, ranks)
+        about = self.causal, self.algorithm, group or world(), self.kernel_on(device.type)
+        return lambda q, k, v: TorchRing.apply(q, k, v, *about)

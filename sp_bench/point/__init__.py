@@ -15,12 +15,11 @@ from sp_bench.point.choose import DeviceMemoryError
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.point.request import resolve as resolve_plain
-from sp_bench.point.simulated import simulate_point, time_by_rank, timeline_of, trace_of
-from sp_bench.point.training import longest, simulate_training
+from sp_bench.point.simulated import no_longest
+from sp_bench.point.simulations import simulation_of
 from sp_bench.point.unread import is_note
 from sp_bench.records import Record
 from sp_bench.termination import raise_if_terminated
-from sp_bench.workload import Train
 
 __all__ = ["NotWritten", "Outcome", "Request", "resolve", "run_points", "work_of"]
 
@@ -32,11 +31,10 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     """
     if config["seqlen"] != "max":
         return resolve_plain(config, launch)
+    if config["mode"] not in ("auto", "simulate"):
+        raise no_longest()
     first = resolve_plain({**config, "seqlen": 2**20, "mode": "simulate"}, launch)
-    if not isinstance(first.workload, Train) or config["mode"] not in ("auto", "simulate"):
-        rule = "is the longest sequence whose simulated training step fits the device's memory"
-        raise RequestError("seqlen=max", rule, "workload=train model=llama3_8b mode=simulate would work")
-    return resolve_plain({**config, "seqlen": longest(first)}, launch)
+    return resolve_plain({**config, "seqlen": simulation_of(first).longest(first)}, launch)
 
 
 def work_of(requests: Sequence[Request | Record]) -> int:
@@ -126,7 +124,8 @@ def _group(request: Request) -> tuple:
     """Equal for points that run together: those that tables compare. Their records are written when all have ended."""
     problem = {**vars(request.problem), "layout": None}
     cluster, devices = request.cluster, request.devices
-    timed = (request.workload.name, request.workload.described().model, request.phase, request.iters, request.warmup)
+    model = request.workload.described(request.problem).model
+    timed = (request.workload.name, model, request.phase, request.iters, request.warmup)
     return (request.mode, problem, cluster.name, cluster.hosts, request.alone, timed, devices.kind, devices.nccl)
 
 
@@ -144,11 +143,7 @@ def _measure(requests: Sequence[Request], progress: Callable[[int], None]) -> li
 
 def _simulate(request: Request) -> Outcome:
     try:
-        if isinstance(request.workload, Train):
-            return Outcome(simulate_training(request))
-        record, choice = simulate_point(request)
-        trace, ranks = trace_of(choice, request.trace), time_by_rank(choice)
-        return Outcome(record, timeline_of(choice), trace=trace, ranks=ranks)
+        return simulation_of(request).outcome(request)
     except Exception as error:
         return _failed(request, error)
 

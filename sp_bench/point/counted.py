@@ -61,7 +61,7 @@ def counted(request: Request, choice: Choice | None) -> Counted:
 def _traffic(request: Request, choice: Choice) -> Traffic:
     problem, times = choice.problem, executions(request.workload)
     volumes = {phase: account.volume(plan, problem) for phase, plan in choice.plans.items()}
-    others = sum(sum(request.workload.sent_otherwise(phase).values()) for phase in request.phases)
+    others = sum(sum(request.workload.sent_otherwise(phase, problem).values()) for phase in request.phases)
     cluster = request.cluster
     node_of = cluster.network(problem.n).node_of
     across = [
@@ -78,7 +78,7 @@ def _traffic(request: Request, choice: Choice) -> Traffic:
         ),
         comm_bytes_least=_least(problem, times),
         comm_bytes_statistics=plain(sum(times[phase] * volume.statistic_bytes for phase, volume in volumes.items())),
-        comm_bytes_by_lane=by_lane(in_phases(request.workload, {p: v.sent_bytes for p, v in volumes.items()})),
+        comm_bytes_by_lane=by_lane(in_phases(request, {p: v.sent_bytes for p, v in volumes.items()})),
         comm_bytes_across_nodes_max=int(np.sum(across, axis=0).max()),
     )
 
@@ -94,12 +94,12 @@ def executions(workload: Workload) -> Counter[str]:
     return sum((Counter(workload.times_executed(phase)) for phase in workload.phases), Counter())
 
 
-def in_phases(workload: Workload, sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, Counter]:
+def in_phases(request: Request, sent: Mapping[str, Mapping[tuple[str, ...], float]]) -> dict[str, Counter]:
     """Bytes sent in each timed phase by key, from those of one execution of each plan."""
     found = {}
-    for phase in workload.phases:
-        of_phase = Counter(dict(workload.sent_otherwise(phase)))
-        for plan_phase, times in workload.times_executed(phase).items():
+    for phase in request.phases:
+        of_phase = Counter(dict(request.workload.sent_otherwise(phase, request.problem)))
+        for plan_phase, times in request.workload.times_executed(phase).items():
             of_phase.update({key: times * size for key, size in sent[plan_phase].items()})
         found[phase] = of_phase
     return found
@@ -127,7 +127,7 @@ def rates(request: Request, step_ms: float, device_name: str | None) -> Rates:
     if not step_ms:
         return Rates()
     step_s, problem = step_ms / 1e3, request.problem
-    flops = sum(request.workload.flops(phase) for phase in request.phases)
+    flops = sum(request.workload.flops(phase, problem) for phase in request.phases)
     tflops_per_gpu = flops / step_s / problem.n / 1e12
     found, figures = device_name or "", request.cluster.device.name
     known = found == figures or same_model(found, figures)

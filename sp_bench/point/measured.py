@@ -13,7 +13,6 @@ from sp_bench.errors import RequestError
 from sp_bench.measure.homes import homes_for
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import open_ranks, ranks_by_host
-from sp_bench.measure.spec import Spec
 from sp_bench.measure.thread_dump import as_json
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
@@ -24,6 +23,7 @@ from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request, refuse_what_does_not_fit
 from sp_bench.point.sharing import USABLE, packs
 from sp_bench.termination import raise_if_terminated
+from sp_bench.workload import Spec
 
 
 def measure_points(requests: Sequence[Request], progress: Callable[[int], None]) -> list[Outcome]:
@@ -66,7 +66,7 @@ def _measure_together(
     if first.devices.kind == "cpu":
         for request, choice in zip(requests, choices, strict=True):
             held.update({"attention": _least_bytes(request, choice)})
-            held.update(dict(request.workload.held_bytes(request.cluster.device)))
+            held.update(dict(request.workload.held_bytes(request.cluster.device, request.problem)))
     refuse_what_does_not_fit(here, held, first.config)
     specs = [spec for pair in zip(requests, choices, strict=True) for spec in _specs(*pair)]
     each = len(specs) // len(requests)
@@ -74,7 +74,7 @@ def _measure_together(
     try:
         timeout_s = max(request.timeout_s for request in requests)
         # A peer posts transfers from its compute thread, and all points timed in turn must get the same cores.
-        transfers_first = not any(spec.workload.peer for spec in specs)
+        transfers_first = not any(spec.peer for spec in specs)
         hosts = None
         if not first.launch and not first.alone:
             hosts = homes_for(first.cluster, first.problem.n, transfers_first=transfers_first)
@@ -117,12 +117,24 @@ def executed_plans(request: Request, choice: Choice) -> dict[str, Plan]:
 
 def _specs(request: Request, choice: Choice | None) -> list[Spec]:
     """The specs of a point: one or, with mode=alone, one for each of its ranks."""
-    workload = request.workload
-    if choice:
-        workload = replace(workload, problem=choice.problem, plans=executed_plans(request, choice))
-    each = [replace(workload, alone=rank) for rank in request.alone] or [workload]
-    common = {"verify": request.verify, "parts": request.parts, "transport": request.transport}
-    return [Spec(workload=one, **common) for one in each]
+    spec = spec_of(request, choice)
+    return [replace(spec, alone=rank) for rank in request.alone] or [spec]
+
+
+def spec_of(request: Request, choice: Choice | None) -> Spec:
+    """What ranks get of a point; without a choice, of a peer's."""
+    return Spec(
+        workload=request.workload,
+        problem=choice.problem if choice else request.problem,
+        plans=executed_plans(request, choice) if choice else {},
+        peer=request.method if isinstance(request.method, Peer) else None,
+        kernel=request.kernel,
+        sm_margin=request.sm_margin,
+        seed=request.seed,
+        verify=request.verify,
+        parts=request.parts,
+        transport=request.transport,
+    )
 
 
 def _least_bytes(request: Request, choice: Choice | None) -> int:

@@ -76,7 +76,7 @@ def outcome_of(
         traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
         found = [times, cores(inside, samples, machines), traffic, held]
         found.append(rates(request, times.step_ms_median, setup.device_name))
-        found.append(training_step(request.workload, samples, ranks))
+        found.append(training_step(request, samples, ranks))
     state, remarks = gpu_state([rank.gpu for rank in ranks])
     found, notes = [*found, state], [*notes, *remarks]
     status = "incorrect" if wrong else "ok"
@@ -123,7 +123,7 @@ def _sent_otherwise(request: Request, choice: Choice, ranks: Sequence[RankResult
     wrong, numbers = "", request.alone or range(len(ranks))
     for rank, result in zip(numbers, ranks, strict=True):
         sent = by_lane(result.sent_bytes)
-        planned = by_lane(in_phases(request.workload, {phase: v.of(rank) for phase, v in volumes.items()}))
+        planned = by_lane(in_phases(request, {phase: v.of(rank) for phase, v in volumes.items()}))
         if sent != planned:
             wrong = f"rank {rank} sent {sent}, and the plan says {planned}"
     return wrong

@@ -60,12 +60,14 @@ class Request:
     why: str
     """The reason for the mode."""
     workload: Workload
-    """What is timed, without the plans."""
+    """What is timed."""
     phase: str
     """One of the workload's phase_choices."""
     notes: list[str]
     """Remarks that a reader of the numbers must know."""
     kernel: str
+    sm_margin: int | None
+    """SMs of a GPU that persistent block kernels leave free; None: as many as lanes take."""
     iters: int
     warmup: int
     verify: bool
@@ -161,16 +163,15 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     here = not (launch and launch.future)
     method = _method(given, here=here)
     peer = method if isinstance(method, Peer) else None
-    tensor_parallel = kind.tensor_parallel(config)
-    problem = _problem(given, method, tensor_parallel)
+    problem = _problem(given, method, kind.tensor_parallel(config))
     section = read(KernelSection, config["kernel"], "kernel")
     kernel, margin = section.name, None if section.sm_margin == "auto" else section.sm_margin
-    workload = kind.build(config, problem, phases=phases, peer=peer, kernel=kernel, sm_margin=margin, seed=values.seed)
+    workload = kind.build(config, phases)
     cluster = replace(Cluster.build(config["cluster"]), stragglers=Stragglers.build(config["stragglers"], values.seed))
     implementation = Implementation.build(config.get("implementation") or {"name": OURS.name})
     cluster.refuse(values.gpus)
     mode = resolve_mode(config, values.gpus, cluster, launch, of_a_peer=peer is not None)
-    workload.refuse_run(mode.name)
+    workload.refuse(problem, mode.name, peer)
     transport, notes = transport_of(config, mode, cluster, of_a_peer=peer is not None)
     notes += cluster.warnings
     cluster = replace(cluster, transport_options=transport)
@@ -181,10 +182,10 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
     if mode.name == "simulate":
         cluster = replace(cluster, device=cluster.device.with_kernel(kernel).used_by(implementation))
         cluster.device.refuse(problem)
-    workload = workload.on(cluster.device)
+    workload = workload.on(cluster.device, problem)
     if mode.name != "simulate":
         refuse_others(implementation)
-        notes += _refuse_measuring(config, workload, cluster, mode, launch) if here else []
+        notes += _refuse_measuring(config, workload, problem, cluster, mode, launch) if here else []
     return Request(
         given=given,
         method=method,
@@ -195,6 +196,7 @@ def resolve(config: Mapping[str, Any], launch: Launch | None = None) -> Request:
         workload=workload,
         phase=config["phase"],
         kernel=kernel,
+        sm_margin=margin,
         iters=values.iters,
         warmup=values.warmup,
         verify=values.verify and not mode.alone,
@@ -260,10 +262,14 @@ def refuse_others(implementation: Implementation) -> None:
 
 
 def _refuse_measuring(
-    config: Mapping[str, Any], workload: Workload, cluster: Cluster, mode: Mode, launch: Launch | None
+    config: Mapping[str, Any],
+    workload: Workload,
+    problem: Problem,
+    cluster: Cluster,
+    mode: Mode,
+    launch: Launch | None,
 ) -> list[str]:
     """The notes of a measured point. Raises RequestError for a point that can't be measured."""
-    problem = workload.problem
     require("run", f"measuring on cluster={cluster.name}")
     if cluster.stragglers:
         raise RequestError("stragglers", "can be simulated, not made", "mode=simulate would work")
@@ -271,7 +277,7 @@ def _refuse_measuring(
     here = 1 if mode.alone else here
     on_cpu = mode.devices.kind == "cpu"
     inputs = problem.chunk_bytes(Q, wire=False) + problem.chunk_bytes(KV, wire=False) if on_cpu else 0
-    held = workload.held_bytes(cluster.device) if on_cpu else {}
+    held = workload.held_bytes(cluster.device, problem) if on_cpu else {}
     refuse_what_does_not_fit(here, {"attention": inputs, **held}, config)
     if cluster.hosts and not mode.alone:
         refuse_hosts(cluster.hosts)

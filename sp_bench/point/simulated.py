@@ -9,22 +9,59 @@ import numpy as np
 
 from sp_bench import account, draw
 from sp_bench.check import check_all
+from sp_bench.cluster import Cluster
+from sp_bench.errors import RequestError
 from sp_bench.plan.ops import BLOCKS
 from sp_bench.point.backing import Validation, validated
 from sp_bench.point.choose import Choice, choose
 from sp_bench.point.counted import counted, rates
+from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import Request
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Setup, Timing
 from sp_bench.records.timeline import SimulatedTimeline
-from sp_bench.simulate import WAITING
+from sp_bench.simulate import WAITING, simulate
 from sp_bench.simulate.bounds import by_link_class, link_bytes, lower_bounds
+
+
+def outcome(request: Request) -> Outcome:
+    """The record of a simulated point with its timeline, its trace and the times of its ranks."""
+    record, choice = simulate_point(request)
+    return Outcome(record, timeline_of(choice), trace=trace_of(choice, request.trace), ranks=time_by_rank(choice))
+
+
+def least_compute_s(request: Request) -> float:
+    """Seconds that a point's ranks compute by its cluster's figures, without transfers.
+
+    Raises RequestError if no plan fits in memory, or it is too large to simulate.
+    """
+    return sum(request.cluster.least_compute_s(run.work_s) for run in choose(request).runs.values())
+
+
+def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
+    """Milliseconds of each phase on a cluster, with the plans that the request's own chooses.
+
+    Raises RequestError as least_compute_s does.
+    """
+    choice = choose(request)
+    return {name: 1e3 * simulate(plan, choice.problem, cluster).makespan_s for name, plan in choice.plans.items()}
+
+
+def longest(request: Request) -> int:
+    """Raises RequestError: attention alone has no longest sequence."""
+    raise no_longest()
+
+
+def no_longest() -> RequestError:
+    """The error for seqlen=max where it means nothing."""
+    rule = "is the longest sequence whose simulated training step fits the device's memory"
+    return RequestError("seqlen=max", rule, "workload=train model=llama3_8b mode=simulate would work")
 
 
 def simulate_point(request: Request) -> tuple[Record, Choice]:
     """The record of a simulated point, and the simulation of its plans.
 
-    The chosen plans are proven first. A simulated time is one value, so the record has no spread.
+    The chosen plans are proven before their time is recorded. It is one value, so the record has no spread.
     """
     choice = choose(request)
     check_all(choice.plans, choice.problem)

@@ -24,7 +24,6 @@ from sp_bench.point.counted import by_lane, plain
 from sp_bench.point.request import Request
 from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic, TrainingStep
 from sp_bench.records.timeline import MeasuredTimeline
-from sp_bench.workload import Workload
 
 
 def timing(request: Request, samples: Samples) -> Timing:
@@ -126,9 +125,9 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
     return replace(found, peak_mem_source=source, peak_mem_bytes_max=max(live), peak_mem_bytes_min=min(live))
 
 
-def training_step(workload: Workload, samples: Samples, ranks: Sequence[RankResult]) -> TrainingStep:
+def training_step(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> TrainingStep:
     """The parts of a training step; nothing for workload=attention."""
-    described = workload.described()
+    described = request.workload.described(request.problem)
     if not samples.by_rank("attention").size:
         return described
     times_ms = {f"{part}_ms": float(rank_medians_ms(samples, part).max()) for part in TRAINING}

@@ -8,8 +8,9 @@ them compute takes as many times longer, and collectives are waited for, as gloo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -20,14 +21,17 @@ from sp_bench.errors import RequestError
 from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, DeviceMemoryError, choose
 from sp_bench.point.counted import counted, executions, rates
+from sp_bench.point.outcome import Outcome
 from sp_bench.point.request import LEAST_STEP, Request
 from sp_bench.records import Record
 from sp_bench.records.quantities import Breakdown, Memory, Timing, Traffic
 from sp_bench.simulate.beside import alone_s, beside, ring_traffic
 from sp_bench.simulate.bounds import by_link_class, link_bytes, link_classes
 from sp_bench.simulate.graph import build_graph
-from sp_bench.workload import Train
 from sp_bench.workload.costs import TrainingCosts, too_large
+
+if TYPE_CHECKING:
+    from sp_bench.workload import Train
 
 ALONG = "each layer's parameters are gathered, and gradients reduced, beside the layer before it (FSDP)"
 TENSOR = "tensor parallel: each layer's sums of activations over {} consecutive GPUs are hidden by nothing"
@@ -78,31 +82,46 @@ class StepTimes:
     """The same without messages, which take time of cores that ranks share."""
 
 
+def outcome(request: Request) -> Outcome:
+    """The outcome of a simulated training step (simulate_training)."""
+    return Outcome(simulate_training(request))
+
+
+def phases_ms(request: Request, cluster: Cluster) -> dict[str, float]:
+    """Milliseconds of each phase on a cluster, with the plans that the request's own chooses.
+
+    Raises RequestError as simulate_training does.
+    """
+    record = simulate_training(request, cluster)
+    return {phase: getattr(record, f"{phase}_ms_median") for phase in request.phases}
+
+
 def simulate_training(request: Request, cluster: Cluster | None = None) -> Record:
     """The record of a simulated training step. Raises RequestError if it doesn't fit the device's memory.
 
     Slow ranks are refused: only the attention's model knows them. With a `cluster`, the plans that the request's own
     chooses are simulated on that one.
     """
-    assert isinstance(request.workload, Train)
     costs = _costs(request)
     _refuse(request)
     held = costs.held_bytes()
-    choice = _choose(replace(request, cluster=_parts(request)[0]), costs, held)
+    choice = _choose(replace(request, cluster=_parts(costs, request.cluster)[0]), costs, held)
     check_all(choice.plans, choice.problem)
     if cluster:
         request = replace(request, cluster=cluster)
         costs = _costs(request)
-    whole, parts = request.cluster, _parts(request)
+    whole, parts = request.cluster, _parts(costs, request.cluster)
     degree = len(parts)
     request = replace(request, cluster=parts[0])
     times = _times(choice, costs, parts, whole)
     held |= {"attention": account.peak_bytes(choice.plans.values(), choice.problem, request.cluster.transport)}
     step_ms = 1e3 * sum(times.phases_s.values())
-    by_link, bound_s, bound_by = _bound(choice, costs, parts, whole, times.computed_s)
+    others = sum(sum(request.workload.sent_otherwise(p, request.problem).values()) for p in request.phases)
+    bound = _Bound(executions(request.workload), others, times.computed_s)
+    by_link, bound_s, bound_by = bound.of(choice, costs, parts, whole)
     plans, validation = counted(request, choice), validated(request, choice)
     step = replace(
-        costs.workload.described(),
+        request.workload.described(request.problem),
         attention_ms=1e3 * times.attention_s,
         attention_exposed_ms=1e3 * (times.attention_s - times.busy_s),
         dense_ms=1e3 * times.dense_s,
@@ -148,25 +167,24 @@ def simulate_training(request: Request, cluster: Cluster | None = None) -> Recor
     return request.record("incorrect" if plans.wrong else "ok", plans.wrong or None, *fields, notes=notes)
 
 
-def least_training_s(request: Request) -> float:
+def least_compute_s(request: Request) -> float:
     """Seconds that the ranks compute in a step, without transfers. Raises RequestError if it doesn't fit the device."""
-    assert isinstance(request.workload, Train)
-    costs, parts = _costs(request), _parts(request)
+    costs = _costs(request)
+    parts = _parts(costs, request.cluster)
     choice = _choose(replace(request, cluster=parts[0]), costs, costs.held_bytes())
     return _times(choice, costs, parts, request.cluster).least_s
 
 
-def _parts(request: Request) -> tuple[Cluster, ...]:
+def _parts(costs: TrainingCosts, cluster: Cluster) -> tuple[Cluster, ...]:
     """The cluster of each tensor-parallel place."""
-    assert isinstance(request.workload, Train)
-    return request.cluster.tensor_parts(request.workload.gpus, request.workload.training.tensor_parallel)
+    return cluster.tensor_parts(costs.gpus, costs.training.tensor_parallel)
 
 
 def _costs(request: Request) -> TrainingCosts:
     """The costs beside the attention on the request's cluster."""
-    workload, cluster = request.workload, request.cluster
-    assert isinstance(workload, Train)
-    return TrainingCosts(workload=workload, device=cluster.device, crowding=cluster.crowding(workload.gpus))
+    workload, cluster = cast("Train", request.workload), request.cluster
+    crowding = cluster.crowding(request.problem.n * workload.training.tensor_parallel)
+    return workload.costs(request.problem, cluster.device, crowding)
 
 
 def _refuse(request: Request) -> None:
@@ -183,8 +201,8 @@ def _times(choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole
     `parts` are the clusters of all tensor-parallel places, `whole` is that of all GPUs.
     """
     degree = len(parts)
-    sum_s = alone_s([whole.network(costs.workload.gpus)], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
-    layers, full = costs.workload.model.layers, costs.workload.training.recompute == "full"
+    sum_s = alone_s([whole.network(costs.gpus)], degree, costs.tensor_sum_bytes, 2 * (degree - 1))
+    layers, full = costs.model.layers, costs.training.recompute == "full"
     before_s, after_s = costs.before_s(), costs.after_s()
     sums = costs.tensor_sums
     forward = _layer(choice, "forward", parts, costs.gathered_bytes, 1, (before_s, after_s), (0.0, 2 * sum_s))
@@ -293,40 +311,43 @@ def _traffic(traffic: Traffic, costs: TrainingCosts, by_link: dict[str, float]) 
     )
 
 
-def _collective_bytes(costs: TrainingCosts) -> int:
-    """What each GPU sends in a step to those with its place in other tensor-parallel groups, beside the attention."""
-    workload = costs.workload
-    return sum(sum(workload.sent_otherwise(phase).values()) for phase in workload.phases)
-
-
 def _tensor_bytes(costs: TrainingCosts) -> float:
     """What each GPU sends in a step within its tensor-parallel group."""
-    layers, sums = costs.workload.model.layers, costs.tensor_sums
+    layers, sums = costs.model.layers, costs.tensor_sums
     return costs.tensor_sum_bytes * (layers * (sums["forward"] + sums["backward"]) + sums["outside"])
 
 
-def _bound(
-    choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole: Cluster, computed_s: float
-) -> tuple[dict[str, float], float, str]:
-    """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
-    problem, gpus, degree = choice.problem, costs.workload.gpus, len(parts)
-    network, times = whole.network(gpus), executions(costs.workload)
-    crossed = np.zeros(network.link_bytes_per_s.size)
-    for part in parts:
-        own = part.network(problem.n)
-        for phase, plan in choice.plans.items():
-            crossed += times[phase] * link_bytes(own, account.traffic(plan, problem, part))
-        if problem.n > 1:
-            crossed += link_bytes(own, ring_traffic(own, problem.n, _collective_bytes(costs)))
-    if degree > 1:
-        crossed += link_bytes(network, ring_traffic(network, degree, _tensor_bytes(costs)))
-    bounds_s = {"compute": computed_s} | {
-        name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
-        for name, links in link_classes(network).items()
-    }
-    bound_by = max(bounds_s, key=lambda name: bounds_s[name])
-    by_link = {name: size / gpus for name, size in by_link_class(network, crossed).items()}
-    return by_link, bounds_s[bound_by], bound_by
+@dataclass(frozen=True)
+class _Bound:
+    """What bounds a step from below."""
+
+    times: Mapping[str, int]
+    """How often each plan is executed, by its phase."""
+    collective_bytes: int
+    """What each GPU sends to those with its place in other tensor-parallel groups, beside the attention."""
+    computed_s: float
+
+    def of(
+        self, choice: Choice, costs: TrainingCosts, parts: Sequence[Cluster], whole: Cluster
+    ) -> tuple[dict[str, float], float, str]:
+        """(bytes across each class of links per GPU, a lower bound on the step in s, what sets it)."""
+        problem, degree, network = choice.problem, len(parts), whole.network(costs.gpus)
+        crossed = np.zeros(network.link_bytes_per_s.size)
+        for part in parts:
+            own = part.network(problem.n)
+            for phase, plan in choice.plans.items():
+                crossed += self.times[phase] * link_bytes(own, account.traffic(plan, problem, part))
+            if problem.n > 1:
+                crossed += link_bytes(own, ring_traffic(own, problem.n, self.collective_bytes))
+        if degree > 1:
+            crossed += link_bytes(network, ring_traffic(network, degree, _tensor_bytes(costs)))
+        bounds_s = {"compute": self.computed_s} | {
+            name: float((crossed[links] / network.link_bytes_per_s[links]).max(initial=0.0))
+            for name, links in link_classes(network).items()
+        }
+        bound_by = max(bounds_s, key=lambda name: bounds_s[name])
+        by_link = {name: size / costs.gpus for name, size in by_link_class(network, crossed).items()}
+        return by_link, bounds_s[bound_by], bound_by
 
 
 def longest(request: Request) -> int:
@@ -342,8 +363,7 @@ def longest(request: Request) -> int:
 
     def missing(count: int) -> RequestError | None:
         problem = request.problem.scaled(count * step)
-        asked = replace(request, problem=problem, workload=replace(request.workload, problem=problem))
-        assert isinstance(asked.workload, Train)
+        asked = replace(request, problem=problem)
         costs = _costs(asked)
         held = costs.held_bytes() | {"attention": least_attention_bytes(asked)}
         return too_large(costs, held) if sum(held.values()) > memory_bytes else None

@@ -16,20 +16,20 @@ from sp_bench.measure.pool import report
 from sp_bench.run.annotations import marked
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Action
-from sp_bench.workload import RankContext, Workload
+from sp_bench.workload import RankContext, Spec
 
 
-def traced(workload: Workload, iters: int, warmup: int) -> bytes:
+def traced(spec: Spec, iters: int, warmup: int) -> bytes:
     """This rank's trace, compressed, of `iters` steps after `warmup` others. All ranks must call it.
 
     On CPUs only the ranges of operations are kept.
     """
     context = RankContext(dist.get_rank(), device_here(), transport_here, alive=lambda: report("step", step=False))
-    step, clock = workload.prepare(context), clock_of(context.device)
+    step, clock = spec.prepare(context), clock_of(context.device)
 
     def execute() -> None:
         step.untimed()
-        for phase in workload.phases:
+        for phase in spec.workload.phases:
             clock.synchronize()
             dist.barrier()
             step.run(phase, Action.EVERYTHING)

@@ -34,8 +34,8 @@ from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
 from sp_bench.point import Outcome, Request, resolve, run_points, work_of
-from sp_bench.point.estimates import simulated_ms
 from sp_bench.point.request import setting_of
+from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def at_speed_ms(request: Request, speed: float) -> dict[str, float]:
 
     Raises RequestError if no plan fits in memory, or it is too large to simulate.
     """
-    return simulated_ms(request, cluster_at(request, speed))
+    return simulation_of(request).phases_ms(request, cluster_at(request, speed))
 
 
 def row(measured: Record, simulated: Record, speed: float | None, simulated_ms: Mapping[str, float]) -> dict[str, Any]:

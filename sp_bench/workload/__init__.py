@@ -2,7 +2,7 @@
 
 from sp_bench.errors import unknown
 from sp_bench.workload.attention import Attention
-from sp_bench.workload.base import RankContext, Step, Workload
+from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import TOLERANCE, GateErrors
 from sp_bench.workload.train import Dit, Train
 
@@ -13,6 +13,7 @@ __all__ = [
     "Dit",
     "GateErrors",
     "RankContext",
+    "Spec",
     "Step",
     "Train",
     "Workload",

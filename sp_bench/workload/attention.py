@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sp_bench import account
 from sp_bench.plan.method import PHASES
-from sp_bench.workload.base import RankContext, Step, Workload
+from sp_bench.plan.problem import Problem
+from sp_bench.workload.base import RankContext, Spec, Step, Workload
 from sp_bench.workload.gate import GateErrors
 
 if TYPE_CHECKING:
@@ -30,18 +31,18 @@ class Attention(Workload):
         """The forward, and the backward if it is timed."""
         return PHASES if "backward" in phases else PHASES[:1]
 
-    def flops(self, phase: str) -> float:
+    def flops(self, phase: str, problem: Problem) -> float:
         """Model FLOPs of one phase on all ranks together (account.model_flops)."""
-        return account.model_flops(self.problem, phase)
+        return account.model_flops(problem, phase)
 
-    def gate(self, context: RankContext) -> GateErrors:
+    def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors of out, dq, dk and dv, or of out if only the forward is executed."""
         from sp_bench.workload.attention_gate import gate
 
-        return gate(self, context)
+        return gate(spec, context)
 
-    def prepare(self, context: RankContext) -> Step:
+    def prepare(self, spec: Spec, context: RankContext) -> Step:
         """Make this rank's random q, k, v and dout, and an engine for the plans or the peer."""
         from sp_bench.workload.attention_step import AttentionStep
 
-        return AttentionStep(self, context)
+        return AttentionStep(spec, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sp_bench.workload.attention_step import make_engine, random_inputs
-from sp_bench.workload.base import RankContext, Workload
+from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exact_rows import errors_of_rows, rows_for
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
@@ -12,28 +12,28 @@ GATE_TOKENS = 256
 """The number of tokens on a rank in the gate's problem: several tiles of every kernel."""
 
 
-def gate(workload: Workload, context: RankContext) -> GateErrors:
-    """Errors of the workload's plans or peer on its problem with a shorter sequence. All ranks must call it.
+def gate(spec: Spec, context: RankContext) -> GateErrors:
+    """Errors of the point's plans or peer on its problem with a shorter sequence. All ranks must call it.
 
     Everything runs twice with the same buffers, and the second results are compared: every row of them or, where that
     would take minutes, a sample.
     """
-    problem = workload.problem
+    problem = spec.problem
     tokens, more = divmod(problem.seqlen, problem.n)  # the small one is as uneven
-    unit = workload.peer.document_unit(problem.n) if workload.peer else 1
+    unit = spec.peer.document_unit(problem.n) if spec.peer else 1
     small = problem.scaled(min(GATE_TOKENS, tokens) * problem.n + more, unit)
-    q, k, v, dout = random_inputs(small, context.rank, workload.seed, context.device)
+    q, k, v, dout = random_inputs(small, context.rank, spec.seed, context.device)
     given = [x.clone() for x in (q, k, v, dout)]  # a function that changes its inputs doesn't change what is right
-    engine = make_engine(workload, small, context)
+    engine = make_engine(spec, small, context)
     results = ()
     for _ in range(2):
         context.alive()
         out, saved = engine.forward(given[0], given[1], given[2])
         results = (out,)
-        if "backward" in workload.executed(workload.phases):
+        if "backward" in spec.executed:
             context.alive()
             results += engine.backward(given[3], saved)
     engine.close()
-    sample = rows_for(small, context.rank, workload.seed, context.device.type)
+    sample = rows_for(small, context.rank, spec.seed, context.device.type)
     found = sample.of(dict(zip(NAMES, results, strict=False)))
     return errors_of_rows(small, context, (q, k, v, dout), found, sample)

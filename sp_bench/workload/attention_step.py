@@ -20,7 +20,7 @@ from sp_bench.run.graphs import GraphedEngine
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares, share
 from sp_bench.run.transport import AloneTransport
-from sp_bench.workload.base import RankContext, Workload
+from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exact_rows import Sample, errors_of_rows, sampled
 from sp_bench.workload.gate import GateErrors
 
@@ -28,26 +28,26 @@ from sp_bench.workload.gate import GateErrors
 class AttentionStep:
     """Random inputs, and the engine of the timed phases."""
 
-    def __init__(self, workload: Workload, context: RankContext) -> None:
+    def __init__(self, spec: Spec, context: RankContext) -> None:
         """Make the inputs and the engine, and execute a plan's forward that is not timed. All ranks must call it."""
-        problem, rank = workload.problem, context.rank if workload.alone is None else workload.alone
-        self._q, self._k, self._v, self._dout = random_inputs(problem, rank, workload.seed, context.device)
-        self._workload, self._context = workload, context
+        problem, rank = spec.problem, context.rank if spec.alone is None else spec.alone
+        self._q, self._k, self._v, self._dout = random_inputs(problem, rank, spec.seed, context.device)
+        self._spec, self._context = spec, context
         self._sample: Sample | None = None
         self._kept: dict[str, Tensor] = {}
         self._results: dict[str, tuple[Tensor, ...]] = {}
-        self._phases = workload.phases
-        self._forward_each_time = bool(workload.peer) and "forward" not in workload.phases
-        if workload.peer:
-            self._engine = make_engine(workload, workload.problem, context)
+        self._phases = spec.workload.phases
+        self._forward_each_time = bool(spec.peer) and "forward" not in spec.workload.phases
+        if spec.peer:
+            self._engine = make_engine(spec, spec.problem, context)
             return
-        if "forward" not in workload.phases:
+        if "forward" not in spec.workload.phases:
             # It has its own engine, so that its buffers are gone before the backward's memory is measured.
-            forward = make_engine(workload, problem, context)
+            forward = make_engine(spec, problem, context)
             self._saved = forward.forward(self._q, self._k, self._v)[1]
             forward.close()
-        plans = {phase: workload.plans[phase] for phase in workload.phases}
-        self._engine = make_engine(workload, problem, context, plans)
+        plans = {phase: spec.plans[phase] for phase in spec.workload.phases}
+        self._engine = make_engine(spec, problem, context, plans)
 
     @property
     def kernel_name(self) -> str:
@@ -118,8 +118,8 @@ class AttentionStep:
     def keep(self) -> None:
         """Keep sampled rows of the last outputs and gradients."""
         if self._sample is None:
-            workload, context = self._workload, self._context
-            self._sample = sampled(workload.problem, context.rank, workload.seed, context.device.type)
+            spec, context = self._spec, self._context
+            self._sample = sampled(spec.problem, context.rank, spec.seed, context.device.type)
         by_phase = (("out",), ("dq", "dk", "dv"))
         named = {
             name: x
@@ -135,7 +135,7 @@ class AttentionStep:
         self._results.clear()  # their memory is needed
         self._saved = {}
         inputs = self._q, self._k, self._v, self._dout
-        return errors_of_rows(self._workload.problem, self._context, inputs, self._kept, self._sample)
+        return errors_of_rows(self._spec.problem, self._context, inputs, self._kept, self._sample)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""
@@ -148,17 +148,17 @@ def parts_of(spent: Spent) -> dict[str, float]:
 
 
 def make_engine(
-    workload: Workload, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None
+    spec: Spec, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None
 ) -> Engine | GraphedEngine | PeerEngine:
-    """The engine of the workload's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it."""
-    if workload.peer:
-        return PeerEngine(workload.peer, problem, workload.executed(workload.phases), context.device)
-    plans = plans or workload.plans
-    kernel = choose(workload.kernel, context.device.type, problem.dtype, problem.head_dim)
-    shares = share(kernel, plans, context.device, workload.sm_margin)
+    """The engine of the point's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it."""
+    if spec.peer:
+        return PeerEngine(spec.peer, problem, spec.executed, context.device)
+    plans = plans or spec.plans
+    kernel = choose(spec.kernel, context.device.type, problem.dtype, problem.head_dim)
+    shares = share(kernel, plans, context.device, spec.sm_margin)
     rank, transport = context.rank, None
-    if workload.alone is not None:
-        rank, transport = workload.alone, AloneTransport()
+    if spec.alone is not None:
+        rank, transport = spec.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
     engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import unknown
+from sp_bench.lower import DEFAULT_TRANSPORT, TransportOptions
 from sp_bench.peers.peer import Peer
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
@@ -104,7 +105,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(ABC):
-    """An operation that is timed, with all that a rank needs to run it. It is pickled for the ranks."""
+    """An operation that is timed."""
 
     name: ClassVar[str]
     """The value of the key `workload`."""
@@ -112,28 +113,21 @@ class Workload(ABC):
     """The phases that are timed, in order, for each value of the key `phase`."""
     keys: ClassVar[tuple[str, ...]] = ()
     """Keys of the config that only this workload reads."""
+    simulated_as: ClassVar[str] = "attention"
+    """Its simulation (sp_bench.point.simulations)."""
 
     phases: tuple[str, ...]
     """The phases that are timed."""
-    problem: Problem
-    """The problem in the layout of the plans' method, or the peer."""
-    plans: Mapping[str, Plan] = field(default_factory=dict)
-    """The plan of each phase that is executed; empty for a peer."""
-    peer: Peer | None = None
-    """A peer's attention, in place of plans."""
-    kernel: str = "auto"
-    sm_margin: int | None = None
-    """SMs of a GPU that persistent block kernels leave free; None: as many as lanes take."""
-    seed: int = 0
-    alone: int | None = None
-    """With mode=alone: the rank whose plans this process executes alone, receiving copies of what it sends."""
 
     @classmethod
-    def build(cls, config: Mapping[str, Any], problem: Problem, **common: Any) -> Self:
-        """The workload of a config. Raises RequestError for its invalid keys. `common` are the fields above."""
-        return cls(problem=problem, **common)
+    def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
+        """The workload of a config. Raises RequestError for its invalid keys."""
+        return cls(phases=phases)
 
-    def on(self, device: DeviceCosts) -> Self:
+    def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:  # noqa: B027  # attention runs on all
+        """Raise RequestError if the workload can't have such a problem, run in the mode, or call a peer."""
+
+    def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """The workload on such a device, with what the device's memory decides."""
         return self
 
@@ -163,29 +157,64 @@ class Workload(ABC):
         """How often each plan is executed in a timed phase, by the plan's phase."""
         return {phase: 1}
 
-    def sent_otherwise(self, phase: str) -> Mapping[tuple[str, ...], int]:
+    def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
         """Bytes that each rank sends in a timed phase beside the plans, by operation."""
         return {}
 
-    def refuse_run(self, mode: str) -> None:  # noqa: B027  # attention runs in every mode
-        """Raise RequestError if the workload doesn't run in a mode, or with a peer."""
-
-    def described(self) -> TrainingStep:
+    def described(self, problem: Problem) -> TrainingStep:
         """The fields of a record that describe a training step."""
         return TrainingStep()
 
-    def held_bytes(self, device: DeviceCosts) -> Mapping[str, int]:
+    def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
         """Bytes that a rank holds beside its attention, by kind."""
         return {}
 
     @abstractmethod
-    def flops(self, phase: str) -> float:
+    def flops(self, phase: str, problem: Problem) -> float:
         """Model FLOPs of one timed phase on all ranks together, as MFU counts them."""
 
     @abstractmethod
-    def gate(self, context: RankContext) -> GateErrors:
+    def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors against fp64 on a scaled-down problem, the same on all ranks. All ranks must call it."""
 
     @abstractmethod
+    def prepare(self, spec: Spec, context: RankContext) -> Step:
+        """Make the inputs and the engine of a step. All ranks must call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A point, as ranks get it. It is pickled for them."""
+
+    workload: Workload
+    problem: Problem
+    """The problem in the layout of the plans' method, or the peer."""
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    """The plan of each phase that is executed; empty for a peer."""
+    peer: Peer | None = None
+    """A peer's attention, in place of plans."""
+    kernel: str = "auto"
+    sm_margin: int | None = None
+    """SMs of a GPU that persistent block kernels leave free; None: as many as lanes take."""
+    seed: int = 0
+    alone: int | None = None
+    """With mode=alone: the rank whose plans this process executes alone, receiving copies of what it sends."""
+    verify: bool = True
+    """Whether the correctness gate runs before any timing, and rows of what was timed are compared after it."""
+    parts: bool = False
+    """Whether to also time blocks alone and transfers alone."""
+    transport: TransportOptions = DEFAULT_TRANSPORT
+    """What carries transfers."""
+
+    @property
+    def executed(self) -> tuple[str, ...]:
+        """The phases that ranks execute."""
+        return self.workload.executed(self.workload.phases)
+
+    def gate(self, context: RankContext) -> GateErrors:
+        """Errors against fp64 on a scaled-down problem, the same on all ranks. All ranks must call it."""
+        return self.workload.gate(self, context)
+
     def prepare(self, context: RankContext) -> Step:
         """Make the inputs and the engine of a step. All ranks must call it."""
+        return self.workload.prepare(self, context)

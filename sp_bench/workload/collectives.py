@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.run.devices import Clock
-from sp_bench.workload.train import GATHER, REDUCE
+from sp_bench.workload.training import GATHER, REDUCE
 
 # torch 2.13 has new names for both.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.workload.model import shard_elements
-from sp_bench.workload.train import MOMENTS, UPDATE, Train, ring_bytes
+from sp_bench.workload.model import Model, shard_elements
+from sp_bench.workload.training import MOMENTS, UPDATE, Training, ring_bytes, sent_otherwise
 
 ELEMENTWISE_BACKWARD = 2.0
 """Memory moved by the backward of elementwise operations over that of their forward."""
@@ -26,20 +27,25 @@ OPTIMIZER_MOVES = 9
 class TrainingCosts:
     """A training step on one GPU of the rank that owns the most tokens."""
 
-    workload: Train
+    model: Model
+    training: Training
+    sharded: bool
+    """Whether parameters, gradients and moments are split over all ranks."""
+    problem: Problem
+    """The problem of the attention."""
     device: DeviceCosts
     crowding: float = 1.0
     """How many times longer all takes because ranks share cores."""
 
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters, gradients and moments are split over all ranks."""
-        return self.workload.sharded
+    @cached_property
+    def share(self) -> Model:
+        """What a GPU has of the model before parameters are split over the ranks."""
+        return self.model.part(self.training.tensor_parallel)
 
     @property
-    def problem(self) -> Problem:
-        """The problem of the attention."""
-        return self.workload.problem
+    def gpus(self) -> int:
+        """The number of GPUs: those of all tensor-parallel groups."""
+        return self.problem.n * self.training.tensor_parallel
 
     @property
     def _tokens(self) -> int:
@@ -60,7 +66,7 @@ class TrainingCosts:
     def dense_s(self, names: tuple[str, ...], *, times: float = 1.0) -> float:
         """Seconds of a layer's matrix products of these names, `times` over (2 for their backward)."""
         found = 0.0
-        for name, (inputs, outputs) in self.workload.share.layer_matrices(self.problem).items():
+        for name, (inputs, outputs) in self.share.layer_matrices(self.problem).items():
             if name in names:
                 found += times * self._product_s(inputs, outputs)
         return found
@@ -79,30 +85,30 @@ class TrainingCosts:
 
     def again_s(self) -> float:
         """Seconds of what a layer's backward computes again of the forward, without the attention."""
-        return 0.0 if self.workload.training.recompute == "none" else self.before_s() + self.after_s()
+        return 0.0 if self.training.recompute == "none" else self.before_s() + self.after_s()
 
     def before_s(self) -> float:
         """Seconds of a layer's forward before its attention: norm, q, k and v, RoPE."""
-        problem, model = self.problem, self.workload.share
+        problem, model = self.problem, self.share
         rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
         return self.dense_s(("q", "k", "v")) + self._through_memory_s(2 * model.width + rotated, kernels=3)
 
     def after_s(self) -> float:
         """Seconds of a layer's forward after its attention: o, residuals, norm, feed-forward."""
-        model = self.workload.share
+        model = self.share
         elements = 8 * model.width + (3 if model.kind == "decoder" else 2) * model.ffn
         return self.dense_s(("o", "gate", "up", "down")) + self._through_memory_s(elements, kernels=4)
 
     def before_backward_s(self) -> float:
         """Seconds of the backward of what is before the attention, in place of the forward's."""
-        problem, model = self.problem, self.workload.share
+        problem, model = self.problem, self.share
         rotated = 2 * (problem.heads + problem.kv_heads) * problem.head_dim
         elements = ELEMENTWISE_BACKWARD * (2 * model.width + rotated)
         return self.dense_s(("q", "k", "v"), times=2) + self._through_memory_s(elements, kernels=6)
 
     def after_backward_s(self) -> float:
         """The same of what is after the attention."""
-        model = self.workload.share
+        model = self.share
         elements = ELEMENTWISE_BACKWARD * (8 * model.width + (3 if model.kind == "decoder" else 2) * model.ffn)
         return self.dense_s(("o", "gate", "up", "down"), times=2) + self._through_memory_s(elements, kernels=8)
 
@@ -111,7 +117,7 @@ class TrainingCosts:
 
         The embedding is read and its gradient written.
         """
-        model = self.workload.share
+        model = self.share
         logits_s = self._moved_s(4 * self._wide * self._tokens * model.outputs)
         return 3 * self._product_s(model.width, model.outputs) + logits_s + self._through_memory_s(4 * model.width)
 
@@ -133,7 +139,7 @@ class TrainingCosts:
     @property
     def _layer_sent(self) -> int:
         """Elements that each rank sends in a collective of a layer's parameters; 0 if they are not split."""
-        n, shapes = self.problem.n, self.workload.share.layer_shapes(self.problem)
+        n, shapes = self.problem.n, self.share.layer_shapes(self.problem)
         return self.sharded * (n - 1) * shard_elements(shapes, n)
 
     @property
@@ -149,20 +155,18 @@ class TrainingCosts:
     @property
     def outside_bytes(self) -> float:
         """Sent to gather and reduce the parameters outside the layers, which are kept from forward to backward."""
-        n, shapes = self.problem.n, self.workload.share.outside_shapes()
+        n, shapes = self.problem.n, self.share.outside_shapes()
         return self.sharded * (n - 1) * (self._element + self._wide) * shard_elements(shapes, n)
 
     @property
     def summed_bytes(self) -> float:
         """Sent to sum all gradients over the ranks where each has all of them."""
-        return (not self.sharded) * sum(self.workload.sent_otherwise(UPDATE).values())
+        return (not self.sharded) * sum(sent_otherwise(UPDATE, self.share, self.problem, sharded=False).values())
 
     @property
     def tensor_sum_bytes(self) -> int:
         """Sent in one sum of a hidden state, or its gradient, over a tensor-parallel group (Shoeybi et al. 2019)."""
-        return ring_bytes(
-            self._element * self._tokens * self.workload.share.width, self.workload.training.tensor_parallel
-        )
+        return ring_bytes(self._element * self._tokens * self.share.width, self.training.tensor_parallel)
 
     @property
     def tensor_sums(self) -> dict[str, int]:
@@ -171,22 +175,22 @@ class TrainingCosts:
         Two follow row-parallel matrices in the forward, two column-parallel ones in the backward, which has the
         forward's again if it is recomputed. Outside, they are of the embedding and of the head's input gradient.
         """
-        again = 0 if self.workload.training.recompute == "none" else 2
+        again = 0 if self.training.recompute == "none" else 2
         return {"forward": 2, "backward": 2 + again, "outside": 2}
 
     # Memory
 
     @property
     def _own_parameters(self) -> int:
-        model, n = self.workload.share, self.problem.n if self.sharded else 1
+        model, n = self.share, self.problem.n if self.sharded else 1
         return model.layers * shard_elements(model.layer_shapes(self.problem), n) + shard_elements(
             model.outside_shapes(), n
         )
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes on a rank by kind, without the transient ones of the attention."""
-        own, model = self._own_parameters, self.workload.share
-        chunk = min(self.workload.training.loss_chunk, self._tokens)
+        own, model = self._own_parameters, self.share
+        chunk = min(self.training.loss_chunk, self._tokens)
         loss = (2 * self._wide + self._element) * chunk * model.outputs
         gathered = 2 * model.layer_parameters(self.problem) + model.outside_parameters()
         return {
@@ -200,7 +204,7 @@ class TrainingCosts:
 
     def _activation_bytes(self) -> int:
         """What the backward keeps from the forward (transformer.Recompute)."""
-        problem, model = self.problem, self.workload.share
+        problem, model = self.problem, self.share
         q, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
         lse = DTYPE_BYTES[problem.accumulate_dtype] * problem.heads / self._element
         attention = 2 * q + 2 * kv + lse
@@ -209,7 +213,7 @@ class TrainingCosts:
             "full": model.width,
             "attention": model.width + attention,
             "none": 4 * model.width + attention + mlp,
-        }[self.workload.training.recompute]
+        }[self.training.recompute]
         last = 3 * model.width  # before and after the last norm, and the gradient that the loss has made
         head = self._wide * model.outputs * model.width * (model.kind == "decoder")  # its gradient, made with the loss
         return round(self._element * self._tokens * (model.layers * layer + last) + head)
@@ -224,7 +228,7 @@ def too_large(costs: TrainingCosts, held: Mapping[str, int]) -> RequestError:
     kinds = ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size)
     rule = f"a rank needs {need / 1e9:.4g} GB and {device.name} has {have / 1e9:.4g}: {(need - have) / 1e9:.3g} GB are "
     rule += f"missing. In GB: {kinds}"
-    recompute, shorter = costs.workload.training.recompute, "a shorter seqlen, or more GPUs,"
+    recompute, shorter = costs.training.recompute, "a shorter seqlen, or more GPUs,"
     would_work = {
         "activations": shorter if recompute == "full" else "a shorter seqlen, more GPUs, or train.recompute=full",
         "attention": shorter,
@@ -234,5 +238,4 @@ def too_large(costs: TrainingCosts, held: Mapping[str, int]) -> RequestError:
         max(held, key=lambda kind: held[kind]),
         "more GPUs" if costs.sharded else "train.parameters=sharded on more GPUs",
     )
-    workload = costs.workload
-    return RequestError(f"seqlen={workload.problem.seqlen} on gpus={workload.gpus}", rule, f"{would_work} would work")
+    return RequestError(f"seqlen={costs.problem.seqlen} on gpus={costs.gpus}", rule, f"{would_work} would work")

@@ -9,50 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
-
-from msgspec import Meta
+from typing import Any, ClassVar, Self
 
 from sp_bench import account
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.errors import RequestError
+from sp_bench.peers.peer import Peer
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.reading import Count, Positive, Section, Tokens, read
+from sp_bench.reading import read
 from sp_bench.records.quantities import TrainingStep
-from sp_bench.workload.base import RankContext, Step, Workload
+from sp_bench.workload import training
+from sp_bench.workload.base import RankContext, Spec, Step, Workload
+from sp_bench.workload.costs import TrainingCosts
 from sp_bench.workload.gate import GateErrors
-from sp_bench.workload.model import NONE, Model, shard_elements
+from sp_bench.workload.model import NONE, Model
+from sp_bench.workload.training import MOMENTS, UPDATE, Training
 
-UPDATE = "update"
-"""The phase after the backward: gradients are summed over the ranks, and the optimizer steps."""
-SYNC = ("gradients", "all_reduce", "sum")
-"""The key of what the summation of gradients sends."""
-GATHER = ("parameters", "all_gather", "shards")
-"""The key of what gathers of sharded parameters send."""
-REDUCE = ("gradients", "reduce_scatter", "sum")
-"""The key of what the summation of gradients sends to the ranks that own their shards."""
-NORM = ("norm", "all_reduce", "sum")
-"""The key of what the loss and the norm of sharded gradients send."""
 DENSE_BACKWARD = 2.0
 """FLOPs of the backward of a matrix product over those of its forward."""
-MOMENTS = 2
-"""Numbers that AdamW keeps beside each parameter."""
-
-
-class Training(Section, frozen=True, kw_only=True):
-    """The section `train` of conf/config.yaml."""
-
-    recompute: Literal["none", "attention", "full"]
-    """What of a layer the backward computes again (transformer.Recompute)."""
-    parameters: Literal["auto", "replicated", "sharded"]
-    """sharded: parameters, gradients and moments are split over all ranks (FSDP). auto: only where they don't fit."""
-    tensor_parallel: Count = 1
-    """How many GPUs share the tokens of a rank of the attention: each has a part of the heads and of the matrices."""
-    loss_chunk: Tokens
-    """The tokens whose logits exist at a time."""
-    learning_rate: Positive
-    task: Annotated[str, Meta(description="the data of a decoder", examples=["recall", "copy"])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +41,7 @@ class Train(Workload):
     kind: ClassVar[str] = "decoder"
     phase_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"forward_backward": (*PHASES, UPDATE)}
     keys: ClassVar[tuple[str, ...]] = ("train",)
+    simulated_as: ClassVar[str] = "training"
 
     model: Model
     training: Training
@@ -73,45 +49,49 @@ class Train(Workload):
     """Whether parameters, gradients and moments are split over all ranks (`on`)."""
 
     @classmethod
-    def build(cls, config: Mapping[str, Any], problem: Problem, **common: Any) -> Self:
+    def build(cls, config: Mapping[str, Any], phases: tuple[str, ...]) -> Self:
         """The workload of a config. Raises RequestError without a model of its kind, or for invalid keys of `train`."""
         if config["model"]["name"] == NONE:
             example = "tiny" if cls.kind == "decoder" else "tiny_dit"
             raise RequestError(f"workload={cls.name}", "needs a model", f"model={example} would work")
-        model, training = read(Model, config["model"], "model"), read(Training, config["train"], "train")
+        model, asked = read(Model, config["model"], "model"), read(Training, config["train"], "train")
         if model.kind != cls.kind:
             other = "train" if model.kind == "decoder" else "dit"
             rule = f"is a {model.kind}, and workload={cls.name} trains a {cls.kind}"
             raise RequestError(f"model={model.name}", rule, f"workload={other} would work")
+        if asked.task not in ("recall", "copy"):
+            raise RequestError(f"train.task={asked.task}", "there is no such task", "recall or copy would work")
+        model.part(asked.tensor_parallel)
+        return cls(phases=phases, model=model, training=asked)
+
+    def refuse(self, problem: Problem, mode: str, peer: Peer | None) -> None:
+        """Raise RequestError for heads that RoPE can't turn, for a peer, and for mode=alone."""
         if problem.head_dim % 2:
             rule = "RoPE turns pairs of elements of a head"
             raise RequestError(f"head_dim={problem.head_dim}", rule, f"head_dim={problem.head_dim + 1} would work")
-        if training.task not in ("recall", "copy"):
-            raise RequestError(f"train.task={training.task}", "there is no such task", "recall or copy would work")
-        model.part(training.tensor_parallel)
-        return cls(problem=problem, model=model, training=training, **common)
+        if peer:
+            rule = f"workload={self.name} trains with the suite's own methods"
+            raise RequestError(f"method=peer impl={peer.impl}", rule, "method=ring would work")
+        if mode != "simulate" and self.training.tensor_parallel > 1:
+            rule = "is simulated only: measured ranks have whole matrices"
+            raise RequestError(
+                f"train.tensor_parallel={self.training.tensor_parallel}", rule, "mode=simulate would work"
+            )
+        if mode == "alone":
+            rule = f"executes attention, not workload={self.name}"
+            raise RequestError("mode=alone", rule, "mode=measure would work")
 
-    def on(self, device: DeviceCosts) -> Self:
+    def on(self, device: DeviceCosts, problem: Problem) -> Self:
         """With parameters split if it says so, or doesn't say and they wouldn't fit the device's memory."""
         asked, memory_bytes = self.training.parameters, device.memory_bytes
-        states = (2 + MOMENTS) * self._wide * self.share.parameters(self.problem)
+        states = (2 + MOMENTS) * DTYPE_BYTES[problem.accumulate_dtype] * self.share.parameters(problem)
         sharded = asked == "sharded" or (asked == "auto" and memory_bytes is not None and memory_bytes < states)
-        return replace(self, sharded=sharded and self.problem.n > 1)
-
-    @property
-    def _wide(self) -> int:
-        """Bytes of a parameter, a gradient or a moment."""
-        return DTYPE_BYTES[self.problem.accumulate_dtype]
+        return replace(self, sharded=sharded and problem.n > 1)
 
     @classmethod
     def tensor_parallel(cls, config: Mapping[str, Any]) -> int:
         """The degree that train.tensor_parallel asks for."""
         return read(Training, config["train"], "train").tensor_parallel
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs: those of all tensor-parallel groups."""
-        return self.problem.n * self.training.tensor_parallel
 
     @cached_property
     def share(self) -> Model:
@@ -134,80 +114,58 @@ class Train(Workload):
             phase, {}
         )
 
-    def sent_otherwise(self, phase: str) -> Mapping[tuple[str, ...], int]:
-        """Bytes each rank sends to sum the gradients and the loss, by a ring: 2 (n - 1) / n of them.
+    def sent_otherwise(self, phase: str, problem: Problem) -> Mapping[tuple[str, ...], int]:
+        """Bytes each rank sends to sum gradients and the loss, and to gather parameters that are split."""
+        return training.sent_otherwise(phase, self.share, problem, sharded=self.sharded)
 
-        Where they are split: to gather each layer's parameters, forward and backward, and those outside the layers
-        once, n - 1 times a rank's shard; the same to reduce gradients, once each; and for the norm.
-        """
-        n, model, problem = self.problem.n, self.share, self.problem
-        if n == 1:
-            return {}
-        if not self.sharded:
-            size = (model.parameters(problem) + 1) * self._wide
-            return {SYNC: ring_bytes(size, n)} if phase == UPDATE else {}
-        if phase == UPDATE:
-            return {NORM: ring_bytes(2 * self._wide, n)}
-        layers = (n - 1) * model.layers * shard_elements(model.layer_shapes(problem), n)
-        outside = (n - 1) * shard_elements(model.outside_shapes(), n)
-        element = DTYPE_BYTES[problem.dtype]
-        if phase == "forward":
-            return {GATHER: element * (layers + outside)}
-        return {GATHER: element * layers, REDUCE: self._wide * (layers + outside)}
-
-    def described(self) -> TrainingStep:
+    def described(self, problem: Problem) -> TrainingStep:
         """The model, and what is recomputed and split."""
         degree = self.training.tensor_parallel
-        heads = {"heads": self.problem.heads * degree, "kv_heads": self.problem.kv_heads * degree}
+        heads = {"heads": problem.heads * degree, "kv_heads": problem.kv_heads * degree}
         return TrainingStep(
             model=self.model.name,
-            parameters=self.model.parameters(replace(self.problem, **heads)),
+            parameters=self.model.parameters(replace(problem, **heads)),
             recompute=self.training.recompute,
             sharded=self.sharded,
             tensor_parallel=degree,
         )
 
-    def refuse_run(self, mode: str) -> None:
-        """Raises RequestError for a peer, and for mode=alone."""
-        if self.peer:
-            rule = f"workload={self.name} trains with the suite's own methods"
-            raise RequestError(f"method=peer impl={self.peer.impl}", rule, "method=ring would work")
-        if mode != "simulate" and self.training.tensor_parallel > 1:
-            rule = "is simulated only: measured ranks have whole matrices"
-            raise RequestError(
-                f"train.tensor_parallel={self.training.tensor_parallel}", rule, "mode=simulate would work"
-            )
-        if mode == "alone":
-            rule = f"executes attention, not workload={self.name}"
-            raise RequestError("mode=alone", rule, "mode=measure would work")
+    def costs(self, problem: Problem, device: DeviceCosts, crowding: float = 1.0) -> TrainingCosts:
+        """What a step computes and holds beside its attention, on a GPU of such a device."""
+        return TrainingCosts(
+            model=self.model,
+            training=self.training,
+            sharded=self.sharded,
+            problem=problem,
+            device=device,
+            crowding=crowding,
+        )
 
-    def held_bytes(self, device: DeviceCosts) -> Mapping[str, int]:
-        """Bytes of parameters, gradients, optimizer, activations and the loss (costs.TrainingCosts)."""
-        from sp_bench.workload.costs import TrainingCosts
+    def held_bytes(self, device: DeviceCosts, problem: Problem) -> Mapping[str, int]:
+        """Bytes of parameters, gradients, optimizer, activations and the loss."""
+        return self.costs(problem, device).held_bytes()
 
-        return TrainingCosts(workload=self, device=device).held_bytes()
-
-    def flops(self, phase: str) -> float:
+    def flops(self, phase: str, problem: Problem) -> float:
         """6 N D, and the attention's as account.model_flops counts them. What is recomputed doesn't count.
 
         With tensor parallelism, of one GPU of each group.
         """
         if phase == UPDATE:
             return 0.0
-        dense = self.share.dense_flops(self.problem) * (1 if phase == "forward" else DENSE_BACKWARD)
-        return dense + self.model.layers * account.model_flops(self.problem, phase)
+        dense = self.share.dense_flops(problem) * (1 if phase == "forward" else DENSE_BACKWARD)
+        return dense + self.model.layers * account.model_flops(problem, phase)
 
-    def gate(self, context: RankContext) -> GateErrors:
+    def gate(self, spec: Spec, context: RankContext) -> GateErrors:
         """Errors of the loss and of every parameter's gradient of a narrow model against one process in fp64."""
         from sp_bench.workload.train_gate import gate
 
-        return gate(self, context)
+        return gate(self, spec, context)
 
-    def prepare(self, context: RankContext) -> Step:
+    def prepare(self, spec: Spec, context: RankContext) -> Step:
         """Make the parameters, the optimizer and an engine for the attention of all layers."""
         from sp_bench.workload.train_step import TrainStep
 
-        return TrainStep(self, context)
+        return TrainStep(self, spec, context)
 
 
 class Dit(Train):
@@ -215,8 +173,3 @@ class Dit(Train):
 
     name: ClassVar[str] = "dit"
     kind: ClassVar[str] = "dit"
-
-
-def ring_bytes(size: int, n: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce of `size` bytes, to the nearest byte."""
-    return round(2 * (n - 1) * size / n)

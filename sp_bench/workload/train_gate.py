@@ -17,7 +17,7 @@ from sp_bench.plan.mask import Mask
 from sp_bench.plan.problem import Problem
 from sp_bench.run.engine import Saved
 from sp_bench.workload.attention_step import make_engine
-from sp_bench.workload.base import RankContext
+from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.exactness import relative_error, squared_norms
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.trainer import Trainer, group_on
@@ -71,29 +71,28 @@ class ExactAttention:
         return summed.to(mine.device)
 
 
-def gate(workload: Train, context: RankContext) -> GateErrors:
-    """Errors of the workload's plans in a narrow model on a shorter sequence. All ranks must call it."""
-    problem, model = workload.problem, workload.model.small()
-    small = problem.scaled(_length(workload, model.layers, context.device.type))
+def gate(workload: Train, spec: Spec, context: RankContext) -> GateErrors:
+    """Errors of the point's plans in a narrow model on a shorter sequence. All ranks must call it."""
+    problem, model = spec.problem, workload.model.small()
+    small = problem.scaled(_length(problem, model.layers, context.device.type))
     group = group_on(context.device) if problem.n > 1 else None
-    given = model, small, workload.training, workload.seed, context.rank, context.device, group
+    given = model, small, workload.training, spec.seed, context.rank, context.device, group
     trainer = Trainer(*given, sharded=workload.sharded)
-    engine = make_engine(workload, small, context)
+    engine = make_engine(spec, small, context)
     batch = trainer.batch(0)
     trainer.loss(trainer.hidden(batch, engine), batch).backward()
     engine.close()
     context.alive()
     trainer.states.synchronize()
     context.alive()
-    errors = replace(compared(trainer, whole(workload, small, context)), seqlen=small.seqlen)
+    errors = replace(compared(trainer, whole(workload, spec.seed, small, context)), seqlen=small.seqlen)
     if group is not None and group is not dist.group.WORLD:
         dist.destroy_process_group(group)
     return errors
 
 
-def _length(workload: Train, layers: int, device: str) -> int:
+def _length(problem: Problem, layers: int, device: str) -> int:
     """The tokens of the gate's problem: as many as its exact attention has time and memory for."""
-    problem = workload.problem
     tokens, more = divmod(problem.seqlen, problem.n)
     shared = -(-problem.kv_heads // problem.n) * (problem.heads // problem.kv_heads)
     pairs = min(SCORES[device], WORK[device] / (problem.batch * shared * layers * problem.head_dim))
@@ -101,10 +100,10 @@ def _length(workload: Train, layers: int, device: str) -> int:
     return min(each, tokens) * problem.n + more
 
 
-def whole(workload: Train, problem: Problem, context: RankContext) -> Trainer:
+def whole(workload: Train, seed: int, problem: Problem, context: RankContext) -> Trainer:
     """The same model on one process, in fp64 and with exact attention, after its backward."""
     alone = replace(problem.in_one_slice, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"])
-    trainer = Trainer(workload.model.small(), alone, workload.training, workload.seed, 0, context.device, None)
+    trainer = Trainer(workload.model.small(), alone, workload.training, seed, 0, context.device, None)
     attention = ExactAttention(alone.mask, context.rank, problem.n, context.alive)
     batch = trainer.batch(0)
     trainer.loss(trainer.hidden(batch, attention), batch).backward()

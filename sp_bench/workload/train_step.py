@@ -18,14 +18,14 @@ from sp_bench.run.executor import Action, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares
 from sp_bench.workload.attention_step import make_engine, parts_of
-from sp_bench.workload.base import RankContext
+from sp_bench.workload.base import RankContext, Spec
 from sp_bench.workload.collectives import Call
 from sp_bench.workload.exact_rows import errors_of_rows, sampled
 from sp_bench.workload.exactness import NAMES
 from sp_bench.workload.gate import GateErrors
 from sp_bench.workload.states import States
-from sp_bench.workload.train import UPDATE
 from sp_bench.workload.trainer import Batch, Trainer, group_on
+from sp_bench.workload.training import UPDATE
 
 if TYPE_CHECKING:
     from sp_bench.workload.train import Train
@@ -78,17 +78,17 @@ class MarkedEngine:
 class TrainStep:
     """A trainer, timed by phase: forward, backward, update."""
 
-    def __init__(self, workload: Train, context: RankContext) -> None:
+    def __init__(self, workload: Train, spec: Spec, context: RankContext) -> None:
         """Make model, optimizer and engine. All ranks must call it."""
-        self._workload, self._context, self._clock = workload, context, clock_of(context.device)
-        problem, model = workload.problem, workload.model
+        self._workload, self._spec, self._context, self._clock = workload, spec, context, clock_of(context.device)
+        problem, model = spec.problem, workload.model
         group = group_on(context.device) if problem.n > 1 else None
-        given = model, problem, workload.training, workload.seed, context.rank, context.device, group
+        given = model, problem, workload.training, spec.seed, context.rank, context.device, group
         self._trainer = Trainer(*given, sharded=workload.sharded)
         self._states = self._trainer.states
         self._collectives = self._states.collectives
         self._calls: dict[str, list[Call]] = {}
-        engine = make_engine(workload, problem, context)
+        engine = make_engine(spec, problem, context)
         assert isinstance(engine, Engine)
         self._attention = MarkedEngine(engine, self._clock)
         self._sent: Counter[tuple[str, ...]] = Counter()
@@ -175,7 +175,7 @@ class TrainStep:
 
     def errors(self) -> GateErrors:
         """Errors of sampled rows of the last layer's attention, in one more forward and backward of the timed step."""
-        problem, context, watched = self._workload.problem, self._context, Watched()
+        problem, context, watched = self._spec.problem, self._context, Watched()
         self._attention.watched = watched
         self.untimed()
         for phase in PHASES:
@@ -185,7 +185,7 @@ class TrainStep:
         self._attention.watched = None
         (q, k, v, out), (dout, *gradients) = watched.of_queries, watched.gradients
         inputs = q.detach(), k.detach(), v.detach(), dout.detach()
-        sample = sampled(problem, context.rank, self._workload.seed, context.device.type)
+        sample = sampled(problem, context.rank, self._spec.seed, context.device.type)
         found = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
         return errors_of_rows(problem, context, inputs, found, sample)
 
@@ -223,7 +223,7 @@ class TrainStep:
 
     def _synchronize(self) -> None:
         self._states.synchronize()
-        self._sent.update(self._workload.sent_otherwise(UPDATE))
+        self._sent.update(self._workload.sent_otherwise(UPDATE, self._spec.problem))
 
     def _communicate(self, phase: str) -> None:
         """Transfers only, of arbitrary data: those of each layer, or of the gradients."""
@@ -243,7 +243,7 @@ class TrainStep:
     def _arbitrary(self) -> tuple[tuple[Tensor, ...], Saved]:
         """q, k, v and dout of the rank's shape, and what a forward keeps for the backward. All ranks must call it."""
         if self._arbitrary_tensors is None:
-            problem, rank, device = self._workload.problem, self._trainer.rank, self._trainer.device
+            problem, rank, device = self._spec.problem, self._trainer.rank, self._trainer.device
             heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
             shapes = [(problem.batch, problem.tokens(rank), h, problem.head_dim) for h in heads]
             tensors = tuple(torch.zeros(s, dtype=getattr(torch, problem.dtype), device=device) for s in shapes)

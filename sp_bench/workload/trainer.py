@@ -16,7 +16,7 @@ from sp_bench.workload.losses import IGNORED, cross_entropy, next_tokens, square
 from sp_bench.workload.model import Model
 from sp_bench.workload.states import Replicated, States
 from sp_bench.workload.tasks import noisy, tokens
-from sp_bench.workload.train import Training
+from sp_bench.workload.training import Training
 from sp_bench.workload.transformer import Transformer
 
 BETAS, EPSILON, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0

@@ -16,7 +16,6 @@ from sp_bench.calibrating.layer_figures import layer_of, layer_rates
 from sp_bench.calibrating.setting import Costs
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.plan.method import PHASES
-from sp_bench.workload.costs import TrainingCosts
 from tests.support.calibration import SETTING
 from tests.support.clusters import cluster
 
@@ -34,8 +33,8 @@ def seen(on: DeviceCosts) -> Costs:
     costs.product_shape, costs.products_s = shape, {"float32": [2 * 128 * 32 * 88 / MATMUL / 1e12] * 3}
     for phase in PHASES:
         for tokens in (64, 128, 512):
-            workload = layer_of(SETTING, tokens, "float32")
-            costs.layers_s[phase, tokens] = [TrainingCosts(workload=workload, device=on).layer_s(phase)] * 3
+            train, problem = layer_of(SETTING, tokens, "float32")
+            costs.layers_s[phase, tokens] = [train.costs(problem, on).layer_s(phase)] * 3
     return costs
 
 

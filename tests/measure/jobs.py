@@ -17,11 +17,10 @@ from sp_bench.errors import RequestError
 from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.measure import job
 from sp_bench.measure.pool import report
-from sp_bench.measure.spec import Spec
 from sp_bench.measure.start import Start
 from sp_bench.run.devices import HostClock
 from sp_bench.run.groups import own_group
-from sp_bench.workload import GateErrors
+from sp_bench.workload import GateErrors, Spec
 
 BAD = 1
 """The rank that goes wrong."""
@@ -177,5 +176,5 @@ def measured_with_a_kernel_wrong_from(spec: Spec, tokens: int, name: str) -> tup
 
     with patch.object(AtenCpu, method, wrong):
         (found,) = job.measure([spec], 1, 0)
-    dtype = spec.workload.problem.dtype
+    dtype = spec.problem.dtype
     return found.gate.wrong(dtype), found.timed.wrong(dtype), found.timed.rows

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from sp_bench.measure.pool import RankPool
-from sp_bench.measure.spec import Spec
 from sp_bench.methods import build
 from sp_bench.plan import Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL
 from sp_bench.plan.method import PHASES
-from sp_bench.workload import Attention
+from sp_bench.workload import Attention, Spec
 from sp_bench.workload.exact_rows import KEYS, ROWS
 from sp_bench.workload.exactness import NAMES
 from tests.workload.requests import training
@@ -37,8 +36,7 @@ def spec(kv_heads: int, phases: tuple[str, ...] = PHASES, seqlen: int = 300) -> 
     )  # fmt: skip
     method = build("ring", {})
     plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
-    workload = Attention(phases=phases, plans=plans, problem=method.dealt(problem), kernel="aten_cpu")
-    return Spec(workload=workload, verify=True, parts=False)
+    return Spec(workload=Attention(phases=phases), plans=plans, problem=method.dealt(problem), kernel="aten_cpu")
 
 
 def one_rank(seqlen: int) -> Spec:
@@ -48,8 +46,7 @@ def one_rank(seqlen: int) -> Spec:
         layout=LAYOUTS["contiguous"],
     )  # fmt: skip
     plans = {phase: build("ring", {}).plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-    workload = Attention(phases=PHASES, plans=plans, problem=problem, kernel="aten_cpu")
-    return Spec(workload=workload, verify=True, parts=True)
+    return Spec(workload=Attention(phases=PHASES), plans=plans, problem=problem, kernel="aten_cpu", parts=True)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -122,8 +119,8 @@ def test_what_is_wrong_from_512_tokens_of_all_ranks_on_is_found_by_the_gate(name
 @pytest.mark.parametrize("name", ["out", "dv"])
 def test_a_training_step_that_is_wrong_from_512_tokens_on_is_found(pool: RankPool, name: str) -> None:
     """In the attention of its last layer; its gate, of loss and gradients, has some hundred tokens of a rank too."""
-    trained = training(f"gpus={RANKS}", "method=ring", "dtype=float32", f"seqlen={RANKS * 700}", "kernel=aten_cpu")
-    point = Spec(workload=trained, verify=True, parts=False)
+    asked = ("method=ring", "dtype=float32", f"seqlen={RANKS * 700}", "kernel=aten_cpu", "parts=false")
+    point = training(f"gpus={RANKS}", *asked)
     for gate, timed, rows in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 512, name):
         assert gate == "" and f"{name} is off by" in timed and rows is not None
     for gate, _, _ in pool.run("tests.measure.jobs:measured_with_a_kernel_wrong_from", point, 150, name):

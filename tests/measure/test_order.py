@@ -32,8 +32,7 @@ def order(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int)
     numbers: list[int | None] = []
     monkeypatch.setattr(job, "TimedPoint", TimedPoint)
     monkeypatch.setattr(job, "report", lambda point, step=True: reported.append(point))
-    workload = SimpleNamespace(problem=SimpleNamespace(dtype="float32"))
-    specs = [SimpleNamespace(verify=False, workload=workload)] * points
+    specs = [SimpleNamespace(verify=False, problem=SimpleNamespace(dtype="float32"))] * points
     job.measure(specs, iters, warmup)  # type: ignore[arg-type]
     assert numbers == [None] * warmup * points + [i for i in range(iters) for _ in range(points)]
     return timed

@@ -14,10 +14,10 @@ from sp_bench import account
 from sp_bench.cli.compose import Composer
 from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankError
-from sp_bench.measure.spec import Spec
 from sp_bench.point import Request, measured, resolve
 from sp_bench.point.outcome import Outcome
 from sp_bench.point.sharing import USABLE, packs
+from sp_bench.workload import Spec
 
 
 @given(st.lists(st.integers(0, 10), min_size=1, max_size=12), st.integers(1, 20))
@@ -38,9 +38,9 @@ class Card:
 
     def run(self, job: str, specs: list[Spec], *args: Any, **kwargs: Any) -> list[list[str]]:
         held = 0.0
-        self.seen.append([spec.workload.plans["forward"].ops[0].__class__.__name__ for spec in specs])
+        self.seen.append([spec.plans["forward"].ops[0].__class__.__name__ for spec in specs])
         for index, spec in enumerate(specs):
-            held += self.more * account.peak_bytes(spec.workload.plans.values(), spec.workload.problem)
+            held += self.more * account.peak_bytes(spec.plans.values(), spec.problem)
             if held > self.memory_bytes:
                 error = RankError(0, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", None)
                 error.progress = index

@@ -22,7 +22,7 @@ from sp_bench.run import sms
 from sp_bench.run.sms import SmShares, most_ctas, share, shares
 from sp_bench.workload import attention_step
 from sp_bench.workload.attention import Attention
-from sp_bench.workload.base import RankContext
+from sp_bench.workload.base import RankContext, Spec
 from tests.kernels import fakes
 from tests.support.dense import block_of
 from tests.support.problems import splittable_problem
@@ -100,8 +100,8 @@ def test_engine_transport_and_kernel_are_told_the_same(monkeypatch: pytest.Monke
     gpu = torch.device("cuda", 0)
     context = RankContext(0, gpu, lambda plans, ctas: told.append(ctas), alive=lambda: None)  # pyright: ignore
     for margin, wanted in ((None, SmShares(8, 16)), (24, SmShares(12, 24))):
-        workload = Attention(phases=PHASES, problem=PROBLEM, plans=TWO_LANES, kernel="flash_attn_3", sm_margin=margin)
-        engine = attention_step.make_engine(workload, PROBLEM, context)
+        about = {"problem": PROBLEM, "plans": TWO_LANES, "kernel": "flash_attn_3", "sm_margin": margin}
+        engine = attention_step.make_engine(Spec(workload=Attention(phases=PHASES), **about), PROBLEM, context)
         assert (engine.shares, kernel.sm_margin, told[-1]) == (wanted, wanted.margin, wanted.lane_ctas)
 
 
@@ -111,7 +111,7 @@ def point(*overrides: str) -> Request:
 
 
 def test_the_margin_is_a_key_of_the_kernel() -> None:
-    assert point().workload.sm_margin is None
-    assert point("kernel=flash_attn_3", "kernel.sm_margin=24").workload.sm_margin == 24
+    assert point().sm_margin is None
+    assert point("kernel=flash_attn_3", "kernel.sm_margin=24").sm_margin == 24
     with pytest.raises(RequestError, match=r"kernel.sm_margin=-1"):
         point("kernel.sm_margin=-1")

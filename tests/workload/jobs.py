@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from sp_bench.peers.engine import PeerEngine
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run.engine import Engine
 from sp_bench.run.nccl import transport_for
-from sp_bench.workload import RankContext, Train
+from sp_bench.workload import RankContext, Spec, Train
 from sp_bench.workload.attention_step import make_engine
 from sp_bench.workload.train_gate import ExactAttention, compared
 from sp_bench.workload.trainer import Trainer
@@ -26,35 +27,36 @@ def context_of(group: dist.ProcessGroup | None, rank: int) -> RankContext:
     return RankContext(rank, CPU, lambda plans, _: transport_for(group, CPU, plans), alive=lambda: None)
 
 
-def trainer_of(workload: Train, rank: int, group: dist.ProcessGroup | None = None) -> Trainer:
-    given = workload.model, workload.problem, workload.training, workload.seed, rank, CPU, group
-    return Trainer(*given, sharded=workload.sharded)
+def trainer_of(spec: Spec, rank: int, group: dist.ProcessGroup | None = None) -> Trainer:
+    train = cast("Train", spec.workload)
+    given = train.model, spec.problem, train.training, spec.seed, rank, CPU, group
+    return Trainer(*given, sharded=train.sharded)
 
 
-def alone(workload: Train) -> Train:
+def alone(spec: Spec) -> Spec:
     """The same on one process in fp64."""
-    problem = workload.problem
+    problem = spec.problem
     whole = replace(problem, n=1, dtype="float64", wire_dtype="", layout=LAYOUTS["contiguous"], head_slices=1)
-    return replace(workload, problem=whole, plans={}, sharded=False)
+    return replace(spec, workload=replace(cast("Train", spec.workload), sharded=False), problem=whole, plans={})
 
 
-def _prepared(workloads: Sequence[Train]) -> Iterator[tuple[Train, Trainer, Engine | PeerEngine]]:
-    """Each workload that this rank takes part in, with its trainer and engine."""
-    for workload in workloads:
-        if group := group_of(workload.problem.n, workload.problem):
-            engine = make_engine(workload, workload.problem, context_of(group, dist.get_rank()))
-            yield workload, trainer_of(workload, dist.get_rank(), group), engine
+def _prepared(specs: Sequence[Spec]) -> Iterator[tuple[Spec, Trainer, Engine | PeerEngine]]:
+    """Each point that this rank takes part in, with its trainer and engine."""
+    for spec in specs:
+        if group := group_of(spec.problem.n, spec.problem):
+            engine = make_engine(spec, spec.problem, context_of(group, dist.get_rank()))
+            yield spec, trainer_of(spec, dist.get_rank(), group), engine
 
 
-def gradient_errors(workloads: Sequence[Train]) -> list[dict[str, float]]:
+def gradient_errors(specs: Sequence[Spec]) -> list[dict[str, float]]:
     """For each: the relative error of each parameter's gradient, and of the loss, against one process in fp64."""
     found = []
-    for workload, trainer, engine in _prepared(workloads):
+    for spec, trainer, engine in _prepared(specs):
         batch = trainer.batch(0)
         trainer.loss(trainer.hidden(batch, engine), batch).backward()
         engine.close()
         trainer.states.synchronize()
-        one = trainer_of(alone(workload), 0)
+        one = trainer_of(alone(spec), 0)
         whole = one.batch(0)
         one.loss(one.hidden(whole, ExactAttention(one.problem.mask)), whole).backward()
         errors = compared(trainer, one)
@@ -62,10 +64,10 @@ def gradient_errors(workloads: Sequence[Train]) -> list[dict[str, float]]:
     return found
 
 
-def losses(workloads: Sequence[Train], steps: int) -> list[list[float]]:
+def losses(specs: Sequence[Spec], steps: int) -> list[list[float]]:
     """For each: the loss at each step of training."""
     found = []
-    for _, trainer, engine in _prepared(workloads):
+    for _, trainer, engine in _prepared(specs):
         found.append([])
         for number in range(steps):
             report(f"step {number}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sp_bench.cli.compose import Composer
 from sp_bench.methods import REGISTRY
 from sp_bench.point import Request, resolve
 from sp_bench.point.choose import choose
-from sp_bench.point.measured import executed_plans
-from sp_bench.workload import Train
+from sp_bench.point.measured import spec_of
+from sp_bench.workload import Spec
 
 METHODS = tuple(name for name in REGISTRY if name != "reference")
 
@@ -22,10 +20,7 @@ def point(*overrides: str) -> Request:
         return resolve(composer.compose([*(o for o in usual if o.partition("=")[0] not in given), *overrides]))
 
 
-def training(*overrides: str) -> Train:
-    """The workload of such a point, with the plans of the chosen variant."""
+def training(*overrides: str) -> Spec:
+    """What ranks get of such a point, with the plans of the chosen variant."""
     request = point(*overrides)
-    choice = choose(request)
-    workload = replace(request.workload, problem=choice.problem, plans=executed_plans(request, choice))
-    assert isinstance(workload, Train)
-    return workload
+    return spec_of(request, choose(request))

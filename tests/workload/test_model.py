@@ -19,9 +19,10 @@ MODELS = [name for name in conf_files("model") if name != NONE]
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_dit"])
 def test_parameters_are_those_of_the_module(name: str) -> None:
-    workload = point(f"model={name}", "gpus=2", "method=ring").workload
-    module = Transformer(workload.model, workload.problem, seed=0)
-    assert sum(p.numel() for p in module.parameters()) == workload.model.parameters(workload.problem)
+    request = point(f"model={name}", "gpus=2", "method=ring")
+    model = request.workload.model
+    module = Transformer(model, request.problem, seed=0)
+    assert sum(p.numel() for p in module.parameters()) == model.parameters(request.problem)
 
 
 @pytest.mark.parametrize(
@@ -30,17 +31,17 @@ def test_parameters_are_those_of_the_module(name: str) -> None:
 )
 def test_published_sizes(name: str, billions: float) -> None:
     """Llama 7B: 6.7B (table 2 of its paper). Llama 3 8B: 8.03B. DiT-XL: 675M (table 1 of its paper)."""
-    workload = point(f"model={name}", *SIMULATED).workload
-    assert workload.model.parameters(workload.problem) / 1e9 == pytest.approx(billions, rel=0.02)
+    request = point(f"model={name}", *SIMULATED)
+    assert request.workload.model.parameters(request.problem) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_flops_are_six_times_parameters_and_tokens() -> None:
     """Those of the matrices; the attention's stand beside them."""
-    workload = point("model=llama_7b", *SIMULATED, "seqlen=1k", "mask=causal").workload
-    problem, model = workload.problem, workload.model
+    request = point("model=llama_7b", *SIMULATED, "seqlen=1k", "mask=causal")
+    problem, model = request.problem, request.workload.model
     matrices = model.parameters(problem) - model.vocab * model.width - (2 * model.layers + 1) * model.width
     attention = 3.5 * 2 * 1024**2 * problem.heads * problem.head_dim * model.layers
-    total = sum(workload.flops(phase) for phase in workload.phases)
+    total = sum(request.workload.flops(phase, problem) for phase in request.phases)
     assert total == pytest.approx(6 * matrices * 1024 + attention)
 
 

@@ -133,7 +133,7 @@ def test_measured_point_has_the_parts_of_a_step(tmp_path) -> None:
     held = ("parameters", "gradients", "optimizer", "activations", "attention")
     assert record.peak_mem_bytes_max == sum(getattr(record, f"{name}_bytes") for name in held)
     assert record.parameters_bytes == 4 * record.parameters
-    wanted = request.workload.held_bytes(request.cluster.device)
+    wanted = request.workload.held_bytes(request.cluster.device, request.problem)
     assert record.activations_bytes == pytest.approx(wanted["activations"], rel=0.05)
     for kind in ("parameters", "gradients", "optimizer"):
         assert getattr(record, f"{kind}_bytes") == pytest.approx(wanted[kind], rel=0.01)
@@ -155,7 +155,7 @@ def test_sharded_points_count_what_fsdp_sends_and_hold(tmp_path) -> None:
     assert (sharded.status, sharded.sharded, whole.sharded) == ("ok", True, False), sharded.error
     assert sharded.comm_bytes_per_gpu == sharded.comm_bytes_expected
     np.testing.assert_allclose(sharded.losses, whole.losses, rtol=CURVE)
-    wanted = points[0].workload.held_bytes(points[0].cluster.device)
+    wanted = points[0].workload.held_bytes(points[0].cluster.device, points[0].problem)
     for kind in ("parameters", "gradients", "optimizer", "gathered"):
         assert getattr(sharded, f"{kind}_bytes") == pytest.approx(wanted[kind], rel=0.02), kind
     assert sharded.activations_bytes == pytest.approx(whole.activations_bytes, rel=0.02)
