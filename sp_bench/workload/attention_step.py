@@ -119,7 +119,7 @@ class AttentionStep:
         """Keep sampled rows of the last outputs and gradients."""
         if self._sample is None:
             workload, context = self._workload, self._context
-            self._sample = sampled(workload.problem, context.rank, workload.seed, context.device.type)
+            self._sample = sampled(workload.problem, context.rank, workload.seed)
         by_phase = (("out",), ("dq", "dk", "dv"))
         named = {
             name: x

@@ -21,7 +21,7 @@ from sp_bench.measure.spec import Spec
 from sp_bench.measure.start import Start
 from sp_bench.run.devices import HostClock
 from sp_bench.run.groups import own_group
-from sp_bench.workload import GateErrors
+from sp_bench.workload import GateErrors, exact_rows
 
 BAD = 1
 """The rank that goes wrong."""
@@ -179,3 +179,19 @@ def measured_with_a_kernel_wrong_from(spec: Spec, tokens: int, name: str) -> tup
         (found,) = job.measure([spec], 1, 0)
     dtype = spec.workload.problem.dtype
     return found.gate.wrong(dtype), found.timed.wrong(dtype), found.timed.rows
+
+
+def measured_where_memory_runs_out(spec: Spec) -> tuple[GateErrors, int]:
+    """What rank BAD, and the others, say of rows of what was timed if it has no memory for them; and its samples."""
+    point = job.TimedPoint(0, spec)
+    point.iterate(0)
+
+    def rows(*given: Any) -> Any:
+        if dist.get_rank() == BAD:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        return right(*given)
+
+    right = exact_rows._rows
+    with patch.object(exact_rows, "_rows", rows):
+        found = point.result(GateErrors())
+    return found.timed, len(found.samples.seconds)

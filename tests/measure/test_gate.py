@@ -108,6 +108,18 @@ def test_what_is_wrong_from_512_tokens_on_is_found_in_what_was_timed(pool: RankP
         assert gate == timed == "" and rows
 
 
+@pytest.mark.parametrize("workload", ["attention", "train"])
+def test_times_are_kept_where_no_memory_is_left_to_compare_rows(pool: RankPool, workload: str) -> None:
+    """All ranks say the same, and none waits for the one without memory."""
+    point = spec(2)
+    if workload == "train":
+        trained = training(f"gpus={RANKS}", "method=ring", "dtype=float32", f"seqlen={RANKS * 100}", "kernel=aten_cpu")
+        point = Spec(workload=trained, verify=True, parts=False)
+    for timed, samples in pool.run("tests.measure.jobs:measured_where_memory_runs_out", point):
+        assert timed.uncompared == f"memory ran out on 1 of {RANKS} ranks" and not timed.overall
+        assert samples > 0
+
+
 @pytest.mark.parametrize("name", ["out", "dk"])
 def test_what_is_wrong_from_512_tokens_of_all_ranks_on_is_found_by_the_gate(name: str) -> None:
     """One function of the whole sequence."""
