@@ -98,8 +98,12 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
     """The setup with the kernel and device that the ranks used, and the point's notes."""
     found, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
     first = ranks[0]
-    setup = replace(setup, kernel=first.kernel, sm_margin=first.sm_margin, lane_ctas=first.lane_ctas)
+    margin = min((rank.sm_margin for rank in ranks if rank.sm_margin is not None), default=None)
+    ctas = min((rank.lane_ctas for rank in ranks if rank.lane_ctas is not None), default=None)
+    setup = replace(setup, kernel=first.kernel, sm_margin=margin, lane_ctas=ctas)
     notes += dict.fromkeys(note for rank in ranks for note in rank.notes)
+    if why := first.timed.uncompared:
+        notes.append(f"no rows of what was timed were compared with exact ones: {why}")
     if request.devices.kind == "cuda" or request.alone:
         setup = replace(setup, device_name=found)
         if not same_model(found, figures):
