@@ -25,8 +25,8 @@ from sp_bench.plan.mask import WHOLE
 from sp_bench.plan.ops import AllToAll, Plan, Transfer
 from sp_bench.point.request import Request
 from sp_bench.reading import read
-from sp_bench.records import Record
 from sp_bench.records.identity import digest
+from sp_bench.records.interval import Interval
 from sp_bench.workload.attention import Attention
 
 FILE = Path(__file__).with_name("backing.json")
@@ -65,26 +65,6 @@ class Backing(NamedTuple):
     def __str__(self) -> str:
         where = ", ".join(self.clusters)
         return f"{self.kind}: median {self.median:.1%}, n={self.points} ({where})"
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A simulated step with what two of three measured ones would be within, in ms; without ends if not validated."""
-
-    low_ms: float | None
-    step_ms: float
-    high_ms: float | None
-
-    @property
-    def backed(self) -> bool:
-        """Whether measurements of its own kind say how far off it may be."""
-        return self.low_ms is not None and self.high_ms is not None
-
-    def overlaps(self, other: Interval) -> bool:
-        """Whether both have ends, and by them could be in either order."""
-        if self.low_ms is None or self.high_ms is None or other.low_ms is None or other.high_ms is None:
-            return False
-        return self.low_ms <= other.high_ms and other.low_ms <= self.high_ms
 
 
 @dataclass(frozen=True)
@@ -189,9 +169,3 @@ def validated(request: Request, plans: Iterable[Plan]) -> Validation:
         where = ", ".join(row.clusters)
         return Validation(kind, None, f"measurements of {kind} are of {where}, whose figures are others")
     return Validation(kind, row)
-
-
-def interval(record: Record) -> Interval:
-    """The interval that a simulated record has."""
-    assert not record.measured and record.step_ms_median is not None
-    return Interval(record.step_ms_validated_low, record.step_ms_median, record.step_ms_validated_high)

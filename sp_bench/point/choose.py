@@ -15,8 +15,9 @@ from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.point.backing import Interval, validated
+from sp_bench.point.backing import validated
 from sp_bench.point.request import Request
+from sp_bench.records.interval import Interval
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds

@@ -189,7 +189,7 @@ def test_outcomes_are_in_the_order_asked_though_some_are_there_already(tmp_path:
 
 
 def record(low: float, high: float, iters: int = 9) -> records.Record:
-    return made(mode="measure", step_ms_ci95_low=low, step_ms_ci95_high=high, iters=iters)
+    return made(mode="measure", step_ms_median=low, step_ms_ci95_low=low, step_ms_ci95_high=high, iters=iters)
 
 
 def test_overlapping_intervals_are_not_ranked() -> None:

@@ -19,8 +19,18 @@ OF_NO_NUMBER = {
     *(
         f"records/{name}.py"
         for name in (
-            *("__init__", "__main__", "checking", "fields_page", "files", "gather", "identity", "json_schema"),
-            *("provenance", "quantities", "record", "rows", "schema", "tables", "timeline", "work"),
+            *(
+                "__init__",
+                "__main__",
+                "checking",
+                "fields_page",
+                "files",
+                "gather",
+                "identity",
+                "interval",
+                "json_schema",
+            ),
+            *("json_schema", "provenance", "quantities", "record", "rows", "schema", "tables", "timeline", "work"),
         )
     ),
     *("slurm", "tracing", "validate"),
