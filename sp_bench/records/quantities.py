@@ -293,7 +293,7 @@ class GpuState:
     sm_mhz_most: int | None = None
     """The highest SM clock that the cards have."""
     gpu_power_w_median: float | None = None
-    """The median power of a GPU."""
+    """The median of a GPU's power at the moment of each sample; None where only averages over a second are known."""
     clocks_held_down: Annotated[list[str] | None, Result()] = None
     """What held clocks down in any sample; the software power cap is usual under full load."""
 
