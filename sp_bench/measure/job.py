@@ -81,7 +81,7 @@ class TimedPoint:
     """A point that is ready to be timed on this rank, and its samples so far."""
 
     def __init__(self, index: int, spec: Spec) -> None:
-        """Prepare the point's step, and execute it once, untimed, to measure its memory.
+        """Prepare the point's step, and execute it once, untimed, to measure its memory: of graphs, as it is captured.
 
         That also opens exactly the connections between ranks that the plans use, and loads the kernels. Nothing else
         may run meanwhile.
@@ -103,7 +103,13 @@ class TimedPoint:
         memory.forget_peak()
         live = LiveBytes()
         self._execute(Action.EVERYTHING, None, live)
+        if context.cuda_graph:  # replays use the memory of their captures
+            memory.forget_peak()
+            self._step.capture()
         self._memory = replace(memory.peak(live.peak), kinds=self._step.memory())
+        if context.cuda_graph:
+            for action in self._actions[1:]:  # no capture is timed
+                self._execute(action, None)
 
     def iterate(self, iteration: int | None) -> None:
         """Run one iteration of the step and its parts, and sample it unless it is None. Ranks start phases together."""

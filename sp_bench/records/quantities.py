@@ -92,7 +92,8 @@ class Setup:
     lane_ctas: int | None = None
     """Measured on GPUs: the SMs that the transfers of one lane take at most: the least of all ranks' shares."""
     transport: Annotated[str | None, Setting()] = None
-    """What carries the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer."""
+    """What carries the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer. Measured
+    with CUDA graphs it has NCCL_GRAPH_REGISTER, by which NCCL registers the buffers of captured transfers."""
     implementation: Annotated[str | None, Setting()] = None
     """Simulated: whose code it stands for (conf/implementation)."""
     validation: Annotated[str | None, Result()] = None

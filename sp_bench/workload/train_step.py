@@ -133,6 +133,9 @@ class TrainStep:
         """Make the next batch."""
         self._batch: Batch = self._trainer.batch(self._number)
 
+    def capture(self) -> None:
+        """Nothing: a training step waits for the host, so that it can't be replayed."""
+
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Without transfers the optimizer gets no gradients, so that parameters stay equal."""
         self._attention.action, self._attention.live = action, LiveBytes() if live else None

@@ -228,6 +228,14 @@ def test_a_record_has_the_least_of_all_ranks_shares_and_says_what_was_not_compar
     assert setup.sm_margin is setup.lane_ctas is None and not any("compared" in note for note in notes)
 
 
+def test_a_record_of_graphs_says_whether_nccl_registers_buffers() -> None:
+    """It does of captured transfers, unless told otherwise."""
+    request = point("method=ring", "gpus=2", "cluster=h100_ndr400", "mode=simulate", "cuda_graph=true")
+    for device, value in (({}, "1"), ({"NCCL_GRAPH_REGISTER": "0"}, "0")):
+        setup, _ = _ran_on(request, Setup(transport="nccl, CUDA graph"), [RankResult(device=device)] * 2)
+        assert setup.transport == f"nccl, CUDA graph, NCCL_GRAPH_REGISTER={value}"
+
+
 def test_cores_are_counted_once_for_each_machine() -> None:
     """Three ranks on two of them; no transfers were timed alone, and of a GPU nothing is known."""
     core_s = [[1.0, 3.0], [1.1, 3.1], [10.0, 20.0]]  # the second rank tells a tick later
