@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
@@ -195,3 +196,19 @@ def measured_where_memory_runs_out(spec: Spec) -> tuple[GateErrors, int]:
     with patch.object(exact_rows, "_rows", rows):
         found = point.result(GateErrors())
     return found.timed, len(found.samples.seconds)
+
+
+def groups_of_points(specs: list[Spec]) -> list[int]:
+    """How many process groups there are before points are measured, as each has its result, and in the end."""
+    counts = [len(c10d._world.pg_map)]
+    right = job.TimedPoint.result
+
+    def result(self: job.TimedPoint, gate: GateErrors) -> Any:
+        counts.append(len(c10d._world.pg_map))
+        return right(self, gate)
+
+    with patch.object(job.TimedPoint, "result", result):
+        results = job.measure(specs, 1, 0)
+    said = [found.wrong("float32") for found in results]
+    assert not any(said), said
+    return [*counts, len(c10d._world.pg_map)]

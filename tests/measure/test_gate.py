@@ -29,15 +29,15 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def spec(kv_heads: int, phases: tuple[str, ...] = PHASES, seqlen: int = 300) -> Spec:
-    """A causal point of Ring."""
+def spec(kv_heads: int, phases: tuple[str, ...] = PHASES, seqlen: int = 300, method: str = "ring") -> Spec:
+    """A causal point of Ring, or of another method."""
     problem = Problem(
         n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=kv_heads, head_dim=16, mask=CAUSAL, dtype="float32",
         layout=LAYOUTS["striped"],
     )  # fmt: skip
-    method = build("ring", {})
-    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
-    workload = Attention(phases=phases, plans=plans, problem=method.dealt(problem), kernel="aten_cpu")
+    built = build(method, {}).candidates(problem)[0]
+    plans = {phase: built.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
+    workload = Attention(phases=phases, plans=plans, problem=built.dealt(problem), kernel="aten_cpu")
     return Spec(workload=workload, verify=True, parts=False)
 
 
@@ -147,3 +147,11 @@ def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:
     told: list[int] = []
     pool.run("sp_bench.measure.job:measure", [spec(4), spec(2)], 3, 1, progress=told.append)
     assert sorted(told) == [0] * 5 + [1] * 5
+
+
+def test_the_groups_of_a_point_end_with_it(pool: RankPool) -> None:
+    """Those that another one uses too stay for that; in the end there are as many as before, as often as one likes."""
+    points = [spec(2, method="all_gather"), spec(4, method="all_gather"), spec(4)]
+    for _ in range(2):
+        for before, first, twin, ring, after in pool.run("tests.measure.jobs:groups_of_points", points):
+            assert before == ring == after < twin == first

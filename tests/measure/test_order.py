@@ -82,7 +82,8 @@ def test_the_memory_of_graphs_is_that_of_their_capture(graphs: bool, monkeypatch
             done.append("peak")
             return MemoryPeak()
 
-    context = RankContext(0, torch.device("cpu"), lambda *_: pytest.fail("no transfers"), alive=lambda: None, cuda_graph=graphs)
+    no_transport = lambda *_: pytest.fail("nothing is transferred")  # noqa: E731
+    context = RankContext(0, torch.device("cpu"), no_transport, alive=lambda: None, cuda_graph=graphs)
     monkeypatch.setattr(job, "_context", lambda index, spec: context)
     monkeypatch.setattr(job, "MemoryWatch", Memory)
     workload = SimpleNamespace(alone=None, phases=("forward",), prepare=lambda context: Step())
