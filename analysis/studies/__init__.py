@@ -132,7 +132,7 @@ class Study:
         if slot in VALUES:
             return str(VALUES[slot]())
         other, _, name = slot.rpartition(".")
-        made = getattr(study_named(other).module if other else self.module, name)
+        made: Any = getattr(study_named(other).module if other else self.module, name)
         return _shown(made(runs) if callable(made) else str(made), None if other else pictures)
 
 
