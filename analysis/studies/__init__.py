@@ -132,8 +132,9 @@ class Study:
         if slot in VALUES:
             return str(VALUES[slot]())
         other, _, name = slot.rpartition(".")
-        made: Any = getattr(study_named(other).module if other else self.module, name)
-        return _shown(made(runs) if callable(made) else str(made), None if other else pictures)
+        found = getattr(study_named(other).module if other else self.module, name)
+        made: Any = found(runs) if callable(found) else str(found)
+        return _shown(made, None if other else pictures)
 
 
 def _shown(made: Section | Figure | Sequence[Mapping[str, object]] | str, pictures: Path | None = None) -> str:
