@@ -1,6 +1,7 @@
 """Notebooks of studies: `python -m sp_bench.analysis.notebooks NAME ...` writes results/notebooks/NAME.ipynb.
 
-A notebook is a study's page: words are text, each figure is a cell that shows it, and code is a cell to run.
+A notebook is a study's page: words are text, or a cell that fills in what they name; each figure is a cell that shows
+it, and code is a cell to run.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ FIRST = """\
 import os
 from pathlib import Path
 
-from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies import {name}
+from IPython.display import Markdown
 
-runs = Runs(Path(os.environ.get("{variable}", "{records}")))"""
+from sp_bench.analysis.runs import Runs
+from sp_bench.analysis.studies import {name}, study_named
+
+study = study_named("{name}")
+runs = Runs(Path(os.environ.get("{variable}", "{records}")), options=study.options)"""
 _CODE = re.compile(r"^```python\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 _IN_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -37,24 +41,36 @@ _IN_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 def notebook(study: Study) -> nbformat.NotebookNode:
     """The study's notebook, without outputs."""
     code, text = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell
-    title, *rest = _cells(study)
     first = FIRST.format(name=study.name, variable=RECORDS, records=study.records)
-    cells = [title, code(first), *rest]
+    cells = [f"# {study.title}", code(first), *_cells(study)]
     return nbformat.v4.new_notebook(cells=[one if not isinstance(one, str) else text(one) for one in cells])
 
 
 def _cells(study: Study) -> list[str | nbformat.NotebookNode]:
-    """The page's words, figures and code, in order."""
+    """The page's words, figures and code below its title, in order.
+
+    A slot that stands alone is a figure's cell; words with slots inside are shown by a cell that fills them.
+    """
     code, found = nbformat.v4.new_code_cell, []
-    for i, part in enumerate(_CODE.split(study.page)):
+    for i, part in enumerate(_CODE.split(study.page.partition("\n")[2])):
         if i % 2:
             found.append(code(part))
             continue
-        for block in re.split(r"^(\{\w+\})$", part, flags=re.MULTILINE):
+        for block in filter(None, map(str.strip, re.split(r"^(\{\w+\})$", part, flags=re.MULTILINE))):
             slot = SLOT.fullmatch(block)
-            if block.strip():
-                found.append(code(f"{study.name}.{slot[1]}(runs)") if slot else block.strip())
+            if slot and callable(getattr(study.module, slot[1], None)):
+                found.append(code(f"{study.name}.{slot[1]}(runs)"))
+            elif any(SLOT.findall(block)):
+                found.append(code(f"Markdown(study.filled({_literal(block)}, runs))"))
+            else:
+                found.append(block)
     return found
+
+
+def _literal(text: str) -> str:
+    """The text as a Python literal of several lines."""
+    escaped = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    return f'"""\\\n{escaped}\n"""'
 
 
 def execute(name: str, out: Path, records: Path) -> str:

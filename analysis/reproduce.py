@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def reproduce(chosen: Sequence[Study], out: Path, *, with_notebooks: bool) -> in
     for study in chosen:
         begun, before = time.perf_counter(), len(ran)
         with console.status(study.title):
-            sections = found[study.title] = study.sections(runs)
+            sections = found[study.title] = study.sections(replace(runs, options=study.options))
         points, seconds = len(ran) - before, time.perf_counter() - begun
         console.print(f"{study.title}: {len(sections)} sections, {points} points in {seconds:.0f} s", highlight=False)
     report.write(

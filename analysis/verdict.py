@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sp_bench.cli.report import FEWEST_ITERATIONS
 from sp_bench.measure.stats import RESAMPLES
+from sp_bench.records.interval import FEWEST_ITERATIONS
 
 SAME, FASTER, SLOWER, AMBIGUOUS = "SAME", "FASTER", "SLOWER", "AMBIGUOUS"
 LESS, MORE = "LESS", "MORE"

@@ -83,10 +83,14 @@ def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:
 def _srun(sweep: Sweep, gpus: int) -> str:
     """The srun line that measures a task's points, with a process for each GPU."""
     settings = sweep.settings
-    options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", *_binding(settings), *settings.srun]
+    options = [f"--ntasks={gpus}", "--kill-on-bad-exit=1", NEIGHBOURS, *_binding(settings), *settings.srun]
     options += _container(settings, sweep.folder)
     command = [settings.python, "-m", "sp_bench.slurm.task", str(sweep.folder)]
     return f'srun {shlex.join(options)} {shlex.join(command)} "$SLURM_ARRAY_TASK_ID"'
+
+
+NEIGHBOURS = "--distribution=block:block"
+"""A node's ranks, in order, fill one socket and then the next, as its GPUs do. SLURM would take sockets in turn."""
 
 
 def _binding(settings: Settings) -> list[str]:

@@ -27,11 +27,12 @@ from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
 from sp_bench.point import resolve
-from sp_bench.point.backing import Interval, validated
+from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, choose
 from sp_bench.point.memory_front import memory_front
 from sp_bench.point.request import Request
 from sp_bench.reading import Count, Tokens, read
+from sp_bench.records.interval import Interval
 
 MOST_RANKS = 40
 """The most ranks that can be described: wider matrices don't fit a terminal."""

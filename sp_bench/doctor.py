@@ -6,7 +6,8 @@ points can't be measured, or would be wrong. Ranks look at their hosts, pass eac
 exchange messages pair by pair and, on GPUs, compute while nvidia-smi is asked for clocks and power.
 
   python -m sp_bench.doctor
-  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none python -m sp_bench.doctor
+  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none --cpus-per-task=8 --distribution=block:block \\
+      python -m sp_bench.doctor
 
   --json            print the rows and the facts behind them as JSON, and nothing else
   out=null          a file for the same JSON

@@ -1,4 +1,4 @@
-"""The error for requests that can't be served."""
+"""The error for requests that can't be served, and how memory that ran out is known."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ def unknown(key: str, word: str, choices: Iterable[str]) -> RequestError:
 def unknown_key(key: str, known: Iterable[str]) -> RequestError:
     """The error for an unknown key."""
     return RequestError(key, "there is no such key", nearest(key, known))
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out. torch reports that only by its message."""
+    said = f"{type(error).__name__}: {error}"
+    return any(words in said for words in ("MemoryError", "DefaultCPUAllocator", "out of memory"))

@@ -5,7 +5,8 @@ by side, each point beside its simulation with the calibrated figures. All of it
 Killed or cut off, and started again with the same keys, it goes on where it was: finished steps and points are kept.
 
   python -m sp_bench.first_hour out=first_hour
-  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none python -m sp_bench.first_hour out=first_hour
+  srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none --cpus-per-task=8 --distribution=block:block \\
+      python -m sp_bench.first_hour out=first_hour
 
   out=DIR           the folder; in a launch of several hosts, on a file system that they share
   device=auto       cpu or cuda; auto: cuda where there is a GPU and a torch for CUDA

@@ -10,9 +10,8 @@ from typing import Any
 from sp_bench.analysis.explorer.fields import RESULTS, SETTINGS, Result
 from sp_bench.analysis.frames import methods_in_order
 from sp_bench.analysis.number import RECORD_KINDS, command
-from sp_bench.cli.report import FEWEST_ITERATIONS
-from sp_bench.cli.report import interval as step_interval
 from sp_bench.records import Record
+from sp_bench.records.interval import interval as step_interval
 
 NAMED = (
     *("gpus", "seqlen", "batch", "heads", "kv_heads", "head_dim", "mask", "causal", "phase", "dtype", "wire_dtype"),
@@ -87,11 +86,11 @@ def _interval(record: Record, result: Result) -> tuple[float | None, float | Non
     what two of three measured steps like it would be within, if it is validated (point.backing). Both are the record's.
     """
     step, value = record.step_ms_median, getattr(record, result.name)
-    ends = step_interval(record)
-    if not step or value is None or ends is None:
+    found = step_interval(record) if step else None
+    if not step or value is None or not found or not found.meaningful or found.ends is None:
         return None, None
-    if record.measured and ((record.iters or 0) < FEWEST_ITERATIONS or result.interval == "of simulated"):
+    if record.measured and result.interval == "of simulated":
         return None, None
-    by = [end / step for end in ends]
+    by = [end / step for end in found.ends]
     low, high = (value / by[1], value / by[0]) if result.interval == "inverse" else (value * by[0], value * by[1])
     return _scaled(low, result), _scaled(high, result)

@@ -118,14 +118,23 @@ class Study:
     def write(self, runs: Runs, folder: Path) -> Path:
         """Write the page and its pictures (SVG) to `folder`; return the page's path."""
         runs.pages = folder
-        shown = {name: str(value()) for name, value in VALUES.items() if f"{{{name}}}" in self.page}
-        shown |= {name: _shown(made, folder) for name, made in self.figures(runs).items()}
-        for slot in (slot for slot in self.slots if "." in slot):
-            other, _, name = slot.partition(".")
-            shown[slot] = _shown(getattr(study_named(other).module, name)(runs))
         path = folder / f"{self.name}.md"
-        path.write_text(SLOT.sub(lambda slot: shown[slot[1]] if slot[1] else slot[0], self.page).rstrip() + "\n")
+        path.write_text(self.filled(self.page, runs, folder).rstrip() + "\n")
         return path
+
+    def filled(self, text: str, runs: Runs, pictures: Path | None = None) -> str:
+        """A text of the page with its slots filled. Pictures are written to a folder; without one they are left out."""
+        slots = (name for name in dict.fromkeys(SLOT.findall(text)) if name)
+        shown = {name: self._filled(name, runs, pictures) for name in slots}
+        return SLOT.sub(lambda slot: shown[slot[1]] if slot[1] else slot[0], text)
+
+    def _filled(self, slot: str, runs: Runs, pictures: Path | None) -> str:
+        if slot in VALUES:
+            return str(VALUES[slot]())
+        other, _, name = slot.rpartition(".")
+        found = getattr(study_named(other).module if other else self.module, name)
+        made: Any = found(runs) if callable(found) else str(found)
+        return _shown(made, None if other else pictures)
 
 
 def _shown(made: Section | Figure | Sequence[Mapping[str, object]] | str, pictures: Path | None = None) -> str:

@@ -12,9 +12,9 @@ from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 from sp_bench.point import resolve
-from sp_bench.point.backing import Interval, interval
 from sp_bench.point.simulated import simulate_point
 from sp_bench.records import Record
+from sp_bench.records.interval import Interval, interval
 
 LEFT_OUT = ("reference",)
 """Methods for one GPU."""

@@ -16,11 +16,10 @@ from rich.table import Table
 from sp_bench.cli.timeline import print_timeline
 from sp_bench.point import Outcome
 from sp_bench.records import Record
+from sp_bench.records.interval import interval
 from sp_bench.records.timeline import read_timeline
 from sp_bench.records.workloads import model_in_words
 
-FEWEST_ITERATIONS = 5
-"""With fewer iterations, the interval of a median means nothing."""
 FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
 """Busy core time of all iterations, and the time of a step with its barriers, below which the number of busy cores is
 not shown: the kernel's ticks are too coarse, or barriers weigh too much."""
@@ -96,39 +95,27 @@ def _median(record: Record) -> str:
         return "-"
     text = f"{number(record.step_ms_median, 5)} ms"
     digits = 4 if record.measured else 3
-    if ends := interval(record):
+    if ends := interval(record).ends:
         text += f"  [{', '.join(number(end, digits) for end in ends)}]"
     return text
 
 
-def interval(record: Record) -> tuple[float, float] | None:
-    """A measured step's 95% interval; of a simulated one what two of three measured times would be in.
-
-    Both stand in the record. None where they don't: for a measured step without samples, for a simulated one that
-    nothing validates (point.backing), and where there is no step.
-    """
-    ends = (
-        (record.step_ms_ci95_low, record.step_ms_ci95_high)
-        if record.measured
-        else (record.step_ms_validated_low, record.step_ms_validated_high)
-    )
-    low, high = ends
-    return None if low is None or high is None or record.step_ms_median is None else (low, high)
-
-
 def _not_validated(*records: Record) -> bool:
     """Whether one of several simulated steps has no interval, so that nobody knows how far their ratio is off."""
-    return any(not record.measured and interval(record) is None for record in records)
+    return any(not record.measured and not interval(record).backed for record in records)
 
 
 def ratio(over: Record, under: Record) -> str:
-    """The ratio of two records' steps, with no more digits than their intervals leave it; with one if not validated."""
+    """The ratio of two records' steps, with no more digits than their intervals leave it.
+
+    If one isn't validated it has one digit, but two near 1, where one would hide which of both is the faster.
+    """
     assert over.step_ms_median and under.step_ms_median
     value, square = over.step_ms_median / under.step_ms_median, 0.0
     if over is not under and _not_validated(over, under):
-        return f"{value:.1f}x"
+        return f"{value:.{2 if 0.8 < value < 1.25 else 1}f}x"
     for record in (over, under) if over is not under else ():
-        if ends := interval(record):
+        if ends := interval(record).ends:
             square += (math.log(ends[1] / ends[0]) / 2) ** 2
     off = value * math.sqrt(square)
     places = min(2, max(0, -math.floor(math.log10(min(off, 1.0))))) if off else 2
@@ -136,17 +123,19 @@ def ratio(over: Record, under: Record) -> str:
 
 
 def _errors(record: Record) -> str:
-    errors = [record.err_out, record.err_dq, record.err_dk, record.err_dv, record.err_loss, record.err_gradient]
-    return _together(errors) or "- (nothing was executed)"
+    of_attention = _together(record.err_out, record.err_dq, record.err_dk, record.err_dv)
+    return of_attention or _together(record.err_loss, record.err_gradient) or "- (nothing was executed)"
 
 
 def _timed_errors(record: Record) -> str:
-    errors = [record.err_timed_out, record.err_timed_dq, record.err_timed_dk, record.err_timed_dv]
-    return _together(errors) or "-"
+    errors = _together(record.err_timed_out, record.err_timed_dq, record.err_timed_dk, record.err_timed_dv)
+    return errors or ("- (none were compared)" if record.err_timed_seqlen else "-")
 
 
-def _together(errors: Sequence[float | None]) -> str:
-    return ", ".join(f"{error:.1e}" for error in errors if error is not None)
+def _together(*errors: float | None) -> str:
+    """The errors, with a dash for each that isn't known; empty if none is."""
+    known = any(error is not None for error in errors)
+    return ", ".join("-" if error is None else f"{error:.1e}" for error in errors) if known else ""
 
 
 def _expected(record: Record) -> str:
@@ -314,17 +303,12 @@ def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
 
 def _overlap(one: Record, other: Record) -> bool:
     """Whether two records can't be ranked: their intervals overlap, or the iterations are too few for one."""
-    first, second = interval(one), interval(other)
-    if one is other or first is None or second is None:
-        return False
-    if one.measured and min(one.iters or 0, other.iters or 0) < FEWEST_ITERATIONS:
-        return True
-    return first[0] <= second[1] and second[0] <= first[1]
+    return one is not other and interval(one).overlaps(interval(other))
 
 
 def print_notes(console: Console, records: Sequence[Record]) -> None:
     """Print each note of the records once, and what the intervals of simulated steps are."""
-    if any(not record.measured and interval(record) for record in records):
+    if any(not r.measured and r.step_ms_median and interval(r).backed for r in records):
         console.print("[ ] of a simulated step: two of three measurements like it are within (row or field validation)")
     for note in dict.fromkeys(note for record in records for note in record.notes or ()):
         console.print(f"note: {note}")

@@ -16,6 +16,8 @@ BUSY_SHARE = 0.25
 MINUTES = 60
 """An allocation with less time left than this, in minutes, is too short for a first hour."""
 ACTIVE = "ACTIVE"
+PLACED = "--cpus-per-task=8 --distribution=block:block --cpu-bind=cores --gpu-bind=none"
+"""srun's options that give each rank cores at its own GPU's socket, and all ranks of a host all its GPUs."""
 
 
 def judge_hosts(hosts: Sequence[HostFacts], ranks: Sequence[RankFacts], before: float) -> list[Finding]:
@@ -75,7 +77,7 @@ def judge_allocation(
     found = [finding("allocation", "ranks", f"{where}, {by}")]
     if "SLURM_JOB_ID" in environment:
         nodes = int(environment.get("SLURM_JOB_NUM_NODES", 1))
-        command = f"srun --nodes={nodes} --ntasks-per-node=8 --gpu-bind=none python -m sp_bench.doctor"
+        command = f"srun --nodes={nodes} --ntasks-per-node=8 {PLACED} python -m sp_bench.doctor"
         what = f"job {environment['SLURM_JOB_ID']} on {environment.get('SLURM_JOB_NODELIST', '?')}, {nodes} nodes"
         alone = launch is None and nodes > 1
         found.append(
@@ -100,7 +102,13 @@ def _cores(hosts: Mapping[str, Sequence[RankFacts]]) -> list[Finding]:
     what = f"each rank may use {least} or more"
     on_gpus = any("cuda" in rank.device for of_host in hosts.values() for rank in of_host)
     fix = "srun --cpus-per-task=8: srun doesn't take it from sbatch, and its default is one core a task"
-    return [finding("allocation", "cores", what, "warn" if on_gpus and least < 4 else "ok", fix)]
+    found = [finding("allocation", "cores", what, "warn" if on_gpus and least < 4 else "ok", fix)]
+    far = [rank.rank for of_host in hosts.values() for rank in of_host if rank.near_cores == 0]
+    if far:
+        what = f"no core of rank {', '.join(map(str, far))} is at its GPU's socket: each copy and launch crosses to it"
+        fix = f"srun {PLACED}; SLURM takes sockets in turn unless told otherwise"
+        found.append(finding("allocation", "cores and GPUs", what, "warn", fix))
+    return found
 
 
 def _devices(hosts: Mapping[str, Sequence[RankFacts]], environment: Mapping[str, str]) -> list[Finding]:

@@ -49,14 +49,28 @@ class KernelRow:
 
 def look() -> tuple[RankFacts, HostFacts | None]:
     """What this rank sees, and its host if it is the first rank on it. All ranks must call it."""
-    try:
-        device = device_versions()
-    except RequestError as error:
-        device = {"error": str(error)}
+    device = _versions()
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, host_name())
     first = hosts.index(host_name()) == dist.get_rank()
-    return rank_facts(dist.get_rank(), device), host_facts() if first else None
+    return rank_facts(dist.get_rank(), device, _pci_address()), host_facts() if first else None
+
+
+def _pci_address() -> str:
+    """Where this rank's GPU is, such as 0000:1b:00.0; empty for a CPU, or if torch doesn't say."""
+    if "error" in _versions() or device_here().type != "cuda":
+        return ""
+    of_gpu = torch.cuda.get_device_properties(device_here())
+    parts = [getattr(of_gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    return "" if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+
+
+def _versions() -> dict[str, str]:
+    """The rank's device and its software, or why it has none."""
+    try:
+        return device_versions()
+    except RequestError as error:
+        return {"error": str(error)}
 
 
 def kernels_here(dtype: str, head_dim: int) -> list[KernelRow]:

@@ -66,6 +66,8 @@ class RankFacts:
     """The rank's device and its software, or the error why it has none, under `error`."""
     environment: Mapping[str, str]
     """The variables that records keep (records.KEPT_VARIABLES)."""
+    near_cores: int | None = None
+    """How many of its cores are at the GPU's socket; None on a CPU, or if that isn't known."""
 
 
 def host_facts() -> HostFacts:
@@ -88,10 +90,19 @@ def host_facts() -> HostFacts:
     )
 
 
-def rank_facts(rank: int, device: Mapping[str, str]) -> RankFacts:
-    """This process, whose rank has that device."""
+def rank_facts(rank: int, device: Mapping[str, str], pci_address: str = "") -> RankFacts:
+    """This process, whose rank has that device; of a GPU `pci_address` says where it is, such as 0000:1b:00.0."""
+    near = cores_near(pci_address) if pci_address else None
+    near_cores = None if near is None else len(near & os.sched_getaffinity(0))
     kept = {name: value for name, value in sorted(os.environ.items()) if name.startswith(KEPT_VARIABLES)}
-    return RankFacts(rank=rank, host=host_name(), cores=cores_here(), gpus=gpus_here(), device=device, environment=kept)
+    given = {"cores": cores_here(), "gpus": gpus_here(), "near_cores": near_cores}
+    return RankFacts(rank=rank, host=host_name(), device=device, environment=kept, **given)
+
+
+def cores_near(pci_address: str, root: Path = Path("/sys/bus/pci/devices")) -> set[int] | None:
+    """The cores at the socket of a PCI device; None if the kernel doesn't say."""
+    ranges = [part.partition("-") for part in _text(root / pci_address / "local_cpulist").split(",") if part]
+    return {core for low, _, high in ranges for core in range(int(low), int(high or low) + 1)} or None
 
 
 def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[Port, ...]:

@@ -23,6 +23,8 @@ HELD_DOWN = {
     0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
 }  # fmt: skip
 """NVML's bits of why clocks are held down; idle, 0x1, and the display's, 0x100, are no obstacle."""
+GA100 = (8, 0)
+"""The compute capability up to which NVML's power usage is that of the moment; of later GPUs it is an average."""
 ALARMS = 0x8 | 0x20 | 0x40 | 0x80
 OBSTACLES = ALARMS | 0x2 | 0x10
 """All but the software's power cap, at which a card under full load usually is."""
@@ -48,9 +50,12 @@ class GpuLoad:
 class GpuWatch:
     """Samples one GPU."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        """`nvml` is the module pynvml after nvmlInit, `handle` its handle of the GPU."""
-        self._nvml, self._handle = nvml, handle
+    def __init__(self, nvml: Any, handle: Any, *, averages: bool) -> None:
+        """`nvml` is the module pynvml after nvmlInit, `handle` its handle of the GPU.
+
+        `averages`: whether NVML's power usage is that of the last second, in which other points ran too.
+        """
+        self._nvml, self._handle, self._averages = nvml, handle, averages
         self._sm_mhz: list[int] = []
         self._power_w: list[float] = []
         self._reasons: list[int] = []
@@ -59,7 +64,7 @@ class GpuWatch:
         """Take one sample."""
         nvml = self._nvml
         mhz = self._asked(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM)
-        milliwatts = self._asked(nvml.nvmlDeviceGetPowerUsage)
+        milliwatts = self._asked(self._ask_power)
         reasons = self._asked(self._ask_reasons)
         self._sm_mhz += [] if mhz is None else [mhz]
         self._power_w += [] if milliwatts is None else [milliwatts / 1e3]
@@ -70,6 +75,13 @@ class GpuWatch:
         most = self._asked(self._nvml.nvmlDeviceGetMaxClockInfo, self._nvml.NVML_CLOCK_SM)
         samples = {"sm_mhz": tuple(self._sm_mhz), "power_w": tuple(self._power_w), "reasons": tuple(self._reasons)}
         return GpuLoad(most_sm_mhz=most, **samples)
+
+    def _ask_power(self, handle: Any) -> int | None:
+        """The power at this moment in mW; None where there is only an average."""
+        (field,) = self._nvml.nvmlDeviceGetFieldValues(handle, [self._nvml.NVML_FI_DEV_POWER_INSTANT])
+        if field.nvmlReturn == self._nvml.NVML_SUCCESS:
+            return field.value.uiVal
+        return None if self._averages else self._nvml.nvmlDeviceGetPowerUsage(handle)
 
     def _ask_reasons(self, handle: Any) -> int:
         """By the function's name since driver 535, or the one before."""
@@ -97,7 +109,9 @@ def gpu_watch(device: torch.device) -> GpuWatch | None:
     except Exception:  # not installed, or without a driver that it knows
         return None
     try:
-        return GpuWatch(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+        of_device = torch.cuda.get_device_properties(device)
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{of_device.uuid}")
+        return GpuWatch(nvml, handle, averages=(of_device.major, of_device.minor) > GA100)
     except (AttributeError, nvml.NVMLError):  # an older torch tells no uuid
         return None
 

@@ -30,6 +30,7 @@ from sp_bench.measure.samples import (
 from sp_bench.measure.spec import RankResult
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Action
+from sp_bench.run.groups import owned_by, release
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.home import home
 from sp_bench.workload import GateErrors, RankContext, Spec
@@ -42,19 +43,28 @@ def measure(specs: list[Spec], iters: int, warmup: int) -> list[RankResult]:
 
     Runs on every rank of the default group. Each iteration has its own order of points, the same on all ranks: no point
     always comes first, or after the same other point. A point that fails the correctness gate is not timed. Before each
-    piece of work the index of its point is reported, so that a failure can be attributed to it.
+    piece of work the index of its point is reported, so that a failure can be attributed to it. The groups of a point
+    end with it.
     """
-    gates = [_gate(index, spec) for index, spec in enumerate(specs)]
-    timed = {
-        index: TimedPoint(index, spec)
-        for index, (spec, gate) in enumerate(zip(specs, gates, strict=True))
-        if not gate.wrong(spec.problem.dtype)
-    }
+    gates, timed = [], {}
+    for index, spec in enumerate(specs):
+        with owned_by(index):
+            gates.append(_gate(index, spec))
+    for index, (spec, gate) in enumerate(zip(specs, gates, strict=True)):
+        if not gate.wrong(spec.problem.dtype):
+            with owned_by(index):
+                timed[index] = TimedPoint(index, spec)
     for iteration in range(warmup + iters):
         for index in random.Random(iteration).sample(list(timed), len(timed)):
             report(index)
-            timed[index].iterate(None if iteration < warmup else iteration - warmup)
-    return [timed[i].result(gate) if i in timed else RankResult(gate=gate) for i, gate in enumerate(gates)]
+            with owned_by(index):
+                timed[index].iterate(None if iteration < warmup else iteration - warmup)
+    results = []
+    for index, gate in enumerate(gates):
+        with owned_by(index):
+            results.append(timed.pop(index).result(gate) if index in timed else RankResult(gate=gate))
+        release(index)
+    return results
 
 
 def _gate(index: int, spec: Spec) -> GateErrors:
@@ -81,7 +91,7 @@ class TimedPoint:
     """A point that is ready to be timed on this rank, and its samples so far."""
 
     def __init__(self, index: int, spec: Spec) -> None:
-        """Prepare the point's step, and execute it once, untimed, to measure its memory.
+        """Prepare the point's step, and execute it once, untimed, to measure its memory: of graphs, as it is captured.
 
         That also opens exactly the connections between ranks that the plans use, and loads the kernels. Nothing else
         may run meanwhile.
@@ -103,7 +113,13 @@ class TimedPoint:
         memory.forget_peak()
         live = LiveBytes()
         self._execute(Action.EVERYTHING, None, live)
+        if context.cuda_graph:  # replays use the memory of their captures
+            memory.forget_peak()
+            self._step.capture()
         self._memory = replace(memory.peak(live.peak), kinds=self._step.memory())
+        if context.cuda_graph:
+            for action in self._actions[1:]:  # no capture is timed
+                self._execute(action, None)
 
     def iterate(self, iteration: int | None) -> None:
         """Run one iteration of the step and its parts, and sample it unless it is None. Ranks start phases together."""

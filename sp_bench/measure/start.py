@@ -2,7 +2,9 @@
 
 A barrier between host processes lets ranks go on apart by the time of its messages, and by what each then takes to
 launch a kernel. An all-reduce on the stream ends on all GPUs at once, within the time of one more hop, and what is
-queued behind it begins then. How long a rank was in it says how much earlier than the last one it had come.
+queued behind it begins then. How long a rank was in it says how much earlier than the last one it had come. A short
+wait stands before it on the stream, in which the host launches the first work of the phase: it is there when the phase
+begins, as it would be in the middle of a model's step.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Start:
         """Wait for all ranks; the mark at which the phase begins. The device should be idle before."""
         if dist.is_initialized():
             dist.barrier()
+        self._clock.delay()
         if self._group is None:
             return self._clock.mark()
         self._came = self._clock.mark()

@@ -29,8 +29,8 @@ from sp_bench.plan.ops import AllToAll, Plan, Transfer
 from sp_bench.point.choose import FUSED, Choice, simulated
 from sp_bench.point.request import Request
 from sp_bench.reading import read
-from sp_bench.records import Record
 from sp_bench.records.identity import digest
+from sp_bench.records.interval import Interval
 from sp_bench.resources import conf_files
 from sp_bench.workload.attention import Attention
 
@@ -75,26 +75,6 @@ class Backing(NamedTuple):
         """What was measured and how far off its simulations were, with what else is to be said."""
         where = "; ".join([", ".join(self.clusters), *more])
         return f"{self.kind}: median {self.median:.1%}, n={self.points} ({where})"
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A simulated step with what two of three measured ones would be within, in ms; without ends if not validated."""
-
-    low_ms: float | None
-    step_ms: float
-    high_ms: float | None
-
-    @property
-    def backed(self) -> bool:
-        """Whether measurements of its own kind say how far off it may be."""
-        return self.low_ms is not None and self.high_ms is not None
-
-    def overlaps(self, other: Interval) -> bool:
-        """Whether both have ends, and by them could be in either order."""
-        if self.low_ms is None or self.high_ms is None or other.low_ms is None or other.high_ms is None:
-            return False
-        return self.low_ms <= other.high_ms and other.low_ms <= self.high_ms
 
 
 @dataclass(frozen=True)
@@ -232,9 +212,3 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
 def implementation_named(name: str) -> Implementation:
     """The implementation of a file of conf/implementation."""
     return Implementation.build(yaml.safe_load(conf_files("implementation")[name].read_text()))
-
-
-def interval(record: Record) -> Interval:
-    """The interval that a simulated record has."""
-    assert not record.measured and record.step_ms_median is not None
-    return Interval(record.step_ms_validated_low, record.step_ms_median, record.step_ms_validated_high)

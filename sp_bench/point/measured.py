@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from sp_bench import account
 from sp_bench.check import check_all
-from sp_bench.errors import RequestError
+from sp_bench.errors import RequestError, out_of_memory
 from sp_bench.measure.homes import homes_for
 from sp_bench.measure.pool import RankError, RankFailure, RankHang
 from sp_bench.measure.ranks import open_ranks, ranks_by_host
@@ -145,10 +145,9 @@ def _least_bytes(request: Request, choice: Choice | None) -> int:
 
 
 def _status(failure: Exception) -> str:
-    """The record's status for a failure. torch reports that memory ran out only by its message."""
+    """The record's status for a failure."""
     if isinstance(failure, RankError) and isinstance(failure.cause, RequestError):
         return "unsupported"
     if isinstance(failure, RankHang):
         return "timeout"
-    out_of_memory = ("MemoryError", "DefaultCPUAllocator", "out of memory")
-    return "oom" if any(words in str(failure) for words in out_of_memory) else "failed"
+    return "oom" if out_of_memory(failure) else "failed"

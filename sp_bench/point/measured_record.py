@@ -32,6 +32,9 @@ from sp_bench.records.quantities import Breakdown, Exactness, Setup
 from sp_bench.records.record import Part
 from sp_bench.workload import GateErrors
 
+GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
+"""Whether NCCL registers the buffers of captured transfers, as it doesn't of others; it does unless this is 0."""
+
 
 def outcome_of(
     request: Request,
@@ -98,8 +101,15 @@ def _ran_on(request: Request, setup: Setup, ranks: Sequence[RankResult]) -> tupl
     """The setup with the kernel and device that the ranks used, and the point's notes."""
     found, figures, notes = ranks[0].device.get("device", ""), setup.device_name or "", list(request.notes)
     first = ranks[0]
-    setup = replace(setup, kernel=first.kernel, sm_margin=first.sm_margin, lane_ctas=first.lane_ctas)
+    margin = min((rank.sm_margin for rank in ranks if rank.sm_margin is not None), default=None)
+    ctas = min((rank.lane_ctas for rank in ranks if rank.lane_ctas is not None), default=None)
+    setup = replace(setup, kernel=first.kernel, sm_margin=margin, lane_ctas=ctas)
+    if request.transport.cuda_graph:
+        registers = first.device.get(GRAPH_REGISTER, "1")
+        setup = replace(setup, transport=f"{setup.transport}, {GRAPH_REGISTER}={registers}")
     notes += dict.fromkeys(note for rank in ranks for note in rank.notes)
+    if why := first.timed.uncompared:
+        notes.append(f"no rows of what was timed were compared with exact ones: {why}")
     if request.devices.kind == "cuda" or request.alone:
         setup = replace(setup, device_name=found)
         if not same_model(found, figures):

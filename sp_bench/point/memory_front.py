@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from sp_bench import account
 from sp_bench.plan.method import Method
-from sp_bench.point.backing import Interval, validated
+from sp_bench.point.backing import validated
 from sp_bench.point.choose import Choice, simulated, variants
 from sp_bench.point.request import Request
+from sp_bench.records.interval import Interval
 
 
 class Traded(NamedTuple):

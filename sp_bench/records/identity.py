@@ -17,9 +17,9 @@ from sp_bench.resources import place
 
 SIMULATED_CODE = (
     *("plan", "methods", "lower", "cluster", "labs", "simulate", "workload", "point"),
-    *("account.py", "check.py", "packing.py"),
+    *("account.py", "check.py", "packing.py", "reading.py", "records/workloads.py"),
 )
-"""Folders and files of the package that compute a simulated point, with the data that stands in them."""
+"""Folders and files of the package that compute and name a simulated point, with the data that stands in them."""
 MEASURED_CODE = (*SIMULATED_CODE, "kernels", "measure", "peers", "run", "launch.py", "machine.py", "termination.py")
 """Those of a measured point. Simulation is part of it: it chooses the variant."""
 CACHE = "__pycache__"

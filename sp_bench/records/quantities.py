@@ -87,11 +87,13 @@ class Setup:
     kernel: Annotated[str | None, Setting("kernel")] = None
     """The block kernel that ran, or whose figures were simulated."""
     sm_margin: int | None = None
-    """Measured on GPUs: SMs that a persistent block kernel leaves to transfers; None if the kernel takes all."""
+    """Measured on GPUs: SMs that a persistent block kernel leaves to transfers, the least of all ranks; None if the
+    kernel takes all."""
     lane_ctas: int | None = None
-    """Measured on GPUs: the SMs that the transfers of one lane take at most."""
+    """Measured on GPUs: the SMs that the transfers of one lane take at most: the least of all ranks' shares."""
     transport: Annotated[str | None, Setting()] = None
-    """What carries the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer."""
+    """What carries the plan's transfers, and its options, such as `nccl, registered buffers`; None for a peer. Measured
+    with CUDA graphs it has NCCL_GRAPH_REGISTER, by which NCCL registers the buffers of captured transfers."""
     implementation: Annotated[str | None, Setting()] = None
     """Simulated: whose code it stands for (conf/implementation)."""
     validation: Annotated[str | None, Result()] = None
@@ -293,7 +295,7 @@ class GpuState:
     sm_mhz_most: int | None = None
     """The highest SM clock that the cards have."""
     gpu_power_w_median: float | None = None
-    """The median power of a GPU."""
+    """The median of a GPU's power at the moment of each sample; None where only averages over a second are known."""
     clocks_held_down: Annotated[list[str] | None, Result()] = None
     """What held clocks down in any sample; the software power cap is usual under full load."""
 
@@ -301,7 +303,11 @@ class GpuState:
 @dataclass(frozen=True, kw_only=True)
 class Exactness:
     """Relative L2 errors against fp64: before timing, on a scaled-down problem (the correctness gate), and after it, of
-    rows sampled from the very outputs and gradients that were timed.
+    sampled rows at the timed length.
+
+    With workload=attention these rows are of the very outputs and gradients of the last timed iteration. A training
+    step is executed once more after the last one, and the rows are of its last layer's attention. Where memory runs out
+    no rows are compared: err_timed_seqlen stands alone then, and a note says why.
     """
 
     how: ClassVar[str] = "measured"
@@ -321,19 +327,20 @@ class Exactness:
     err_gradient: float | None = None
     """The error of the gradients of all parameters together, in a training step."""
     err_timed_seqlen: int | None = None
-    """Tokens of what was timed, in which err_timed_out to err_timed_dv were found."""
+    """Tokens of what was timed, in which err_timed_out to err_timed_dv were looked for."""
     err_timed_query_rows: int | None = None
     """How many rows of out and dq were compared, each of one token and head: 16 tokens of each rank."""
     err_timed_key_rows: int | None = None
-    """How many rows of dk and dv were compared: 256 tokens of one head, or fewer where their queries are too many."""
+    """How many rows of dk and dv were compared: 256 tokens of one head, spread over the sequence, at least one of each
+    rank."""
     err_timed_out: float | None = None
-    """The error of the output where it was timed; of a training step, of the last layer's attention in one more."""
+    """The error of the output."""
     err_timed_dq: float | None = None
-    """The error of dq where it was timed."""
+    """The error of dq."""
     err_timed_dk: float | None = None
-    """The error of dk where it was timed; None also where all queries see all keys, and that would take minutes."""
+    """The error of dk."""
     err_timed_dv: float | None = None
-    """The error of dv where it was timed, as of dk."""
+    """The error of dv."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,6 @@ class SequenceParallelAttention(torch.nn.Module):
         kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
         shares = share(kernel, plans, q.device)
         transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None)
-        queues, arena = self._engines.queues(q.device), self._engines.arena(q.device)
         return Engine(
             plans,
             problem,
@@ -247,9 +246,8 @@ class SequenceParallelAttention(torch.nn.Module):
             q.device,
             rank=self.rank,
             transport=transport,
-            queues=queues,
             shares=shares,
-            arena=arena,
+            arena=self._engines.arena(q.device),
         )
 
     def _problem(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Problem:

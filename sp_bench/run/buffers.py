@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse, TensorSpec
+from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.partials import Tensors
 from sp_bench.run.transport import Transport
 
@@ -70,11 +71,16 @@ class Borrower(Protocol):
 class Arena:
     """Memory of one device that plans of many shapes use in turn. It is as large as the largest plan needs.
 
-    When it grows, all that have tensors of the smaller memory let go of them.
+    When it grows, all that have tensors of the smaller memory let go of them. On a GPU each execution that uses it
+    waits for the last one, whatever streams they are on: all are on its `queues`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, queues: Device | None = None) -> None:
+        """`queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU."""
         self._device = device
+        self.queues = queues or (Cuda(device) if device.type == "cuda" else None)
+        self._stream: Any = None
+        """The one that the memory was allocated on; None on a CPU, and before."""
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
 
@@ -92,6 +98,7 @@ class Arena:
         if starts[-1] > self.nbytes:
             for each in list(self._borrowers):
                 each.close()
+            self._order_reuse()
             self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)  # freed before more is asked for
             # Never inference tensors: lanes write to them, and later calls may train.
             with torch.inference_mode(False):
@@ -100,6 +107,14 @@ class Arena:
         pieces = zip(starts, sizes, specs, strict=False)
         with torch.inference_mode(False):
             return [self._memory[a : a + n].view(getattr(torch, spec.dtype)).view(spec.shape) for a, n, spec in pieces]
+
+    def _order_reuse(self) -> None:
+        """Have the stream that the allocator gives the memory to next wait for its last use, on whatever stream."""
+        if self.queues is None:
+            return
+        if self._stream is not None and self.queues.finished is not None:
+            self.queues.wait(self._stream, self.queues.finished)
+        self._stream = self.queues.current()
 
     def tensors(self) -> list[Tensor]:
         """Return the memory as one tensor."""

@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 Result = TypeVar("Result")
+DELAY_CYCLES = 2_000_000
+"""Cycles of a GPU's clock that `delay` takes: about a millisecond, in which the host launches what begins a phase."""
 HIGH_PRIORITY = -1
 """CUDA priority of lane streams: a send or receive kernel launches before a block kernel's next wave."""
 
@@ -24,6 +26,10 @@ class Clock(Protocol):
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks. Call `synchronize` first: both must have been reached."""
+        ...
+
+    def delay(self) -> None:
+        """Queue a short wait on the current stream, so that what is queued next begins without its launch."""
         ...
 
     def machine_s(self, mark: Any) -> float | None:
@@ -43,6 +49,9 @@ class HostClock:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
+
+    def delay(self) -> None:
+        """Do nothing: nothing is queued on a CPU."""
 
     def machine_s(self, mark: float) -> float:
         return mark
@@ -136,6 +145,9 @@ class Cuda:
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) / 1e3
+
+    def delay(self) -> None:
+        torch.cuda._sleep(DELAY_CYCLES)
 
     def machine_s(self, mark: torch.cuda.Event) -> None:
         return None

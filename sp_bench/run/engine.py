@@ -46,9 +46,9 @@ class Engine:
     ) -> None:
         """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
-        `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. `shares` says
-        what kernel and transport were told to take of the GPU. `arena` is memory for its buffers, where the transport
-        doesn't make them; engines that share one share `queues`.
+        `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. With `arena`,
+        memory for its buffers where the transport doesn't make them, it is the arena's. `shares` says what kernel and
+        transport were told to take of the GPU.
         Raises RequestError if the kernel refuses the device or dtype.
         """
         self.plans, self.problem, self.shares = plans, problem, shares
@@ -58,7 +58,7 @@ class Engine:
         self._rank, self._device = rank, device
         lent = arena is not None and not self.transport.makes_memory
         self.buffers = Borrowed(arena, self.transport, self) if arena and lent else Buffers(device, self.transport)
-        self.queues = queues or (Cuda(device) if device.type == "cuda" else None)
+        self.queues = arena.queues if arena else queues or (Cuda(device) if device.type == "cuda" else None)
         """The asynchronous device; None on a CPU."""
         self._executors: dict[str, Executor] = {}
         self._read: dict[str, Callable[[], Spent]] = {}

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from sp_bench.errors import RequestError
 from sp_bench.run.buffers import Arena
-from sp_bench.run.devices import Cuda, Device
 from sp_bench.run.engine import Engine
 from sp_bench.run.groups import gathered, world
 from sp_bench.run.transport import Key, refuse_broken
@@ -31,7 +30,6 @@ class Engines:
         self._sent: Counter[Key] = Counter()
         """What engines sent that are gone."""
         self._arenas: dict[torch.device, Arena] = {}
-        self._queues: dict[torch.device, Device] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -54,13 +52,9 @@ class Engines:
 
     def arena(self, device: torch.device) -> Arena:
         """The memory of the engines on a device."""
-        return self._arenas.setdefault(device, Arena(device))
-
-    def queues(self, device: torch.device) -> Device | None:
-        """The streams of a GPU, one for all engines: those that share memory wait for each other. None for a CPU."""
-        if device.type != "cuda":
-            return None
-        return self._queues.setdefault(device, Cuda(device))
+        if device not in self._arenas:
+            self._arenas[device] = Arena(device)
+        return self._arenas[device]
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""A step's phases as CUDA graphs: each is captured once and then replayed, which takes one launch.
+"""A step's phases, and their parts alone, as CUDA graphs: each is captured once and then replayed, in one launch.
 
 What can be captured follows from how a plan is executed on a GPU: one thread queues everything without waiting, lanes'
 streams begin and end with the caller's, and buffers are the same each time. Before the capture the phase has been
@@ -36,11 +36,14 @@ class _Captured:
 
 
 class GraphedEngine:
-    """An engine whose whole executions are replays. Those of parts, and with a count of live bytes, are as usual."""
+    """An engine whose executions are replays, but for those with a count of live bytes.
+
+    Of parts alone too: a replayed step can't be compared with parts that are launched one by one.
+    """
 
     def __init__(self, engine: Engine, device: Device) -> None:
         self._engine, self._device = engine, device
-        self._captured: dict[str, _Captured] = {}
+        self._captured: dict[tuple[str, Action], _Captured] = {}
         self._replayed: set[str] = set()
         """The phases whose last execution was a replay."""
 
@@ -64,11 +67,6 @@ class GraphedEngine:
         """The engine's shares of the GPU."""
         return self._engine.shares
 
-    @property
-    def captures(self) -> bool:
-        """Whether anything has been captured."""
-        return bool(self._captured)
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, action: Action = Action.EVERYTHING, live: LiveBytes | None = None
     ) -> tuple[Tensor, Saved]:
@@ -87,16 +85,17 @@ class GraphedEngine:
         return None if phase in self._replayed else self._engine.spent(phase)
 
     def close(self) -> None:
-        """End the engine's streams."""
+        """Let go of the graphs, which hold NCCL's communicators, and end the engine's streams."""
+        self._captured.clear()
         self._engine.close()
 
     def _run(self, phase: str, inputs: tuple[Tensor, ...], action: Action, live: LiveBytes | None, execute: Any) -> Any:
-        if action is not Action.EVERYTHING or live is not None:
+        if live is not None:
             self._replayed.discard(phase)
             return execute(action, live)
-        if phase not in self._captured:
-            self._captured[phase] = self._capture(inputs, execute)
-        captured = self._captured[phase]
+        if (phase, action) not in self._captured:
+            self._captured[phase, action] = self._capture(inputs, lambda: execute(action, None))
+        captured = self._captured[phase, action]
         if any(x is not y for x, y in zip(captured.inputs, inputs, strict=True)):
             raise ValueError(f"the {phase} was captured with other tensors; a graph reads those of its capture")
         self._device.replay(captured.graph)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,11 @@ _made_in: Any = None
 """The groups by name and device of this rank, and the default group that they were made in."""
 _calls: Counter[str] = Counter()
 """How many groups were made among the same ranks so far."""
+_names: Counter[str] = Counter()
+"""How many groups of a name were made so far. What they have left in the store is never taken for another's."""
+_owner: Hashable = None
+_owners: dict[tuple[str, torch.device | None], set[Hashable]] = {}
+"""Who has asked for each group; None for who never releases it."""
 
 
 def world() -> dist.ProcessGroup:
@@ -44,12 +50,13 @@ def own_group(
     use_local_synchronization, names groups by how many a rank has made so far, which differs from rank to rank where
     groups overlap. `device` is this rank's own, for which the group is: NCCL connects it at once. Members find each
     other by the name, so it never holds anything of one rank, such as its device.
+    It lasts as long as its owners (`owned_by`); without one, as long as the process.
     Only if the main thread calls it do the group's threads get the priority that a shaped host gives to transfers.
     Raises RuntimeError, on all members, if they ask for different groups, or if one doesn't ask within the timeout.
     """
-    global _made, _made_in, _calls
+    global _made, _made_in, _calls, _names, _owners
     if _made_in is not dist.group.WORLD:
-        _made, _made_in, _calls = {}, dist.group.WORLD, Counter()
+        _made, _made_in, _calls, _names, _owners = {}, dist.group.WORLD, Counter(), Counter(), {}
     ranks = [dist.get_global_rank(parent, member) for member in members]
     among = ",".join(map(str, ranks))
     name = f"sp_bench {backend} {purpose} of {among}"
@@ -60,8 +67,8 @@ def own_group(
         _agree(c10d.PrefixStore(f"sp_bench group {_calls[among]} of {among}/", store), ranks, name, timeout)
         if len(ranks) < dist.get_world_size():
             whole.bound_device_id = None  # from a bound group torch would split NCCL's, which takes all its ranks
-        before = sum(1 for other, _ in _made if other == name)
-        unique = f"{name}, {before + 1}" if before else name  # one for each device that the members have used
+        _names[name] += 1
+        unique = f"{name}, {_names[name]}" if _names[name] > 1 else name  # for another device, or after a release
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
@@ -78,7 +85,30 @@ def own_group(
         c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
         _made[name, device] = group
         home().put_transfers_first()  # gloo has started threads for the group
+    _owners.setdefault((name, device), set()).add(_owner)
     return _made[name, device]
+
+
+@contextmanager
+def owned_by(owner: Hashable) -> Iterator[None]:
+    """Have the groups that are asked for inside belong to an owner, which may share them with others."""
+    global _owner
+    before, _owner = _owner, owner
+    try:
+        yield
+    finally:
+        _owner = before
+
+
+def release(owner: Hashable) -> None:
+    """Destroy the groups that only this owner has asked for. All their members must call it once nothing uses them."""
+    if not dist.is_initialized() or _made_in is not dist.group.WORLD:
+        return
+    for key, owners in list(_owners.items()):
+        owners.discard(owner)
+        if not owners:  # in the order in which they were made, which no rank can leave another waiting in
+            del _owners[key]
+            dist.destroy_process_group(_made.pop(key))
 
 
 def _agree(store: Any, ranks: Sequence[int], name: str, timeout: timedelta) -> None:

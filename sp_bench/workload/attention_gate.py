@@ -36,4 +36,7 @@ def gate(spec: Spec, context: RankContext) -> GateErrors:
     engine.close()
     sample = rows_for(small, context.rank, spec.seed, context.device.type)
     found = sample.of(dict(zip(NAMES, results, strict=False)))
-    return errors_of_rows(small, context, (q, k, v, dout), found, sample)
+    errors = errors_of_rows(small, context, (q, k, v, dout), found, sample)
+    if errors.uncompared:  # nothing is timed that wasn't checked
+        raise MemoryError(errors.uncompared)
+    return errors

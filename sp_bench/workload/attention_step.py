@@ -75,15 +75,19 @@ class AttentionStep:
         return self._engine.transport.sent_bytes
 
     def untimed(self) -> None:
-        """Run a peer's forward before a timed backward: autograd frees its graph with each backward.
-
-        Phases that are replayed as graphs are captured here, once they have been executed.
-        """
+        """Run a peer's forward before a timed backward: autograd frees its graph with each backward."""
         if self._forward_each_time:
             self.run("forward", Action.EVERYTHING)
-        if isinstance(self._engine, GraphedEngine) and self._results and not self._engine.captures:
-            for phase in self._phases:
-                self.run(phase, Action.EVERYTHING)
+
+    def capture(self) -> None:
+        """Capture the timed phases, if they are replayed as graphs, without what executing them has left in memory."""
+        if not isinstance(self._engine, GraphedEngine):
+            return
+        self._results.clear()
+        if "forward" in self._phases:
+            self._saved = {}
+        for phase in self._phases:
+            self.run(phase, Action.EVERYTHING)
 
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Only Action.EVERYTHING keeps results, and the tensors that the backward needs."""
@@ -119,7 +123,7 @@ class AttentionStep:
         """Keep sampled rows of the last outputs and gradients."""
         if self._sample is None:
             spec, context = self._spec, self._context
-            self._sample = sampled(spec.problem, context.rank, spec.seed, context.device.type)
+            self._sample = sampled(spec.problem, context.rank, spec.seed)
         by_phase = (("out",), ("dq", "dk", "dv"))
         named = {
             name: x

@@ -72,6 +72,9 @@ class Step(Protocol):
     def untimed(self) -> None:
         """Prepare an iteration: make what its timed phases need."""
 
+    def capture(self) -> None:
+        """Capture the timed phases, if they are replayed as graphs; they have been executed once. All ranks call it."""
+
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase, or only its blocks or its transfers. `live` counts the bytes of live tensors."""
 

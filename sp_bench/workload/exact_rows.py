@@ -1,7 +1,8 @@
 """Rows of an attention's results against fp64: all of them, or a sample that bounds time and memory.
 
 A row of out or dq takes its query and the keys that it sees. A row of dk or dv takes all queries that see its key, and
-all keys that these see: of the sampled keys each rank computes what its own queries add, and the sum is compared.
+all keys that these see: of the sampled keys each rank computes what its own queries add, and the sum is compared. That
+is the work of one key head of a forward, so it stays a share of what is timed at any length.
 Beside the errors stands what roundings to the dtype do to these rows of any attention: they are no mistake.
 """
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sp_bench.errors import out_of_memory
 from sp_bench.plan.problem import Problem
 from sp_bench.run.sharding import positions, unshard
 from sp_bench.workload.base import RankContext
@@ -29,10 +31,15 @@ GATHERED = 2**25
 """Elements of keys and values that a rank gathers at most, but those of FEWEST_UNITS heads."""
 FEWEST_UNITS = 8
 """Key heads that are looked at where so many ranks may split them: a wrong rank is found by its own heads."""
-WORK = {"cpu": 1e9, "cuda": 4e12}
-"""Most multiplications of one matrix product on a rank for sampled keys; a quarter of it for all rows of a problem."""
+WORK = {"cpu": 2.5e8, "cuda": 1e12}
+"""Most multiplications of one matrix product on a rank for all rows of a problem; of more, a sample is compared."""
 BLOCK, BLOCK_ROWS = {"cpu": 2**21, "cuda": 2**24}, {"cpu": 128, "cuda": 4096}
-"""Most scores, and most queries, that are computed at a time."""
+"""Most scores or elements of keys, and most queries, that are computed at a time: their tensors are all the memory that
+it takes, with the keys and values of a head."""
+HELD = 2**28
+"""Elements of a head's keys, or values, that a device holds at most; longer ones are read from the host in blocks."""
+WIDE = {"float64": torch.float64, "float32": torch.float64}
+"""Dtype of what queries add to sampled keys, by the problem's; others have float32. Compared rows are in float64."""
 
 Unit = tuple[int, int]
 """(batch entry, key head)."""
@@ -72,15 +79,11 @@ def all_rows(problem: Problem, rank: int) -> Sample:
 def rows_for(problem: Problem, rank: int, seed: int, device: str) -> Sample:
     """Every row, if a rank can compute that soon; else a sample. It is random by `seed`."""
     work = problem.batch * problem.heads * problem.seqlen**2 * problem.head_dim / problem.n
-    return all_rows(problem, rank) if work <= WORK[device] / 4 else sampled(problem, rank, seed, device)
+    return all_rows(problem, rank) if work <= WORK[device] else sampled(problem, rank, seed)
 
 
-def sampled(problem: Problem, rank: int, seed: int, device: str) -> Sample:
-    """Rows spread over each rank's tokens, of as many heads as GATHERED allows; keys of one of them, within WORK.
-
-    Where all queries of the sampled keys together would take too long, those with the least work stay: the last ones
-    of a causal sequence, and none where every query sees every key.
-    """
+def sampled(problem: Problem, rank: int, seed: int) -> Sample:
+    """Rows spread over each rank's tokens, of as many heads as GATHERED allows; keys of all ranks, of one of them."""
     n, owned = problem.n, [positions(problem.layout, r, problem.n, problem.seqlen) for r in range(problem.n)]
     each = max(1, KEYS // n)
     picked = [mine[_spread(len(mine), each, seed + 1, r)] for r, mine in enumerate(owned)]
@@ -89,7 +92,7 @@ def sampled(problem: Problem, rank: int, seed: int, device: str) -> Sample:
     step = -(-len(units) // most)
     drawn = random.Random(f"{seed} {n} {problem.seqlen} {problem.head_dim}")  # the same on all ranks
     chosen = units[drawn.randrange(min(step, len(units))) :: step]
-    keys = _within(torch.cat(picked).sort().values, problem, WORK[device])
+    keys = torch.cat(picked).sort().values
     mine = torch.isin(owned[rank], keys).nonzero().flatten()
     of_keys = (drawn.choice(chosen),)
     return Sample(_spread(len(owned[rank]), ROWS, seed, rank), keys, mine, chosen, of_keys)
@@ -110,38 +113,38 @@ def _spread(count: int, wanted: int, seed: int, rank: int) -> Tensor:
     return found
 
 
-def _within(keys: Tensor, problem: Problem, most: float) -> Tensor:
-    """The keys, or as many of those with the least work as a rank can compute with `most`."""
-    seen = Seen(problem.mask, problem.seqlen)
-    each = problem.heads // problem.kv_heads * problem.head_dim / problem.n
-
-    def work(some: Tensor) -> float:
-        return each * seen.pairs(seen.see_any(some))
-
-    if work(keys) <= most:
-        return keys
-    order = keys[seen.pairs_of_keys()[keys].argsort()]
-    fits, too_many = 0, len(order)
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if work(order[:middle].sort().values) <= most else (fits, middle)
-    return order[:fits].sort().values
-
-
 def errors_of_rows(
     problem: Problem, context: RankContext, inputs: Inputs, found: Mapping[str, Tensor], sample: Sample
 ) -> GateErrors:
     """Errors of sampled rows of a problem's results, the same on all ranks. All ranks must call it.
 
-    `found` has rows as `Sample.of` returns them, by the names of NAMES.
+    `found` has rows as `Sample.of` returns them, by the names of NAMES. If memory runs out on any rank, there are no
+    errors, and `uncompared` says so.
     """
     totals = torch.zeros(len(_TOTALS), len(NAMES), problem.heads, dtype=torch.float64)
-    seen = Seen(problem.mask, problem.seqlen)
-    for unit in sample.units:
+    seen, several = Seen(problem.mask, problem.seqlen), dist.is_initialized() and problem.n > 1
+    failed = torch.zeros(1)
+    for each in sample.units:
         context.alive()
-        _compare(_Unit(problem, context, inputs, sample, seen, unit), found, totals)
-    if dist.is_initialized() and problem.n > 1:
+        unit = _Unit(problem, context, inputs, sample, seen, each)
+        of_keys = torch.zeros(4, len(unit.keys), problem.head_dim, dtype=torch.float64)
+        try:
+            if not failed:
+                _compare_queries(unit, found, totals, of_keys)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            failed += 1  # the others wait for this rank
+        if len(unit.keys) and any(name != "out" for name in found):
+            if several:
+                dist.all_reduce(of_keys)
+            _compare_keys(unit, found, totals, of_keys)
+    if several:
+        dist.all_reduce(failed)
         dist.all_reduce(totals)
+    if failed:
+        why = f"memory ran out on {int(failed)} of {problem.n} ranks"
+        return GateErrors(seqlen=problem.seqlen, uncompared=why)
     overall, worst_head, rounding, worst_rounding = {}, {}, {}, {}
     for i, name in enumerate(NAMES):
         of_heads = totals[:, i, totals[2, i] > 0]
@@ -196,56 +199,68 @@ class _Unit:
     def __init__(
         self, problem: Problem, context: RankContext, inputs: Inputs, sample: Sample, seen: Seen, unit: Unit
     ) -> None:
+        """Gather the head's keys and values. All ranks must call it."""
         self.entry, self.kv_head = unit
         q, k, v, dout = inputs
         sharing = problem.heads // problem.kv_heads
         self.heads = range(self.kv_head * sharing, (self.kv_head + 1) * sharing)
         self.sample, self.device, self.alive = sample, context.device, context.alive
-        self.ranks = problem.n
         self.roundoff = max(UNIT_ROUNDOFF[problem.dtype], UNIT_ROUNDOFF[problem.wire_dtype])
+        self.wide = WIDE.get(problem.dtype, torch.float32)
         self.mine = positions(problem.layout, context.rank, problem.n, problem.seqlen)
-        self.seen = seen
+        self.seen, self.scale = seen, 1 / math.sqrt(problem.head_dim)
         self.keys = sample.keys if unit in sample.key_units else sample.keys[:0]
         self._q, self._dout = q, dout
-        self.k, self.v = (self._whole(x, problem) for x in (k, v))
+        self._k, self._v = (self._whole(x, problem) for x in (k, v))
 
     def _whole(self, x: Tensor, problem: Problem) -> Tensor:
-        """The head's rows of all ranks: (seqlen, D)."""
+        """The head's rows of all ranks, on the CPU: (seqlen, D)."""
         head = x[self.entry : self.entry + 1, :, self.kv_head : self.kv_head + 1].cpu()
-        return unshard(head, problem.layout, None, problem.n)[0, :, 0].to(self.device)
+        return unshard(head, problem.layout, None, problem.n)[0, :, 0]
+
+    def to_device(self) -> None:
+        """Move keys and values there, but for very long ones."""
+        if self._k.numel() <= HELD:
+            self._k, self._v = self._k.to(self.device), self._v.to(self.device)
 
     def blocks(self) -> Iterator[tuple[Tensor, bool]]:
         """Local indices of queries, and whether they are compared themselves or only add to sampled keys."""
-        most = min(BLOCK_ROWS[self.device.type], max(1, BLOCK[self.device.type] // len(self.k)))
-        for rows in self.sample.rows.split(most):
+        most = BLOCK_ROWS[self.device.type]
+        for rows in filter(len, self.sample.rows.split(most)):
             yield rows, True
         if len(self.keys):
             others = self.seen.see_any(self.keys)[self.mine]
             others[self.sample.rows] = False
-            for rows in others.nonzero().flatten().split(most):
+            for rows in filter(len, others.nonzero().flatten().split(most)):
                 yield rows, False
 
-    def queries(self, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, head: int, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Their rows of q and dout: (rows, D) each."""
         rows = rows.to(self._q.device)
-        q, dout = (x[self.entry, rows, head].to(self.device) for x in (self._q, self._dout))
+        q, dout = (x[self.entry, rows, head].to(self.device, dtype) for x in (self._q, self._dout))
         return q, dout
 
+    def key_blocks(self, places: Tensor) -> Iterator[Tensor]:
+        """Positions of keys that queries at some positions may see, in blocks."""
+        keys = self.seen.range_of(places)
+        yield from filter(len, torch.arange(keys.start, keys.stop).split(self.most_keys(places)))
 
-def _compare(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor) -> None:
-    """Add the totals of one unit's rows that this rank has."""
-    sample, gradients = unit.sample, any(name != "out" for name in found)
-    of_keys = torch.zeros(4, len(unit.keys), unit.k.shape[1], dtype=torch.float64, device=unit.device)
-    """dk, dv, and the variances that roundings give them: (4, keys, D)."""
+    def most_keys(self, places: Tensor) -> int:
+        """How many keys these queries take at a time: neither scores nor keys have more elements than BLOCK."""
+        return max(1, BLOCK[self.device.type] // max(len(places), self._k.shape[1]))
 
-    def add(name: str, head: int, mine: Tensor, exact: Tensor, variance: Tensor) -> None:
-        exact, of_rows = exact.cpu(), variance.sum(1).cpu()
-        error2, norm2 = (mine.double() - exact).square().sum(1), exact.square().sum(1)
-        by_chance = LOST_DEVIATIONS**2 * unit.roundoff**2 / 3 * of_rows
-        lost = ~(error2 <= torch.maximum(LOST**2 * norm2, by_chance))  # NaN is lost
-        more = torch.tensor(exact.numel()).double(), of_rows.sum(), of_rows.square().sum(), lost.double().sum()
-        totals[:, NAMES.index(name), head] += torch.stack([error2.sum(), norm2.sum(), *more])
+    def scores(self, q: Tensor, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(scores of queries at these positions with some keys, the keys, their values), in the dtype of q."""
+        rows = keys.to(self._k.device)
+        k, v = (x[rows].to(self.device, q.dtype) for x in (self._k, self._v))
+        unseen = ~self.seen.of(places, keys.to(self.device))
+        return (q @ k.T).mul_(self.scale).masked_fill_(unseen, -math.inf), k, v
 
+
+def _compare_queries(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, of_keys: Tensor) -> None:
+    """Add the totals of one unit's rows of out and dq that this rank has, and what its queries add to sampled keys."""
+    unit.to_device()
+    gradients = any(name != "out" for name in found)
     for head in unit.heads:
         done = 0
         for rows, compared in unit.blocks():
@@ -258,16 +273,32 @@ def _compare(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor) -> None:
                 done += len(rows)
                 for name, (exact, variance) in zip(("out", "dq"), results, strict=False):
                     if name in found:
-                        add(name, head, found[name][unit.entry, place, head], exact, variance)
-    if len(unit.keys) and gradients:
-        summed = of_keys.cpu()
-        if dist.is_initialized() and unit.ranks > 1:
-            dist.all_reduce(summed)
-        at = torch.searchsorted(unit.keys, unit.mine[sample.mine])
-        for name, exact, variance in zip(("dk", "dv"), summed[:2, at], summed[2:, at], strict=True):
-            if name in found:
-                mine = found[name][unit.entry, :, unit.kv_head]
-                add(name, unit.kv_head, mine, exact, variance + exact.square())
+                        _add(
+                            unit,
+                            totals[:, NAMES.index(name), head],
+                            found[name][unit.entry, place, head],
+                            exact,
+                            variance,
+                        )
+
+
+def _compare_keys(unit: _Unit, found: Mapping[str, Tensor], totals: Tensor, of_keys: Tensor) -> None:
+    """Add the totals of one unit's rows of dk and dv that this rank has; `of_keys` is what all queries add to them."""
+    at = torch.searchsorted(unit.keys, unit.mine[unit.sample.mine])
+    for name, exact, variance in zip(("dk", "dv"), of_keys[:2, at], of_keys[2:, at], strict=True):
+        if name in found:
+            mine = found[name][unit.entry, :, unit.kv_head]
+            _add(unit, totals[:, NAMES.index(name), unit.kv_head], mine, exact, variance + exact.square())
+
+
+def _add(unit: _Unit, totals: Tensor, mine: Tensor, exact: Tensor, variance: Tensor) -> None:
+    """Add rows of one tensor and head to its totals."""
+    exact, of_rows = exact.cpu(), variance.sum(1).cpu()
+    error2, norm2 = (mine.double() - exact).square().sum(1), exact.square().sum(1)
+    by_chance = LOST_DEVIATIONS**2 * unit.roundoff**2 / 3 * of_rows
+    lost = ~(error2 <= torch.maximum(LOST**2 * norm2, by_chance))  # NaN is lost
+    more = torch.tensor(exact.numel()).double(), of_rows.sum(), of_rows.square().sum(), lost.double().sum()
+    totals += torch.stack([error2.sum(), norm2.sum(), *more])
 
 
 def _rows(
@@ -275,37 +306,56 @@ def _rows(
 ) -> list[tuple[Tensor, Tensor]]:
     """out and dq of some queries, if they are compared; what they add to dk and dv is summed into `of_keys`.
 
-    All in fp64, and each with the variance that roundings give it. A flash kernel rounds the probabilities, ds and
-    results to its dtype, and takes rowsum(dO * O) of the rounded O. Each such rounding adds a random error; in units of
-    its standard deviation it has the size of what is rounded.
+    Compared rows are in fp64, and have the variance that roundings give them. A flash kernel rounds the probabilities,
+    ds and results to its dtype, and takes rowsum(dO * O) of the rounded O. Each such rounding adds a random error; in
+    units of its standard deviation it has the size of what is rounded.
     """
-    places = unit.mine[rows]
-    keys = unit.seen.range_of(places)
-    q, dout = (x.double() for x in unit.queries(head, rows))
-    k, v = (x[keys.start : keys.stop].double() for x in (unit.k, unit.v))
-    scale = 1 / math.sqrt(k.shape[1])
-    scores = (q @ k.T).mul_(scale).masked_fill_(~unit.seen.of(places, keys, unit.device), -math.inf)
-    most = scores.amax(1, keepdim=True) if len(keys) else scores.new_zeros(len(q), 1)
-    p = scores.sub_(most.masked_fill(most.isinf(), 0.0)).exp_()
-    p.div_(p.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny))
-    out, p2 = p @ v, p.square()
-    found = [(out, p2 @ v.square() + out.square())] if compared else []
+    places, scale = unit.mine[rows], unit.scale
+    q, dout = unit.queries(head, rows, torch.float64 if compared else unit.wide)
+    lse, out, of_out = _attended(unit, q, places)
+    found = [(out, of_out + out.square())] if compared else []
     if not gradients:
         return found
     delta, delta2 = (dout * out).sum(1, keepdim=True), (dout * out).square().sum(1, keepdim=True) * scale**2
-    first, last = (int(torch.searchsorted(unit.keys, edge)) for edge in (keys.start, keys.stop))
-    columns = (unit.keys[first:last] - keys.start).to(unit.device)
-    ds = None
     if compared:
+        dq, of_dq, p_k = (torch.zeros_like(q) for _ in range(3))
+        for keys in unit.key_blocks(places):
+            scores, k, v = unit.scores(q, places, keys)
+            p = scores.sub_(lse).exp_()
+            ds = (dout @ v.T).sub_(delta).mul_(p).mul_(scale)
+            dq += ds @ k
+            p_k += p @ k
+            of_dq += ds.square() @ k.square()
+        found.append((dq, of_dq + p_k.square() * delta2 + dq.square()))
+    seen = unit.seen.range_of(places)
+    first, last = (int(torch.searchsorted(unit.keys, edge)) for edge in (seen.start, seen.stop))
+    for some in torch.arange(first, last).split(unit.most_keys(places)):
+        scores, _, v = unit.scores(q, places, unit.keys[some])
+        p = scores.sub_(lse).exp_()
         ds = (dout @ v.T).sub_(delta).mul_(p).mul_(scale)
-        dq, of_delta2 = ds @ k, (p @ k).square() * delta2
-        found.append((dq, ds.square() @ k.square() + of_delta2 + dq.square()))
-    if len(columns):
-        some = slice(None) if len(columns) == len(keys) else columns
-        p, p2 = p[:, some], p2[:, some]
-        ds = ds[:, some] if ds is not None else (dout @ v[some].T).sub_(delta).mul_(p).mul_(scale)
-        of_keys[0, first:last] += ds.T @ q
-        of_keys[1, first:last] += p.T @ dout
-        of_keys[2, first:last] += (ds.square() + p2 * delta2).T @ q.square()
-        of_keys[3, first:last] += p2.T @ dout.square()
+        p2 = p.square()
+        of_keys[0, some] += (ds.T @ q).double().cpu()
+        of_keys[1, some] += (p.T @ dout).double().cpu()
+        of_keys[2, some] += ((ds.square() + p2 * delta2).T @ q.square()).double().cpu()
+        of_keys[3, some] += (p2.T @ dout.square()).double().cpu()
     return found
+
+
+def _attended(unit: _Unit, q: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(lse (rows, 1), out (rows, D), the variance that rounded probabilities give out) of queries at these positions.
+
+    The softmax is taken block by block, with sums scaled to the largest score so far.
+    """
+    most, total = q.new_full((len(q), 1), -math.inf), q.new_zeros(len(q), 1)
+    out, of_out = torch.zeros_like(q), torch.zeros_like(q)
+    for keys in unit.key_blocks(places):
+        scores, _, v = unit.scores(q, places, keys)
+        before, most = most, torch.maximum(most, scores.amax(1, keepdim=True))
+        base = most.masked_fill(most.isinf(), 0.0)
+        shrunk, p = (before - base).exp(), scores.sub_(base).exp_()
+        total = total * shrunk + p.sum(1, keepdim=True)
+        out = out * shrunk + p @ v
+        if q.dtype == torch.float64:
+            of_out = of_out * shrunk.square() + p.square() @ v.square()
+    total = total.clamp_min(torch.finfo(q.dtype).tiny)
+    return most.masked_fill(most.isinf(), 0.0) + total.log(), out / total, of_out / total.square()

@@ -33,6 +33,8 @@ class GateErrors:
     """Rows of each tensor that have little to do with the exact ones, summed over heads (exact_rows.LOST)."""
     rows: tuple[int, int] | None = None
     """The rows of queries and of keys that were compared, summed over heads; None if they aren't counted."""
+    uncompared: str = ""
+    """Why nothing could be compared that should have been; empty otherwise."""
 
     def limit(self, name: str, dtype: str) -> float:
         """The largest error of a tensor that passes."""

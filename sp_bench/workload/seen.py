@@ -38,29 +38,15 @@ class Seen:
             return range(0)
         return range(min(int(first.min()) for first, _ in ends), max(int(stop.max()) for _, stop in ends))
 
-    def of(self, queries: Tensor, keys: range, device: torch.device) -> Tensor:
-        """Whether each query sees each key: (queries, keys), on the device."""
-        columns = torch.arange(keys.start, keys.stop, device=device)
-        found = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=device)
+    def of(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether each query sees each key: (queries, keys), on the device of the keys."""
+        found = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
         for first, stop in self._spans:
-            low, high = (x[queries].to(device)[:, None] for x in (first, stop))
-            found |= (columns >= low) & (columns < high)
+            low, high = (x[queries].to(keys.device)[:, None] for x in (first, stop))
+            found |= (keys >= low) & (keys < high)
         return found
 
     def see_any(self, keys: Tensor) -> Tensor:
         """Whether each query sees one of these keys, which ascend: (seqlen,)."""
         found = [torch.searchsorted(keys, first) < torch.searchsorted(keys, stop) for first, stop in self._spans]
         return torch.stack(found).any(0) if found else torch.zeros(0, dtype=torch.bool)
-
-    def pairs_of_keys(self) -> Tensor:
-        """For each key, how many keys all queries that see it see together: (seqlen,)."""
-        widths = torch.stack([stop - first for first, stop in self._spans]).sum(0)
-        changes = torch.zeros(len(widths) + 1, dtype=torch.int64)
-        for first, stop in self._spans:
-            changes.index_add_(0, first, widths)
-            changes.index_add_(0, stop, -widths)
-        return changes[:-1].cumsum(0)
-
-    def pairs(self, queries: Tensor) -> int:
-        """How many keys these queries see together; `queries` is a mask of all of them."""
-        return sum(int((stop - first)[queries].sum()) for first, stop in self._spans)

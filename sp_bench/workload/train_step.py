@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Watched:
-    """The attention of the last layer: the forward before the first backward, and that one."""
+    """The attention of the last layer: the forward before the first backward, and that one. Once both are there they
+    are on the host, so that the step takes no more of a GPU's memory than when it was timed."""
 
     of_queries: tuple[Tensor, ...] = ()
     """q, k, v and out."""
@@ -67,7 +68,8 @@ class MarkedEngine:
         found = self.engine.backward(dout, saved, self.action, self.live)
         self._keep("backward", start)
         if self.watched and not self.watched.gradients:
-            self.watched.gradients = (dout, *found)
+            self.watched.gradients = tuple(x.detach().cpu() for x in (dout, *found))
+            self.watched.of_queries = tuple(x.detach().cpu() for x in self.watched.of_queries)
         return found
 
     def _keep(self, phase: str, start: Any) -> None:
@@ -131,6 +133,9 @@ class TrainStep:
         """Make the next batch."""
         self._batch: Batch = self._trainer.batch(self._number)
 
+    def capture(self) -> None:
+        """Nothing: a training step waits for the host, so that it can't be replayed."""
+
     def run(self, phase: str, action: Action, live: LiveBytes | None = None) -> None:
         """Execute a phase. Without transfers the optimizer gets no gradients, so that parameters stay equal."""
         self._attention.action, self._attention.live = action, LiveBytes() if live else None
@@ -184,10 +189,9 @@ class TrainStep:
         self._clock.synchronize()
         self._attention.watched = None
         (q, k, v, out), (dout, *gradients) = watched.of_queries, watched.gradients
-        inputs = q.detach(), k.detach(), v.detach(), dout.detach()
-        sample = sampled(problem, context.rank, self._spec.seed, context.device.type)
+        sample = sampled(problem, context.rank, self._spec.seed)
         found = sample.of(dict(zip(NAMES, (out, *gradients), strict=True)))
-        return errors_of_rows(problem, context, inputs, found, sample)
+        return errors_of_rows(problem, context, (q, k, v, dout), found, sample)
 
     def close(self) -> None:
         """Release the engine's threads and streams."""

@@ -12,7 +12,8 @@ from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies import honest, study_named
 from sp_bench.analysis.studies.honest import places as honest_grid
 from sp_bench.analysis.studies.honest.places import Step, steps, tied, widest
-from sp_bench.point.backing import Interval, known
+from sp_bench.point.backing import known
+from sp_bench.records.interval import Interval
 from tests.support.sections import code_of, sections_of, tables_of
 
 

@@ -14,6 +14,7 @@ from sp_bench import records
 from sp_bench.analysis import notebooks, paper_tables, reproduce, studies
 from sp_bench.analysis.number import of_record
 from sp_bench.analysis.runs import FEW, Runs, is_measured, point
+from sp_bench.machine import cores_here
 from sp_bench.resources import ROOT
 
 SMALL = {"seqlen": "8k", "heads": 8, "gpus": 4}
@@ -32,9 +33,13 @@ from sp_bench.analysis.section import Section, text
 from sp_bench.analysis.table import Table, columns
 
 OPTIONS = {"heads": "8"}
+SAID = "A constant."
+
+def said(runs):
+    return f"asked for {runs.options['heads']} heads"
 
 def step(runs):
-    heads = runs.options.get("heads", OPTIONS["heads"])
+    heads = runs.options["heads"]
     found = of_record(runs.one(method="ring", seqlen="8k", gpus=4, heads=heads), "step_ms_median")
     canvas, axes = new_figure()
     axes[0, 0].bar(["ring"], [found.known], label=labelled("step", found.kind))
@@ -54,9 +59,11 @@ report: 99
 
 # Tiny
 
-Made by `{command}` on {cores} cores.
+Made by `{command}` on {cores} cores, with torch {torch}. It says "{said}", and {numerics.PROBLEM}.
 
 {step}
+
+{SAID}
 
 {printed}
 
@@ -199,8 +206,13 @@ def test_one_command_makes_everything(tiny: Path, tmp_path: Path, capsys: pytest
     assert f'<a href="#source-{record.run_id}"' in (out / "report.html").read_text()
     assert {path.name for path in (out / "tables").iterdir()} == {f"tiny.{e}" for e in ("md", "tex", "html", "csv")}
     assert {path.name for path in (out / "figures").iterdir()} == {f"tiny-step.{e}" for e in ("pdf", "svg", "png")}
-    last = nbformat.read(out / "notebooks" / "tiny.ipynb", 4).cells[-1]
-    assert last["outputs"][0]["text"] == f"{record.run_id} {{step}}\n"
+    cells = nbformat.read(out / "notebooks" / "tiny.ipynb", 4).cells
+    assert cells[-1]["outputs"][0]["text"] == f"{record.run_id} {{step}}\n"
+    made = [x["data"].get("text/markdown", "") for cell in cells for x in cell.get("outputs", ()) if "data" in x]
+    assert f"on {cores_here()} cores" in made[0] and 'It says "asked for 8 heads", and cluster=local' in made[0]
+    assert "A constant.\n" in made
+    assert not any(slot in text for slot in ("{cores}", "{torch}", "{SAID}", "{said}", "{numerics") for text in made)
+    assert not any("{" in cell.source for cell in cells if cell.cell_type == "markdown")
     assert "1 points" in capsys.readouterr().out
 
     (tiny / "page.md").write_text("report: 99\n\n# Tiny\n\n```python\n1 / 0\n```\n")

@@ -150,3 +150,13 @@ def test_brackets_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     print_points(make_console(), [strange, MESH], Path())
     assert isinstance(sys.stdout, io.StringIO)
     assert "unsupported: dtype=[/x]: must be one of [bold]" in sys.stdout.getvalue()
+
+
+def test_errors_that_are_not_known_are_dashes_in_their_places() -> None:
+    cell = dict(report.ROWS)["  of rows of what was timed"]
+    assert cell(made(mode="measure", err_timed_out=1e-7, err_timed_dk=3e-7)) == "1.0e-07, -, 3.0e-07, -"
+    assert cell(made(mode="measure", err_timed_seqlen=64)) == "- (none were compared)"
+    assert cell(made(mode="measure")) == "-"
+    gate = dict(report.ROWS)["error against fp64 (out, dq, dk, dv)"]
+    assert gate(made(mode="measure", err_out=1e-7)) == "1.0e-07, -, -, -"
+    assert gate(made(mode="measure", err_loss=1e-7, err_gradient=2e-7)) == "1.0e-07, 2.0e-07"

@@ -15,9 +15,10 @@ from sp_bench.diagnosing.judged import judge_kernels, judge_links, judge_uses
 from sp_bench.diagnosing.nccl_log import judge_nccl, read_log
 from sp_bench.diagnosing.nvidia_smi import gpus_state, judge_gpus
 from sp_bench.diagnosing.rank_jobs import KernelRow, PairRate
-from sp_bench.diagnosing.seen import Port, rdma_ports
+from sp_bench.diagnosing.seen import Port, cores_near, rdma_ports
 from sp_bench.diagnosing.settings import RULES, Rule, judge_settings
 from sp_bench.launch import Launch
+from sp_bench.resources import ROOT
 from tests.diagnosing.fakes import NO_DEVICE, fake_nvidia_smi, gpus, host_of, nccl_log, rank_of
 
 
@@ -170,6 +171,33 @@ def test_allocations_that_are_wrong() -> None:
     assert bad(judge_allocation(None, refused, {}, None))["devices"] == ("fail", f"ranks 1: {NO_DEVICE}")
     mixed = [rank_of(0), rank_of(1, device={"device": "NVIDIA A100-SXM4-80GB", "cuda": "12.9"})]
     assert "A100" in bad(judge_allocation(None, mixed, {}, None))["devices"][1]
+
+
+def test_cores_that_are_not_at_a_ranks_gpu(tmp_path: Path) -> None:
+    """As where SLURM takes sockets in turn: ranks are told by number, and how to place them."""
+    ranks = [rank_of(rank, near_cores=0 if rank % 2 else 12) for rank in range(4)]
+    found = judge_allocation(None, ranks, {}, None)
+    assert bad(found)["cores and GPUs"] == (
+        "warn", "no core of rank 1, 3 is at its GPU's socket: each copy and launch crosses to it",
+    )  # fmt: skip
+    (fix,) = (row.fix for row in found if row.check == "cores and GPUs")
+    assert "--distribution=block:block" in fix and "--cpus-per-task=8" in fix
+    assert "cores and GPUs" not in bad(judge_allocation(None, [rank_of(0, near_cores=None)], {}, None))
+    gpu = tmp_path / "0000:1b:00.0"
+    gpu.mkdir()
+    assert cores_near(gpu.name, tmp_path) is None, "the kernel doesn't say"
+    (gpu / "local_cpulist").write_text("0-3,8,10-11\n")
+    assert cores_near(gpu.name, tmp_path) == {0, 1, 2, 3, 8, 10, 11}
+
+
+@pytest.mark.parametrize("name", ["array.sbatch", "golden"])
+def test_scripts_give_ranks_cores_at_their_gpus(name: str) -> None:
+    slurm = ROOT / "slurm" / name if name != "golden" else ROOT / "tests/slurm/golden/modules.sbatch"
+    text = slurm.read_text()
+    assert "#SBATCH --cpus-per-task=" in text
+    steps = [line for line in text.replace("\\\n", "").splitlines() if line.startswith("srun ")]
+    options = ("--cpus-per-task=", "--distribution=block:block", "--cpu-bind=cores", "--gpu-bind=none")
+    assert steps and all(option in step for step in steps for option in options)
 
 
 @pytest.mark.parametrize(

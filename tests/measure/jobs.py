@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from sp_bench import SequenceParallelAttention
 from sp_bench.errors import RequestError
@@ -20,7 +21,7 @@ from sp_bench.measure.pool import report
 from sp_bench.measure.start import Start
 from sp_bench.run.devices import HostClock
 from sp_bench.run.groups import own_group
-from sp_bench.workload import GateErrors, Spec
+from sp_bench.workload import GateErrors, Spec, exact_rows
 
 BAD = 1
 """The rank that goes wrong."""
@@ -178,3 +179,35 @@ def measured_with_a_kernel_wrong_from(spec: Spec, tokens: int, name: str) -> tup
         (found,) = job.measure([spec], 1, 0)
     dtype = spec.problem.dtype
     return found.gate.wrong(dtype), found.timed.wrong(dtype), found.timed.rows
+
+
+def measured_where_memory_runs_out(spec: Spec) -> tuple[GateErrors, int]:
+    """What rank BAD, and the others, say of rows of what was timed if it has no memory for them; and its samples."""
+    point = job.TimedPoint(0, spec)
+    point.iterate(0)
+
+    def rows(*given: Any) -> Any:
+        if dist.get_rank() == BAD:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        return right(*given)
+
+    right = exact_rows._rows
+    with patch.object(exact_rows, "_rows", rows):
+        found = point.result(GateErrors())
+    return found.timed, len(found.samples.seconds)
+
+
+def groups_of_points(specs: list[Spec]) -> list[int]:
+    """How many process groups there are before points are measured, as each has its result, and in the end."""
+    counts = [len(c10d._world.pg_map)]
+    right = job.TimedPoint.result
+
+    def result(self: job.TimedPoint, gate: GateErrors) -> Any:
+        counts.append(len(c10d._world.pg_map))
+        return right(self, gate)
+
+    with patch.object(job.TimedPoint, "result", result):
+        results = job.measure(specs, 1, 0)
+    said = [found.wrong("float32") for found in results]
+    assert not any(said), said
+    return [*counts, len(c10d._world.pg_map)]

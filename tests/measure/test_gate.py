@@ -28,15 +28,15 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def spec(kv_heads: int, phases: tuple[str, ...] = PHASES, seqlen: int = 300) -> Spec:
-    """A causal point of Ring."""
+def spec(kv_heads: int, phases: tuple[str, ...] = PHASES, seqlen: int = 300, method: str = "ring") -> Spec:
+    """A causal point of Ring, or of another method."""
     problem = Problem(
         n=RANKS, seqlen=seqlen, heads=HEADS, kv_heads=kv_heads, head_dim=16, mask=CAUSAL, dtype="float32",
         layout=LAYOUTS["striped"],
     )  # fmt: skip
-    method = build("ring", {})
-    plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
-    return Spec(workload=Attention(phases=phases), plans=plans, problem=method.dealt(problem), kernel="aten_cpu")
+    built = build(method, {}).candidates(problem)[0]
+    plans = {phase: built.plan(problem, phase, COMPUTE_BOUND) for phase in Attention.executed(phases)}
+    return Spec(workload=Attention(phases=phases), plans=plans, problem=built.dealt(problem), kernel="aten_cpu")
 
 
 def one_rank(seqlen: int) -> Spec:
@@ -105,6 +105,18 @@ def test_what_is_wrong_from_512_tokens_on_is_found_in_what_was_timed(pool: RankP
         assert gate == timed == "" and rows
 
 
+@pytest.mark.parametrize("workload", ["attention", "train"])
+def test_times_are_kept_where_no_memory_is_left_to_compare_rows(pool: RankPool, workload: str) -> None:
+    """All ranks say the same, and none waits for the one without memory."""
+    point = spec(2)
+    if workload == "train":
+        trained = training(f"gpus={RANKS}", "method=ring", "dtype=float32", f"seqlen={RANKS * 100}", "kernel=aten_cpu")
+        point = Spec(workload=trained, verify=True, parts=False)
+    for timed, samples in pool.run("tests.measure.jobs:measured_where_memory_runs_out", point):
+        assert timed.uncompared == f"memory ran out on 1 of {RANKS} ranks" and not timed.overall
+        assert samples > 0
+
+
 @pytest.mark.parametrize("name", ["out", "dk"])
 def test_what_is_wrong_from_512_tokens_of_all_ranks_on_is_found_by_the_gate(name: str) -> None:
     """One function of the whole sequence."""
@@ -132,3 +144,11 @@ def test_what_is_shown_as_steps_is_what_was_asked_for(pool: RankPool) -> None:
     told: list[int] = []
     pool.run("sp_bench.measure.job:measure", [spec(4), spec(2)], 3, 1, progress=told.append)
     assert sorted(told) == [0] * 5 + [1] * 5
+
+
+def test_the_groups_of_a_point_end_with_it(pool: RankPool) -> None:
+    """Those that another one uses too stay for that; in the end there are as many as before, as often as one likes."""
+    points = [spec(2, method="all_gather"), spec(4, method="all_gather"), spec(4)]
+    for _ in range(2):
+        for before, first, twin, ring, after in pool.run("tests.measure.jobs:groups_of_points", points):
+            assert before == ring == after < twin == first

@@ -26,12 +26,14 @@ class Nvml:
     """The module pynvml, with one GPU. Each query of its clock finds the next one."""
 
     NVML_CLOCK_SM = pynvml.NVML_CLOCK_SM
+    NVML_FI_DEV_POWER_INSTANT, NVML_SUCCESS = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_SUCCESS
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, *, has_power: bool = True, event_reasons: bool = True) -> None:
+    def __init__(self, *, has_power: bool = True, has_instant: bool = True, event_reasons: bool = True) -> None:
         self._clocks, self._has_power, self._event_reasons = iter((1980, 1980, 1230)), has_power, event_reasons
+        self._has_instant = has_power and has_instant
 
     def nvmlInit(self) -> None: ...
 
@@ -51,7 +53,15 @@ class Nvml:
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         if not self._has_power:
             raise self.NVMLError("not supported")
-        return 650_500
+        return 400_000
+
+    def nvmlDeviceGetFieldValues(self, handle: str, fieldIds: list[int]) -> Any:
+        """As pynvml's ctypes: of a GPU that lacks the field, the field's own return value says so."""
+        assert (handle, fieldIds) == ("handle", [186])
+        values = (pynvml.c_nvmlFieldValue_t * 1)()
+        values[0].nvmlReturn = 0 if self._has_instant else pynvml.NVML_ERROR_NOT_SUPPORTED
+        values[0].value.uiVal = 650_500
+        return values
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
         if not self._event_reasons:
@@ -71,9 +81,15 @@ def test_the_fake_has_the_package_s_arguments(name: str) -> None:
     assert mine == [*inspect.signature(getattr(pynvml, name)).parameters]
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, nvml: Any, uuid: str = UUID.removeprefix("GPU-")) -> GpuWatch | None:
+def watch(
+    monkeypatch: pytest.MonkeyPatch, nvml: Any, uuid: str = UUID.removeprefix("GPU-"), capability: tuple = (9, 0)
+) -> GpuWatch | None:
     monkeypatch.setattr(importlib, "import_module", lambda name: {"pynvml": nvml}[name])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=uuid, major=capability[0], minor=capability[1]),
+    )
     return gpu_watch.gpu_watch(GPU)
 
 
@@ -94,6 +110,14 @@ def test_samples_and_what_a_record_says_of_them(monkeypatch: pytest.MonkeyPatch)
         "hardware thermal slowdown"
     )
     assert gpu_state([cool])[1] == [], "a power cap is usual under full load"
+
+
+def test_power_is_of_the_moment_and_never_an_average_in_which_other_points_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, power_w in (((9, 0), ()), ((8, 6), ()), ((8, 0), (400.0,)), ((7, 0), (400.0,))):
+        found = watch(monkeypatch, Nvml(has_instant=False), capability=capability)
+        assert found
+        found.sample()
+        assert found.taken().power_w == power_w
 
 
 def test_what_a_gpu_does_not_tell_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from sp_bench.measure import job
-from sp_bench.measure.spec import RankResult
+from sp_bench.measure.spec import MemoryPeak, RankResult
+from sp_bench.run.executor import Action
+from sp_bench.workload import RankContext
 
 
 def order(monkeypatch: pytest.MonkeyPatch, points: int, iters: int, warmup: int) -> list[int]:
@@ -47,3 +50,43 @@ def test_points_are_timed_in_turn_and_none_always_after_the_same_one(monkeypatch
     followers = Counter(zip(timed, timed[1:], strict=False))
     assert max(followers.values()) < 11
     assert order(monkeypatch, points=5, iters=20, warmup=2) == timed, "the same on all ranks"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_memory_of_graphs_is_that_of_their_capture(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it, parts are captured: in no iteration that is timed, and in no memory that is measured."""
+    done: list[str] = []
+
+    class Step:
+        sent_bytes: ClassVar[Counter[tuple[str, ...]]] = Counter()
+
+        def untimed(self) -> None: ...
+
+        def capture(self) -> None:
+            done.append("capture")
+
+        def run(self, phase: str, action: Action, live: Any = None) -> None:
+            done.append(action.value if live is None else "counted")
+
+        def memory(self) -> dict[str, int]:
+            return {}
+
+    class Memory:
+        def __init__(self, device: Any) -> None: ...
+
+        def forget_peak(self) -> None:
+            done.append("forget")
+
+        def peak(self, live_bytes: int) -> MemoryPeak:
+            done.append("peak")
+            return MemoryPeak()
+
+    no_transport = lambda *_: pytest.fail("nothing is transferred")  # noqa: E731
+    context = RankContext(0, torch.device("cpu"), no_transport, alive=lambda: None, cuda_graph=graphs)
+    monkeypatch.setattr(job, "_context", lambda index, spec: context)
+    monkeypatch.setattr(job, "MemoryWatch", Memory)
+    workload = SimpleNamespace(alone=None, phases=("forward",), prepare=lambda context: Step())
+    job.TimedPoint(0, SimpleNamespace(workload=workload, verify=False, parts=True))  # type: ignore[arg-type]
+    whole = ["forget", "counted"]
+    of_graphs = ["forget", "capture", "peak", Action.COMPUTE.value, Action.COMMUNICATION.value]
+    assert done == [*whole, *(of_graphs if graphs else ["peak"])]

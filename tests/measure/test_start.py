@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sp_bench.measure import devices, start
 from sp_bench.measure.samples import START, Row, Samples
 from sp_bench.point.timed import start_skew_ms
+from sp_bench.run.devices import clock_of
 from sp_bench.run.patience import first_timeout
 from tests.measure import jobs
 from tests.support.ranks import WORLD, Ranks
@@ -30,6 +31,9 @@ def test_on_a_stream_ranks_wait_where_the_phase_begins(monkeypatch: pytest.Monke
         def seconds(self, began: int, ended: int) -> int:
             return ended - began
 
+        def delay(self) -> None:
+            events.append("a short wait is queued")
+
     class Work:
         def wait(self) -> None:
             events.append("the stream waits")
@@ -39,7 +43,20 @@ def test_on_a_stream_ranks_wait_where_the_phase_begins(monkeypatch: pytest.Monke
     monkeypatch.setattr(dist, "all_reduce", lambda x, group, async_op: events.append((group, async_op)) or Work())
     together = start.Start(Clock(), torch.device("cpu"), "group")  # pyright: ignore
     assert together.waited_s(together.together()) == 3
-    assert events == ["hosts meet", "mark", ("group", True), "the stream waits", "mark"]
+    queued = ["hosts meet", "a short wait is queued"]
+    assert events == [*queued, "mark", ("group", True), "the stream waits", "mark"]
+    events.clear()
+    alone = start.Start(Clock(), torch.device("cpu"), None)  # pyright: ignore
+    assert alone.waited_s(alone.together()) is None
+    assert events == [*queued, "mark"], "the phase's launches follow while the GPU is in the wait"
+
+
+def test_a_gpus_short_wait_is_a_kernel_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", asked.append)
+    clock_of(torch.device("cuda", 0)).delay()
+    clock_of(torch.device("cpu")).delay()
+    assert len(asked) == 1 and 1e-4 < asked[0] / 2e9 < 5e-3, "seconds at 2 GHz"
 
 
 def test_the_communicator_of_starts(monkeypatch: pytest.MonkeyPatch) -> None:

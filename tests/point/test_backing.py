@@ -11,7 +11,6 @@ from sp_bench import records
 from sp_bench.advise.candidates import Feasible
 from sp_bench.analysis.explorer import columns
 from sp_bench.cli.report import ROWS, number, ratio, speed_up
-from sp_bench.cli.report import interval as shown_interval
 from sp_bench.methods import build
 from sp_bench.plan.documents import Chunked, Documents, Window
 from sp_bench.plan.layout import Positions
@@ -19,21 +18,12 @@ from sp_bench.plan.mask import CAUSAL, FULL, WHOLE, WholeMask
 from sp_bench.plan.regions import Regions
 from sp_bench.point import Outcome
 from sp_bench.point import backing as backings
-from sp_bench.point.backing import (
-    BETWEEN_NODES,
-    TELLING,
-    Backing,
-    Interval,
-    Kind,
-    Validation,
-    figures_of,
-    interval,
-    known,
-)
+from sp_bench.point.backing import BETWEEN_NODES, TELLING, Backing, Kind, Validation, figures_of, known
 from sp_bench.point.memory_front import memory_front
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.training import simulate_training
 from sp_bench.records import Record
+from sp_bench.records.interval import Interval, interval
 from sp_bench.resources import conf_files
 from sp_bench.workload import Train
 from tests.support.made_records import made
@@ -167,7 +157,7 @@ def test_stragglers_were_not_measured() -> None:
 def assert_not_validated(record: Record) -> None:
     assert record.step_ms_validated_low is record.step_ms_validated_high is record.validation_error is None
     assert {*(record.validation_kind or {})} == {"workload", "mask", "transfers", "links"}
-    assert not interval(record).backed and shown_interval(record) is None
+    assert not interval(record).backed
 
 
 @pytest.mark.parametrize(
@@ -185,7 +175,7 @@ def test_command_line_record_explorer_and_advice_agree(overrides: str, tmp_path:
     path = records.write(tmp_path, made_now)
     record = records.read(path)
     low, high = record.step_ms_validated_low, record.step_ms_validated_high
-    assert shown_interval(record) == (None if low is None else (low, high))
+    assert interval(record).ends == (None if low is None else (low, high))
     cells = {name.strip(): cell(record) for name, cell in ROWS}
     assert cells["step, median [95% interval]"] == "-"
     ends = "" if low is None or high is None else f"  [{number(low)}, {number(high)}]"
@@ -237,8 +227,8 @@ def test_an_interval_holds_the_measured_times_that_the_error_allows() -> None:
     no_end = Validation(backing.kind, backing._replace(two_of_three=1.0)).around(100.0)
     assert not no_end.backed
     measured = made("ring", mode="measure", step_ms_median=10.0, step_ms_ci95_low=9.0, step_ms_ci95_high=12.0)
-    assert shown_interval(measured) == (9.0, 12.0)
-    assert shown_interval(made("ring", mode="measure", step_ms_median=10.0)) is None
+    assert interval(measured).ends == (9.0, 12.0)
+    assert interval(made("ring", mode="measure", step_ms_median=10.0)).ends is None
 
 
 def test_intervals_overlap_only_where_both_are_known() -> None:
@@ -271,6 +261,11 @@ def test_steps_with_common_times_are_too_close_to_call() -> None:
         unknown = [Outcome(step(ms, error)) for ms, error in ((10.0, one), (30.0, other))]
         assert speed_up(unknown[0].record, unknown) == "3.0x  (not validated)"
         assert speed_up(unknown[1].record, unknown) == "1.00x", "over itself"
+
+
+@pytest.mark.parametrize(("over", "shown"), [(9.6, "0.96x"), (10.4, "1.04x"), (13.0, "1.3x"), (5.0, "0.5x")])
+def test_a_ratio_that_is_not_validated_says_which_is_the_faster(over: float, shown: str) -> None:
+    assert ratio(step(over, None), step(10.0, None)) == shown
 
 
 def test_every_row_of_the_backing_is_of_a_kind_that_plans_have() -> None:

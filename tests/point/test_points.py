@@ -23,10 +23,11 @@ from sp_bench.plan.problem import Problem
 from sp_bench.point import Request, masks, resolve, run_points
 from sp_bench.point import choose as choosing
 from sp_bench.point.choose import DeviceMemoryError, choose
+from sp_bench.point.measured_record import _ran_on
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.timed import cores
 from sp_bench.records import identity
-from sp_bench.records.quantities import Breakdown
+from sp_bench.records.quantities import Breakdown, Setup
 from sp_bench.simulate import Run, simulate
 from sp_bench.workload import GateErrors
 from tests.support.made_records import made
@@ -188,7 +189,7 @@ def test_outcomes_are_in_the_order_asked_though_some_are_there_already(tmp_path:
 
 
 def record(low: float, high: float, iters: int = 9) -> records.Record:
-    return made(mode="measure", step_ms_ci95_low=low, step_ms_ci95_high=high, iters=iters)
+    return made(mode="measure", step_ms_median=low, step_ms_ci95_low=low, step_ms_ci95_high=high, iters=iters)
 
 
 def test_overlapping_intervals_are_not_ranked() -> None:
@@ -213,6 +214,26 @@ def test_the_gate(overall: dict[str, float], worst_head: dict[str, float], wrong
 
 def test_results_that_are_not_finite_are_wrong() -> None:
     assert RankResult(finite=False).wrong("float32") == "a timed result is not finite"
+
+
+def test_a_record_has_the_least_of_all_ranks_shares_and_says_what_was_not_compared() -> None:
+    """Ranks' GPUs may differ: transfers take what the least of them gives."""
+    request = point("method=ring", "gpus=2", "cluster=local", "device=cpu", "seqlen=1k")
+    timed = GateErrors(seqlen=64, uncompared="memory ran out on 1 of 2 ranks")
+    ranks = [RankResult(kernel="k", sm_margin=m, lane_ctas=ctas, timed=timed) for m, ctas in ((16, 32), (8, 16))]
+    setup, notes = _ran_on(request, Setup(), ranks)
+    assert (setup.sm_margin, setup.lane_ctas) == (8, 16)
+    assert notes[-1] == "no rows of what was timed were compared with exact ones: memory ran out on 1 of 2 ranks"
+    setup, notes = _ran_on(request, Setup(), [RankResult()] * 2)
+    assert setup.sm_margin is setup.lane_ctas is None and not any("compared" in note for note in notes)
+
+
+def test_a_record_of_graphs_says_whether_nccl_registers_buffers() -> None:
+    """It does of captured transfers, unless told otherwise."""
+    request = point("method=ring", "gpus=2", "cluster=h100_ndr400", "mode=simulate", "cuda_graph=true")
+    for device, value in (({}, "1"), ({"NCCL_GRAPH_REGISTER": "0"}, "0")):
+        setup, _ = _ran_on(request, Setup(transport="nccl, CUDA graph"), [RankResult(device=device)] * 2)
+        assert setup.transport == f"nccl, CUDA graph, NCCL_GRAPH_REGISTER={value}"
 
 
 def test_cores_are_counted_once_for_each_machine() -> None:

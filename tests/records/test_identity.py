@@ -15,21 +15,27 @@ from sp_bench.records.provenance import git_state
 from sp_bench.resources import PACKAGE, ROOT, place
 
 OF_NO_NUMBER = {
+    *("advise", "analysis", "calibrating", "cli", "conf", "conform", "diagnosing", "integrations", "loggers"),
     *(
-        "advise",
-        "analysis",
-        "calibrating",
-        "cli",
-        "conf",
-        "conform",
-        "diagnosing",
-        "integrations",
-        "loggers",
-        "records",
+        f"records/{name}.py"
+        for name in (
+            *(
+                "__init__",
+                "__main__",
+                "checking",
+                "fields_page",
+                "files",
+                "gather",
+                "identity",
+                "interval",
+                "json_schema",
+            ),
+            *("json_schema", "provenance", "quantities", "record", "rows", "schema", "tables", "timeline", "work"),
+        )
     ),
     *("slurm", "tracing", "validate"),
     *("__init__.py", "__main__.py", "calibrate.py", "checkout.py", "describe.py", "doctor.py", "draw.py"),
-    *("errors.py", "extras.py", "first_hour.py", "markdown.py", "reading.py", "resources.py", "traces.py"),
+    *("errors.py", "extras.py", "first_hour.py", "markdown.py", "resources.py", "traces.py"),
     "wandb_upload.py",
 }
 """What reads, writes, shows and refuses, and changes no number of a point."""
@@ -40,7 +46,8 @@ Ids = Callable[[], tuple[str, str]]
 @pytest.fixture
 def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ids:
     """The ids of a simulated and a measured point by the package in tmp_path, a copy of this one."""
-    for name in (*identity.MEASURED_CODE, "cli", "loggers"):
+    (tmp_path / "records").mkdir()
+    for name in (*identity.MEASURED_CODE, "cli", "loggers", "records/files.py"):
         copy = shutil.copy if place(name).is_file() else shutil.copytree
         copy(place(name), tmp_path / name)
     monkeypatch.setattr(identity, "place", lambda name: tmp_path / name)
@@ -53,6 +60,9 @@ def ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ids:
     [
         ("cli/report.py", False, False),
         ("loggers/wandb_fields.py", False, False),
+        ("records/files.py", False, False),
+        ("records/workloads.py", True, True),
+        ("reading.py", True, True),
         ("simulate/flows.py", True, True),
         ("methods/mesh.py", True, True),
         ("account.py", True, True),
@@ -92,7 +102,8 @@ def test_data_that_changes_a_number_changes_the_id(tmp_path: Path, ids: Ids) -> 
 
 def test_of_every_file_is_known_whether_it_changes_a_number() -> None:
     there = {*BESIDE, *(path.name for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py")}
-    there -= {"__pycache__"}
+    there -= {"__pycache__", "records"}
+    there |= {f"records/{path.name}" for path in (PACKAGE / "records").glob("*.py")}
     assert there - set(identity.MEASURED_CODE) == OF_NO_NUMBER
 
 

@@ -56,6 +56,9 @@ class Inline:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
+    def delay(self) -> None:
+        pass
+
     def machine_s(self, mark: float) -> None:
         return None
 

@@ -22,6 +22,7 @@ from sp_bench.run import streams
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
 from sp_bench.run.graphs import GraphedEngine
+from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sharding import shard
 from tests.run.capturing import Capturing, NotCapturable
 from tests.run.queued import Machine, Wires
@@ -147,12 +148,18 @@ def test_lanes_end_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
         replayed(build("ulysses", {}), 0, 0)
 
 
-def test_parts_are_executed_as_ever() -> None:
+def test_parts_are_replays_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is replayed is compared with parts that are: nothing is launched one by one but to measure memory."""
     device, graphs, (q, k, v) = alone()
+    replays: list[Any] = []
+    replay = Capturing.replay
+    monkeypatch.setattr(Capturing, "replay", lambda self, graph: replays.append(graph) or replay(self, graph))
     with device:
-        graphs.forward(q, k, v, Action.COMPUTE)
-        assert not graphs.captures
-        graphs.forward(q, k, v)
-        assert graphs.captures
-        graphs.forward(q, k, v, Action.COMPUTE)
-        assert graphs.spent("forward") is not None
+        graphs.forward(q, k, v, Action.EVERYTHING, LiveBytes())
+        assert graphs.spent("forward") is not None and not replays
+        for action in (*Action, *Action):
+            graphs.forward(q, k, v, action)
+            assert graphs.spent("forward") is None
+    device.machine.run()
+    assert len(replays) == 6 and len({id(graph) for graph in replays}) == 3
+    assert replays[:3] == replays[3:]

@@ -23,6 +23,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import RegionKind
 from sp_bench.run import executor, streams
+from sp_bench.run.buffers import Arena
 from sp_bench.run.engine import Engine
 from sp_bench.run.one_sided import DATA, FREE, Signal
 from sp_bench.run.sharding import positions, shard
@@ -325,6 +326,41 @@ def test_calls_take_turns_whatever_streams_they_come_on(monkeypatch: pytest.Monk
     monkeypatch.setattr(Rank, "finished", property(lambda self: None, lambda self, event: None), raising=False)
     with pytest.raises(Hazard):
         two_calls_on_two_streams()
+
+
+def engines_of_one_memory_on_two_streams() -> None:
+    """The memory is used on a second stream last, where it grows; then its old place is something else on the first."""
+    execution = four("ring", {})
+    machine = Machine(execution.problem.n, seed=0)
+    for rank, device in enumerate(machine.ranks):
+        arena, streams = Arena(CPU, device), (machine.stream(device), machine.stream(device))
+        engines = []
+        for factor in (1, 16):
+            longer = replace(execution.problem, seqlen=factor * execution.problem.seqlen)
+            problem = execution.method.dealt(longer)
+            plans = {phase: execution.method.plan(longer, phase, execution.costs) for phase in PHASES}
+            engines.append(Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), arena=arena))
+        for engine, stream in ((engines[0], streams[0]), (engines[0], streams[1]), (engines[1], streams[1])):
+            problem, before = engine.problem, arena.nbytes
+            with device.on(stream):
+                given = [device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem)]
+                with device:
+                    engine.forward(*given[:3])
+        assert 0 < before < arena.nbytes
+        with device.on(streams[0]), device:
+            torch.empty(before, dtype=torch.uint8).fill_(1)
+    machine.run()
+
+
+def test_engines_of_one_memory_take_turns_whatever_streams_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines_of_one_memory_on_two_streams()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "_order_reuse", lambda self: None)
+        with pytest.raises(Hazard):
+            engines_of_one_memory_on_two_streams()
+    monkeypatch.setattr(Rank, "finished", property(lambda self: None, lambda self, event: None), raising=False)
+    with pytest.raises(Hazard):
+        engines_of_one_memory_on_two_streams()
 
 
 def test_the_caller_never_waits() -> None:

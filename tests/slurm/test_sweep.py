@@ -232,7 +232,8 @@ def test_a_task_that_is_told_to_end(box: SlurmBox, tmp_path: Path, capsys: pytes
 def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:
     """slurm/array.sbatch does the same, with keys of one's own behind it."""
     (tmp_path / "results").mkdir()
-    options = ["--parsable", "--array=0-1", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", f"--chdir={tmp_path}"]
+    options = ["--parsable", "--array=0-1", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:1", "--cpus-per-task=1"]
+    options.append(f"--chdir={tmp_path}")
     command = ["sbatch", *options, str(ROOT / "slurm" / "array.sbatch"), *POINT, "iters=3"]
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "SEQLENS": "128 256", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=box.environment() | variables, capture_output=True, text=True)

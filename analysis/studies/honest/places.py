@@ -9,8 +9,9 @@ from typing import Any
 
 from sp_bench.analysis.number import Number, of_record
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.point.backing import Interval, interval, known
+from sp_bench.point.backing import known
 from sp_bench.records import Record
+from sp_bench.records.interval import Interval, interval
 
 CLUSTERS = ("a100_hdr200", "h100_ndr400", "b200", "a800")
 GPUS = (8, 64, 512, 4096)
