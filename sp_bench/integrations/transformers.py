@@ -23,16 +23,19 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
-from sp_bench.integrations.batches import IGNORED, Agreement, Batch, batch_in, batch_of, documents, in_words, shifted
+from sp_bench.integrations.batches import IGNORED, Batch, batch_in, batch_of, documents, in_words, shifted
 from sp_bench.integrations.layer_masks import OTHERWISE, Sees, mask_function, refuse_padding
 from sp_bench.integrations.layers import NAME
 from sp_bench.integrations.models import under_way, watch
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.run.attention import SequenceParallelAttention
+from sp_bench.run.calls import agreement_of
+from sp_bench.run.groups import world
 
 NOT_DONE = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask", "indices", "block_indices")
 """Arguments of a model's attention that change its result."""
+RULE = "every rank passes the whole batch and gets its own tokens of it, so that all must have the same one"
 MOST_MASKS = 16
 """Masks, and lengths, whose layouts are kept."""
 
@@ -45,7 +48,7 @@ class Parallel:
         self._whole = SequenceParallelAttention(method, mask=CAUSAL, group=group, **options)
         self._method, self._group, self._options = method, group, options
         self._attentions: OrderedDict[Mask, SequenceParallelAttention] = OrderedDict()
-        self._agree = Agreement(group, self._whole.n)
+        self._agreement = agreement_of(group or world(), "batches") if self._whole.n > 1 else None
         self._dealt: OrderedDict[int, Batch | None] = OrderedDict()
         """Tokens of this rank -> a batch with so many; None if they were dealt in several ways."""
         self._checked: ref[Tensor] | None = None
@@ -82,7 +85,10 @@ class Parallel:
             mine: str | RequestError = in_words(input_ids, labels, rows)
         except RequestError as error:
             mine = error
-        self._agree(mine)
+        if self._agreement:
+            self._agreement.make(mine, RULE, "the same on all ranks (no sampler that splits data) would work")
+        if isinstance(mine, RequestError):
+            raise mine
         assert found is not None
         assert labels is not None
         if found.rows:
