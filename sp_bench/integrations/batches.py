@@ -36,6 +36,7 @@ class Batch:
         """This rank's labels, shifted: (B, S)."""
         self.count = 0
         """The labels of all ranks."""
+        self.first_position = 0
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole of what ranks have by token, in the rows that were given: (B, S, ...) -> (B, seqlen, ...)."""
@@ -64,7 +65,8 @@ class Batch:
         """The greatest position in a document that each rank has."""
         attention, whole = self.attention, torch.cat([torch.arange(length) for length in self.lengths])
         ranks = range(attention.n)
-        return [int(whole[positions(attention.layout, r, attention.n, self.seqlen)].max()) for r in ranks]
+        last = [int(whole[positions(attention.layout, r, attention.n, self.seqlen)].max()) for r in ranks]
+        return [self.first_position + position for position in last]
 
     def deal(self, x: Tensor) -> Tensor:
         """This rank's tokens: (B, seqlen) -> (B, S)."""

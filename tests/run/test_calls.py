@@ -13,7 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.measure.pool import RankPool
 from sp_bench.run.calls import COMPARED, LOOK_S, calls_of
 
-SECONDS = 8 * LOOK_S
+SECONDS = 20 * LOOK_S
 """Until all ranks have an error, on busy cores. The timeout of a group is minutes."""
 
 
