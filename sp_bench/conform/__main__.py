@@ -9,7 +9,8 @@ compared with fp64, called as training code calls it, and each failure is shrunk
   python -m sp_bench.conform methods | peers                   all of them that run on CPUs
 
 Keys: profile=short|long, sizes=1,2,4 (numbers of ranks), checks=out,dq,... (default: all), markdown=FILE, junit=FILE,
-shrink_s=20 (seconds to shrink each failure; 0: don't), timeout_s=60 (silent ranks count as hung).
+shrink_s=20 (seconds to shrink each failure, and to try other layouts; 0: don't), timeout_s=60 (silent ranks count as
+hung).
 A function's claims: layout, shard, unshard (module:fn each), masks, dtypes, head_parallel, sub_groups, uneven,
 documents, window, scale. They may stand beside the function instead (sp_bench.conform.claims). Other keys are options
 of the package or method. Exit codes: 0 all that was run holds, 1 something fails, 2 a request that can't be served.

@@ -29,9 +29,7 @@ def messages(subject: Subject, case: Case) -> str:
     peers = [rank for rank in range(case.n) if rank != stage.rank]
     arriving = {peer: torch.zeros(1) for peer in peers}
     receives = {p: dist.irecv(x, group=stage.group, group_src=p) for p, x in arriving.items()}
-    leaving = [
-        dist.isend(torch.tensor([1000.0 * stage.rank + p]), group=stage.group, group_dst=p) for p in peers
-    ]  # fmt: skip
+    leaving = [dist.isend(torch.tensor([1000.0 * stage.rank + p]), group=stage.group, group_dst=p) for p in peers]
     try:
         for peer, work in receives.items():
             assert work is not None
@@ -47,19 +45,23 @@ def messages(subject: Subject, case: Case) -> str:
 
 
 def other_length(subject: Subject, case: Case) -> str:
-    """The first rank gets half of its tokens. If the subject answers, it is right for the tokens that it got, in order.
+    """After a right call the first rank gets half of its tokens. If the subject answers, it is right for the tokens
+    that it got, in order; where it takes `seqlen`, that is their number.
 
     Raising or dying is right too (Check.loud). A function that is for other layouts than contiguous ones can't answer.
     """
     stage = Stage(subject, case)
+    if found := stage.wrong(stage.run(stage.inputs()), stage.inputs(), "before"):
+        return found
     missing = case.tokens // 2
     cut = case.simpler(more=-missing)
+    instance = stage.instance.at(cut) if stage.instance.at else stage.another(cut)
     whole = Inputs(*(x[:, : cut.seqlen] for x in stage.inputs()))
     first, last = (max(0, rank * case.tokens - missing) for rank in (stage.rank, stage.rank + 1))
     local = Inputs(*(x[:, first:last].contiguous() for x in whole))
     with _silenced():
         leaves = [x.detach().requires_grad_() for x in local[:3]]
-        out = stage.instance.attend(*leaves)
+        out = instance.attend(*leaves)
         shapes: list[Any] = [None] * case.n
         dist.all_gather_object(shapes, (tuple(out.shape), tuple(local.q.shape)), group=stage.group)
         answers = f"rank 0 has {case.tokens - missing} tokens and the others {case.tokens}, but none raises"

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 
 from sp_bench.conform.case import Case
 from sp_bench.conform.catalogue import Check
-from sp_bench.conform.subjects import Subject
+from sp_bench.conform.subjects import REFUSALS, Subject
 from sp_bench.errors import RequestError
 from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
 
 TIMEOUT_S = 60.0
 """How long ranks may be silent before they count as hung."""
-REFUSALS = (NotImplementedError, ValueError, AssertionError)
-"""What a subject's call raises, on all ranks, for what it doesn't do."""
 PRELOADED = ("sp_bench.conform.checks", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
 """What ranks would each import: every pool of ranks is started again after a failure."""
 

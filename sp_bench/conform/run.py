@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from sp_bench.conform.shrink import smallest
 from sp_bench.conform.subjects import Subject
 
 SHRINK_S = 20.0
-"""Seconds spent on shrinking one failure."""
+"""Seconds spent on shrinking one failure, and as many on trying it in other layouts."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,30 @@ def _row(subject: Subject, worlds: Worlds, check: Check, *, long: bool, sizes: s
         return Row(check, "holds" if ran else "refused", ran, 0, dict(refused))
     case = _smallest(subject, worlds, check, failing, shrink_s)
     why = worlds.judge(subject, check, case).why
-    layout, others = _layouts(subject, worlds, check, failing)
+    layout, others = _layouts(subject, worlds, check, failing, shrink_s)
     worlds.renew()
     return Row(check, "fails", ran, len(failing), dict(refused), case, why, layout, others)
 
 
 def _layouts(
-    subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict]
+    subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict], limit_s: float
 ) -> tuple[str, tuple[str, ...]]:
-    """(the layout of the failing cases, the others in which all of them hold); none where no other could help."""
+    """(the layout of the failing cases, the others in which all of them hold); none where no other could help.
+
+    Only those are named that all cases were tried in within the time, and nothing is tried after ranks died or hung.
+    """
     tried = {case: subject.in_other_layouts(case) for case in failing}
     if any(verdict.slow for verdict in failing.values()) or not all(tried.values()):
         return "", ()
-    names = set.intersection(*(set(others) for others in tried.values()))
-    found = [
-        name
-        for name in sorted(names)
-        if all(worlds.judge(others[name], check, case).status == "holds" for case, others in tried.items())
-    ]
+    deadline, found = time.monotonic() + limit_s, []
+    for name in sorted(set.intersection(*(set(others) for others in tried.values()))):
+        for case, others in tried.items():
+            verdict = worlds.judge(others[name], check, case) if time.monotonic() < deadline else Verdict("not run")
+            deadline = 0.0 if verdict.slow else deadline
+            if verdict.status != "holds":
+                break
+        else:
+            found.append(name)
     return " and ".join(sorted({subject.layout(case).name for case in failing})), tuple(found)
 
 

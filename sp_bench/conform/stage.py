@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.conform.case import PAD_TOKENS, Case
-from sp_bench.conform.ranks import REFUSALS
-from sp_bench.conform.subjects import Instance, Subject
+from sp_bench.conform.subjects import REFUSALS, Instance, Subject
 from sp_bench.kernels.reference import exact
 from sp_bench.run.groups import world
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+REFUSALS = (NotImplementedError, ValueError, AssertionError)
+"""What a subject's call raises, on all ranks, for what it doesn't do."""
+
 
 @dataclass
 class Instance:
