@@ -57,7 +57,10 @@ def _conform(arguments: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd()) if os.getcwd() not in sys.path else None
     options = {key: yaml.safe_load(value) for key, value in given.items() if key not in KEYS}
     subjects = subjects_named(targets[0], options)
-    long, sizes, checks = _profile(given), sizes_named(given.get("sizes", "")), checks_named(given.get("checks", ""))
+    profile = given.get("profile", PROFILES[0])
+    if profile not in PROFILES:
+        raise unknown("profile", profile, PROFILES)
+    long, sizes, checks = profile == "long", sizes_named(given.get("sizes", "")), checks_named(given.get("checks", ""))
     shrink_s = read(NotNegative, yaml.safe_load(given.get("shrink_s", str(SHRINK_S))), "shrink_s")
     timeout_s = read(Seconds, yaml.safe_load(given.get("timeout_s", str(TIMEOUT_S))), "timeout_s")
     files = {kind: _writable(kind, given[kind]) for kind in ("markdown", "junit") if kind in given}
@@ -86,14 +89,6 @@ def _watched(subject: Subject, worlds: Worlds, **how: Any) -> list[Row]:
             done=lambda row: progress.update(task, description=f"{subject.title}: {row.check.name} {row.status}"),
             **how,
         )
-
-
-def _profile(given: dict[str, str]) -> bool:
-    """Whether the long profile is asked for."""
-    profile = given.get("profile", PROFILES[0])
-    if profile not in PROFILES:
-        raise unknown("profile", profile, PROFILES)
-    return profile == "long"
 
 
 def sizes_named(text: str) -> list[int]:

@@ -41,16 +41,6 @@ class Check:
         return not name or getattr(claims, name) is (name == self.claim)
 
     @property
-    def counted(self) -> bool:
-        """Whether it is only for subjects with a claimed volume."""
-        return self.function == "volume"
-
-    @property
-    def leaves_messages(self) -> bool:
-        """Whether a failure leaves messages on the group."""
-        return self.function == "messages"
-
-    @property
     def worlds(self) -> int:
         """How many groups of ranks share the world."""
         return 2 if self.function == "sub_groups" else 1

@@ -68,8 +68,8 @@ def _row(subject: Subject, worlds: Worlds, check: Check, *, long: bool, sizes: s
     if not check.claimed(claims):
         return Row(check, "not claimed")
     cases = [*dict.fromkeys(check.cases(claims, sorted(sizes), long))]
-    if check.counted:
-        cases = [case for case in cases if _volume_is_claimed(subject, worlds, case)]
+    if check.function == "volume":  # only where a volume is claimed
+        cases = [c for c in cases if not worlds.refusal(subject, c) and subject.sent_bytes(c, "forward") is not None]
         if not cases:
             return Row(check, "not claimed")
     cases = [case for case in cases if case.n in sizes and check.worlds * case.n <= max(SIZES)]
@@ -110,17 +110,14 @@ def _layouts(
     return " and ".join(sorted({subject.layout(case).name for case in failing})), tuple(found)
 
 
-def _volume_is_claimed(subject: Subject, worlds: Worlds, case: Case) -> bool:
-    return worlds.refusal(subject, case) is None and subject.sent_bytes(case, "forward") is not None
-
-
 def _smallest(subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict], limit_s: float) -> Case:
     """A failure that ends ranks isn't shrunk: each try takes a new pool, or a timeout."""
     quick = [case for case, verdict in failing.items() if not verdict.slow]
     if not quick or limit_s <= 0:
         return min(quick or failing)
-    return smallest(min(quick), lambda case: _fails_quickly(worlds.judge(subject, check, case)), limit_s)
 
+    def fails(case: Case) -> bool:
+        verdict = worlds.judge(subject, check, case)
+        return verdict.status == "fails" and not verdict.slow
 
-def _fails_quickly(verdict: Verdict) -> bool:
-    return verdict.status == "fails" and not verdict.slow
+    return smallest(min(quick), fails, limit_s)

@@ -212,12 +212,15 @@ class SequenceParallelAttention(torch.nn.Module):
     def engine(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Engine:
         """Return the engine for these shapes and dtypes; it is built at first use. Those used last are kept.
 
-        All ranks must call it, in the same order of shapes. A rank tells the others of a shape that is new to it, which
-        raises RequestError on all ranks if one can't serve its tensors, or if they have different shapes: at once if
-        these are new to all, in a few seconds if some ranks have theirs already and wait in that call. Over gloo
-        messages of different shapes never match, and ranks that wait in different calls find it in as long. No rank
-        communicates about shapes that all have; what they have called is compared behind the calls, every 256 of them.
-        On GPUs a rank that waits for a transfer can't be interrupted: it logs the error, and its next call raises it.
+        All ranks must call it, with the same shapes in the same order. Of a shape that is new to it a rank tells the
+        others. RequestError is raised on all ranks if one can't serve its tensors, or if they have different shapes: at
+        once if these are new to all, and within seconds if some ranks have theirs and wait in that call.
+
+        Of shapes that all have, ranks say nothing. If ranks mix them up, messages over gloo don't match, and ranks that
+        wait in different calls raise RequestError within seconds; in a collective of gloo sizes that differ end the
+        process, and over NCCL transfers may match. What was called is compared on a thread, every 256 calls and
+        whenever none was begun for a second, so that a later call raises it. On GPUs a rank that waits for a transfer
+        can't be interrupted: it logs the error.
         """
         shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
         uneven = self._uneven.get(q.shape[1]) if seqlen is None else None

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -56,8 +56,9 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
         self.n, self.rank, self._timeout = group.size(), group.rank(), timeout_of(group)
-        store = c10d._get_default_store().clone()  # a wait holds up whatever else uses its connection
-        self.store = dist.PrefixStore(f"sp_bench {purpose} of {group.group_name}/", store)
+        store: Any = c10d._get_default_store()
+        store = store.clone()  # a wait holds up whatever else uses its connection
+        self.store = c10d.PrefixStore(f"sp_bench {purpose} of {group.group_name}/", store)
         self.number = 0
         """That of the last agreement. All ranks make them in one order."""
 
@@ -82,9 +83,8 @@ class Agreement:
         """
         verdict = f"{number} verdict"
         if isinstance(mine, RequestError):
-            self._decide(
-                verdict, Refusal(f"on rank {self.rank}, {mine}", "no rank goes on without it", "that would work")
-            )
+            value, rule = f"on rank {self.rank}, {mine}", "no rank goes on without the others"
+            self._decide(verdict, Refusal(value, rule, "what it says would work"))
         elif other := self.differs(f"{number} first", mine):
             self._decide(verdict, Refusal(other, rule, would_work, lost))
         came = self.store.add(f"{number} came", 1)
@@ -95,10 +95,9 @@ class Agreement:
         try:
             self.store.wait([verdict], self._timeout)
         except RuntimeError as error:
-            found = (
-                f"{self.store.add(f'{number} came', 0)} of {self.n} ranks came in {self._timeout.total_seconds():.0f} s"
-            )
-            raise RuntimeError(f"only {found} to make this call, as rank {self.rank} does: {mine}") from error
+            found = f"{self.store.add(f'{number} came', 0)} of {self.n} ranks came"
+            seconds = f"{self._timeout.total_seconds():.0f} s"
+            raise RuntimeError(f"only {found} in {seconds} to what rank {self.rank} does: {mine}") from error
         found = json.loads(self.store.get(verdict))
         return Refusal(*found) if found else None
 
@@ -117,7 +116,7 @@ class Agreement:
 class _Call(NamedTuple):
     """A call that this rank has begun."""
 
-    count: int
+    number: int
     """How many it has begun with it."""
     words: str
     checksum: int
@@ -178,7 +177,7 @@ class Calls:
         try:
             yield
         except RuntimeError as error:
-            if self._refusal is None:
+            with suppress(RuntimeError):  # of the store
                 self._look()  # another rank may have closed the connection before this one looked
             if self._refusal:
                 raise self._refusal.error from error
@@ -193,7 +192,7 @@ class Calls:
         if call is not None:
             self._to_compare = None
             self._compare(call)
-        if waits and last.count and self._refusal is None:
+        if waits:
             self._look()
 
     def _note(self, words: str) -> None:
@@ -209,6 +208,8 @@ class Calls:
 
     def _look(self) -> None:
         """Give up if others ask for a new shape in a call that this rank has begun, or are in another call."""
+        if self._refusal or not self._last.number:
+            return
         store, number = self._beside.store, self.agreement.number + 1
         asked = int(store.get(f"{number} asked")) if store.check([f"{number} asked"]) else 0
         if asked in self._known:
@@ -221,9 +222,11 @@ class Calls:
     def _compare(self, call: _Call) -> None:
         """Give up if another rank has begun as many calls and they were others."""
         store = self._beside.store
-        mine = f"{call.words} (call {call.count}, {call.checksum:08x} with those before)"
-        if call is not self._compared and (other := self._beside.differs(f"call {call.count}", mine)):
-            store.compare_set("differs", "", json.dumps(Refusal(other, RULE, WOULD_WORK, lost=True)))
+        mine = f"{call.words} (call {call.number}, {call.checksum:08x} with those before)"
+        if call is not self._compared:
+            store.delete_key(f"call {self._compared.number}")  # ranks that come later compare others
+            if other := self._beside.differs(f"call {call.number}", mine):
+                store.compare_set("differs", "", json.dumps(Refusal(other, RULE, WOULD_WORK, lost=True)))
         self._compared = call
         if store.check(["differs"]):
             self._lose(Refusal(*json.loads(store.get("differs"))))

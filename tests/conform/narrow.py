@@ -245,7 +245,7 @@ def other_length_later(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: 
 def any_length_of_seqlen(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group, seqlen: int) -> Tensor:
     """Takes any lengths that add up to that of the whole sequence."""
     if sum(_sizes(q, group)) != seqlen:
-        return torch.zeros_like(q)
+        return 0 * any_length(q, k, v, causal=causal, group=group)
     return any_length(q, k, v, causal=causal, group=group)
 
 
