@@ -8,7 +8,7 @@ from sp_bench.errors import RequestError
 
 EXTRAS = {
     "run": ("torch",),
-    "conform": ("hypothesis", "torch"),
+    "conform": ("torch",),
     "transformers": ("torch", "transformers"),
     "analysis": ("matplotlib", "pandas", "pyarrow", "seaborn"),
 }

@@ -9,7 +9,8 @@ compared with fp64, called as training code calls it, and each failure is shrunk
   python -m sp_bench.conform methods | peers                   all of them that run on CPUs
 
 Keys: profile=short|long, sizes=1,2,4 (numbers of ranks), checks=out,dq,... (default: all), markdown=FILE, junit=FILE,
-shrink_s=20 (seconds to shrink each failure; 0: don't), timeout_s=60 (silent ranks count as hung).
+shrink_s=20 (seconds to shrink each failure, and to try other layouts; 0: don't), timeout_s=60 (silent ranks count as
+hung).
 A function's claims: layout, shard, unshard (module:fn each), masks, dtypes, head_parallel, sub_groups, uneven,
 documents, window, scale. They may stand beside the function instead (sp_bench.conform.claims). Other keys are options
 of the package or method. Exit codes: 0 all that was run holds, 1 something fails, 2 a request that can't be served.
@@ -56,7 +57,10 @@ def _conform(arguments: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd()) if os.getcwd() not in sys.path else None
     options = {key: yaml.safe_load(value) for key, value in given.items() if key not in KEYS}
     subjects = subjects_named(targets[0], options)
-    long, sizes, checks = _profile(given), sizes_named(given.get("sizes", "")), checks_named(given.get("checks", ""))
+    profile = given.get("profile", PROFILES[0])
+    if profile not in PROFILES:
+        raise unknown("profile", profile, PROFILES)
+    long, sizes, checks = profile == "long", sizes_named(given.get("sizes", "")), checks_named(given.get("checks", ""))
     shrink_s = read(NotNegative, yaml.safe_load(given.get("shrink_s", str(SHRINK_S))), "shrink_s")
     timeout_s = read(Seconds, yaml.safe_load(given.get("timeout_s", str(TIMEOUT_S))), "timeout_s")
     files = {kind: _writable(kind, given[kind]) for kind in ("markdown", "junit") if kind in given}
@@ -85,14 +89,6 @@ def _watched(subject: Subject, worlds: Worlds, **how: Any) -> list[Row]:
             done=lambda row: progress.update(task, description=f"{subject.title}: {row.check.name} {row.status}"),
             **how,
         )
-
-
-def _profile(given: dict[str, str]) -> bool:
-    """Whether the long profile is asked for."""
-    profile = given.get("profile", PROFILES[0])
-    if profile not in PROFILES:
-        raise unknown("profile", profile, PROFILES)
-    return profile == "long"
 
 
 def sizes_named(text: str) -> list[int]:

@@ -13,25 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sp_bench.conform.case import Case
 from sp_bench.conform.stage import Inputs, Stage, compared
-from sp_bench.conform.subjects import Subject
 from sp_bench.workload.exactness import NAMES
 
 PROBE_S = 5
 """Seconds that a probe for messages may take."""
 
 
-def messages(subject: Subject, case: Case) -> str:
+def messages(stage: Stage) -> str:
     """After a call, messages between all ranks arrive as sent: none was left on the group, nor a receive for one."""
-    stage = Stage(subject, case)
     stage.run(stage.inputs())
-    peers = [rank for rank in range(case.n) if rank != stage.rank]
+    peers = [rank for rank in range(stage.case.n) if rank != stage.rank]
     arriving = {peer: torch.zeros(1) for peer in peers}
     receives = {p: dist.irecv(x, group=stage.group, group_src=p) for p, x in arriving.items()}
-    leaving = [
-        dist.isend(torch.tensor([1000.0 * stage.rank + p]), group=stage.group, group_dst=p) for p in peers
-    ]  # fmt: skip
+    leaving = [dist.isend(torch.tensor([1000.0 * stage.rank + p]), group=stage.group, group_dst=p) for p in peers]
     try:
         for peer, work in receives.items():
             assert work is not None
@@ -46,30 +41,33 @@ def messages(subject: Subject, case: Case) -> str:
     return ""
 
 
-def other_length(subject: Subject, case: Case) -> str:
-    """The first rank gets half of its tokens. If the subject answers, it is right for the tokens that it got, in order.
+def other_length(stage: Stage) -> str:
+    """After a right call the first rank gets half of its tokens. If the subject answers, it is right for the tokens
+    that it got, in order; where it takes `seqlen`, that is their number.
 
     Raising or dying is right too (Check.loud). A function that is for other layouts than contiguous ones can't answer.
     """
-    stage = Stage(subject, case)
-    missing = case.tokens // 2
-    cut = case.simpler(more=-missing)
+    if found := stage.wrong(stage.run(stage.inputs()), stage.inputs(), "before"):
+        return found
+    missing = stage.case.tokens // 2
+    cut = stage.case.simpler(more=-missing)
+    instance = stage.instance.at(cut) if stage.instance.at else stage.another(cut)
     whole = Inputs(*(x[:, : cut.seqlen] for x in stage.inputs()))
-    first, last = (max(0, rank * case.tokens - missing) for rank in (stage.rank, stage.rank + 1))
+    first, last = (max(0, rank * stage.case.tokens - missing) for rank in (stage.rank, stage.rank + 1))
     local = Inputs(*(x[:, first:last].contiguous() for x in whole))
     with _silenced():
         leaves = [x.detach().requires_grad_() for x in local[:3]]
-        out = stage.instance.attend(*leaves)
-        shapes: list[Any] = [None] * case.n
+        out = instance.attend(*leaves)
+        shapes: list[Any] = [None] * stage.case.n
         dist.all_gather_object(shapes, (tuple(out.shape), tuple(local.q.shape)), group=stage.group)
-        answers = f"rank 0 has {case.tokens - missing} tokens and the others {case.tokens}, but none raises"
+        answers = f"rank 0 has {stage.case.tokens - missing} tokens and the others {stage.case.tokens}, but none raises"
         for rank, (found, wanted) in enumerate(shapes):
             if found != wanted:
                 return f"{answers}: out of rank {rank} is {found}, where {wanted} is right"
-        results: list[Any] = [None] * case.n
+        results: list[Any] = [None] * stage.case.n
         dist.all_gather_object(results, stage.backward(out, leaves, local.dout), group=stage.group)
     joined = {name: torch.cat(parts, dim=1) for name, *parts in zip(NAMES, *results, strict=True)}
-    found = "; ".join(compared(joined, whole, cut, case.dtype).values())
+    found = "; ".join(compared(joined, whole, cut, stage.case.dtype).values())
     return f"{answers}: {found}" if found else ""
 
 
@@ -87,11 +85,11 @@ def _silenced() -> Iterator[None]:
         os.close(nowhere)
 
 
-def sub_groups(subject: Subject, case: Case) -> str:
+def sub_groups(stage: Stage) -> str:
     """The even and the odd ranks each run an attention of their own at the same time."""
     parity = dist.get_rank() % 2
     group = _halves()[parity]
-    stage = Stage(subject, case, group)
+    stage = Stage(stage.subject, stage.case, group)
     inputs = stage.inputs(seed=parity)
     return stage.wrong(stage.run(inputs), inputs, f"ranks {'odd' if parity else 'even'}")
 

@@ -5,9 +5,10 @@ One case covers several kinds where no attention documents to refuse their pair,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import lcm
+from typing import Any
 
 from sp_bench.conform.case import Case
 from sp_bench.conform.claims import Claims
@@ -49,128 +50,106 @@ def case_of(claims: Claims, n: int, **changes: object) -> Case:
     return base.simpler(**changes)
 
 
-def grouped(n: int) -> dict[str, int]:
-    """Two query heads for each key head, of which each rank could have one."""
-    return {"heads": 2 * max(n, 2), "kv_heads": max(n, 2)}
-
-
 def share(n: int, seqlen: int) -> int:
     """Tokens of a rank, even so that every layout cuts them into equal pieces, for about `seqlen` in all."""
     return 2 * round(seqlen / n / 2)
 
 
+def every(
+    claims: Claims, sizes: Sequence[int], wanted: Sequence[int], *kinds: Mapping[str, Any], masks: Sequence[str] = ()
+) -> Iterator[Case]:
+    """Each kind of case with each claimed mask, or these, on those of the wanted numbers of ranks that are run."""
+    for n, mask, kind in product(chosen(sizes, *wanted), masks or claims.masks, kinds or ({},)):
+        yield case_of(claims, n, mask=mask, **{key: x(n) if callable(x) else x for key, x in kind.items()})
+
+
+GROUPED = {"heads": lambda n: 2 * max(n, 2), "kv_heads": lambda n: max(n, 2)}
+"""Two query heads for each key head, of which each rank could have one."""
+PACKED = {"tokens": lambda n: share(n, PACKED_TOKENS)}
+
+
 def sizes_and_masks(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """All numbers of ranks with all masks."""
-    for n, mask in product(sizes, claims.masks):
-        yield case_of(claims, n, mask=mask)
-        if long:
-            yield case_of(claims, n, mask=mask, tokens=32, batch=2, heads=2 * n, kv_heads=2 * n)
+    larger = {"tokens": 32, "batch": 2, "heads": lambda n: 2 * n, "kv_heads": lambda n: 2 * n}
+    return every(claims, sizes, sizes, {}, *[larger] * long)
 
 
 def lengths(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     pairs = [*LENGTHS.items(), *(LONGER.items() if long else ())]
     found = [(n, seqlen) for n, seqlen in pairs if n in sizes]
     for n, seqlen in found or [(n, max(LENGTHS.values())) for n in chosen(sizes)]:
-        for mask in claims.masks:
-            yield case_of(claims, n, mask=mask, tokens=share(n, seqlen))
+        yield from every(claims, sizes, [n], {"tokens": share(n, seqlen)})
 
 
 def kv_heads(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Key heads that the ranks share, one for all, fewer than ranks, and numbers that neither divide the other."""
-    for n, mask in product(chosen(sizes, *(SIZES[1:] if long else (2, 4))), claims.masks):
-        yield case_of(claims, n, mask=mask, **grouped(n))
-        yield case_of(claims, n, mask=mask, heads=2 * n, kv_heads=1)
-        if n in (4, 6, 8):
-            yield case_of(claims, n, mask=mask, heads=n, kv_heads=n // 2)
-        if n in NEITHER:
-            yield case_of(claims, n, mask=mask, heads=lcm(n, NEITHER[n]), kv_heads=NEITHER[n])
+    for n in chosen(sizes, *(SIZES[1:] if long else (2, 4))):
+        kinds = [GROUPED, {"heads": 2 * n, "kv_heads": 1}]
+        kinds += [{"heads": n, "kv_heads": n // 2}] if n in (4, 6, 8) else []
+        kinds += [{"heads": lcm(n, NEITHER[n]), "kv_heads": NEITHER[n]}] if n in NEITHER else []
+        yield from every(claims, sizes, [n], *kinds)
 
 
 def uneven_heads(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    triples = [(2, 3, 3), (4, 6, 3), (3, 4, 4), (4, 6, 6)] + [
-        (6, 8, 8),
-        (8, 12, 12),
-        (3, 2, 2),
-        (8, 3, 3),
-        (2, 1, 1),
-    ] * long
+    triples = [(2, 3, 3), (4, 6, 3), (3, 4, 4), (4, 6, 6)]
+    triples += [(6, 8, 8), (8, 12, 12), (3, 2, 2), (8, 3, 3), (2, 1, 1)] * long
     found = [each for each in triples if each[0] in sizes]
     for n, heads, keys in found or [(n, n + 1, n + 1) for n in chosen(sizes)]:
         yield case_of(claims, n, heads=heads, kv_heads=keys)
 
 
 def head_dims(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    masks = claims.masks if long else claims.masks[:1]
-    for n, dim, mask in product(chosen(sizes, *((2, 4, 8) if long else (2,))), (64, 80, 128, 192, 256), masks):
-        yield case_of(claims, n, head_dim=dim, mask=mask)
+    kinds = [{"head_dim": dim} for dim in (64, 80, 128, 192, 256)]
+    return every(claims, sizes, (2, 4, 8) if long else (2,), *kinds, masks=_first(claims, long))
 
 
 def batches(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    for n, mask in product(chosen(sizes, *((2, 3, 4, 8) if long else (2, 3))), claims.masks):
-        yield case_of(claims, n, batch=2, mask=mask)
+    return every(claims, sizes, (2, 3, 4, 8) if long else (2, 3), {"batch": 2})
 
 
 def dtypes(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    masks = claims.masks if long else claims.masks[:1]
-    for n, dtype, mask in product(chosen(sizes, *((2, 4, 8) if long else (2,))), claims.dtypes, masks):
-        yield case_of(claims, n, dtype=dtype, mask=mask)
+    kinds = [{"dtype": dtype} for dtype in claims.dtypes]
+    return every(claims, sizes, (2, 4, 8) if long else (2,), *kinds, masks=_first(claims, long))
 
 
 def uneven(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """A few tokens more than the ranks share evenly; also in a longer sequence, in a batch, with grouped queries."""
-    for mask in claims.masks:
-        for n, more in product(chosen(sizes, *((2, 3, 4, 8) if long else (3, 4))), (1, 2, 5) if long else (1,)):
-            yield case_of(claims, n, more=more, mask=mask)
-        for n in chosen(sizes, 3):
-            yield case_of(claims, n, more=1, mask=mask, batch=2, tokens=share(n, PACKED_TOKENS), **grouped(n))
+    kinds = [{"more": more} for more in ((1, 2, 5) if long else (1,))]
+    yield from every(claims, sizes, (2, 3, 4, 8) if long else (3, 4), *kinds)
+    yield from every(claims, sizes, (3,), {"more": 1, "batch": 2, **PACKED, **GROUPED})
 
 
 def documents(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Packs; also with grouped queries, in a batch, both, and of longer documents."""
-    for mask in claims.masks:
-        for n, count in product(chosen(sizes, *((2, 3, 4, 8) if long else (2, 4))), (1, 3, 5) if long else (3,)):
-            yield case_of(claims, n, documents=count, mask=mask)
-        for n in chosen(sizes, *((2, 3) if long else (2,))):
-            yield case_of(claims, n, documents=3, mask=mask, **grouped(n))
-            yield case_of(claims, n, documents=3, mask=mask, batch=2)
-            yield case_of(claims, n, documents=5, mask=mask, tokens=share(n, PACKED_TOKENS))
-        for n in chosen(sizes, *((4, 8) if long else (4,))):
-            yield case_of(claims, n, documents=3, mask=mask, batch=2, **grouped(n))
+    kinds = [{"documents": count} for count in ((1, 3, 5) if long else (3,))]
+    yield from every(claims, sizes, (2, 3, 4, 8) if long else (2, 4), *kinds)
+    more = ({"documents": 3, **GROUPED}, {"documents": 3, "batch": 2}, {"documents": 5, **PACKED})
+    yield from every(claims, sizes, (2, 3) if long else (2,), *more)
+    yield from every(claims, sizes, (4, 8) if long else (4,), {"documents": 3, "batch": 2, **GROUPED})
 
 
 def padded(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    for n, mask in product(chosen(sizes, *((2, 3, 4, 8) if long else (3,))), claims.masks):
-        yield case_of(claims, n, documents=2, padded=True, mask=mask)
-    for n, mask in product(chosen(sizes, 2), claims.masks):
-        yield case_of(claims, n, documents=2, padded=True, mask=mask, batch=2, **grouped(n))
+    pack = {"documents": 2, "padded": True}
+    yield from every(claims, sizes, (2, 3, 4, 8) if long else (3,), pack)
+    yield from every(claims, sizes, (2,), {**pack, "batch": 2, **GROUPED})
 
 
 def windows(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Windows within a rank's tokens and beyond them, and in longer sequences; with documents where claimed."""
-    for mask in claims.masks:
-        for n, window in product(chosen(sizes, *((2, 3, 4, 8) if long else (2, 4))), (3, SHORT_TOKENS + 3)):
-            yield case_of(claims, n, window=window, mask=mask)
-        for n in chosen(sizes, 2):
-            tokens = share(n, PACKED_TOKENS)
-            yield case_of(claims, n, window=200, mask=mask, batch=2, tokens=tokens, **grouped(n))
-            if claims.documents:
-                yield case_of(claims, n, window=3, mask=mask, documents=3)
+    yield from every(claims, sizes, (2, 3, 4, 8) if long else (2, 4), {"window": 3}, {"window": SHORT_TOKENS + 3})
+    packs = [{"window": 3, "documents": 3}] * claims.documents
+    yield from every(claims, sizes, (2,), {"window": 200, "batch": 2, **PACKED, **GROUPED}, *packs)
 
 
 def scales(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Another scale; with the window or documents that are claimed too."""
-    for n, mask in product(chosen(sizes, *((2, 3, 4, 8) if long else (2, 4))), claims.masks):
-        yield case_of(claims, n, scale=0.4, mask=mask)
-        if claims.window:
-            yield case_of(claims, n, scale=0.4, mask=mask, window=3)
-        if claims.documents:
-            yield case_of(claims, n, scale=0.4, mask=mask, documents=3)
+    kinds = [{}, *[{"window": 3}] * claims.window, *[{"documents": 3}] * claims.documents]
+    return every(claims, sizes, (2, 3, 4, 8) if long else (2, 4), *({"scale": 0.4, **kind} for kind in kinds))
 
 
 def one(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Two ranks; in the long profile others, and each mask."""
-    wanted = (2, 3, 4) if long else (2,)
-    return (case_of(claims, n, mask=mask) for n, mask in product(chosen(sizes, *wanted), claims.masks[: 1 + long]))
+    return every(claims, sizes, (2, 3, 4) if long else (2,), masks=_first(claims, long))
 
 
 def plain(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
@@ -180,31 +159,25 @@ def plain(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
 
 def three(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Three ranks, where each has two others."""
-    wanted = (3, 4, 8) if long else (3,)
-    return (case_of(claims, n, mask=mask) for n, mask in product(chosen(sizes, *wanted), claims.masks[: 1 + long]))
+    return every(claims, sizes, (3, 4, 8) if long else (3,), masks=_first(claims, long))
 
 
 def several(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
     """Two ranks, with each mask; nothing on one rank, which has no other."""
-    for n, mask in product(chosen(sizes, *((2, 3, 4) if long else (2,))), claims.masks):
-        if n > 1:
-            yield case_of(claims, n, mask=mask)
+    return (case for case in every(claims, sizes, (2, 3, 4) if long else (2,)) if case.n > 1)
 
 
 def groups(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    wanted = (2, 3, 4) if long else (2, 3)
-    return (case_of(claims, n, mask=mask) for n, mask in product(chosen(sizes, *wanted), claims.masks[: 1 + long]))
+    return every(claims, sizes, (2, 3, 4) if long else (2, 3), masks=_first(claims, long))
 
 
 def volumes(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    for n, mask in product(chosen(sizes, *((2, 3, 4, 6, 8) if long else (2, 4))), claims.masks):
-        yield case_of(claims, n, mask=mask)
-        yield case_of(claims, n, mask=mask, **grouped(n))
+    return every(claims, sizes, (2, 3, 4, 6, 8) if long else (2, 4), {}, GROUPED)
 
 
 def large(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
-    for n in chosen(sizes, *((2, 4) if long else (2,))):
-        yield case_of(claims, n, tokens=LEAK_TOKENS, heads=8 * n, kv_heads=8 * n, head_dim=LEAK_HEAD_DIM)
+    many = {"tokens": LEAK_TOKENS, "head_dim": LEAK_HEAD_DIM, "heads": lambda n: 8 * n, "kv_heads": lambda n: 8 * n}
+    return every(claims, sizes, (2, 4) if long else (2,), many, masks=claims.masks[:1])
 
 
 def large_packed(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[Case]:
@@ -214,3 +187,8 @@ def large_packed(claims: Claims, sizes: Sequence[int], long: bool) -> Iterator[C
         yield case
         if claims.documents:
             yield case.simpler(documents=3)
+
+
+def _first(claims: Claims, long: bool) -> tuple[str, ...]:
+    """The first claimed mask; two in the long profile."""
+    return claims.masks[: 1 + long]

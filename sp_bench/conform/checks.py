@@ -35,26 +35,24 @@ def errors(subject: Subject, case: Case) -> dict[str, str]:
     return stage.errors(stage.run(inputs), inputs)
 
 
-def tensor(name: str, subject: Subject, case: Case) -> str:
+def tensor(name: str, stage: Stage) -> str:
     """What is wrong with one of out, dq, dk and dv."""
-    return errors(subject, case).get(name, "")
+    return errors(stage.subject, stage.case).get(name, "")
 
 
-def exact(subject: Subject, case: Case) -> str:
+def exact(stage: Stage) -> str:
     """All four tensors."""
-    return "; ".join(errors(subject, case).values())
+    return "; ".join(errors(stage.subject, stage.case).values())
 
 
-def large_scores(subject: Subject, case: Case) -> str:
+def large_scores(stage: Stage) -> str:
     """Scores whose exponentials overflow fp32. Rounding in the scores grows with them, and so do the tolerances."""
-    stage = Stage(subject, case)
     inputs = stage.inputs(scale=LARGE)
     return stage.wrong(stage.run(inputs), inputs, dtype="bfloat16")
 
 
-def strides(subject: Subject, case: Case) -> str:
+def strides(stage: Stage) -> str:
     """Inputs and an output gradient that are views of (B, H, S, D), and one gradient that is a single number."""
-    stage = Stage(subject, case)
     inputs, ones = stage.inputs(), torch.ones(())
     local = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in stage.local(inputs)))
     out, leaves = stage.forward(local)
@@ -65,17 +63,15 @@ def strides(subject: Subject, case: Case) -> str:
     return found or stage.wrong(stage.backward(out, leaves, expanded), whole, "with the gradient of out.sum()")
 
 
-def repeated(subject: Subject, case: Case) -> str:
+def repeated(stage: Stage) -> str:
     """Three calls of one instance on different inputs, all compared after the last one."""
-    stage = Stage(subject, case)
     results = [stage.run(stage.inputs(seed)) for seed in range(3)]
     found = [stage.wrong(x, stage.inputs(seed), f"call {seed + 1} of 3") for seed, x in enumerate(results)]
     return next(filter(None, found), "")
 
 
-def in_flight(subject: Subject, case: Case) -> str:
+def in_flight(stage: Stage) -> str:
     """Two forwards, then their backwards in the same and in the reverse order."""
-    stage = Stage(subject, case)
     for order in ((0, 1), (1, 0)):
         locals_ = [stage.local(stage.inputs(seed)) for seed in (0, 1)]
         forwards = [stage.forward(local) for local in locals_]
@@ -87,9 +83,8 @@ def in_flight(subject: Subject, case: Case) -> str:
     return ""
 
 
-def dropped(subject: Subject, case: Case) -> str:
+def dropped(stage: Stage) -> str:
     """A backward after other forwards that never get one, before and in between."""
-    stage = Stage(subject, case)
     inputs = stage.inputs(0)
     local = stage.local(inputs)
     stage.forward(stage.local(stage.inputs(1)))
@@ -98,14 +93,13 @@ def dropped(subject: Subject, case: Case) -> str:
     return stage.wrong(stage.backward(out, leaves, local.dout), inputs)
 
 
-def two_instances(subject: Subject, case: Case) -> str:
+def two_instances(stage: Stage) -> str:
     """Two instances in one process, with other shapes and, where both are claimed, other masks; interleaved."""
-    first = Stage(subject, case)
-    other = case.simpler(tokens=2 * case.tokens, mask="full" if case.mask == "causal" else "causal")
+    other = stage.case.simpler(tokens=2 * stage.case.tokens, mask="full" if stage.case.mask == "causal" else "causal")
     with suppress(RequestError):
-        subject.refuse(other)
-        return _interleaved(first, Stage(subject, other))
-    return _interleaved(first, Stage(subject, case.simpler(tokens=2 * case.tokens)))
+        stage.subject.refuse(other)
+        return _interleaved(stage, Stage(stage.subject, other))
+    return _interleaved(stage, Stage(stage.subject, stage.case.simpler(tokens=2 * stage.case.tokens)))
 
 
 def _interleaved(*stages: Stage) -> str:
@@ -118,9 +112,8 @@ def _interleaved(*stages: Stage) -> str:
     return found
 
 
-def frozen(subject: Subject, case: Case) -> str:
+def frozen(stage: Stage) -> str:
     """Each choice of q, k and v that need a gradient, but none of them."""
-    stage = Stage(subject, case)
     inputs = stage.inputs()
     local = stage.local(inputs)
     for needed in product((True, False), repeat=3):
@@ -133,9 +126,8 @@ def frozen(subject: Subject, case: Case) -> str:
     return ""
 
 
-def inputs_kept(subject: Subject, case: Case) -> str:
+def inputs_kept(stage: Stage) -> str:
     """q, k, v and the gradient of out are as before, and no output shares memory with them or each other."""
-    stage = Stage(subject, case)
     local = Inputs(*(x.clone() for x in stage.local(stage.inputs())))
     kept = [x.clone() for x in local]
     results = stage.backward(*stage.forward(local), local.dout)
@@ -156,13 +148,12 @@ def inputs_kept(subject: Subject, case: Case) -> str:
     return ""
 
 
-def no_grad(subject: Subject, case: Case) -> str:
+def no_grad(stage: Stage) -> str:
     """Under no_grad and inference_mode: the same output, with no graph kept."""
-    stage = Stage(subject, case)
-    inputs = stage.inputs()
+    inputs, attend = stage.inputs(), stage.instance.attend
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            out = stage.instance.attend(*stage.local(inputs)[:3])
+            out = attend(*stage.local(inputs)[:3])
         if out.requires_grad:
             return f"out needs a gradient under {mode.__name__}"
         with torch.no_grad():
@@ -171,9 +162,8 @@ def no_grad(subject: Subject, case: Case) -> str:
     return ""
 
 
-def autocast(subject: Subject, case: Case) -> str:
+def autocast(stage: Stage) -> str:
     """A caller under autocast to bfloat16: within its tolerance, gradients in the dtypes of the inputs."""
-    stage = Stage(subject, case)
     inputs = stage.inputs()
     local = stage.local(inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -187,9 +177,8 @@ def autocast(subject: Subject, case: Case) -> str:
     return stage.wrong(results, inputs, dtype="bfloat16")
 
 
-def compiled(subject: Subject, case: Case) -> str:
+def compiled(stage: Stage) -> str:
     """A caller under torch.compile, which traces or leaves out what it calls, backward included."""
-    stage = Stage(subject, case)
     inputs, attend = stage.inputs(), stage.instance.attend
     torch.compiler.reset()
 
@@ -204,9 +193,8 @@ def compiled(subject: Subject, case: Case) -> str:
     return stage.wrong(results._replace(dq=halved_dq), inputs)
 
 
-def checkpointed(subject: Subject, case: Case) -> str:
+def checkpointed(stage: Stage) -> str:
     """Activation checkpointing, reentrant and not: the forward runs again inside the backward."""
-    stage = Stage(subject, case)
     inputs, attend = stage.inputs(), stage.instance.attend
     for reentrant in (False, True):
 
@@ -222,9 +210,8 @@ def checkpointed(subject: Subject, case: Case) -> str:
     return ""
 
 
-def deterministic(subject: Subject, case: Case) -> str:
+def deterministic(stage: Stage) -> str:
     """Ten runs on the same inputs give the same bits."""
-    stage = Stage(subject, case)
     first = stage.run(stage.inputs())
     differing: set[str] = set()
     for _ in range(RUNS - 1):
@@ -235,9 +222,8 @@ def deterministic(subject: Subject, case: Case) -> str:
     return f"{', '.join(sorted(differing))} differ from run to run" if differing else ""
 
 
-def volume(subject: Subject, case: Case) -> str:
+def volume(stage: Stage) -> str:
     """Bytes that all ranks send, counted below torch.distributed or by the transport, against the claimed formula."""
-    stage = Stage(subject, case)
     local = stage.local(stage.inputs())
     stage.backward(*stage.forward(local), local.dout)  # what is sent once, to agree on shapes, doesn't count
     sent = stage.instance.sent_bytes
@@ -252,7 +238,7 @@ def volume(subject: Subject, case: Case) -> str:
     counts = torch.tensor([found[phase] for phase in PHASES], dtype=torch.float64)
     dist.all_reduce(counts, group=stage.group)
     for phase, count in zip(PHASES, counts.tolist(), strict=True):
-        claimed = subject.sent_bytes(case, phase)
+        claimed = stage.subject.sent_bytes(stage.case, phase)
         assert claimed is not None, "the catalogue asks for claimed volumes only"
         if round(count) != round(claimed):
             return f"{phase}: {count:,.0f} bytes sent, {claimed:,.0f} claimed"

@@ -11,9 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from sp_bench.conform.case import Case
 from sp_bench.conform.stage import Inputs, Stage
-from sp_bench.conform.subjects import Subject
 from sp_bench.measure.memory import resident_bytes
 
 WARM_UP, CALLS, ROUNDS = 3, 5, 3
@@ -26,27 +24,25 @@ SMALLEST_LEAK_BYTES = 100_000
 """Tensors below this size don't show in the resident memory of a process."""
 
 
-def memory(subject: Subject, case: Case) -> str:
+def memory(stage: Stage) -> str:
     """Resident memory doesn't grow from call to call, in each of several rounds."""
-    stage = Stage(subject, case)
     local = stage.local(stage.inputs())
     growth = _growth(lambda number: stage.backward(*stage.forward(local), local.dout), CALLS, ROUNDS)
     return _too_much(growth, local.q.nbytes, "call")
 
 
-def memory_of_shapes(subject: Subject, case: Case) -> str:
+def memory_of_shapes(stage: Stage) -> str:
     """The same over calls that each have another length, and with it other documents if there are some.
 
     Lengths follow each other without a trend: buffers of the last few, or of the longest, don't grow with them.
     """
-    stage = Stage(subject, case)
     count = WARM_UP + SHAPE_ROUNDS * NEW_SHAPES
     assert math.gcd(count, STRIDE) == 1, "each length once"
-    cases = [case.simpler(tokens=case.tokens + 2 * (STRIDE * number % count)) for number in range(count)]
+    cases = [stage.case.simpler(tokens=stage.case.tokens + 2 * (STRIDE * number % count)) for number in range(count)]
     longest = max(other.seqlen for other in cases)
-    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    heads = (stage.case.heads, stage.case.kv_heads, stage.case.kv_heads, stage.case.heads)
     dtype = stage.inputs().q.dtype
-    whole = [torch.randn(case.batch, longest, h, case.head_dim).to(dtype) for h in heads]
+    whole = [torch.randn(stage.case.batch, longest, h, stage.case.head_dim).to(dtype) for h in heads]
     q_bytes: list[int] = []
 
     def call(number: int) -> None:

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 
 from sp_bench.conform.case import Case
 from sp_bench.conform.catalogue import Check
-from sp_bench.conform.subjects import Subject
+from sp_bench.conform.subjects import REFUSALS, Subject
 from sp_bench.errors import RequestError
 from sp_bench.measure import pool as pools
 from sp_bench.measure.pool import RankError, RankFailure, RankHang, RankPool
 
 TIMEOUT_S = 60.0
 """How long ranks may be silent before they count as hung."""
-REFUSALS = (NotImplementedError, ValueError, AssertionError)
-"""What a subject's call raises, on all ranks, for what it doesn't do."""
 PRELOADED = ("sp_bench.conform.checks", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
 """What ranks would each import: every pool of ranks is started again after a failure."""
 
@@ -63,8 +61,9 @@ class Worlds:
         return None
 
     def _asked(self, subject: Subject, check: Check, case: Case) -> Verdict:
-        if check.loud and (usual := self.judge(subject, _usual(check), case)).status != "holds":
-            return usual
+        usual = replace(check, function="exact", loud=False)
+        if check.loud and (found := self.judge(subject, usual, case)).status != "holds":
+            return found
         n = check.worlds * case.n
         pool = self._pool(n)
         try:
@@ -83,7 +82,7 @@ class Worlds:
                 return Verdict("fails", f"rank {error.rank} raised {_first_line(error.why)}")
             return Verdict("fails", _first_line(str(error)), slow=True)
         if found := next(filter(None, answers), ""):
-            if check.leaves_messages:
+            if check.function == "messages":  # some are left on the group
                 self._drop(n)
             return Verdict("fails", found)
         return Verdict("holds")
@@ -100,11 +99,6 @@ class Worlds:
 
     def _drop(self, n: int) -> None:
         self._pools.pop(n).close()
-
-
-def _usual(check: Check) -> Check:
-    """The check that its cases are right where nothing is wrong with them."""
-    return replace(check, function="exact", loud=False)
 
 
 def _first_line(text: str) -> str:
@@ -126,7 +120,7 @@ def judge(subject: Subject, function: str, case: Case) -> str:
     name, _, argument = function.partition(":")
     check: Callable[..., str] = checks.CHECKS[name]
     try:
-        found = check(*filter(None, [argument]), subject, case)
+        found = check(*filter(None, [argument]), checks.Stage(subject, case))
     except REFUSALS as error:
         _last = ("refused", f"{type(error).__name__}: {error}".strip(": "))
         raise

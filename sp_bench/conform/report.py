@@ -77,21 +77,14 @@ def as_markdown(tables: Mapping[str, Sequence[Row]]) -> str:
     """A section with a table for each subject; with several, a matrix of all first."""
     sections = []
     if len(tables) > 1:
-        names = [row.check.name for row in next(iter(tables.values()))]
-        matrix = [[name, *(row.status for row in rows)] for name, rows in _by_check(tables, names)]
+        by_check = zip(*tables.values(), strict=True)
+        matrix = [[rows[0].check.name, *(row.status for row in rows)] for rows in by_check]
         sections.append(markdown.table(["check", *(f"`{title}`" for title in tables)], matrix))
     for title, rows in tables.items():
-        lines = [[f"`{name}`", *(_escaped(x) for x in rest)] for name, *rest in map(cells, rows)]
+        escaped = [[x.replace("|", "\\|").replace("\n", " ") for x in cells(row)] for row in rows]
+        lines = [[f"`{name}`", *rest] for name, *rest in escaped]
         sections += [f"## `{title}`", f"{summary(rows)}.", markdown.table(HEAD, lines)]
     return "\n\n".join(sections) + "\n"
-
-
-def _by_check(tables: Mapping[str, Sequence[Row]], names: Sequence[str]) -> list[tuple[str, list[Row]]]:
-    return [(name, [rows[i] for rows in tables.values()]) for i, name in enumerate(names)]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def as_junit(tables: Mapping[str, Sequence[Row]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from sp_bench.conform.shrink import smallest
 from sp_bench.conform.subjects import Subject
 
 SHRINK_S = 20.0
-"""Seconds spent on shrinking one failure."""
+"""Seconds spent on shrinking one failure, and as many on trying it in other layouts."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def _row(subject: Subject, worlds: Worlds, check: Check, *, long: bool, sizes: s
     if not check.claimed(claims):
         return Row(check, "not claimed")
     cases = [*dict.fromkeys(check.cases(claims, sorted(sizes), long))]
-    if check.counted:
-        cases = [case for case in cases if _volume_is_claimed(subject, worlds, case)]
+    if check.function == "volume":  # only where a volume is claimed
+        cases = [c for c in cases if not worlds.refusal(subject, c) and subject.sent_bytes(c, "forward") is not None]
         if not cases:
             return Row(check, "not claimed")
     cases = [case for case in cases if case.n in sizes and check.worlds * case.n <= max(SIZES)]
@@ -82,29 +83,31 @@ def _row(subject: Subject, worlds: Worlds, check: Check, *, long: bool, sizes: s
         return Row(check, "holds" if ran else "refused", ran, 0, dict(refused))
     case = _smallest(subject, worlds, check, failing, shrink_s)
     why = worlds.judge(subject, check, case).why
-    layout, others = _layouts(subject, worlds, check, failing)
+    layout, others = _layouts(subject, worlds, check, failing, shrink_s)
     worlds.renew()
     return Row(check, "fails", ran, len(failing), dict(refused), case, why, layout, others)
 
 
 def _layouts(
-    subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict]
+    subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict], limit_s: float
 ) -> tuple[str, tuple[str, ...]]:
-    """(the layout of the failing cases, the others in which all of them hold); none where no other could help."""
+    """(the layout of the failing cases, the others in which all of them hold); none where no other could help.
+
+    Only those are named that all cases were tried in within the time, and nothing is tried after ranks died or hung.
+    """
     tried = {case: subject.in_other_layouts(case) for case in failing}
     if any(verdict.slow for verdict in failing.values()) or not all(tried.values()):
         return "", ()
-    names = set.intersection(*(set(others) for others in tried.values()))
-    found = [
-        name
-        for name in sorted(names)
-        if all(worlds.judge(others[name], check, case).status == "holds" for case, others in tried.items())
-    ]
+    deadline, found = time.monotonic() + limit_s, []
+    for name in sorted(set.intersection(*(set(others) for others in tried.values()))):
+        for case, others in tried.items():
+            verdict = worlds.judge(others[name], check, case) if time.monotonic() < deadline else Verdict("not run")
+            deadline = 0.0 if verdict.slow else deadline
+            if verdict.status != "holds":
+                break
+        else:
+            found.append(name)
     return " and ".join(sorted({subject.layout(case).name for case in failing})), tuple(found)
-
-
-def _volume_is_claimed(subject: Subject, worlds: Worlds, case: Case) -> bool:
-    return worlds.refusal(subject, case) is None and subject.sent_bytes(case, "forward") is not None
 
 
 def _smallest(subject: Subject, worlds: Worlds, check: Check, failing: dict[Case, Verdict], limit_s: float) -> Case:
@@ -112,8 +115,9 @@ def _smallest(subject: Subject, worlds: Worlds, check: Check, failing: dict[Case
     quick = [case for case, verdict in failing.items() if not verdict.slow]
     if not quick or limit_s <= 0:
         return min(quick or failing)
-    return smallest(min(quick), lambda case: _fails_quickly(worlds.judge(subject, check, case)), limit_s)
 
+    def fails(case: Case) -> bool:
+        verdict = worlds.judge(subject, check, case)
+        return verdict.status == "fails" and not verdict.slow
 
-def _fails_quickly(verdict: Verdict) -> bool:
-    return verdict.status == "fails" and not verdict.slow
+    return smallest(min(quick), fails, limit_s)

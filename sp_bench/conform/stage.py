@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.conform.case import PAD_TOKENS, Case
-from sp_bench.conform.ranks import REFUSALS
-from sp_bench.conform.subjects import Instance, Subject
+from sp_bench.conform.subjects import REFUSALS, Instance, Subject
 from sp_bench.kernels.reference import exact
 from sp_bench.run.groups import world
 from sp_bench.workload.exactness import NAMES, relative_error, squared_norms
 from sp_bench.workload.gate import GateErrors
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from sp_bench.conform.subjects import Attend
 
 
 class Inputs(NamedTuple):
@@ -45,13 +45,17 @@ class BackwardError(RuntimeError):
 
 
 class Stage:
-    """A subject and a case on this rank, with a new instance."""
+    """A subject and a case on this rank, with an instance of its own."""
 
     def __init__(self, subject: Subject, case: Case, group: dist.ProcessGroup | None = None) -> None:
         """`group` is the default group if None. All its ranks make the same stages in the same order."""
         self.subject, self.case, self.group = subject, case, group or world()
         self.rank = self.group.rank()
-        self.instance = self.another()
+
+    @cached_property
+    def instance(self) -> Instance:
+        """The instance, made at first use."""
+        return self.another()
 
     def another(self, case: Case | None = None) -> Instance:
         """Another instance, of this case or of another one."""

@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+REFUSALS = (NotImplementedError, ValueError, AssertionError)
+"""What a subject's call raises, on all ranks, for what it doesn't do."""
+
 
 @dataclass
 class Instance:
     """An attention on this rank, and how its tokens are dealt."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend: Attend
     shard: Callable[[Tensor], Tensor]
     unshard: Callable[[Tensor], Tensor]
     sent_bytes: Callable[[], int] | None = None
@@ -135,20 +140,17 @@ class Function(Subject):
         return {name: replace(self, overrides=(*kept, ("layout", name))) for name in others}
 
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
-        from sp_bench.run import sharding
-
-        function, made, layout, rank = self.function(), self.claims, self.layout(case), group.rank()
+        function, made = self.function(), self.claims
         keywords: dict[str, Any] = {"causal": case.mask == "causal", "group": group}
         keywords |= {"seqlen": case.seqlen} if made.uneven else {}
         keywords |= {"documents": list(case.lengths)} if case.documents else {}
         keywords |= {"window_size": case.window_size} if case.window else {}
         keywords |= {"scale": case.scale} if case.scale else {}
         shard, unshard = made.shard, made.unshard
-        return Instance(
-            lambda q, k, v: function(q, k, v, **keywords),
-            (lambda x: shard(x, group)) if shard else lambda x: sharding.shard(x, layout, rank, case.n),
-            (lambda x: unshard(x, group)) if unshard else lambda x: sharding.unshard(x, layout, group, case.n),
-        )
+        instance = _dealt(lambda q, k, v: function(q, k, v, **keywords), self.layout(case), group)
+        instance.shard = (lambda x: shard(x, group)) if shard else instance.shard
+        instance.unshard = (lambda x: unshard(x, group)) if unshard else instance.unshard
+        return instance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +194,9 @@ class Package(Subject):
     def instance(self, case: Case, group: ProcessGroup) -> Instance:
         import torch
 
-        from sp_bench.run import sharding
-
-        peer, layout, rank = self.peer(case), self.layout(case), group.rank()
-        return Instance(
-            peer.attention(case.problem(layout), torch.device("cpu"), group if peer.takes_group else None),
-            lambda x: sharding.shard(x, layout, rank, case.n),
-            lambda x: sharding.unshard(x, layout, group, case.n),
-        )
+        peer, layout = self.peer(case), self.layout(case)
+        problem, among = case.problem(layout), group if peer.takes_group else None
+        return _dealt(peer.attention(problem, torch.device("cpu"), among), layout, group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +243,16 @@ class Own(Subject):
     def sent_bytes(self, case: Case, phase: str) -> float | None:
         method, problem = self.variant(case)
         return None if case.documents else case.n * method.bytes_sent(problem, phase)
+
+
+def _dealt(attend: Attend, layout: Layout, group: ProcessGroup) -> Instance:
+    """An attention whose tokens are dealt as a layout says."""
+    from sp_bench.run import sharding
+
+    n, rank = group.size(), group.rank()
+    return Instance(
+        attend, lambda x: sharding.shard(x, layout, rank, n), lambda x: sharding.unshard(x, layout, group, n)
+    )
 
 
 def refuse_pieces(layout: Layout, case: Case) -> None:

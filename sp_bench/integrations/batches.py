@@ -7,14 +7,11 @@ from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.integrations.layer_masks import Sees
 from sp_bench.run.attention import SequenceParallelAttention
-from sp_bench.run.engines import agree
-from sp_bench.run.groups import own_group, timeout_of
 from sp_bench.run.sharding import positions, shard, unshard
 
 IGNORED = -100
@@ -39,6 +36,7 @@ class Batch:
         """This rank's labels, shifted: (B, S)."""
         self.count = 0
         """The labels of all ranks."""
+        self.first_position = 0
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole of what ranks have by token, in the rows that were given: (B, S, ...) -> (B, seqlen, ...)."""
@@ -67,7 +65,8 @@ class Batch:
         """The greatest position in a document that each rank has."""
         attention, whole = self.attention, torch.cat([torch.arange(length) for length in self.lengths])
         ranks = range(attention.n)
-        return [int(whole[positions(attention.layout, r, attention.n, self.seqlen)].max()) for r in ranks]
+        last = [int(whole[positions(attention.layout, r, attention.n, self.seqlen)].max()) for r in ranks]
+        return [self.first_position + position for position in last]
 
     def deal(self, x: Tensor) -> Tensor:
         """This rank's tokens: (B, seqlen) -> (B, S)."""
@@ -99,24 +98,6 @@ def shifted(labels: Tensor, lengths: tuple[int, ...]) -> Tensor:
     found[:, :-1] = labels[:, 1:]
     found[:, torch.tensor(lengths, device=labels.device).cumsum(0) - 1] = IGNORED
     return found
-
-
-class Agreement:
-    """The ranks of a group tell each other which batch they deal, over gloo and on a group of its own."""
-
-    def __init__(self, group: dist.ProcessGroup | None, n: int) -> None:
-        self._parent, self._n = group, n
-        self._group: dist.ProcessGroup | None = None
-
-    def __call__(self, mine: str | RequestError) -> None:
-        """Raise RequestError on all ranks if one has an error, or another batch. All ranks must call it."""
-        if self._group is None and self._n > 1:
-            parent = self._parent or dist.group.WORLD
-            assert parent is not None
-            timeout = timeout_of(parent) if "gloo" in dist.get_backend_config(parent) else None
-            self._group = own_group(parent, range(self._n), "batches", backend="gloo", timeout=timeout)
-        rule = "every rank passes the whole batch and gets its own tokens of it, so that all must have the same one"
-        agree(mine, self._group, self._n, rule, "the same on all ranks (no sampler that splits data) would work")
 
 
 def in_words(input_ids: Tensor, labels: Tensor | None, lengths: tuple[tuple[int, ...], ...]) -> str:

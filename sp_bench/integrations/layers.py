@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from sp_bench.errors import RequestError
 from sp_bench.integrations.layer_masks import OTHERWISE
+from sp_bench.integrations.parts import parts_of, refuse_part
 
 NAME = "sp_bench"
 """The value of attn_implementation, and the keyword argument that carries a batch."""
@@ -36,8 +36,10 @@ MIXING_TYPES = ("linear", "conv", "mamba", "recurrent", "hybrid", "sparse_attent
 
 SCALED_FROM = "floor_scale"
 """The attribute of attentions that number tokens by their place too, but only to scale queries from so many on."""
-TRIED_TOKENS = 6
-"""Tokens with which parts of layers are tried."""
+OTHERS = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "context_hidden_states")
+"""Arguments of an attention that are keys of another sequence than the queries'."""
+OTHER_KEYS = {"key": "query", "keys": "queries", "k": "q"}
+"""Those that are keys, and those that are the queries."""
 
 
 def refuse(model: Any) -> None:
@@ -59,6 +61,27 @@ def refuse(model: Any) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         rule = "takes no position_ids, and would number the tokens of each rank from 0"
         raise RequestError(name, rule, OTHERWISE)
+    for module in model.modules():
+        if _is_attention(type(module)) and {*OTHERS, *OTHER_KEYS} & inspect.signature(module.forward).parameters.keys():
+            module.register_forward_pre_hook(_refuse_other_keys, with_kwargs=True)
+
+
+def _refuse_other_keys(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
+    """Raise RequestError for an attention that is called with keys of another sequence, which is not dealt."""
+    if not _is_ours(getattr(module, "config", None)):
+        return
+    arguments = inspect.signature(module.forward).bind_partial(*args, **given).arguments
+    own = next((x for x in arguments.values() if isinstance(x, Tensor)), None)
+    for key, x in arguments.items():
+        queries = arguments.get(OTHER_KEYS[key]) if key in OTHER_KEYS else own
+        if (key in OTHERS or key in OTHER_KEYS) and x is not None and x is not queries:
+            refuse_cross(type(module).__name__, key)
+
+
+def refuse_cross(name: str, key: str) -> NoReturn:
+    """Raise RequestError for an attention to another sequence."""
+    rule = "its keys are of another sequence than its queries, which is not dealt to ranks"
+    raise RequestError(f"{name} with {key}", rule, OTHERWISE)
 
 
 def _is_ours(config: Any) -> bool:
@@ -112,43 +135,12 @@ def _refuse_layer(name: str, path: str, layer: nn.Module, kind: str) -> None:
 
 
 def _try_parts(name: str, path: str, layer: nn.Module, width: int, tried: set[type]) -> None:
-    """Raise RequestError if a part of a layer other than its attention gives half of some tokens something else."""
-    for place, part in layer.named_children():
+    """Raise RequestError if a part of a layer other than its attention mixes tokens, now or when it is first called."""
+    for place, part in parts_of(layer):
         if type(part) in tried or any(_is_attention(type(module)) for module in part.modules()):
             continue
         tried.add(type(part))
-        if _mixes(part, width):
-            rule = "gives a token something else if other tokens are not there, and would see those of its rank only"
-            raise RequestError(f"{name}, {path}.{place} ({type(part).__name__})", rule, OTHERWISE)
-
-
-def _mixes(part: nn.Module, width: int) -> bool:
-    """Whether a module of hidden states (1, S, width) mixes them; False where that can't be tried."""
-    weight = next(iter(part.parameters()), None)
-    if weight is None or type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or not weight.numel():
-        return False  # parameters that are not here, or only a part of them
-    modes = [(module, module.training) for module in part.modules()]
-    x = torch.randn(1, TRIED_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(weight.device)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            part.eval()
-            x = x.to(weight.dtype)
-            whole, first, last = (_first(part.forward(each), each) for each in (x, *x.chunk(2, dim=1)))
-    except Exception:  # it takes something else
-        return False
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    if whole is None or first is None or last is None or not bool(whole.isfinite().all()):
-        return False
-    apart = (whole - torch.cat((first, last), dim=1)).abs().max()
-    return bool(apart > torch.finfo(weight.dtype).eps ** 0.5 * whole.abs().max())
-
-
-def _first(out: Any, like: Tensor) -> Tensor | None:
-    """The hidden states that a module returns, alone or with other tensors."""
-    x = out[0] if isinstance(out, tuple) and out else out
-    return x.view(like.shape) if isinstance(x, Tensor) and x.numel() == like.numel() else None
+        refuse_part(f"{name}, {path}.{place} ({type(part).__name__})", part, width)
 
 
 def _tuple(x: Any) -> tuple:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
@@ -22,24 +23,29 @@ _seen: WeakSet[nn.Module] = WeakSet()
 class Call:
     """A call of a model with a batch, while it runs."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch | None) -> None:
         self.batch = batch
+        """None where the caller dealt tokens without `deal`."""
         self.loss: Tensor | None = None
         self.version = 0
         """That of the loss when it was computed: adding to it in place raises it."""
 
 
 under_way: ContextVar[Call | None] = ContextVar("under_way", default=None)
-"""The outermost call of a model with a batch."""
+"""The outermost call of a model."""
+Undealt = Callable[[int, Tensor | None], Batch]
+"""(tokens of this rank, their position_ids) -> the one sequence that they are of, if the caller dealt them right."""
+_undealt: list[Undealt] = []
 
 
-def watch() -> None:
-    """Look at each model of transformers before it is called, if its attention is the suite's. Later calls do nothing.
+def watch(undealt: Undealt) -> None:
+    """Look at each model of transformers before it is called, if its attention is the suite's.
 
     A model without attention never calls the attention that is registered, so that nothing else would see it.
     """
     from transformers import PreTrainedModel
 
+    _undealt[:] = [undealt]
     if getattr(PreTrainedModel.__call__, "of", "") == NAME:
         return
 
@@ -55,20 +61,41 @@ def _called(model: Any, call: Callable[..., Any], args: tuple, given: dict[str, 
     if getattr(model.config, "_attn_implementation", None) != NAME and NAME not in given:
         return call(*args, **given)
     untraced(_look)(model)
-    batch = given.get(NAME)
-    if batch is None or under_way.get() is not None:
+    if under_way.get() is not None:
         return call(*args, **given)
-    untraced(_refuse_rope)(model, batch)
-    untraced(_refuse_scales)(model, batch)
-    if given.get("labels") is not None:
+    batch = given.get(NAME)
+    told = batch or untraced(_sequence)(model, args, given)
+    if told is not None:
+        untraced(_refuse_rope)(model, told)
+        untraced(_refuse_scales)(model, told)
+    if batch is not None and given.get("labels") is not None:
         untraced(_count_labels)(model)
     token = under_way.set(mine := Call(batch))
     try:
         out = call(*args, **given)
     finally:
         under_way.reset(token)
-    untraced(_after)(model, given, out, mine)
+    if batch is not None:
+        untraced(_after)(model, given, out, mine, batch)
     return out
+
+
+def _sequence(model: Any, args: tuple, given: dict[str, Any]) -> Batch | None:
+    """The sequence that a caller dealt without `deal`; None if the model gets no tokens of text."""
+    known = signature(model.forward)
+    arguments = known.bind_partial(*args, **given).arguments
+    for parameter in known.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(parameter.name, {})
+    tokens = next((arguments[key] for key in ("input_ids", "inputs_embeds") if arguments.get(key) is not None), None)
+    if tokens is None:
+        return None
+    batch = _undealt[0](tokens.shape[1], arguments.get("position_ids"))
+    shifts = arguments.get("labels") is not None and arguments.get("shift_labels") is None
+    if shifts and batch.attention.n > 1 and getattr(model, "loss_type", "") == "ForCausalLM":
+        rule = "are shifted among the tokens of this rank, whose next ones are on other ranks"
+        raise RequestError("labels", rule, "labels with shift_labels, or model(**deal(input_ids)), would work")
+    return batch
 
 
 def _look(model: Any) -> None:
@@ -141,15 +168,15 @@ def _count_labels(model: Any) -> None:
         model.loss_function = Losses(function)
 
 
-def _after(model: Any, given: dict[str, Any], out: Any, call: Call) -> None:
+def _after(model: Any, given: dict[str, Any], out: Any, call: Call, batch: Batch) -> None:
     logits = getattr(out, "logits", None)
     pooled = getattr(out, "pooler_output", None)
-    by_token = not isinstance(logits, Tensor) or (logits.ndim == 3 and logits.shape[1] == call.batch.tokens)
+    by_token = not isinstance(logits, Tensor) or (logits.ndim == 3 and logits.shape[1] == batch.tokens)
     if not by_token or isinstance(pooled, Tensor):
         rule = "gives one result for a sequence, and each rank would have that of its own tokens"
         raise RequestError(type(model).__name__, rule, "a model with a result for each token would work")
     if isinstance(logits, Tensor):
-        remember(logits, call.batch)
+        remember(logits, batch)
     _refuse_loss(model, given, out, call)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,19 @@ from torch import Tensor
 
 from sp_bench.errors import RequestError
 from sp_bench.extras import require
-from sp_bench.integrations.batches import IGNORED, Agreement, Batch, batch_in, batch_of, documents, in_words, shifted
+from sp_bench.integrations.batches import IGNORED, Batch, batch_in, batch_of, documents, in_words, shifted
 from sp_bench.integrations.layer_masks import OTHERWISE, Sees, mask_function, refuse_padding
-from sp_bench.integrations.layers import NAME
+from sp_bench.integrations.layers import NAME, refuse_cross
 from sp_bench.integrations.models import under_way, watch
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.mask import CAUSAL, Mask
 from sp_bench.run.attention import SequenceParallelAttention
+from sp_bench.run.calls import agreement_of
+from sp_bench.run.groups import world
 
 NOT_DONE = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask", "indices", "block_indices")
 """Arguments of a model's attention that change its result."""
+RULE = "every rank passes the whole batch and gets its own tokens of it, so that all must have the same one"
 MOST_MASKS = 16
 """Masks, and lengths, whose layouts are kept."""
 
@@ -45,11 +47,11 @@ class Parallel:
         self._whole = SequenceParallelAttention(method, mask=CAUSAL, group=group, **options)
         self._method, self._group, self._options = method, group, options
         self._attentions: OrderedDict[Mask, SequenceParallelAttention] = OrderedDict()
-        self._agree = Agreement(group, self._whole.n)
+        self._agreement = agreement_of(group or world(), "batches") if self._whole.n > 1 else None
         self._dealt: OrderedDict[int, Batch | None] = OrderedDict()
         """Tokens of this rank -> a batch with so many; None if they were dealt in several ways."""
-        self._checked: ref[Tensor] | None = None
-        """Positions that were found to be this rank's."""
+        self._met: set[int] = set()
+        """Numbers of this rank's tokens in sequences that the caller dealt."""
 
     def attention(self, mask: Mask) -> SequenceParallelAttention:
         """The method's attention under a mask, of tokens dealt as suits it."""
@@ -82,7 +84,10 @@ class Parallel:
             mine: str | RequestError = in_words(input_ids, labels, rows)
         except RequestError as error:
             mine = error
-        self._agree(mine)
+        if self._agreement:
+            self._agreement.make(mine, RULE, "the same on all ranks (no sampler that splits data) would work")
+        if isinstance(mine, RequestError):
+            raise mine
         assert found is not None
         assert labels is not None
         if found.rows:
@@ -154,12 +159,12 @@ class Parallel:
 
         Raises RequestError for padding, a cache, dropout, or what no method computes.
         """
+        if getattr(module, "is_cross_attention", False):
+            refuse_cross(type(module).__name__, "is_cross_attention")
         _refuse(query, key, dropout, given)
         sees = _sees(module, attention_mask, given)
         batch = self._batch_of(module, query, given)
         if batch is None:
-            if sees.causal:
-                self._refuse_positions(given.get("position_ids"))
             attention, seqlen = self._whole.under(sees.mask((query.shape[2] * self._whole.n,))), None
         else:
             attention, seqlen = batch.under(sees), batch.seqlen
@@ -173,7 +178,7 @@ class Parallel:
         told, call = given.get(NAME), under_way.get()
         if told is None and call is not None:
             batch = call.batch
-            if len(batch.lengths) > 1 or batch.seqlen % self._whole.n:
+            if batch is not None and (len(batch.lengths) > 1 or batch.seqlen % self._whole.n):
                 rule = "passes no keyword arguments on to its attention, so that it isn't told of documents and lengths"
                 would_work = f"one document, whose length {self._whole.n} divides, would work"
                 raise RequestError(type(module).__name__, rule, would_work)
@@ -186,17 +191,27 @@ class Parallel:
             raise RequestError(f"{type(module).__name__} on {query.shape[2]} tokens", rule, would_work)
         return told
 
-    def _refuse_positions(self, position_ids: Tensor | None) -> None:
-        """Raise RequestError if tokens that weren't dealt by `deal` have other positions than this rank's."""
-        if position_ids is None or position_ids.ndim != 2 or self._whole.n == 1:
-            return
-        if self._checked is not None and self._checked() is position_ids:
-            return
-        mine = self._whole.positions(position_ids.shape[1] * self._whole.n).to(position_ids.device)
-        if not bool((position_ids - position_ids[:, :1] == mine - mine[0]).all()):
+    def undealt(self, tokens: int, position_ids: Tensor | None) -> Batch:
+        """The one sequence of which a caller has dealt so many tokens to this rank by himself.
+
+        Raises RequestError if their positions are not those of this rank's tokens; on all ranks if `tokens` is new.
+        """
+        batch = Batch((tokens * self._whole.n,), 0, self._whole)
+        if self._agreement is None or (position_ids is not None and position_ids.ndim != 2):
+            return batch
+        mine = self._whole.positions(batch.seqlen)
+        given = torch.arange(tokens)[None] if position_ids is None else position_ids.cpu()
+        batch.first_position = int(given[0, 0] - mine[0])
+        said: str | RequestError = f"position_ids from {batch.first_position} on"
+        if position_ids is None or batch.first_position < 0 or not bool((given - batch.first_position == mine).all()):
             rule = "are not those of this rank's tokens, or begin again at 0"
-            raise RequestError("position_ids", rule, "model(**deal(input_ids)) would work")
-        self._checked = ref(position_ids)
+            said = RequestError("position_ids", rule, "model(**deal(input_ids)) would work")
+        if tokens not in self._met:
+            self._agreement.make(said, "all ranks must number one sequence", "positions(seqlen) of each would work")
+            self._met.add(tokens)
+        if isinstance(said, RequestError):
+            raise said
+        return batch
 
 
 def _refuse_shapes(input_ids: Tensor, labels: Tensor, position_ids: Tensor | None) -> None:
@@ -250,5 +265,5 @@ def register(method: str = "mesh", *, group: dist.ProcessGroup | None = None, **
     parallel = Parallel(method, group, options)
     AttentionInterface.register(NAME, parallel)
     AttentionMaskInterface.register(NAME, mask_function)
-    watch()
+    watch(parallel.undealt)
     return parallel

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import copy
 from functools import lru_cache
 from types import MappingProxyType
@@ -29,8 +30,10 @@ from sp_bench.plan.method import PHASES, Method
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.run import sharding
+from sp_bench.run.calls import Calls, calls_of
 from sp_bench.run.engine import Engine, Saved
-from sp_bench.run.engines import Engines, agree
+from sp_bench.run.engines import Engines
+from sp_bench.run.groups import world
 from sp_bench.run.nccl import transport_for
 from sp_bench.run.sms import share
 
@@ -172,7 +175,9 @@ class SequenceParallelAttention(torch.nn.Module):
         return untraced(self._attend)(q, k, v, seqlen)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Tensor:
-        return attend(q, k, v, self.engine(q, k, v, seqlen=seqlen))
+        engine, calls = self.engine(q, k, v, seqlen=seqlen), self._calls
+        with calls.running(engine) if calls else nullcontext():
+            return attend(q, k, v, engine)
 
     def shard(self, x: Tensor) -> Tensor:
         """This rank's shard of a full tensor: (B, seqlen, H, D) -> (B, S, H, D), S = seqlen / n or nearly."""
@@ -207,7 +212,15 @@ class SequenceParallelAttention(torch.nn.Module):
     def engine(self, q: Tensor, k: Tensor, v: Tensor, *, seqlen: int | None = None) -> Engine:
         """Return the engine for these shapes and dtypes; it is built at first use. Those used last are kept.
 
-        All ranks must call it. Of new shapes they tell each other, so that an error is raised on all ranks.
+        All ranks must call it, with the same shapes in the same order. Of a shape that is new to it a rank tells the
+        others. RequestError is raised on all ranks if one can't serve its tensors, or if they have different shapes: at
+        once if these are new to all, and within seconds if some ranks have theirs and wait in that call.
+
+        Of shapes that all have, ranks say nothing. If ranks mix them up, messages over gloo don't match, and ranks that
+        wait in different calls raise RequestError within seconds; in a collective of gloo sizes that differ end the
+        process, and over NCCL transfers may match. What was called is compared on a thread, every 256 calls and
+        whenever none was begun for a second, so that a later call raises it. On GPUs a rank that waits for a transfer
+        can't be interrupted: it logs the error.
         """
         shapes = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
         uneven = self._uneven.get(q.shape[1]) if seqlen is None else None
@@ -219,7 +232,17 @@ class SequenceParallelAttention(torch.nn.Module):
             self.group,
         )  # attentions that share engines differ
         key = (kind, self.mask, self._layout, shapes, seqlen, uneven)
-        return self._engines.get(key, lambda: self._new_engine(q, k, v, seqlen))
+        engine, calls = self._engines.get(key), self._calls
+        if engine is None:
+            return self._engines.keep(key, self._new_engine(q, k, v, seqlen))
+        if calls:
+            calls.begin(engine.words)
+        return engine
+
+    @property
+    def _calls(self) -> Calls | None:
+        """The calls on the group; None if this rank is alone in it."""
+        return calls_of(self.group or world()) if self.n > 1 else None
 
     def _new_engine(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Engine:
         """Raises RequestError on all ranks if one refuses its tensors, or if ranks have different problems."""
@@ -232,13 +255,15 @@ class SequenceParallelAttention(torch.nn.Module):
         except RequestError as error:
             refused = error
         mine = refused or _in_words(problem)
-        agree(mine, self.group, self.n, "all ranks must have the same sequence", "the same on all would work")
+        number = calls.agree(mine) if (calls := self._calls) else 0
+        if isinstance(mine, RequestError):
+            raise mine
         assert problem is not None
         plans = _proven(method, problem, self.costs)
         group = (self.group or dist.group.WORLD) if self.n > 1 else None
         kernel = choose(self.kernel, q.device.type, problem.dtype, problem.head_dim)
         shares = share(kernel, plans, q.device)
-        transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None)
+        transport = transport_for(group, q.device, plans, shares.lane_ctas if shares else None, number)
         return Engine(
             plans,
             problem,
@@ -248,6 +273,7 @@ class SequenceParallelAttention(torch.nn.Module):
             transport=transport,
             shares=shares,
             arena=self._engines.arena(q.device),
+            words=mine,
         )
 
     def _problem(self, q: Tensor, k: Tensor, v: Tensor, seqlen: int | None) -> Problem:

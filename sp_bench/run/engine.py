@@ -43,15 +43,16 @@ class Engine:
         queues: Device | None = None,
         shares: SmShares | None = None,
         arena: Arena | None = None,
+        words: str = "",
     ) -> None:
         """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
         `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. With `arena`,
         memory for its buffers where the transport doesn't make them, it is the arena's. `shares` says what kernel and
-        transport were told to take of the GPU.
+        transport were told to take of the GPU. `words` say what it computes.
         Raises RequestError if the kernel refuses the device or dtype.
         """
-        self.plans, self.problem, self.shares = plans, problem, shares
+        self.plans, self.problem, self.shares, self.words = plans, problem, shares, words
         chosen = isinstance(kernel, BlockKernel)
         self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)

@@ -136,8 +136,10 @@ def _awaited(store: Any, key: str, rank: int, timeout: timedelta) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the operations of a CPU group may take."""
-    return group._get_backend(torch.device("cpu")).options._timeout
+    """How long the operations of a group may take, on CPUs where it has a backend for them."""
+    kinds: Any = group._device_types
+    kind = min(kinds, key=lambda kind: kind.type != "cpu")
+    return group._get_backend(kind).options._timeout
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -275,17 +275,21 @@ def nccl_transport(
 
 
 def transport_for(
-    group: dist.ProcessGroup | None, device: torch.device, plans: Mapping[str, Plan], lane_ctas: int | None = None
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    plans: Mapping[str, Plan],
+    lane_ctas: int | None = None,
+    series: int = 0,
 ) -> Transport:
     """Return the transport for `group` on `device`, ready for the plans. All ranks of the group must call this.
 
-    NCCL if the group has that backend, with `lane_ctas` as in `nccl_transport`; else gloo.
+    NCCL if the group has that backend, with `lane_ctas` as in `nccl_transport`; else gloo, with its `series`.
     """
     if group is None or device.type == "cpu":
-        transport = GlooTransport(group)
+        transport = GlooTransport(group, series=series)
     elif "nccl" in dist.get_backend_config(group):
         transport = nccl_transport(group, device, plans, lane_ctas=lane_ctas)
     else:
-        transport = HostTransport(group)
+        transport = HostTransport(group, series=series)
     transport.prepare(plans.values())
     return transport

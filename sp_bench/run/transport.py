@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +32,12 @@ FIRST_TAG = 7_000
 """First message tag, chosen to avoid the tags of the caller's own messages on the same group."""
 FIELDS_PER_LANE = 8
 """Tags reserved per lane, one for each tensor of a chunk."""
+TAGS = 64 * FIELDS_PER_LANE
+"""Tags reserved per transport."""
+MOST_SERIES = 2**20
+NEVER_SENT = FIRST_TAG - 1
+"""The tag of a receive that ends by its timeout."""
+SOON = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True)
@@ -147,12 +155,20 @@ class Transport(ABC):
 
     def give_up(self, why: str) -> None:
         """Mark the group as unusable: the next execution could receive messages still in flight as its own."""
-        if self.group is not None:
-            _BROKEN.setdefault(self.group, why)
+        give_up(self.group, why)
+
+    def interrupt(self) -> None:  # noqa: B027  # what waits on a GPU can't be interrupted
+        """Make all that waits for messages, on any thread, raise RuntimeError. The group can't be used any more."""
 
     def check(self) -> None:
         """Raise RuntimeError if an execution on this group failed before."""
         refuse_broken(self.group)
+
+
+def give_up(group: dist.ProcessGroup | None, why: str) -> None:
+    """Mark a group as unusable."""
+    if group is not None:
+        _BROKEN.setdefault(group, why)
 
 
 def refuse_broken(group: dist.ProcessGroup | None) -> None:
@@ -166,6 +182,9 @@ class GlooTransport(Transport):
     """CPU transport: one torch.distributed message per tensor."""
 
     kind = GLOO
+    series: int = 0
+    """Messages of transports with different numbers never match: ranks that run different plans wait, and get nothing
+    of the wrong shape."""
 
     _ahead: dict[tuple[bool, Turn, int, int], dist.Work] = field(init=False, repr=False, default_factory=dict)
     """Operations posted before their exchange, by (is a send, turn, peer, tensor's number in the chunk). Those of a
@@ -186,6 +205,14 @@ class GlooTransport(Transport):
         group = self._groups[turn.lane, members_of(call.group, dist.get_rank(self.group))]
         for work in begin(call, group):
             work.wait()
+
+    def interrupt(self) -> None:
+        assert self.group is not None
+        for group in (self.group, *self._groups.values()):
+            for other in range(1, dist.get_world_size(group)):
+                source = (dist.get_rank(group) + other) % dist.get_world_size(group)
+                with suppress(RuntimeError):  # where a wait times out gloo closes all connections of the group
+                    _posted(dist.irecv(torch.empty(1), group=group, group_src=source, tag=NEVER_SENT)).wait(SOON)
 
     def prepost(self, turn: Turn, receives: Sequence[Message]) -> None:
         for source, tensors in receives:
@@ -238,10 +265,13 @@ class GlooTransport(Transport):
             self._ahead[False, turn, source, number] = self._receive(turn.lane, source, number, x)
 
     def _receive(self, lane: int, source: int, number: int, x: Tensor) -> dist.Work:
-        return _posted(dist.irecv(x, group=self.group, group_src=source, tag=_tag(lane, number)))
+        return _posted(dist.irecv(x, group=self.group, group_src=source, tag=self._tag(lane, number)))
 
     def _send(self, lane: int, target: int, number: int, x: Tensor) -> dist.Work:
-        return _posted(dist.isend(x, group=self.group, group_dst=target, tag=_tag(lane, number)))
+        return _posted(dist.isend(x, group=self.group, group_dst=target, tag=self._tag(lane, number)))
+
+    def _tag(self, lane: int, number: int) -> int:
+        return FIRST_TAG + self.series % MOST_SERIES * TAGS + lane * FIELDS_PER_LANE + number
 
 
 @dataclass
@@ -253,8 +283,13 @@ class HostTransport(Transport):
 
     kind = STAGED
 
+    series: int = 0
+
     def __post_init__(self) -> None:
-        self._between_hosts = GlooTransport(self.group, self.sent_bytes)
+        self._between_hosts = GlooTransport(self.group, self.sent_bytes, self.series)
+
+    def interrupt(self) -> None:
+        self._between_hosts.interrupt()
 
     def exchange(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
@@ -347,10 +382,6 @@ def begin(call: Call, group: dist.ProcessGroup, *, coalesce: bool = False) -> li
                     start(*pair, group=group)
         works.append(together)
     return works
-
-
-def _tag(lane: int, number: int) -> int:
-    return FIRST_TAG + lane * FIELDS_PER_LANE + number
 
 
 def _posted(work: dist.Work | None) -> dist.Work:

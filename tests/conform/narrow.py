@@ -226,6 +226,29 @@ def other_length_refused(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group
     return attend(q, k, v, causal, group)
 
 
+_first: dict[int, list[int]] = {}
+
+
+@CONTIGUOUS
+def other_length_later(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -> Tensor:
+    """Asks for the lengths of all ranks at the first call only, and takes later tokens for as many."""
+    if group.size() not in _first:
+        _first[group.size()] = _sizes(q, group)
+        if len(set(_first[group.size()])) > 1:
+            raise ValueError("all ranks have as many tokens")
+    sizes = _first[group.size()]
+    start = group.rank() * sizes[0]
+    return attend(q, k, v, causal, group, start=start, join_k=_join_padded, join_v=_join_padded)
+
+
+@claims(layout="contiguous", uneven=True)
+def any_length_of_seqlen(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group, seqlen: int) -> Tensor:
+    """Takes any lengths that add up to that of the whole sequence."""
+    if sum(_sizes(q, group)) != seqlen:
+        return 0 * any_length(q, k, v, causal=causal, group=group)
+    return any_length(q, k, v, causal=causal, group=group)
+
+
 @claims(layout="contiguous", masks=("full", "causal"))
 def causal_ignored(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, group: Group) -> Tensor:
     """All queries see all keys."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import time
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from sp_bench.conform.__main__ import main
+from sp_bench.conform.case import Case
 from sp_bench.conform.cases import SIZES, share
-from sp_bench.conform.catalogue import CHECKS, check_named
+from sp_bench.conform.catalogue import CHECKS, Check, check_named
 from sp_bench.conform.claims import Claims, claims
-from sp_bench.conform.ranks import Worlds
+from sp_bench.conform.ranks import Verdict, Worlds
 from sp_bench.conform.report import advice, checks_table, remark, run_with
 from sp_bench.conform.run import rows_of
+from sp_bench.conform.subjects import Subject
 from sp_bench.errors import RequestError
 from sp_bench.plan.layout import LAYOUTS
 from tests.conform.support import failures, named, row
@@ -52,13 +55,44 @@ def test_what_is_wrong_for_one_kind_only_is_caught(bug: str, check: str, sizes: 
         assert found.status == "fails" and found.why, found
 
 
-@pytest.mark.parametrize("name", ["other_length_refused", "any_length", "few_shapes", "windowed"])
+@pytest.mark.parametrize(
+    "name", ["other_length_refused", "any_length", "any_length_of_seqlen", "few_shapes", "windowed"]
+)
 def test_what_is_right_beside_it_holds(worlds: Worlds, name: str) -> None:
     """An error on all ranks, lengths that may differ, a cache that is bounded, windows and scales."""
     checks = {"few_shapes": ["shapes"], "windowed": ["window", "scale"]}.get(name, ["other_length"])
     for check in checks:
         found = row(worlds, named(name), check, (2,))
         assert found.status == "holds", found
+
+
+def test_another_length_after_a_right_call_is_caught() -> None:
+    """Also in new ranks, which have made no call before, since what is usual was judged on others."""
+    subject, check = named("other_length_later"), check_named("other_length")
+    with Worlds(timeout_s=15) as worlds:
+        for case in check.cases(subject.claims, (2,), False):
+            assert worlds.judge(subject, replace(check, function="exact", loud=False), case).status == "holds"
+        worlds.renew()
+        assert row(worlds, subject, "other_length", (2,)).status == "fails"
+
+
+class Slow(Worlds):
+    """Ranks that take a while for each case, and find all of them wrong."""
+
+    asked = 0
+
+    def judge(self, subject: Subject, check: Check, case: Case) -> Verdict:
+        self.asked += 1
+        time.sleep(0.1)
+        return Verdict("fails", "wrong") if subject == named("unclaimed") else Verdict("holds")
+
+
+@pytest.mark.parametrize(("limit_s", "most"), [(0, 0), (0.15, 4)])
+def test_shrinking_and_trying_layouts_end_in_time(limit_s: float, most: int) -> None:
+    worlds = Slow()
+    found = row(worlds, named("unclaimed"), "out", (2, 3), shrink_s=limit_s)
+    assert (found.status, found.failed) == ("fails", 4)
+    assert worlds.asked <= 5 + most
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2, 8), (3,), (6, 8), SIZES])
@@ -123,7 +157,7 @@ def test_what_is_refused_is_not_said_to_be_run(worlds: Worlds) -> None:
 def test_a_layout_that_would_hold_is_named(worlds: Worlds, capsys: pytest.CaptureFixture[str]) -> None:
     """A function that claims no layout is tried as striped if causal."""
     rows = rows_of(
-        named("unclaimed"), worlds, sizes=(2,), checks=[check_named("out"), check_named("kv_heads")], shrink_s=0
+        named("unclaimed"), worlds, sizes=(2,), checks=[check_named("out"), check_named("kv_heads")], shrink_s=3
     )
     assert [found.status for found in rows] == ["fails", "fails"]
     assert all("tried as striped, layout=contiguous would hold" in remark(found) for found in rows)
@@ -131,15 +165,15 @@ def test_a_layout_that_would_hold_is_named(worlds: Worlds, capsys: pytest.Captur
         "2 of the 2 failing checks hold with layout=contiguous, and fail as striped. If that is how its tokens are "
         "dealt, claim it: python -m sp_bench.conform my:fn layout=contiguous"
     )
-    assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "shrink_s=0"]) == 1
+    assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "shrink_s=3"]) == 1
     assert "layout=contiguous would hold" in " ".join(capsys.readouterr().out.split())
     assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "layout=contiguous"]) == 0
 
 
 def test_a_claimed_layout_that_is_wrong_is_named_too(worlds: Worlds) -> None:
-    found = row(worlds, named("right", layout="zigzag"), "out", sizes=(2,))
+    found = row(worlds, named("right", layout="zigzag"), "out", sizes=(2,), shrink_s=3)
     assert (found.layout, found.other_layouts) == ("zigzag", ("contiguous",))
-    assert row(worlds, named("batch"), "batch", sizes=(2,)).other_layouts == ()
+    assert row(worlds, named("batch"), "batch", sizes=(2,), shrink_s=3).other_layouts == ()
 
 
 def test_names_of_dtypes_and_masks() -> None:

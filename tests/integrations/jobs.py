@@ -227,18 +227,32 @@ def _forward(mixed: type) -> Any:
 
 
 def undealt() -> list[str]:
-    """How tokens are refused that weren't dealt, and that those dealt by `positions` are not."""
+    """How tokens that the caller dealt are refused: those without positions, those of `positions`, and other cases."""
     group, _ = _registered("undealt")
     if group is None:
         return []
     from sp_bench import SequenceParallelAttention
+    from sp_bench.integrations.transformers import register
 
-    ours, whole = llama("sp_bench"), ids()
-    mine = SequenceParallelAttention("ring", group=group).positions(48)[None]
-    return [
-        refused(lambda: ours(input_ids=whole[:, mine[0]], use_cache=False)),
-        refused(lambda: ours(input_ids=whole[:, mine[0]], position_ids=mine, use_cache=False)),
-    ]
+    def calls(case: str, layout: str, seqlen: int = 48) -> Any:
+        register("ring", group=group, layout=layout)
+        attention = SequenceParallelAttention("ring", group=group, layout=layout)
+        ours, mine = model(case, "sp_bench"), attention.positions(seqlen)[None]
+        return partial(ours, input_ids=ids(seqlen=seqlen)[:, mine[0]], use_cache=False), mine
+
+    found = []
+    for layout in ("striped", "contiguous"):
+        call, mine = calls("llama", layout)
+        found += [refused(call), refused(partial(call, position_ids=mine))]
+    from_0 = torch.arange(20)[None]  # right on the first rank
+    call, mine = calls("llama", "contiguous", 40)
+    found.append(refused(partial(call, position_ids=from_0)))
+    found.append(refused(partial(call, position_ids=mine, labels=from_0)))
+    found.append(refused(partial(call, position_ids=mine, labels=from_0, shift_labels=from_0)))
+    for case in ("phi3, frequencies by the length", "llama4, queries scaled by position"):
+        call, mine = calls(case, "contiguous")
+        found.append(refused(partial(call, position_ids=mine)))
+    return found
 
 
 def frequencies() -> list[str]:

@@ -232,6 +232,79 @@ def changed(part: str) -> str:
     return refused(lambda: refuse(ours))
 
 
+class Beside(torch.nn.Module):
+    """An MLP that takes more than hidden states, so that it can't be tried by itself."""
+
+    def __init__(self, part: torch.nn.Module, share: float) -> None:
+        super().__init__()
+        self.part, self.share = part, share
+
+    def forward(self, x: Tensor, *, beside: Tensor) -> Tensor:
+        return self.part(x) + beside + self.share * beside.mean(1, keepdim=True)
+
+
+def not_tried_alone(how: str, mixes: bool) -> str | float:
+    """How a Llama is refused whose MLPs can't be tried by themselves, or its error."""
+    group = group_of(RANKS, how)
+    if group is None:
+        return ""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from sp_bench.integrations.transformers import register
+
+    parallel, alone, ours = register("ring", group=group), model("llama", "eager"), model("llama", "sp_bench")
+    for each in (alone, ours):
+        for layer in each.model.layers:
+            if how == "takes more":
+                layer.mlp = Beside(layer.mlp, 1.0 * mixes)
+                layer.mlp.register_forward_pre_hook(
+                    lambda _, args, given: (args, {"beside": args[0]}), with_kwargs=True
+                )
+            elif mixes:
+                layer.mlp = Averages(layer.mlp)
+    if how == "sharded":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for module in (*ours.model.layers, ours):
+            fully_shard(module, mesh=mesh)
+    given = parallel.deal(ids())
+    try:
+        return apart([parallel.gather(ours(**given).logits.detach())], [eager(alone, ids())[0]])
+    except RequestError as error:
+        return str(error)
+
+
+def another_sequence(case: str) -> str:
+    """How an attention to states of another sequence is refused that has as many tokens, or what it is without them."""
+    group = group_of(RANKS, case)
+    if group is None:
+        return ""
+    import transformers
+
+    from sp_bench.integrations.transformers import register
+
+    warnings.simplefilter("ignore")
+    parallel = register("ring", group=group)
+    few = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128, "attn_pdrop": 0.0}
+    bert = {**SIZES, "is_decoder": True, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    made = {
+        "gpt2": lambda: transformers.GPT2LMHeadModel(_config("GPT2", **few)),
+        "bert": lambda: transformers.BertLMHeadModel(_config("Bert", **bert)),
+    }
+    ours, given = made[case.split(",")[0]](), parallel.deal(ids())
+    if "alone" not in case:
+        given["encoder_hidden_states"] = torch.randn(1, given["input_ids"].shape[1], 32)
+    for key in ("labels", "shift_labels", "num_items_in_batch"):
+        given.pop(key)
+    return refused(lambda: ours(**given))
+
+
+def _config(family: str, **sizes: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{family}Config")(**sizes, add_cross_attention=True, attn_implementation="sp_bench")
+
+
 def refused(call: Callable[[], Any]) -> str:
     """How a call is refused; empty if it isn't."""
     try:

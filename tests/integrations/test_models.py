@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from sp_bench.measure.pool import RankPool
 from tests.integrations import models
 from tests.support.ranks import Ranks
 
@@ -48,3 +49,21 @@ def test_one_result_for_a_sequence_is_refused(ranks: Ranks) -> None:
 def test_a_layer_that_mixes_tokens_is_refused_by_what_it_is(part: str, refusal: str) -> None:
     found = models.changed(part)
     assert (refusal in found) if refusal else not found
+
+
+@pytest.mark.parametrize("how", ["takes more", "sharded"])
+def test_parts_that_cant_be_tried_alone_are_tried_when_called(how: str) -> None:
+    with RankPool(models.RANKS, timeout_s=60) as pool:  # what FSDP leaves of a model would be in the way of other tests
+        for each in pool.run(models.not_tried_alone, how, True):
+            assert "gives a token something else if other tokens are not there" in str(each)
+        for each in pool.run(models.not_tried_alone, how, False):
+            assert isinstance(each, float), each
+            assert each < EXACT
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bert"])
+def test_keys_of_another_sequence_are_refused(ranks: Ranks, case: str) -> None:
+    """Whatever their number: here it is that of the queries."""
+    for each in ranks.run(models.another_sequence, case)[: models.RANKS]:
+        assert "its keys are of another sequence" in each
+    assert not any(ranks.run(models.another_sequence, f"{case}, alone"))

@@ -90,10 +90,13 @@ def test_losses_add_up_whatever_a_model_passes_on(ranks: Ranks) -> None:
     assert "computes its loss by code of its own" in refusal
 
 
-def test_tokens_that_were_not_dealt_are_refused(ranks: Ranks) -> None:
-    undealt, dealt = ranks.run(jobs.undealt)[0]
-    assert undealt.startswith("position_ids: are not those of this rank's tokens")
-    assert not dealt
+def test_tokens_that_the_caller_deals_are_right_or_refused(ranks: Ranks) -> None:
+    not_mine = "position_ids: are not those of this rank's tokens"
+    wanted = (not_mine, "", not_mine, "", not_mine, "labels: are shifted", "")
+    wanted += ("rope_type=longrope beyond 24 tokens", "attn_temperature_tuning from 16 tokens on")
+    for found in ranks.run(jobs.undealt)[:2]:
+        for message, begin in zip(found, wanted, strict=True):
+            assert (begin in message) if begin else not message, (found, wanted)
 
 
 def test_frequencies_that_ranks_would_choose_apart_are_refused(ranks: Ranks) -> None:
