@@ -46,16 +46,6 @@ AMOUNTS = {"sent": "comm_bytes_per_gpu", "peak memory": "peak_mem_bytes_max"}
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of the command line."""
-
-    same: float | None = None
-    """The difference that counts as none. None: SAME_MEASURED for measured times, ROUNDING for simulated ones."""
-    csv: Path | None = None
-    fail_slower: bool = False
-
-
-@dataclass(frozen=True)
 class Row:
     """A quantity of a pair, in seconds or bytes. There is no ratio where one of them has no value."""
 
@@ -72,33 +62,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    names, options = parsed(arguments)
-    found = paired(*names)
-    rows = [compare(a, b, options.same) for a, b in found.pairs]
-    if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        frame(found, rows).to_csv(options.csv, index=False)
-    show(make_console(), names, found, rows)
-    return 1 if options.fail_slower and any(map(worse, found.pairs, rows)) else 0
-
-
-def parsed(arguments: Sequence[str]) -> tuple[tuple[str, str], Options]:
-    """The paths A and B, and the options. Raises RequestError for a bad argument."""
     given, names = keys_and_paths(arguments, KEYS)
     if len(names) != 2:
         raise RequestError(
             " ".join(names) or "no records", "must be two, A and B", "results/before results/after would"
         )
-    same = given.get("same")
+    same, fail = _threshold(given.get("same")), flag({"fail_slower": False} | given, "fail_slower")
+    found = paired(*names)
+    rows = [compare(a, b, same) for a, b in found.pairs]
+    if given.get("csv"):
+        path = Path(given["csv"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frame(found, rows).to_csv(path, index=False)
+    show(make_console(), names, found, rows)
+    return 1 if fail and any(map(worse, found.pairs, rows)) else 0
+
+
+def _threshold(same: str | None) -> float | None:
+    """The difference that counts as none; None: SAME_MEASURED for measured times, ROUNDING for simulated ones."""
     try:
         threshold = None if same is None else float(same)
     except ValueError:
         threshold = -1.0
     if threshold is not None and not 0 <= threshold < 1:
         raise RequestError(f"same={same}", "must be a number from 0 to below 1", "same=0.02 would work")
-    fail = flag({"fail_slower": False} | given, "fail_slower")
-    path = Path(given["csv"]) if given.get("csv") else None
-    return (names[0], names[1]), Options(threshold, path, fail)
+    return threshold
 
 
 def compare(a: Point, b: Point, same: float | None = None) -> list[Row]:
@@ -159,12 +147,9 @@ def show(console: Console, names: Sequence[str], found: Paired, rows: Sequence[S
     """Print a row for each pair, then the points of A or B alone, the notes, and the number of steps by verdict."""
     modes = " and ".join(dict.fromkeys(RECORD_KINDS[a.record.mode] for a, _ in found.pairs))
     table = Table(title=f"{modes}: B / A, A = {names[0]}, B = {names[1]}", title_justify="left", title_style="bold")
-    for name in ("point", "mode"):
-        table.add_column(name)
-    for name in ("step A, ms", "step B, ms", "B / A [95%]"):
-        table.add_column(name, justify="right")
-    for name in ("step", *TIMES, *AMOUNTS):
-        table.add_column(name)
+    right = ("step A, ms", "step B, ms", "B / A [95%]")
+    for name in ("point", "mode", *right, "step", *TIMES, *AMOUNTS):
+        table.add_column(name, justify="right" if name in right else "left")
     for (a, b), of_pair in zip(found.pairs, rows, strict=True):
         table.add_row(*_cells(a, b, of_pair))
     console.print(table)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,7 @@ from sp_bench.analysis.number import Number, Source, sources_of
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.method import Method
 
-MARKERS = (
-    "o",
-    "s",
-    "D",
-    "^",
-    "v",
-    "P",
-    "X",
-    "p",
-    "<",
-    "$u$",
-    "d",
-    ">",
-    "8",
-    "H",
-    "*",
-    "h",
-    *(f"${x}$" for x in "abcdefg"),
-)
+MARKERS = (*"osD^vPXp<", "$u$", *"d>8H*h", *(f"${x}$" for x in "abcdefg"))
 WIDTH, HEIGHT = 6.5, 3.6
 """Inches: the width of a page's text."""
 FORMATS = ("pdf", "svg", "png")
@@ -206,3 +189,12 @@ def log2_ticks(axis: Axes, ticks: Sequence[int], labels: Sequence[str] | None = 
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, labels or [f"{tick:g}" for tick in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
+
+
+def lattice(axis: Axes, columns: Sequence[Any], rows: Sequence[Any], **labels: Any) -> Iterator[tuple]:
+    """Make a map of the axes, with a cell for each column and row; (x, y, column, row) of each cell."""
+    axis.set(xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5), **labels)
+    axis.set_xticks(range(len(columns)), map(str, columns))
+    axis.set_yticks(range(len(rows)), map(str, rows))
+    axis.grid(visible=False)
+    return ((x, y, column, row) for (y, row), (x, column) in product(enumerate(rows), enumerate(columns)))

@@ -5,6 +5,7 @@ Reports show only such numbers. A number that is computed from others has the so
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,21 +17,21 @@ import numpy as np
 from sp_bench.records import Record
 
 KINDS = ("measured", "measured alone", "simulated", "reported", "computed", "paper")
-"""What a number is: wall time of a run, wall time of single ranks without their peers, a simulated time, what others
+"""The kinds of numbers: wall time of a run, or of single ranks without their peers, a simulated time, what others
 published in a record of theirs, a count or the value of a formula, or a value that a paper prints."""
 RECORD_KINDS = {"measure": "measured", "alone": "measured alone", "simulate": "simulated", "report": "reported"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a number can be looked up."""
+    """A place where a number can be looked up."""
 
     id: str
     """A record's run_id, or words joined by hyphens. Unique in a report."""
     kind: str
     """record, formula, or paper."""
     text: str
-    """How to get the number again: the command, the formula, or the table's file."""
+    """The way to get the number again: the command, the formula, or the table's file."""
 
 
 def formula(id: str, text: str, reference: str) -> Source:
@@ -67,6 +68,10 @@ class Number:
     def over(self, other: Number) -> Number:
         """The quotient of this number and `other`, with the sources of both."""
         return derived(lambda a, b: a / b, self, other)
+
+    def minus(self, other: Number) -> Number:
+        """The difference of this number and `other`, with the sources of both."""
+        return derived(lambda a, b: a - b, self, other)
 
     def text(self, format: str = ".4g") -> str:
         """The value as text; a dash where there is no value."""
@@ -107,34 +112,38 @@ def tally(value: float, numbers: Iterable[Number]) -> Number:
 
 
 def count(numbers: Iterable[Number], test: Callable[[float], bool] = lambda value: True) -> Number:
-    """How many of the numbers pass a test; without a test, how many there are."""
+    """The count of the numbers that pass a test; without a test, of all."""
     numbers = list(numbers)
     return tally(sum(test(number.known) for number in numbers), numbers)
 
 
-def total(numbers: Iterable[Number]) -> Number:
-    """The sum of the numbers."""
-    return derived(lambda *values: sum(values), *numbers)
+def _of_all(function: Callable[[Any], Any]) -> Callable[[Iterable[Number]], Number]:
+    return lambda numbers: derived(lambda *values: function(values), *numbers)
 
 
-def mean(numbers: Iterable[Number]) -> Number:
-    """The arithmetic mean of the numbers."""
-    return derived(lambda *values: np.mean(values), *numbers)
+total, mean, median, least, most = map(_of_all, (sum, np.mean, np.median, min, max))
+"""One number of several: their sum, arithmetic mean, median, smallest and largest."""
 
 
-def median(numbers: Iterable[Number]) -> Number:
-    """The median of the numbers."""
-    return derived(lambda *values: np.median(values), *numbers)
+def ends(numbers: Iterable[Number], low: str = "low", high: str = "high") -> dict[str, Number]:
+    """The smallest and the largest number by the names that a text has for them."""
+    numbers = list(numbers)
+    return {low: least(numbers), high: most(numbers)}
 
 
-def least(numbers: Iterable[Number]) -> Number:
-    """The smallest of the numbers."""
-    return derived(lambda *values: min(values), *numbers)
+def valued(numbers: Iterable[Number]) -> list[Number]:
+    """The numbers that have a value."""
+    return [number for number in numbers if number.value is not None]
 
 
-def most(numbers: Iterable[Number]) -> Number:
-    """The largest of the numbers."""
-    return derived(lambda *values: max(values), *numbers)
+def step_ms(record: Record) -> Number:
+    """The time of a record's step in ms."""
+    return of_record(record, "step_ms_median")
+
+
+def gigabytes(record: Record, field: str = "peak_mem_bytes_max") -> Number:
+    """A record's field in GB, 1e9 bytes; by default its peak memory."""
+    return of_record(record, field).times(1e-9)
 
 
 def of_record(record: Record, field: str) -> Number:
@@ -171,11 +180,13 @@ def command(config: Any, own: Path | None = None) -> str:
     `own` is a folder with cluster/ ... of one's own, as --config-dir names it. A file that neither it nor the suite has
     is named as it is, behind --config-dir DIR: the config alone says what it had.
     """
-    from sp_bench.analysis.runs import choices, composed, defaults
+    from sp_bench.analysis.runs import choices, composed
 
+    config = json.loads(json.dumps(config))  # its keys are text, as those of a record that is read
     groups = {key: value["name"] for key, value in config.items() if isinstance(value, dict) and "name" in value}
     here = {key: name for key, name in groups.items() if name in choices(key, own)}
-    plain, usual = defaults(), composed(tuple(f"{key}={name}" for key, name in here.items() if key != "logger"), own)
+    chosen = tuple(f"{key}={name}" for key, name in here.items() if key != "logger")
+    plain, usual = composed((), own), composed(chosen, own)
     found, beside = [], ""
     for key, value in config.items():
         if key in NOT_IN_COMMANDS:

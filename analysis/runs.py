@@ -2,6 +2,10 @@
 
 Simulated points run on all cores, measured ones one after the other on an idle machine. Every point is a record in the
 folder as soon as it is finished, so a report that was stopped continues where it was.
+
+`python -m sp_bench.analysis.runs FOLDER` is a process that runs points for Runs: each line of its input is a point as a
+JSON list, and each line of its output the record. multiprocessing is not used: its processes would run the caller's
+main module again, be it a notebook or a script.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,7 +104,7 @@ class Runs:
     pages: Path = Path("results/pages")
     """The folder of the page, for figures that write files beside it."""
     failed: list[str] = field(default_factory=list)
-    """What went wrong, in words; figures add to it."""
+    """Failures in words; figures add to them."""
     _known: dict[Point, Record] = field(default_factory=dict, repr=False)
 
     def one(self, **keys: Any) -> Record:
@@ -134,7 +139,7 @@ class Runs:
         return found
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns as JSON: measured once, and kept in <folder>/<name>.json."""
+        """The result of `make` as JSON: measured once, and kept in <folder>/<name>.json."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -144,6 +149,10 @@ class Runs:
     def by_key(self, asked: Mapping[Key, Point]) -> dict[Key, Record]:
         """The records of points, by the keys of the points."""
         return dict(zip(asked, self.ask(asked.values()), strict=True))
+
+    def grid(self, make: Callable[..., Point], *axes: Iterable[Any]) -> dict[Any, Record]:
+        """The records of make(*place) at each place of the product of axes."""
+        return self.by_key({place: make(*place) for place in product(*axes)})
 
     def _keep(self, one: Point, record: Record) -> None:
         self._known[one] = record
@@ -165,7 +174,7 @@ class Runs:
 
     def _ask_worker(self, queue: Iterator[Point]) -> None:
         """Send points to a worker process, one after the other, until the queue is empty."""
-        command = [sys.executable, "-m", "sp_bench.analysis.worker", str(self.folder)]
+        command = [sys.executable, "-m", "sp_bench.analysis.runs", str(self.folder)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -207,3 +216,15 @@ def request_of(one: Point) -> Request | Record:
 def _composed(one: Point) -> Mapping[str, Any]:
     with Composer() as composer:
         return composer.compose(["logger=none", "baseline=null", *one])
+
+
+def main() -> None:
+    """Answer the points of the input until it ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        record = record_of(tuple(json.loads(line)), Path(sys.argv[1]))
+        print(json.dumps(record.to_dict()), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

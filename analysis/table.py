@@ -45,9 +45,9 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     note: str = ""
-    """What a reader must know to read it, in a sentence or two."""
+    """A remark that a reader needs to read it, in a sentence or two."""
     shown_rows: int | None = field(default=None, kw_only=True)
-    """How many rows a page shows; the others unfold. None: all."""
+    """The number of rows that a page shows; the others unfold. None: all."""
 
     def __post_init__(self) -> None:
         for row in self.rows:

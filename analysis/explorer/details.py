@@ -1,4 +1,4 @@
-"""What the explorer shows of one opened point: timeline, assignment matrices, bytes by link, provenance, command."""
+"""The details of a point that the explorer opens: timeline, assignment matrices, bytes by link, provenance, command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Json = dict[str, Any]
 
 
 def of_point(record: Record, path: Path, *, private: bool, own: Path | None = None) -> Json:
-    """What is known of a point beside its row: its command, its provenance, bytes by link and lane, and notes.
+    """The facts of a point beside its row: its command, its provenance, bytes by link and lane, and notes.
 
     `own` is the folder of --config-dir, by whose files the command is shorter; unless `private`, only its name is said.
     """

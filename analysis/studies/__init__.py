@@ -4,6 +4,7 @@ A study is a folder here. Nothing else lists it:
 
     NAME/__init__.py   figures: functions of `runs`
     NAME/page.md       the page: facts, words, and {FIGURE} where a figure stands, or {OTHER.FIGURE} of another study
+    NAME/words.md      the words of figures that are Sections (sp_bench.analysis.section)
     NAME/*.csv         what a paper prints (sp_bench.analysis.paper_tables)
 
 A figure asks `runs` for the records of its points (sp_bench.analysis.runs), which keeps them: a point is run once. It

@@ -8,7 +8,6 @@ import pytest
 
 from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.studies.choosing import places as choosing_grid
-from sp_bench.analysis.studies.choosing import schedules as choosing_orders
 from sp_bench.analysis.studies.choosing import shapes as choosing_tiles
 from tests.support.sections import table_of, words_of
 
@@ -21,7 +20,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     methods, keys = ("striped", "ulysses", "mesh"), (("h100_ndr400", 8, "512k", 8), ("h100_ndr400", 8, "512k", 16))
-    for module in (choosing_grid, choosing_tiles, choosing_orders):
+    for module in (choosing_grid, choosing_tiles):
         for name, value in {"METHODS": methods, "KEYS": keys, "KV_HEADS": (8,), "GPUS": (8, 16)}.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -41,8 +40,8 @@ def test_volumes_stand_between_their_bounds(runs: Runs, few: None, tmp_path: Pat
 
 @pytest.mark.exhaustive
 def test_orders_hold_less_for_more_time(runs: Runs, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing_orders, "AT", {**choosing_orders.AT, "gpus": 8})
-    section = choosing_orders.orders(runs)
+    monkeypatch.setattr(choosing_tiles, "AT", {**choosing_tiles.AT, "gpus": 8})
+    section = choosing_tiles.orders(runs)
     rows = [[cell if isinstance(cell, str | int) else cell.known for cell in row] for row in table_of(section).rows]
     memory, times = [row[3] for row in rows], [row[4] for row in rows]
     assert memory == sorted(memory) and times == sorted(times, reverse=True) and len(rows) > 1

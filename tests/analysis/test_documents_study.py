@@ -13,7 +13,6 @@ from sp_bench.analysis.section import Text
 from sp_bench.analysis.studies import documents
 from sp_bench.analysis.studies.documents import cells as documents_maps
 from sp_bench.analysis.studies.documents import places as documents_grid
-from sp_bench.analysis.studies.documents import work as documents_bounds
 from sp_bench.analysis.studies.documents.places import CLOSE, SPLIT_HEADS, dealt, fastest, step, winner
 from sp_bench.methods import REGISTRY
 from tests.support.sections import code_of, sections_of, table_of, tables_of, words_of
@@ -36,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the grid."""
-    for module in (documents_grid, documents_maps, documents_bounds):
+    for module in (documents_grid, documents_maps):
         for name, value in SMALL.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -51,7 +50,7 @@ def test_the_winner_is_the_fastest_of_all_methods_and_dealings(runs: Runs) -> No
         here = [step(record) for key, record in cells.items() if key[0] == data]
         assert one.step.value == min(here) and one.margin.known >= 0
         limit = (1 + CLOSE) * min(here)
-        assert {r.method for r in one.close} == {r.method for r in one.others if step(r) < limit}
+        assert {r.method for r in one.within(CLOSE)} == {r.method for r in one.others if step(r) < limit}
     whole = winner(found, "short", 8, [method for method in METHODS if method not in SPLIT_HEADS])
     assert whole.record.method not in SPLIT_HEADS and whole.record.gpus == 8
 

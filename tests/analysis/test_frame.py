@@ -126,6 +126,7 @@ def test_a_records_command_makes_the_same_config(overrides: list[str]) -> None:
     with Composer() as composer:
         config = composer.compose(overrides)
     arguments = command(json.loads(json.dumps(config))).split()
+    assert command(config).split() == arguments, "a record that was just made has the command of one that is read"
     with Composer() as composer:
         assert composer.compose(arguments) == config
     assert len(arguments) <= len(overrides) + 1

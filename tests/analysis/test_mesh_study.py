@@ -26,7 +26,7 @@ from sp_bench.analysis.studies.mesh.memory import (
 from sp_bench.analysis.studies.mesh.paper import TOKENS, Cell
 from sp_bench.analysis.studies.mesh.rivals import METHODS
 from sp_bench.analysis.studies.mesh.scaling import weak_cells
-from sp_bench.analysis.studies.mesh.stated import our_claims, reproduced
+from sp_bench.analysis.studies.mesh.tables import our_claims, reproduced
 from sp_bench.analysis.studies.mesh.volume import (
     PAYLOAD,
     POINTS,

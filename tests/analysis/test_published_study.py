@@ -1,4 +1,4 @@
-"""The study of published measurements says what the page of `sp_bench.validate published` does."""
+"""The study of published measurements has the figures of `sp_bench.validate published`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies import published_steps as published
+from sp_bench.analysis.studies import published
 from sp_bench.validate.left_out import fits
 from tests.support.sections import sections_of, table_of, tables_of, words_of
 
@@ -44,7 +44,7 @@ def test_figures_are_those_of_the_page(runs: Runs) -> None:
     page = pd.concat([GIVEN.iloc[[*ON_ONE_GPU, *ON_PCIE]], HELD_OUT.iloc[HELD]]).to_dict("records")
     found = published.compared(runs)
     for one, row in zip(found, page, strict=True):
-        assert one.measured.known == row["step_measured_ms"] and one.links == row["links"]
+        assert one.measured.known == row["step_measured_ms"] and one.kind["links"] == row["links"]
         assert one.simulated.known == pytest.approx(row["step_simulated_ms"], rel=1e-9)
         assert one.errors[0].known == pytest.approx(row["error"], rel=1e-9)
         if "A100" not in row["hardware"]:
@@ -70,5 +70,5 @@ def test_sections_say_errors_order_and_fits(runs: Runs) -> None:
 
 @pytest.mark.exhaustive
 def test_all_sections_render_(runs: Runs) -> None:
-    for section in sections_of("published_steps", runs):
+    for section in sections_of("published", runs):
         assert "{" not in words_of(section) and section.to_html()

@@ -24,8 +24,7 @@ from sp_bench.analysis.studies.striped.model import (
     tiles_computed,
 )
 from sp_bench.analysis.studies.striped.rounds import as_the_paper, planned, work, work_by_round
-from sp_bench.analysis.studies.striped.simulated import ask_pairs, estimates, pair
-from sp_bench.analysis.studies.striped.steps import chosen, speedups, training
+from sp_bench.analysis.studies.striped.simulated import ask_pairs, chosen, estimates, pair, speedups, training
 from tests.support.sections import tables_of
 
 

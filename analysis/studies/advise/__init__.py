@@ -1,4 +1,4 @@
-"""What sp_bench.advise answers to ten questions. An answer that is in the folder of records is not asked for again."""
+"""Answers of sp_bench.advise to ten questions. An answer that is in the folder of records is not asked for again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ QUESTIONS = (
 
 
 def answered(question: Question, folder: Path) -> str:
-    """What advise prints, from the folder or asked for. Raises RuntimeError where it is refused."""
+    """The output of advise, from the folder or asked for. Raises RuntimeError where it is refused."""
     file = folder / f"{hashlib.sha256(question.arguments.encode()).hexdigest()[:16]}.txt"
     if not file.exists():
         printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""Where each paper's claim stops holding: the range of links or tokens in which simulated records confirm it."""
+"""The limits of each paper's claim: the range of links or tokens in which simulated records confirm it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import pairwise, product
 from typing import Any
 
 from sp_bench.analysis.figure import Figure, Panels, styles
-from sp_bench.analysis.number import Number, count, derived, least, of_record
+from sp_bench.analysis.number import Number, count, derived, least, step_ms
 from sp_bench.analysis.paper_tables import claims
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.section import Section, Text, listed, section, words
 from sp_bench.analysis.studies.choosing.places import CLUSTERS, SEQLENS, grid
-from sp_bench.analysis.table import Cell, Table, columns
+from sp_bench.analysis.table import Cell
 from sp_bench.records import Record
 
 GAIN = 1.02
@@ -51,73 +51,49 @@ class Ladder:
 
     def crossings(self) -> list[Number]:
         """The positions where the ratio crosses GAIN, interpolated between two records in logarithms."""
-        found = []
-        for (x0, gain0), (x1, gain1) in pairwise(self.gains.items()):
-            if (gain0.known > GAIN) != (gain1.known > GAIN):
-                found.append(derived(_between(x0, x1), gain0, gain1))
-        return found
+        return [
+            derived(_between(x0, x1), gain0, gain1)
+            for (x0, gain0), (x1, gain1) in pairwise(self.gains.items())
+            if (gain0.known > GAIN) != (gain1.known > GAIN)
+        ]
 
     def words(self, one: str, other: str) -> Text:
         """A sentence: in which range `one` is faster than `other`, and where the range ends."""
         first, *_, last = self.gains.values()
         low, *_, high = (f"{x:{self.format}}" for x in self.gains)
-        numbers = {"first": first, "last": last, "lowest": least(self.gains.values())}
-        crossings = self.crossings()
         parts = []
-        for i, crossing in enumerate(crossings):
-            numbers[f"at{i}"] = crossing
+        for i in range(len(crossings := self.crossings())):
             before = (first.known > GAIN) == (i % 2 == 0)
-            parts.append(f"{'stops' if before else 'begins'} being faster from {{at{i}:{self.format}}} {{unit}} on")
+            parts.append(f"{'stops' if before else 'begins'} being faster from {{at{i}:{self.format}}} {self.unit} on")
         if not crossings:
             parts = [f"is faster {'everywhere' if first.known > GAIN else 'nowhere'} in this range"]
-        return text(
-            "{one} against {other}: {first:.2f} times as fast at {low} {unit}, {last:.2f} at {high}, {lowest:.2f} at"
-            f" least; it {', and '.join(parts)}.",
-            **numbers,
-            one=one,
-            other=other,
-            low=low,
-            high=high,
-            unit=self.unit,
-        )
+        ends = Text(", and ".join(parts), {f"at{i}": crossing for i, crossing in enumerate(crossings)})
+        gains = {"first": first, "last": last, "lowest": least(self.gains.values())}
+        return words("choosing.ladder", **gains, one=one, other=other, low=low, high=high, unit=self.unit, ends=ends)
 
 
 def _between(x0: float, x1: float) -> Callable[[float, float], float]:
     """The position between x0 and x1 where the ratio is GAIN, by the ratios at both, interpolated in logarithms."""
-
-    def at(gain0: float, gain1: float) -> float:
-        return x0 * (x1 / x0) ** (math.log(GAIN / gain0) / math.log(gain1 / gain0))
-
-    return at
+    return lambda gain0, gain1: x0 * (x1 / x0) ** (math.log(GAIN / gain0) / math.log(gain1 / gain0))
 
 
 def limits(runs: Runs) -> Section:
     """The claims of the papers on other clusters and sizes, and where they stop holding."""
     by_nic, by_tokens = _by_nic(runs), _by_tokens(runs)
-    return Section(
-        "Where the papers' claims stop holding",
-        text(
-            "Each sentence is found by searching simulated records, forward and backward, causal, 32 heads of 128. A"
-            " method counts as faster if it is at least {gain:g} times as fast. The end of a range is interpolated"
-            " between the two records around it. The ranges are those of these cluster files, not of the papers'"
-            " machines.",
-            gain=GAIN,
-        ),
-        *_about_mesh(runs),
-        text(
-            "Links between nodes: {seqlen} tokens on {gpus} H100, with slower and faster NICs (GB/s of each GPU in each"
-            " direction).",
-            seqlen=NIC_SEQLEN,
-            gpus=LADDER_GPUS,
-        ),
-        _ladder_figure(by_nic, NIC, "choosing-nic", "NIC of a GPU, GB/s", "Steps by the rate of the NICs"),
-        *(_ladder(by_nic, "mesh", other, NIC).words("Mesh", other) for other in RIVALS[:-1]),
-        text("Tokens of a GPU: the same GPUs with cluster=h100_ndr400 as it is."),
-        _ladder_figure(by_tokens, PER_GPU, "choosing-tokens", "tokens of a GPU", "Steps by the tokens of a GPU"),
-        *(_ladder(by_tokens, "mesh", other, PER_GPU).words("Mesh", other) for other in RIVALS[:-1]),
-        *_about_striped(runs),
-        *_about_tokenring(runs),
-        _table(by_nic, by_tokens),
+    rows: list[list[Cell]] = []
+    for axis, found in (("NIC, GB/s", by_nic), ("tokens of a GPU", by_tokens)):
+        for (method, x), record in found.items():
+            bound = str(record.bound_by or f"{record.status}: {record.error}")
+            rows.append([axis, int(x), method, step_ms(record), bound])
+    values = {"gain": GAIN, "about_mesh": _about_mesh(runs), "seqlen": NIC_SEQLEN, "gpus": LADDER_GPUS}
+    values |= {"about_striped": _about_striped(runs), "about_tokenring": _about_tokenring(runs), "rows": rows}
+    return section(
+        "choosing.limits",
+        **values,
+        nics=_figure(by_nic, NIC, "choosing-nic", "NIC of a GPU, GB/s", "Steps by the rate of the NICs"),
+        about_nics=[_ladder(by_nic, "mesh", other, NIC).words("Mesh", other) for other in RIVALS[:-1]],
+        tokens=_figure(by_tokens, PER_GPU, "choosing-tokens", "tokens of a GPU", "Steps by the tokens of a GPU"),
+        about_tokens=[_ladder(by_tokens, "mesh", other, PER_GPU).words("Mesh", other) for other in RIVALS[:-1]],
     )
 
 
@@ -127,31 +103,32 @@ def _point(method: str, **keys: Any) -> Point:
 
 
 def _by_nic(runs: Runs) -> Times:
-    places = product(RIVALS, map(float, NIC_GB_PER_S))
-    return runs.by_key({(m, x): _point(m, seqlen=NIC_SEQLEN, cluster__inter__bytes_per_s=x * 1e9) for m, x in places})
+    def at(method: str, nic: float) -> Point:
+        return _point(method, seqlen=NIC_SEQLEN, cluster__inter__bytes_per_s=nic * 1e9)
+
+    return runs.grid(at, RIVALS, map(float, NIC_GB_PER_S))
 
 
 def _by_tokens(runs: Runs) -> Times:
-    places = product(RIVALS, TOKENS)
-    return runs.by_key({(m, 1024.0 * tokens): _point(m, seqlen=1024 * tokens * LADDER_GPUS) for m, tokens in places})
+    by_tokens = runs.grid(lambda method, tokens: _point(method, seqlen=1024 * tokens * LADDER_GPUS), RIVALS, TOKENS)
+    return {(method, 1024.0 * tokens): record for (method, tokens), record in by_tokens.items()}
 
 
 def _ladder(found: Times, one: str, other: str, axis: Axis) -> Ladder:
     """The speed of `one` over that of `other`, where both can be served."""
-    places = [x for method, x in found if method == one]
-    ok = [x for x in places if found[one, x].status == found[other, x].status == "ok"]
+    ok = [x for method, x in found if method == one and found[one, x].status == found[other, x].status == "ok"]
     return Ladder(*axis, {x: _gain(found[one, x], found[other, x]) for x in ok})
 
 
 def _gain(one: Record, other: Record) -> Number:
-    return of_record(other, "step_ms_median").over(of_record(one, "step_ms_median"))
+    return step_ms(other).over(step_ms(one))
 
 
-def _ladder_figure(found: Times, unit: Axis, name: str, label: str, title: str) -> Figure:
+def _figure(found: Times, unit: Axis, name: str, label: str, title: str) -> Figure:
     panels = Panels(height=2.9)
-    axis = panels.first
     for method, style in styles(RIVALS).items():
         panels.line(_ladder(found, method, "striped", unit).gains, method, markersize=5, **style)
+    axis = panels.first
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.set(xlabel=label, ylabel="times as fast as striped")
@@ -167,35 +144,22 @@ def _about_mesh(runs: Runs) -> list[Text]:
     parts = []
     for cluster in CLUSTERS:
         keys = [(cluster, 32, seqlen, 256) for seqlen in SEQLENS]
-        gains = [_gain(found[key, "mesh"], found[key, "striped"]) for key in keys]
-        ratios = ", ".join(f"{{g{i}:.2f}}" for i in range(len(gains)))
-        parts.append(
-            text(
-                f"{{cluster}}: Mesh on 256 GPUs is {ratios} times as fast as striped Ring at {{seqlens}} tokens. The"
-                " paper has at most {paper} on its cluster; {above:.0f} of these ratios reach it.",
-                cluster=cluster,
-                seqlens=", ".join(SEQLENS),
-                paper=paper,
-                above=count(gains, lambda gain: gain >= paper.known),
-                **{f"g{i}": gain for i, gain in enumerate(gains)},
-            )
-        )
+        gains = {f"g{i}": _gain(found[key, "mesh"], found[key, "striped"]) for i, key in enumerate(keys)}
+        above, seqlens = count(gains.values(), lambda gain: gain >= paper.known), ", ".join(SEQLENS)
+        ratios = listed(gains, "{value:.2f}")
+        parts.append(words("choosing.mesh", cluster=cluster, ratios=ratios, seqlens=seqlens, paper=paper, above=above))
     return parts
 
 
 def _about_striped(runs: Runs) -> list[Text]:
     """The range in which Ring gains from a striped layout."""
-    layouts, places = ("striped", "contiguous"), list(product(STRIPED_GPUS, STRIPED_TOKENS))
-    found = runs.by_key(
-        {
-            (gpus, tokens, layout): point(method="ring", gpus=gpus, seqlen=tokens * gpus, layout=layout)
-            for gpus, tokens in places
-            for layout in layouts
-        }
+    found = runs.grid(
+        lambda gpus, tokens, layout: point(method="ring", gpus=gpus, seqlen=tokens * gpus, layout=layout),
+        *(STRIPED_GPUS, STRIPED_TOKENS, ("striped", "contiguous")),
     )
     parts = []
     for gpus in STRIPED_GPUS:
-        gains = {tokens: _gain(*(found[gpus, tokens, layout] for layout in layouts)) for tokens in STRIPED_TOKENS}
+        gains = {t: _gain(found[gpus, t, "striped"], found[gpus, t, "contiguous"]) for t in STRIPED_TOKENS}
         where = "in a node" if gpus <= 8 else "across nodes"
         name = f"Ring on {gpus} H100 {where}, a striped layout"
         parts.append(Ladder(*PER_GPU, gains).words(name, "a contiguous one"))
@@ -206,37 +170,16 @@ def _about_tokenring(runs: Runs) -> list[Text]:
     """By topology, the GPUs and tokens at which TokenRing gains from full duplex links."""
     parts = []
     for cluster, sizes in RING_POINTS:
-        asked = {
-            (n, tokens, method): point(
-                method=method, gpus=n, seqlen=1024 * tokens * n, cluster=cluster, layout="zigzag"
-            )
-            for n, tokens, method in product(sizes, RING_TOKENS, ("ring", "tokenring"))
-        }
-        found = runs.by_key(asked)
+
+        def at(n: int, tokens: int, method: str, cluster: str = cluster) -> Point:
+            return point(method=method, gpus=n, seqlen=1024 * tokens * n, cluster=cluster, layout="zigzag")
+
+        found = runs.grid(at, sizes, RING_TOKENS, ("ring", "tokenring"))
         gains = {(n, t): _gain(found[n, t, "tokenring"], found[n, t, "ring"]) for n, t in product(sizes, RING_TOKENS)}
         up_to = {n: tokens for (n, tokens), gain in gains.items() if gain.known > GAIN}
         n, tokens = highest = max(gains, key=lambda place: gains[place].known)
         where = "; ".join(f"{n} GPUs up to {tokens}k tokens each" for n, tokens in up_to.items())
-        parts.append(
-            text(
-                "{cluster}, one node, forward and backward, zigzag: TokenRing is faster than Ring {where}. The highest"
-                " ratio is {high:.2f}, on {n} GPUs with {tokens}k tokens each.",
-                cluster=cluster,
-                where=f"at {where}" if where else "nowhere",
-                high=gains[highest],
-                n=n,
-                tokens=tokens,
-            )
-        )
+        where = f"at {where}" if where else "nowhere"
+        best = {"high": gains[highest], "n": n, "tokens": tokens}
+        parts.append(words("choosing.tokenring", cluster=cluster, where=where, **best))
     return parts
-
-
-def _table(by_nic: Times, by_tokens: Times) -> Table:
-    """All points of both axes, with the reason where a point can't be served."""
-    lines: list[list[Cell]] = []
-    for axis, found in (("NIC, GB/s", by_nic), ("tokens of a GPU", by_tokens)):
-        for (method, x), record in found.items():
-            lines.append([axis, int(x), method, of_record(record, "step_ms_median")])
-            lines[-1].append(str(record.bound_by or f"{record.status}: {record.error}"))
-    heads = columns("what varies; its value; method; step | ms; bound by")
-    return Table("choosing-ladders", "Steps by NIC rate and by tokens of a GPU", heads, lines, shown_rows=10)

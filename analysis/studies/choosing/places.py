@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from sp_bench.analysis.number import Number, derived, of_record
+from sp_bench.analysis.number import Number, derived, of_record, step_ms
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.records import Record
 
@@ -38,65 +38,83 @@ def asked(key: Key, method: str) -> Point:
 
 def grid(runs: Runs) -> Grid:
     """The records of all methods at all keys, including points that can't be served."""
-    return runs.by_key({(key, method): asked(key, method) for key in KEYS for method in METHODS})
+    return runs.grid(asked, KEYS, METHODS)
 
 
 @dataclass(frozen=True)
-class Best:
-    """The fastest method at a key, and the second: the next one whose plan is a different one."""
+class Winner:
+    """The fastest record of one attention, and others in the order of their times."""
 
     record: Record
-    second: Record | None
+    others: tuple[Record, ...]
+
+    @property
+    def second(self) -> Record | None:
+        """The fastest of the others; None if there is none."""
+        return next(iter(self.others), None)
 
     @property
     def step(self) -> Number:
-        """The time of the fastest method in ms."""
-        return of_record(self.record, "step_ms_median")
+        """The time of the fastest in ms."""
+        return step_ms(self.record)
 
     @property
     def margin(self) -> Number:
-        """How much longer the second takes, as a share of the fastest time."""
+        """The additional time of the second, as a share of the fastest time."""
         if self.second is None:
             return Number(None, "simulated", self.step.sources, "no other method can be served")
-        return derived(lambda b, a: b / a - 1, of_record(self.second, "step_ms_median"), self.step)
+        return derived(lambda b, a: b / a - 1, step_ms(self.second), self.step)
+
+    def within(self, share: float) -> tuple[Record, ...]:
+        """The others whose time is less than a share above the fastest."""
+        return tuple(record for record in self.others if step(record) < (1 + share) * self.step.known)
 
     @property
     def tied(self) -> bool:
         """Whether the second counts as equally fast."""
-        return self.second is not None and self.margin.known < TIE
+        return bool(self.within(TIE))
 
 
-def best(found: Grid, key: Key, methods: Sequence[str]) -> Best | None:
-    """The fastest of the methods at a key; None if none can be served. Of equal plans, the one that is listed first."""
-    ranked = sorted(
-        (record for method in methods if (record := found[key, method]).status == "ok"),
-        key=lambda record: record.step_ms_median or 0.0,
-    )
-    if not ranked:
-        return None
-    other = (record for record in ranked[1:] if _plan(record) != _plan(ranked[0]))
-    return Best(ranked[0], next(other, None))
+def step(record: Record) -> float:
+    """The time of a step in ms; infinite where there is none."""
+    return record.step_ms_median if record.status == "ok" and record.step_ms_median else float("inf")
+
+
+def by_time(records: Iterable[Record]) -> list[Record]:
+    """The records that are ok, the fastest first."""
+    return sorted((record for record in records if record.status == "ok"), key=step)
+
+
+def best(found: Grid, key: Key, methods: Sequence[str]) -> Winner | None:
+    """The fastest of the methods at a key, and others with another plan; None if none can be served.
+
+    Of equal plans, the one that is listed first.
+    """
+    ranked = by_time(found[key, method] for method in methods)
+    return Winner(ranked[0], tuple(one for one in ranked if _plan(one) != _plan(ranked[0]))) if ranked else None
 
 
 def leanest(found: Grid, key: Key, methods: Sequence[str]) -> Record | None:
     """The method with the least memory among those that tie with the fastest; None if none can be served."""
     served = [record for method in methods if (record := found[key, method]).status == "ok"]
-    if not served:
-        return None
-    fastest = min(record.step_ms_median or 0.0 for record in served)
-    equal = [record for record in served if (record.step_ms_median or 0.0) < (1 + TIE) * fastest]
-    return min(equal, key=lambda record: record.peak_mem_bytes_max or 0)
+    equal = [record for record in served if step(record) < (1 + TIE) * min(map(step, served))]
+    return min(equal, key=lambda record: record.peak_mem_bytes_max or 0, default=None)
 
 
 def _plan(record: Record) -> tuple[float | None, float | None, int | None]:
-    """What two methods with the same plan share: time, bytes and memory."""
+    """Time, bytes and memory, which two methods with the same plan share."""
     return record.step_ms_median, record.comm_bytes_per_gpu, record.peak_mem_bytes_max
+
+
+def payload(record: Record) -> Number:
+    """The bytes that a GPU sends, without the lse."""
+    return of_record(record, "comm_bytes_per_gpu").minus(of_record(record, "comm_bytes_statistics"))
 
 
 def payload_over_bound(record: Record, field: str = "comm_bytes_lower_bound") -> Number:
     """The bytes of a GPU without the lse, over a bound: the fewest that a method with the same head split can send."""
-    sent, lse = of_record(record, "comm_bytes_per_gpu"), of_record(record, "comm_bytes_statistics")
     bound = of_record(record, field)
     if not bound.value:
+        sent = of_record(record, "comm_bytes_per_gpu")
         return Number(None, "computed", sent.sources, record.error or "the bound is zero")
-    return derived(lambda a, b, c: (a - b) / c, sent, lse, bound)
+    return payload(record).over(bound)

@@ -1,4 +1,4 @@
-"""Which tile: the cost of the tile that sends least, volumes against their bound, and memory against speed."""
+"""The choice of a tile: the cost of the one that sends least, volumes against bounds, and memory against speed."""
 
 from __future__ import annotations
 
@@ -10,78 +10,41 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
+from sp_bench.analysis import number
 from sp_bench.analysis.figure import VOLUME_BOUNDS, Figure, Panels, colours, labelled, log2_ticks, styles
-from sp_bench.analysis.number import (
-    Number,
-    computed,
-    count,
-    derived,
-    formula,
-    least,
-    most,
-    of_record,
-    record_source,
-    tally,
-)
-from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text, text
-from sp_bench.analysis.studies.choosing.places import (
-    CLUSTERS,
-    GPUS,
-    KV_HEADS,
-    METHODS,
-    SEQLENS,
-    Grid,
-    Key,
-    grid,
-    payload_over_bound,
-)
-from sp_bench.analysis.table import Cell, Table, columns
+from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.section import Section, Text, section, source, words
+from sp_bench.analysis.studies.choosing import places
+from sp_bench.analysis.studies.choosing.places import Grid, Key, payload, payload_over_bound
+from sp_bench.analysis.table import Cell
+from sp_bench.methods.mesh import tiles as all_tiles
 from sp_bench.records import Record
 
 TILED_GPUS = (64, 256)
 MEMORY_KEYS: tuple[Key, ...] = (("h100_ndr400", 32, "512k", 64), ("h100_ndr400", 32, "2M", 256))
 VOLUME_AT = "h100_ndr400", "512k"
-HALF = formula("choosing-half", "sqrt(k n) / sqrt(k n / 2)", "sp_bench.account.lower_bound_bytes, causal over full")
+HALF = source("choosing.half")
+Variant = tuple[str, str, number.Number, number.Number]
+"""Method, variant, peak memory in GB, step in ms."""
 
 
 def tiles(runs: Runs) -> Section:
     """Mesh's fastest tile against the tile that sends least."""
-    found = grid(runs)
-    lines: list[list[Cell]] = []
-    costs: list[Number] = []
+    found = places.grid(runs)
+    rows: list[list[Cell]] = []
+    costs: list[number.Number] = []
     same = 0
-    for cluster, kv_heads, gpus, seqlen in product(CLUSTERS, KV_HEADS, TILED_GPUS, SEQLENS):
+    for cluster, kv_heads, gpus, seqlen in product(places.CLUSTERS, places.KV_HEADS, TILED_GPUS, places.SEQLENS):
         record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
         smallest = _least_volume_tile(record)
         time, word = _time_of(record, smallest)
-        cost = time.over(of_record(record, "step_ms_median"))
+        cost = time.over(number.step_ms(record))
         same += smallest["tile_a"] == record.tile_a
         costs += [cost] if word == "simulated" else []
-        lines.append([cluster, kv_heads, gpus, seqlen, record.variant or "-", str(smallest["variant"])])
-        lines[-1] += [of_record(record, "step_ms_median"), time, word, cost]
-    heads = columns(
-        "cluster; KV heads; GPUs; seqlen; fastest tile; tile that sends least; step with the fastest tile | ms;"
-        " step with the tile that sends least | ms; how that step is known; ratio of the steps || .2f"
-    )
-    return Section(
-        "Which tile of Mesh",
-        text(
-            "The tile that sends least is known without a simulation. It has the least 6 (a - 1) + 6 k (b - 1) chunks"
-            " with a * b = n, near a = sqrt(k n). The fastest tile may be another one: links inside a node are faster"
-            " than those between nodes, and transfers hide behind blocks. A time that is a bound stands for a tile that"
-            " was not simulated, because it can't be faster."
-        ),
-        _tiles_figure(found),
-        text(
-            "The two are the same tile in {same:.0f} of {all:.0f} points. Where both were simulated, the tile that"
-            " sends least takes up to {high:.2f} times as long.",
-            same=tally(same, costs),
-            all=tally(len(lines), costs),
-            high=most(costs),
-        ),
-        Table("choosing-tiles", "The fastest tile and the one that sends least", heads, lines, shown_rows=12),
-    )
+        variants = [record.variant or "-", str(smallest["variant"])]
+        rows.append([cluster, kv_heads, gpus, seqlen, *variants, number.step_ms(record), time, word, cost])
+    counts = {"same": number.tally(same, costs), "all": number.tally(len(rows), costs), "high": number.most(costs)}
+    return section("choosing.tiles", figure=_tiles_figure(found), **counts, rows=rows)
 
 
 def _least_volume_tile(record: Record) -> dict[str, Any]:
@@ -90,22 +53,21 @@ def _least_volume_tile(record: Record) -> dict[str, Any]:
     return min(record.candidates or (), key=lambda one: (one["tile_a"] - 1) + k * (one["tile_b"] - 1))
 
 
-def _time_of(record: Record, candidate: dict[str, Any]) -> tuple[Number, str]:
+def _time_of(record: Record, candidate: dict[str, Any]) -> tuple[number.Number, str]:
     """A candidate's time in ms, and whether it is simulated or a bound."""
     known = candidate["step_ms"] is not None
     value = candidate["step_ms"] if known else candidate["bound_ms"]
-    return Number(value, "simulated", (record_source(record),)), "simulated" if known else "a bound"
+    return number.Number(value, "simulated", (number.record_source(record),)), "simulated" if known else "a bound"
 
 
 def _tiles_figure(found: Grid) -> Figure:
-    panels = Panels(len(CLUSTERS), height=2.9, sharey=True)
-    tones, gpus, kv_heads = colours(SEQLENS), TILED_GPUS[-1], KV_HEADS[0]
-    for axis, cluster in zip(panels.axes[0], CLUSTERS, strict=True):
-        for marker, seqlen in zip("osD", SEQLENS, strict=False):
+    panels = Panels(len(places.CLUSTERS), height=2.9, sharey=True)
+    tones, gpus, kv_heads = colours(places.SEQLENS), TILED_GPUS[-1], places.KV_HEADS[0]
+    for axis, cluster in zip(panels.axes[0], places.CLUSTERS, strict=True):
+        for marker, seqlen in zip("osD", places.SEQLENS, strict=False):
             record = found[(cluster, kv_heads, seqlen, gpus), "mesh"]
             times = {one["tile_a"]: _time_of(record, one) for one in record.candidates or ()}
-            step = of_record(record, "step_ms_median")
-            ratios = {a: times[a][0].over(step) for a in sorted(times)}
+            ratios = {a: times[a][0].over(number.step_ms(record)) for a in sorted(times)}
             simulated = {a: ratio for a, ratio in ratios.items() if times[a][1] == "simulated"}
             style = {"color": tones[seqlen], "marker": marker, "markersize": 4.5, "axis": axis}
             panels.line(ratios, markerfacecolor="white", linewidth=0.8, **style)
@@ -124,123 +86,69 @@ def _tiles_figure(found: Grid) -> Figure:
 
 def volume(runs: Runs) -> Section:
     """Payload over the lower bound, by method and number of GPUs."""
-    found, (cluster, seqlen) = grid(runs), VOLUME_AT
-    places = list(product(METHODS, KV_HEADS, GPUS))
-    ratios = {(m, kv, n): payload_over_bound(found[(cluster, kv, seqlen, n), m]) for m, kv, n in places}
-    over_least = {
-        (m, kv, n): payload_over_bound(found[(cluster, kv, seqlen, n), m], "comm_bytes_least") for m, kv, n in places
+    found, (cluster, seqlen) = places.grid(runs), VOLUME_AT
+    records = {
+        (method, kv, n): found[(cluster, kv, seqlen, n), method]
+        for method, kv, n in product(places.METHODS, places.KV_HEADS, places.GPUS)
     }
+    ratios = {place: payload_over_bound(record) for place, record in records.items()}
+    over_least = {place: payload_over_bound(record, "comm_bytes_least") for place, record in records.items()}
     known = {place: number for place, number in ratios.items() if number.value}
     mesh = [number for (method, *_), number in known.items() if method == "mesh"]
     method, kv_heads, gpus = worst = max(known, key=lambda place: known[place].known)
-    heads = columns("; ".join(["method; KV heads", *(f"{gpus} GPUs || .3g" for gpus in GPUS)]))
-    note = "A dash: the point can't be served, for the reason listed above."
-    return Section(
-        "Volume against the lower bound",
-        text(
-            "Computed: the payload that a GPU sends forward and backward, over the fewest bytes that any method with"
-            " the same head split can send (account.lower_bound_bytes), and over the fewest that any method can send,"
-            " however it splits heads (account.least_bytes). For a causal mask a bound counts only the"
-            " unmasked half, so a method that sends as much as for a full mask is at best {causal:.2f} times above it."
-            " On {cluster}, with {seqlen} tokens. Each method has its fastest variant, which need not be the one that"
-            " sends least.",
-            causal=computed(math.sqrt(2), HALF),
-            cluster=cluster,
-            seqlen=seqlen,
-        ),
-        _volume_figure(found),
-        text(
-            "{method} on {gpus} GPUs with {kv_heads} KV heads is farthest above its bound: {high:.3g} times. Mesh is"
-            " between {low:.3g} and {mesh:.3g} times.",
-            method=method,
-            gpus=gpus,
-            kv_heads=kv_heads,
-            high=known[worst],
-            low=least(mesh),
-            mesh=most(mesh),
-        ),
-        Table("choosing-volume", "Payload over the least with the same split of heads", heads, _lines(ratios), note),
-        Table("choosing-volume-least", "Payload over the least with any split", heads, _lines(over_least), note),
-    )
+    values = {"causal": number.computed(math.sqrt(2), HALF), "cluster": cluster, "seqlen": seqlen, "method": method}
+    values |= {"gpus": gpus, "kv_heads": kv_heads, "figure": _volume_figure(records), "high": known[worst]}
+    values |= {"low": number.least(mesh), "mesh": number.most(mesh)}
+    values |= {"over_same_split": _by_gpus(ratios), "over_any_split": _by_gpus(over_least)}
+    return section("choosing.volume", **values, by_gpus="; ".join(f"{gpus} GPUs || .3g" for gpus in places.GPUS))
 
 
-def _lines(ratios: Mapping[tuple[str, int, int], Number]) -> list[list[Cell]]:
+def _by_gpus(ratios: Mapping[tuple[str, int, int], number.Number]) -> list[list[Cell]]:
     return [
-        [method, kv_heads, *(ratios[method, kv_heads, gpus] for gpus in GPUS)]
-        for kv_heads, method in product(KV_HEADS, METHODS)
+        [method, kv_heads, *(ratios[method, kv_heads, gpus] for gpus in places.GPUS)]
+        for kv_heads, method in product(places.KV_HEADS, places.METHODS)
     ]
 
 
-def _volume_figure(found: Grid) -> Figure:
-    """What each method sends, between the bounds of methods that leave heads whole and of all methods."""
-    panels, (cluster, seqlen) = Panels(len(KV_HEADS), height=3.8, sharey=True), VOLUME_AT
-    for axis, kv_heads in zip(panels.axes[0], KV_HEADS, strict=True):
-        records = {(m, n): found[(cluster, kv_heads, seqlen, n), m] for m, n in product(METHODS, GPUS)}
-        for method, style in styles(METHODS).items():
-            points = {
-                n: _payload(record) for (m, n), record in records.items() if m == method and record.status == "ok"
-            }
-            panels.line(points, method, axis=axis, markersize=5, linewidth=0.8, **style)
+def _volume_figure(records: Mapping[tuple[str, int, int], Record]) -> Figure:
+    """The bytes that each method sends, between the bounds of methods that leave heads whole and of all methods."""
+    panels = Panels(len(places.KV_HEADS), height=3.8, sharey=True)
+    for axis, kv_heads in zip(panels.axes[0], places.KV_HEADS, strict=True):
+        for method, style in styles(places.METHODS).items():
+            by_gpus = {n: records[method, kv_heads, n] for n in places.GPUS}
+            sent = {n: payload(record).times(1e-9) for n, record in by_gpus.items() if record.status == "ok"}
+            panels.line(sent, method, axis=axis, markersize=5, linewidth=0.8, **style)
         for field, (name, dashes) in VOLUME_BOUNDS.items():
-            points = {n: of_record(record, field).times(1e-9) for (m, n), record in records.items() if m == "mesh"}
-            panels.line(points, name, axis=axis, color="black", linestyle=dashes, linewidth=1.4)
+            bounds = {n: number.gigabytes(records["mesh", kv_heads, n], field) for n in places.GPUS}
+            panels.line(bounds, name, axis=axis, color="black", linestyle=dashes, linewidth=1.4)
         axis.set_yscale("log")
         axis.set(title=f"{kv_heads} KV heads", xlabel="GPUs")
-        log2_ticks(axis, GPUS)
+        log2_ticks(axis, places.GPUS)
         axis.yaxis.set_major_formatter("{x:g}")
     panels.first.set_ylabel("payload sent by a GPU, GB")
     panels.legend_below(3, fontsize=8)
     note = "Below the dashed line are only methods that split heads, below the dotted one is none."
-    return panels.figure("choosing-volume", f"Sent, and the least that can be sent, {seqlen} tokens", note)
-
-
-def _payload(record: Record) -> Number:
-    sent, lse = of_record(record, "comm_bytes_per_gpu"), of_record(record, "comm_bytes_statistics")
-    return derived(lambda a, b: (a - b) / 1e9, sent, lse)
+    return panels.figure("choosing-volume", f"Sent, and the least that can be sent, {VOLUME_AT[1]} tokens", note)
 
 
 def memory(runs: Runs) -> Section:
     """Time against memory of every simulated variant."""
-    found = grid(runs)
-    panels = Panels(len(MEMORY_KEYS), height=3.5)
-    lines: list[list[Cell]] = []
-    parts: list[Text] = []
+    found, panels = places.grid(runs), Panels(len(MEMORY_KEYS), height=3.5)
+    rows: list[list[Cell]] = []
+    fronts: list[Text] = []
     for axis, key in zip(panels.axes[0], MEMORY_KEYS, strict=True):
-        variants = [variant for method in METHODS for variant in _variants(found[key, method])]
+        variants = [variant for method in places.METHODS for variant in _variants(found[key, method])]
         front = pareto(variants)
         panels.numbers += [number for _, _, *numbers in variants for number in numbers]
-        lines += [[f"{key[2]} on {key[3]} GPUs", *variant] for variant in front]
+        rows += [[f"{key[2]} on {key[3]} GPUs", *variant] for variant in front]
         _scatter(axis, key, variants, front)
         (*_, fast_gb, fast_ms), (*_, lean_gb, lean_ms) = front[-1], front[0]
-        parts.append(
-            text(
-                "{seqlen} tokens on {gpus} GPUs: {front:.0f} of {all:.0f} variants are on the front. The fastest takes"
-                " {times:.3g} times the memory of the leanest and {share:.2f} of its time.",
-                seqlen=key[2],
-                gpus=key[3],
-                front=count(ms for *_, ms in front),
-                all=count(ms for *_, ms in variants),
-                times=fast_gb.over(lean_gb),
-                share=fast_ms.over(lean_ms),
-            )
-        )
+        counts = {"front": number.count(ms for *_, ms in front), "all": number.count(ms for *_, ms in variants)}
+        ratios = {"times": fast_gb.over(lean_gb), "share": fast_ms.over(lean_ms)}
+        fronts.append(words("choosing.front", seqlen=key[2], gpus=key[3], **counts, **ratios))
     panels.legend_below(3, fontsize=8)
-    heads = columns("point; method; variant; peak memory | GB | .3g; step | ms")
-    return Section(
-        "Memory against speed",
-        text(
-            "A point is a variant of a method: its peak memory for the attention, computed from the plans, and its"
-            " step, simulated. The line joins the front: variants that no other beats in both. Variants whose bound was"
-            " above their method's best time were not simulated and are not shown."
-        ),
-        panels.figure("choosing-memory", f"Step against peak memory, {MEMORY_KEYS[0][0]}"),
-        *parts,
-        Table("choosing-memory", "Variants that no other beats in time and memory", heads, lines),
-    )
-
-
-Variant = tuple[str, str, Number, Number]
-"""Method, variant, peak memory in GB, step in ms."""
+    figure = panels.figure("choosing-memory", f"Step against peak memory, {MEMORY_KEYS[0][0]}")
+    return section("choosing.memory", figure=figure, fronts=fronts, rows=rows)
 
 
 def _variants(record: Record) -> list[Variant]:
@@ -248,13 +156,19 @@ def _variants(record: Record) -> list[Variant]:
     if record.status != "ok":
         return []
     if not record.candidates:
-        gb, ms = of_record(record, "peak_mem_bytes_max").times(1e-9), of_record(record, "step_ms_median")
-        return [(record.method, record.variant or "", gb, ms)]
-    source = (record_source(record),)
-    timed = [one for one in record.candidates if one["step_ms"] is not None]
-    memory = [computed(one["peak_mem_bytes"] * 1e-9, *source) for one in timed]
-    times = [Number(one["step_ms"], "simulated", source) for one in timed]
-    return [(record.method, str(one["variant"]), gb, ms) for one, gb, ms in zip(timed, memory, times, strict=True)]
+        return [(record.method, record.variant or "", number.gigabytes(record), number.step_ms(record))]
+    source = number.record_source(record)
+    return [
+        (
+            *(record.method, str(one["variant"])),
+            *(
+                number.computed(one["peak_mem_bytes"] * 1e-9, source),
+                number.Number(one["step_ms"], "simulated", (source,)),
+            ),
+        )
+        for one in record.candidates
+        if one["step_ms"] is not None
+    ]
 
 
 def pareto(variants: Sequence[Variant]) -> list[Variant]:
@@ -267,17 +181,76 @@ def pareto(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def _scatter(axis: Axes, key: Key, variants: Sequence[Variant], front: Sequence[Variant]) -> None:
-    for method, style in styles(METHODS).items():
-        if not (at := [(gb.known, ms.known) for name, _, gb, ms in variants if name == method]):
-            continue
-        x, y = zip(*at, strict=True)
-        edge = {"s": 28, "edgecolor": "black", "linewidth": 0.4, "zorder": 3}
-        axis.scatter(x, y, label=labelled(method, "simulated"), **style, **edge)
+    for method, style in styles(places.METHODS).items():
+        if at := [(gb.known, ms.known) for name, _, gb, ms in variants if name == method]:
+            edge = {"s": 28, "edgecolor": "black", "linewidth": 0.4, "zorder": 3}
+            axis.scatter(*zip(*at, strict=True), label=labelled(method, "simulated"), **style, **edge)
     axis.plot([one[2].known for one in front], [one[3].known for one in front], color="black", linewidth=0.8)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set(title=f"{key[2]} tokens on {key[3]} GPUs", xlabel="peak memory of the attention, GB", ylabel="step, ms")
+    axis.set(xscale="log", yscale="log", title=f"{key[2]} tokens on {key[3]} GPUs")
+    axis.set(xlabel="peak memory of the attention, GB", ylabel="step, ms")
     for which in (axis.xaxis, axis.yaxis):
         which.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         which.set_minor_locator(NullLocator())
         which.set_major_formatter("{x:g}")
+
+
+ORDERS = {"paper": "the paper's", "rows": "by rows", "columns": "by columns"}
+"""A reader's name for each value of method.schedule."""
+AT = {"cluster": "h100_ndr400", "seqlen": "512k", "gpus": 64, "layout": "zigzag"}
+Orders = dict[tuple[int, str], list[Variant]]
+"""The variants by number of KV heads and order."""
+
+
+def orders(runs: Runs) -> Section:
+    """The cost of a tile's orders in time, and what they save in memory."""
+    found = _orders(runs)
+    fronts = {kv: pareto([v for order in ORDERS for v in found[kv, order]]) for kv in places.KV_HEADS}
+    papers = {kv: pareto(found[kv, "paper"]) for kv in places.KV_HEADS}
+    return section(
+        "choosing.orders",
+        **{key: AT[key] for key in ("gpus", "cluster", "seqlen")},
+        figure=_orders_figure(found, fronts, papers),
+        about=[_leanest(kv, fronts[kv], papers[kv][-1]) for kv in places.KV_HEADS],
+        rows=[[kv, ORDERS[order], *rest] for kv, front in fronts.items() for order, *rest in front],
+    )
+
+
+def _leanest(kv: int, front: list[Variant], fastest: Variant) -> Text:
+    """The leanest variant of a front that ties with the paper's fastest."""
+    order, tile, gb, _ = next(one for one in front if one[3].known <= (1 + places.TIE) * fastest[3].known)
+    saved = number.derived(lambda a, b: 1 - a / b, gb, fastest[2])
+    return words("choosing.order", kv=kv, tie=places.TIE, tile=tile, order=ORDERS[order], saved=saved)
+
+
+def _orders(runs: Runs) -> Orders:
+    found: Orders = {(kv, order): [] for kv in places.KV_HEADS for order in ORDERS}
+    records = runs.grid(
+        lambda kv, order, tile: point(method="mesh", kv_heads=kv, tile=list(tile), schedule=order, **AT),
+        *(places.KV_HEADS, ORDERS, all_tiles(int(AT["gpus"]))),
+    )
+    for (kv, order, (a, b)), record in records.items():
+        if record.status == "ok":
+            found[kv, order].append((order, f"{a}x{b}", number.gigabytes(record), number.step_ms(record)))
+    return found
+
+
+def _orders_figure(found: Orders, fronts: dict[int, list[Variant]], papers: dict[int, list[Variant]]) -> Figure:
+    panels, tones = Panels(len(places.KV_HEADS), height=3.4, sharey=True), colours(list(ORDERS.values()))
+    for axis, kv in zip(panels.axes[0], places.KV_HEADS, strict=True):
+        for (order, name), marker in zip(ORDERS.items(), "osD", strict=True):
+            variants = found[kv, order]
+            panels.numbers += [number for _, _, *numbers in variants for number in numbers]
+            x, y = [one[2].known for one in variants], [one[3].known for one in variants]
+            axis.plot(x, y, marker, color=tones[name], markersize=4.5, label=labelled(name, "simulated"))
+        for front, style in ((fronts[kv], "-"), (papers[kv], ":")):
+            axis.plot([one[2].known for one in front], [one[3].known for one in front], style, color="black", lw=0.9)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        for formatted in (axis.xaxis.set_major_formatter, axis.yaxis.set_major_formatter):
+            formatted("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="y", which="minor", labelsize=7)
+        axis.set(title=f"{kv} KV heads", xlabel="peak memory of the attention, GB")
+    panels.first.set_ylabel("step, ms")
+    panels.legend_below(3, fontsize=8)
+    return panels.figure("choosing-orders", f"Orders of Mesh's tiles, {AT['seqlen']} tokens on {AT['gpus']} GPUs")

@@ -33,7 +33,7 @@ BESIDE_TORCH = {"all_gather as it is by default": ("method=all_gather",)} | {
 
 
 class Setting(NamedTuple):
-    """What the points of a table compute. bfloat16 is timed forward only: CPUs without it are slow backward."""
+    """The dtype and phases of a table. bfloat16 is timed forward only: CPUs without it are slow backward."""
 
     dtype: str
     phases: tuple[str, ...]

@@ -1,20 +1,20 @@
-"""What sp_bench.conform finds of packages and of our own methods.
+"""Findings of sp_bench.conform on packages and on our own methods.
 
-targets= names some of them, each as TARGET or TARGET,key=value with spaces between; without it, all are checked. What
-was found stands in conform.csv beside the page; with targets only their rows are found again. Failures that are known,
-with their reasons, are in conform_known.csv here, which tests hold against the found ones. Needs
+targets= names some of them, each as TARGET or TARGET,key=value with spaces between; without it, all are checked. The
+findings stand in conform.csv beside the page; with targets only their rows are made again. Known failures, with their
+reasons, are in conform_known.csv here, which tests compare with the found ones. Needs
 `pip install "sp-bench[peers]"`.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+import pandas as pd
 import yaml
 
 from sp_bench import markdown
@@ -70,11 +70,7 @@ def found(runs: Runs) -> list[dict[str, str]]:
         new = subject_rows(subject)
         rows = [row for row in found_rows(path) if row["subject"] != subject.title and row["subject"] in order] + new
         rows.sort(key=lambda row: order.index(row["subject"]))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_whole(path, text.getvalue())
+        write_whole(path, pd.DataFrame(rows, columns=[*COLUMNS]).to_csv(index=False, lineterminator="\n"))
         print(subject.title, flush=True)
     return found_rows(path)
 
@@ -94,33 +90,22 @@ def versions(_: Runs) -> str:
 
 
 def packages(runs: Runs) -> str:
-    """What came of each check, by package."""
+    """The outcome of each check, by package."""
     there = {row["subject"] for row in found(runs)}
     missing = [f"`{subject.title}`" for subject in subjects() if subject.title not in there]
     said = f"Not in these tables, since not run yet: {', '.join(missing)}.\n\n" if missing else ""
     return said + _matrix(_by_subject(runs, peers=True))
 
 
-def failures(runs: Runs) -> str:
-    """What fails, and why."""
-    return _failures(found(runs)) or "Nothing."
-
-
-def refusals(runs: Runs) -> str:
-    """What packages refuse."""
-    return _refusals(_by_subject(runs, peers=True))
-
-
 def methods(runs: Runs) -> str:
-    """What came of each check, by method of ours."""
+    """The outcome of each check, by method of ours."""
     return _matrix(_by_subject(runs, peers=False))
 
 
 def _matrix(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    names = dict.fromkeys(check.name for check in CHECKS)
     rows = [
         [f"`{name}`", *(_short(checks[name]) if name in checks else "not run yet" for checks in found.values())]
-        for name in names
+        for name in dict.fromkeys(check.name for check in CHECKS)
     ]
     return markdown.table(["check", *(title.replace(" algorithm=", " ") for title in found)], rows)
 
@@ -130,34 +115,27 @@ def _short(row: Mapping[str, str]) -> str:
     return SHORT.get(row["status"], held)
 
 
-def _failures(rows: Iterable[Mapping[str, str]]) -> str:
-    why = {(known["subject"], known["check"]): known for known in found_rows(KNOWN)}
-    lines = []
-    for row in rows:
+def failures(runs: Runs) -> str:
+    """The failing checks, and why they fail."""
+    why, lines = {(known["subject"], known["check"]): known for known in found_rows(KNOWN)}, []
+    for row in found(runs):
         if row["status"] == "fails":
             known = why.get((row["subject"], row["check"]), {"why": "not known", "thread": ""})
-            link = f" ([{known['thread']}]({_address(known['thread'])}))" if known["thread"] else ""
+            repository, _, number = known["thread"].partition("#")
+            address = f"https://github.com/{repository}/issues/{number}"
+            link = f" ([{known['thread']}]({address}))" if known["thread"] else ""
             lines.append([row["subject"], f"`{row['check']}`", _escaped(row["remark"]), known["why"] + link])
-    return markdown.table(["of", "check", "smallest failing case", "why"], lines) if lines else ""
+    return markdown.table(["of", "check", "smallest failing case", "why"], lines) if lines else "Nothing."
 
 
-def _refusals(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    lines = [
-        [title, f"`{row['check']}`", f"{row['refused']} of {int(row['refused']) + int(row['cases'])}", _reason(row)]
-        for title, checks in found.items()
-        for row in checks.values()
-        if int(row["refused"])
-    ]
+def refusals(runs: Runs) -> str:
+    """The cases that packages refuse, by check."""
+    lines = []
+    for title, checks in _by_subject(runs, peers=True).items():
+        for row in (row for row in checks.values() if int(row["refused"])):
+            count = f"{row['refused']} of {int(row['refused']) + int(row['cases'])}"
+            lines.append([title, f"`{row['check']}`", count, _escaped(row["remark"].partition("refused: ")[2])])
     return markdown.table(["package", "check", "refused", "most often because"], lines)
-
-
-def _reason(row: Mapping[str, str]) -> str:
-    return _escaped(row["remark"].partition("refused: ")[2])
-
-
-def _address(thread: str) -> str:
-    repository, _, number = thread.partition("#")
-    return f"https://github.com/{repository}/issues/{number}"
 
 
 def _escaped(text: str) -> str:

@@ -5,5 +5,4 @@ All times are simulated. Work, volumes and bounds on them are computed from the 
 
 from __future__ import annotations
 
-from sp_bench.analysis.studies.documents.cells import maps, points, winners
-from sp_bench.analysis.studies.documents.work import bounds, shares
+from sp_bench.analysis.studies.documents.cells import bounds, maps, points, shares, winners

@@ -1,120 +1,82 @@
-"""Which method and dealing is the fastest on a pack: maps at one number of GPUs, and the winners at all."""
+"""The fastest method and dealing on a pack, and the work and volume of each dealing against their lower bounds."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import LogNorm
 
-from sp_bench.analysis.figure import STYLE, Figure, new_figure, sources
-from sp_bench.analysis.number import Number, count, least, most, of_record, tally
-from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text, text
-from sp_bench.analysis.studies.documents.places import (
-    CLOSE,
-    CLUSTER,
-    DATA,
-    DEALINGS,
-    DEALT_GPUS,
-    GPUS,
-    METHODS,
-    SPLIT_HEADS,
-    TOKENS,
-    Dealt,
-    Fastest,
-    Winner,
-    dealt,
-    fastest,
-    winner,
-)
-from sp_bench.analysis.table import Cell, Table, columns
+from sp_bench.analysis.figure import STYLE, Figure, colours, new_figure, sources
+from sp_bench.analysis.number import Number, count, derived, ends, least, most, of_record, step_ms, tally, valued
+from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.analysis.section import Section, Text, listed, section, text, words
+from sp_bench.analysis.studies.choosing.places import payload_over_bound
+from sp_bench.analysis.studies.documents import places
+from sp_bench.analysis.studies.documents.places import DEALINGS, NODE, SETTING, TOKENS, asked, dealt
+from sp_bench.analysis.table import Cell
+from sp_bench.records import Record
 
-Key = tuple[str, str, str]
-Steps = dict[Key, Number]
+Steps = dict[tuple[str, str, str], Number]
 """Times in ms by data, method and dealing; without value where a point can't be served."""
 
 
 def points(runs: Runs) -> Section:
     """The packs: how many documents, and how long."""
-    found = fastest(runs)
-    lines: list[list[Cell]] = []
-    for data in DATA:
-        for gpus in GPUS:
-            record = next(found[data, gpus, method] for method in METHODS)
-            tokens = of_record(record, "seqlen")
-            documents, longest = of_record(record, "documents"), of_record(record, "longest_document")
-            lines.append([data, gpus, tokens, documents, longest, longest.over(tokens).times(100)])
-    heads = columns(
-        "lengths; GPUs; tokens || ,.0f; documents || ,.0f; longest document | tokens | ,.0f;"
-        " longest document | % of the pack | .1f"
-    )
-    return Section(
-        "The packs",
-        text(
-            "Documents of different lengths are packed into one sequence of {tokens}k tokens for each GPU, and a query"
-            " sees the keys of its own document up to its own position. Lengths are drawn from the distributions in"
-            " conf/data. All times are simulated on cluster={cluster}, forward and backward, 64 query heads and 8 KV"
-            " heads of 128 in bfloat16. A block of several documents is simulated as one kernel call, at the rate of"
-            " its mean piece. Pieces shorter than the kernel's published figures are simulated too fast; a record's"
-            " notes say how much of its work they are. A method takes its variant with the shortest simulated time"
-            " (tile, team, degree of head splitting); TokenRing runs its hybrid, one ring in each node.",
-            tokens=TOKENS,
-            cluster=CLUSTER,
-        ),
-        Table("documents-packs", "The packs", heads, lines),
-    )
+    found = places.fastest(runs)
+    rows: list[list[Cell]] = []
+    for data, gpus in product(places.DATA, places.GPUS):
+        record = found[data, gpus, places.METHODS[0]]
+        tokens, documents, longest = (of_record(record, x) for x in ("seqlen", "documents", "longest_document"))
+        rows.append([data, gpus, tokens, documents, longest, longest.over(tokens).times(100)])
+    return section("documents.points", tokens=places.TOKENS, cluster=places.CLUSTER, rows=rows)
 
 
 def maps(runs: Runs) -> Section:
     """Each method's step on each dealing over the fastest of all, by distribution of lengths."""
-    found = dealt(runs)
-    steps: Steps = {key: of_record(record, "step_ms_median") for key, record in found.items()}
-    ratios: Steps = {}
-    for data in DATA:
-        here = {key: number for key, number in steps.items() if key[0] == data}
-        best = least(number for number in here.values() if number.value is not None)
-        ratios |= {key: number.over(best) for key, number in here.items()}
-    return Section(
-        f"Methods and dealings, {DEALT_GPUS} GPUs",
-        text(
-            "A cell is the simulated step over the fastest of the panel. Ulysses has one layout, as each GPU computes"
-            " whole sequences of its heads. Simulated gaps of up to {close:.0%} are too close to call.",
-            close=CLOSE,
-        ),
-        _map(found, ratios),
-        *(_about_map(data, ratios) for data in DATA),
-        _steps_table(found, steps, ratios),
+    found = places.dealt(runs)
+    steps: Steps = {key: step_ms(record) for key, record in found.items()}
+    best = {data: least(valued(n for key, n in steps.items() if key[0] == data)) for data in places.DATA}
+    ratios: Steps = {key: number.over(best[key[0]]) for key, number in steps.items()}
+    values = {"gpus": places.DEALT_GPUS, "close": places.CLOSE, "figure": _map(found, ratios)}
+    return section(
+        "documents.maps",
+        **values,
+        about=[_about_map(data, ratios) for data in places.DATA],
+        rows=[
+            [*key, record.variant or "", record.status, steps[key], ratios[key], of_record(record, "mfu").times(100)]
+            for key, record in found.items()
+        ],
     )
 
 
-def _map(found: Dealt, ratios: Steps) -> Figure:
-    canvas, axes = new_figure(2, -(-len(DATA) // 2), width=7.2, height=5.8, sharex=True, sharey=True)
+def _map(found: places.Dealt, ratios: Steps) -> Figure:
+    data_names, methods = places.DATA, places.METHODS
+    canvas, axes = new_figure(2, -(-len(data_names) // 2), width=7.2, height=5.8, sharex=True, sharey=True)
     with mpl.rc_context(STYLE):
-        for axis in axes.flat[len(DATA) :]:
+        for axis in axes.flat[len(data_names) :]:
             axis.set_visible(False)
-        for axis, data in zip(axes.flat, DATA, strict=False):
-            values = np.full((len(METHODS), len(DEALINGS)), np.nan)
-            for row, method in enumerate(METHODS):
-                for column, dealing in enumerate(DEALINGS):
-                    key = data, method, dealing
-                    if key not in ratios:
-                        continue
+        for axis, data in zip(axes.flat, data_names, strict=False):
+            values = np.full((len(methods), len(places.DEALINGS)), np.nan)
+            for (row, method), (column, dealing) in product(enumerate(methods), enumerate(places.DEALINGS)):
+                if (key := (data, method, dealing)) in ratios:
                     ratio = ratios[key].value
                     values[row, column] = np.nan if ratio is None else ratio
                     shown = found[key].status if ratio is None else f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}"
-                    dark = ratio is not None and ratio > 3
-                    axis.text(column, row, shown, ha="center", va="center", fontsize=6, color="w" if dark else "k")
+                    tone = "w" if ratio is not None and ratio > 3 else "k"
+                    axis.text(column, row, shown, ha="center", va="center", fontsize=6, color=tone)
             axis.imshow(values, cmap="viridis_r", norm=LogNorm(1, 10), aspect="auto")
             axis.set_title(data, fontsize=8)
-            axis.set_xticks(range(len(DEALINGS)), DEALINGS, rotation=40, ha="right", fontsize=7)
-            axis.set_yticks(range(len(METHODS)), METHODS, fontsize=7)
+            axis.set_xticks(range(len(places.DEALINGS)), places.DEALINGS, rotation=40, ha="right", fontsize=7)
+            axis.set_yticks(range(len(methods)), methods, fontsize=7)
             axis.grid(visible=False)
-    numbers = [number for number in ratios.values() if number.value is not None]
     note = "Step over the fastest of the panel, simulated; 1.00 is the fastest."
-    return Figure("documents-map", "Steps by method and dealing", canvas, sources(numbers), note)
+    numbers = sources(valued(ratios.values()))
+    return Figure("documents-map", "Steps by method and dealing", canvas, numbers, note)
 
 
 def _about_map(data: str, ratios: Steps) -> Text:
@@ -122,95 +84,158 @@ def _about_map(data: str, ratios: Steps) -> Text:
     here = {key[1:]: number for key, number in ratios.items() if key[0] == data and number.value is not None}
     method, dealing = min(here, key=lambda cell: here[cell].known)
     best_of = {dealing: least(n for (_, d), n in here.items() if d == dealing) for _, dealing in here}
-    lost: dict[str, Number] = {}
-    for name in dict.fromkeys(name for name, _ in here):
-        row = [number for (other, _), number in here.items() if other == name]
-        if len(row) > 1:
-            lost[name] = most(row).over(least(row))
+    by_method = {name: [n for (other, _), n in here.items() if other == name] for name, _ in here}
+    lost = {name: most(row).over(least(row)) for name, row in by_method.items() if len(row) > 1}
     costly = max(lost, key=lambda name: lost[name].known)
-    return text(
-        "{data}: {method} on {dealing} is the fastest; {close:.0f} of {cells:.0f} cells are within {tie:.0%} of it,"
-        " itself among them. The fastest method of each dealing, over it: "
-        + ", ".join(f"{name} {{of_{name}:.2f}}" for name in best_of)
-        + ". The dealing matters most to {costly}, whose slowest takes {lost:.1f} times as long as its fastest.",
-        data=data,
-        method=method,
-        dealing=dealing,
-        close=count(here.values(), lambda ratio: ratio < 1 + CLOSE),
-        cells=count(here.values()),
-        tie=CLOSE,
-        costly=costly,
-        lost=lost[costly],
-        **{f"of_{name}": ratio for name, ratio in best_of.items()},
-    )
-
-
-def _steps_table(found: Dealt, steps: Steps, ratios: Steps) -> Table:
-    lines: list[list[Cell]] = [
-        [*key, record.variant or "", record.status, steps[key], ratios[key], of_record(record, "mfu").times(100)]
-        for key, record in found.items()
-    ]
-    heads = columns("lengths; method; dealing; variant; status; step | ms; step / fastest step || .3f; MFU | % | .1f")
-    return Table("documents-steps", "Steps by method and dealing", heads, lines, shown_rows=12)
+    values = {"data": data, "method": method, "dealing": dealing, "tie": places.CLOSE}
+    values |= {"close": count(here.values(), lambda ratio: ratio < 1 + places.CLOSE), "cells": count(here.values())}
+    values |= {"each": listed(best_of, "{name} {value:.2f}"), "costly": costly, "lost": lost[costly]}
+    return words("documents.map", **values)
 
 
 def winners(runs: Runs) -> Section:
     """The fastest method and dealing on each pack, of all methods and of those that don't split heads."""
-    found = fastest(runs)
-    whole = tuple(method for method in METHODS if method not in SPLIT_HEADS)
-    of_all, of_whole = _winners(found, METHODS), _winners(found, whole)
-    return Section(
-        "Which method and dealing",
-        text(
-            "The fastest method of each pack with its variant and dealing, and the other methods within {close:.0%} of"
-            " it. A simulated gap of a few per cent is too close to call; only a measurement could tell them apart.",
-            close=CLOSE,
-        ),
-        _about_winners(of_all, "Of all methods"),
-        _winners_table(of_all, "documents-winners", "The fastest method and dealing, of all methods"),
-        _about_winners(of_whole, "Where heads can't be split, as tensor parallelism has split them"),
-        _winners_table(of_whole, "documents-winners-whole-heads", "The fastest that doesn't split heads"),
+    found = places.fastest(runs)
+    whole = tuple(method for method in places.METHODS if method not in places.SPLIT_HEADS)
+    of_all, of_whole = _winners(found, places.METHODS), _winners(found, whole)
+    values = {"close": places.CLOSE, "about_all": _about_winners(of_all, "Of all methods"), "of_all": _rows(of_all)}
+    return section(
+        "documents.winners",
+        **values,
+        about_whole=_about_winners(of_whole, "Where heads can't be split, as tensor parallelism has split them"),
+        of_whole=_rows(of_whole),
     )
 
 
-def _winners(found: Fastest, methods: Sequence[str]) -> dict[tuple[str, int], Winner]:
-    return {(data, gpus): winner(found, data, gpus, methods) for data in DATA for gpus in GPUS}
+def _winners(found: places.Fastest, methods: Sequence[str]) -> dict[tuple[str, int], places.Winner]:
+    return {place: places.winner(found, *place, methods) for place in product(places.DATA, places.GPUS)}
 
 
-def _about_winners(found: dict[tuple[str, int], Winner], which: str) -> Text:
+def _about_winners(found: dict[tuple[str, int], places.Winner], which: str) -> Text:
     steps = [one.step for one in found.values()]
-    methods = Counter(one.record.method for one in found.values())
-    layouts = Counter(one.record.layout or "" for one in found.values())
+    methods, layouts = (
+        listed({name: tally(n, steps) for name, n in Counter(names).items()}, "{name} {value:.0f}")
+        for names in (
+            (one.record.method for one in found.values()),
+            (one.record.layout or "" for one in found.values()),
+        )
+    )
     data, gpus = max(found, key=lambda key: found[key].margin.value or 0.0)
-    return text(
-        which
-        + ", the number of packs on which each is the fastest: "
-        + ", ".join(f"{name} {{method_{name}:.0f}}" for name in methods)
-        + ". By dealing: "
-        + ", ".join(f"{name} {{layout_{name}:.0f}}" for name in layouts)
-        + ". On {clear:.0f} of {packs:.0f} packs no other method is within {close:.0%}. The largest gap to the second"
-        " is {high:.0%} ({data}, {gpus} GPUs).",
-        clear=tally(sum(not one.close for one in found.values()), steps),
-        packs=count(steps),
-        close=CLOSE,
-        high=found[data, gpus].margin,
-        data=data,
-        gpus=gpus,
-        **{f"method_{name}": tally(number, steps) for name, number in methods.items()},
-        **{f"layout_{name}": tally(number, steps) for name, number in layouts.items()},
+    values = {"which": which, "methods": methods, "layouts": layouts}
+    values |= {
+        "clear": tally(sum(not one.within(places.CLOSE) for one in found.values()), steps),
+        "packs": count(steps),
+    }
+    values |= {"close": places.CLOSE, "high": found[data, gpus].margin, "data": data, "gpus": gpus}
+    return words("documents.winner", **values)
+
+
+def _rows(found: dict[tuple[str, int], places.Winner]) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for place, one in found.items():
+        rows.append([*place, one.record.method, one.record.variant or "", one.record.layout or "", one.step])
+        second = f"{one.second.method}, {one.second.layout}" if one.second else "none"
+        rows[-1] += [of_record(one.record, "mfu").times(100), second, one.margin.times(100)]
+        rows[-1].append(
+            ", ".join(f"{record.method} ({record.layout})" for record in one.within(places.CLOSE)) or "none"
+        )
+    return rows
+
+
+MB = 1e-6
+SHARED_DATA = "magi_attention"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "all_gather": {"stride": 1},
+    "pass_q": {},
+    "tokenring": {},
+    "startrail": {"team": 2},
+    "mesh": {"tile": [4, 8]},
+    "usp": {"ulysses": 8},
+}
+"""One variant of each method, so that only the dealing differs."""
+
+
+def bounds(runs: Runs) -> Section:
+    """Imbalance of the work and the volume, by dealing, beside the least that they can be."""
+    found = {(data, dealing): r for (data, method, dealing), r in dealt(runs).items() if method == "ring"}
+    served = {key: record for key, record in found.items() if record.status == "ok"}
+    rows: list[list[Cell]] = []
+    for key, record in found.items():
+        work = [of_record(record, field) for field in ("work_imbalance", "work_imbalance_lower_bound")]
+        sent = [of_record(record, f"comm_bytes_{name}").times(MB) for name in ("per_gpu", "lower_bound")]
+        rows.append([*key, *work, *sent, payload_over_bound(record)])
+    values = {"gpus": places.DEALT_GPUS, "figure": _figure(served)}
+    return section(
+        "documents.bounds",
+        **values,
+        about=[_about_bounds({d: r for (of, d), r in served.items() if of == data}, data) for data in places.DATA],
+        rows=rows,
     )
 
 
-def _winners_table(found: dict[tuple[str, int], Winner], name: str, title: str) -> Table:
-    lines: list[list[Cell]] = []
-    for (data, gpus), one in found.items():
-        lines.append([data, gpus, one.record.method, one.record.variant or "", one.record.layout or "", one.step])
-        second = f"{one.others[0].method}, {one.others[0].layout}" if one.others else "none"
-        lines[-1] += [of_record(one.record, "mfu").times(100), second, one.margin.times(100)]
-        lines[-1].append(", ".join(f"{record.method} ({record.layout})" for record in one.close) or "none")
-    heads = columns(
-        "lengths; GPUs; fastest; variant; dealing; step | ms; MFU | % | .1f; second;"
-        " step of the second is longer by | % | .1f;"
-        f" too close to call (< {CLOSE:.0%})"
+def _figure(found: dict[tuple[str, str], Record]) -> Figure:
+    canvas, axes = new_figure(2, 1, height=3.2, sharey=True)
+    tones, numbers, height = colours(DEALINGS), [], 0.8 / len(DEALINGS)
+    panels = (("work_imbalance", 1.0, "busiest GPU's work, x mean"), ("comm_bytes_lower_bound", MB, "bound, MB a GPU"))
+    with mpl.rc_context(STYLE):
+        for axis, (field, factor, label) in zip(axes[0], panels, strict=True):
+            for (row, data), (place, dealing) in product(enumerate(places.DATA), enumerate(DEALINGS)):
+                if (data, dealing) in found:
+                    number = of_record(found[data, dealing], field).times(factor)
+                    numbers.append(number)
+                    name = f"{dealing} ({number.kind})" if row == 0 else None
+                    y = row + (place - (len(DEALINGS) - 1) / 2) * height
+                    axis.barh(y, number.known, height=height, color=tones[dealing], label=name)
+            axis.set(xlabel=label)
+            axis.set_xscale("symlog", linthresh=1)
+            axis.set_yticks(range(len(places.DATA)), places.DATA)
+        axes[0, 0].invert_yaxis()
+        entries = axes[0, 0].get_legend_handles_labels()
+        canvas.legend(*entries, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    note = "Left: how unequal the work is. Right: the least that has to be sent."
+    return Figure("documents-bounds", "Balance and volume by dealing", canvas, sources(numbers), note)
+
+
+def _about_bounds(found: dict[str, Record], data: str) -> Text:
+    """The most even dealing, the one that needs least, and whether they are the same."""
+    work = {name: of_record(record, "work_imbalance") for name, record in found.items()}
+    bound = {name: of_record(record, "comm_bytes_lower_bound").times(MB) for name, record in found.items()}
+    even = min(work, key=lambda name: (round(work[name].known, 3), bound[name].known))
+    lean = min(bound, key=lambda name: (round(bound[name].known, 1), work[name].known))
+    shared = {"data": data, "even": even, "work": work[even], "needs": bound[even]}
+    if even == lean:
+        return words("documents.even", **shared)
+    return words("documents.traded", **shared, lean=lean, least=bound[lean], uneven=work[lean])
+
+
+def shares(runs: Runs) -> Section:
+    """The bytes sent on one pack, as a share of those that each method sends with full attention."""
+    gpus = places.DEALT_GPUS
+    packed = runs.grid(lambda m, d: asked(SHARED_DATA, gpus, m, layout=d, **VARIANTS[m]), VARIANTS, DEALINGS)
+    dense = runs.by_key({method: _dense(method) for method in VARIANTS})
+    whole = {method: of_record(record, "comm_bytes_per_gpu") for method, record in dense.items()}
+    share = {(m, d): of_record(record, "comm_bytes_per_gpu").over(whole[m]) for (m, d), record in packed.items()}
+    known = {key: number for key, number in share.items() if number.value is not None}
+    by_dealing = {d: numbers for d in DEALINGS if (numbers := [n for (_, of), n in known.items() if of == d])}
+    ring = {d: number for (method, d), number in known.items() if method == "ring"}
+    shares_of = {d: text("{low:.0%} to {high:.0%}", **ends(x)) for d, x in by_dealing.items()}
+    values = {"data": SHARED_DATA, "gpus": gpus, "each": listed(shares_of, "{name} {value}")}
+    return section(
+        "documents.shares",
+        **values,
+        saved=derived(lambda low: 1 - low, least(ring.values())),
+        dealing=min(ring, key=lambda d: ring[d].known),
+        by_dealing="; ".join(f"{d} | % | .1f" for d in DEALINGS),
+        rows=[
+            [m, packed[m, DEALINGS[0]].variant or "", whole[m].times(MB), *(share[m, d].times(100) for d in DEALINGS)]
+            for m in VARIANTS
+        ],
     )
-    return Table(name, title, heads, lines)
+
+
+def _dense(method: str) -> Point:
+    """The point with full attention, where everything is sent."""
+    nodes = {"nodes": places.DEALT_GPUS // NODE} if method == "tokenring" else {}
+    keys = {"gpus": places.DEALT_GPUS, "seqlen": f"{TOKENS * places.DEALT_GPUS}k", "causal": False}
+    return point(method=method, layout="contiguous", **keys, **SETTING, **nodes, **VARIANTS[method])

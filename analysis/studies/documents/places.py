@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from sp_bench.analysis.number import Number, derived, of_record
 from sp_bench.analysis.runs import Point, Runs, point
+from sp_bench.analysis.studies.choosing.places import Winner, by_time, step
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.layout import LAYOUTS
@@ -47,14 +46,8 @@ def asked(data: str, gpus: int, method: str, **keys: Any) -> Point:
 
 def dealt(runs: Runs) -> Dealt:
     """The records of all methods on each dealing that they support, including points that can't be served."""
-    return runs.by_key(
-        {
-            (data, method, dealing): asked(data, DEALT_GPUS, method, layout=dealing)
-            for data in DATA
-            for method in METHODS
-            for dealing in REGISTRY[method].dealings()
-        }
-    )
+    places = [(method, dealing) for method in METHODS for dealing in REGISTRY[method].dealings()]
+    return runs.by_key({(data, m, d): asked(data, DEALT_GPUS, m, layout=d) for data in DATA for m, d in places})
 
 
 def fastest(runs: Runs) -> Fastest:
@@ -65,44 +58,12 @@ def fastest(runs: Runs) -> Fastest:
         key = data, DEALT_GPUS, method
         if key not in best or step(record) < step(best[key]):
             best[key] = record
-    others = [(data, gpus, method) for data in DATA for gpus in GPUS if gpus != DEALT_GPUS for method in METHODS]
-    return best | runs.by_key({key: asked(*key) for key in others})
-
-
-def step(record: Record) -> float:
-    """The time of a step in ms; infinite where there is none."""
-    return record.step_ms_median if record.status == "ok" and record.step_ms_median else float("inf")
-
-
-@dataclass(frozen=True)
-class Winner:
-    """The fastest of some methods on one pack, and the others in the order of their times."""
-
-    record: Record
-    others: tuple[Record, ...]
-
-    @property
-    def step(self) -> Number:
-        """The time of the fastest method in ms."""
-        return of_record(self.record, "step_ms_median")
-
-    @property
-    def margin(self) -> Number:
-        """How much longer the second takes, as a share of the fastest time."""
-        if not self.others:
-            return Number(None, "simulated", self.step.sources, "no other method can be served")
-        return derived(lambda b, a: b / a - 1, of_record(self.others[0], "step_ms_median"), self.step)
-
-    @property
-    def close(self) -> tuple[Record, ...]:
-        """Methods that are too close to the fastest to tell."""
-        return tuple(record for record in self.others if step(record) < (1 + CLOSE) * self.step.known)
+    return best | runs.grid(asked, DATA, [gpus for gpus in GPUS if gpus != DEALT_GPUS], METHODS)
 
 
 def winner(found: Fastest, data: str, gpus: int, methods: Sequence[str]) -> Winner:
-    """The fastest of the methods. Raises ValueError if none can be served."""
-    ranked = sorted((found[data, gpus, method] for method in methods), key=step)
-    served = [record for record in ranked if record.status == "ok"]
-    if not served:
-        raise ValueError(f"no method can be served on data={data} gpus={gpus}: {ranked[0].error}")
-    return Winner(served[0], tuple(served[1:]))
+    """The fastest of the methods, and the others. Raises ValueError if none can be served."""
+    if not (ranked := by_time(found[data, gpus, method] for method in methods)):
+        error = found[data, gpus, methods[0]].error
+        raise ValueError(f"no method can be served on data={data} gpus={gpus}: {error}")
+    return Winner(ranked[0], tuple(ranked[1:]))

@@ -117,7 +117,7 @@ def speeds(runs: Runs) -> list[dict[str, str]]:
 
 
 def views(found: Mapping[Path, Record]) -> dict[str, dict[str, Any]]:
-    """What is shown, by its name."""
+    """The views of the pictures, by their names."""
     opened_point = next(r for r in found.values() if (r.method, r.gpus) == ("mesh", 16))
     return {"Chart": {"tab": "chart"}, "Compare": {"tab": "compare"}, "Point": {"point": opened_point.run_id}}
 

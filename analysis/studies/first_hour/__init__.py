@@ -1,4 +1,4 @@
-"""What the doctor and the first hour print without a GPU, here and in SLURM. Needs root, slurm-wlm and munge."""
+"""The output of the doctor and of the first hour without a GPU, here and in SLURM. Needs root, slurm-wlm and munge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 400
 
 
 def printed(command: Sequence[str], folder: Path, environment: Mapping[str, str], before: Sequence[str] = ()) -> str:
-    """What a command prints in `folder`. Raises RuntimeError if it fails."""
+    """The output of a command in `folder`. Raises RuntimeError if it fails."""
     launched = [*before, *([f"--chdir={folder}"] if before else []), sys.executable, "-m", *command]
     done = subprocess.run(launched, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:

@@ -11,27 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sp_bench.analysis.alone import Rank, inputs, one_call_s
 from sp_bench.analysis.measured import interval, known, ratio
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.studies.executor import inputs, one_call_s
 from sp_bench.analysis.verdict import of_medians
 from sp_bench.calibrating.clock import Clock
 from sp_bench.kernels import choose
 from sp_bench.methods import build
-from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL, FULL, Mask
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block
 from sp_bench.plan.problem import Problem
-from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
-from sp_bench.run.transport import AloneTransport
 
 OPTIONS = {"one_core": "false"}
 RANKS, REPETITIONS = 8, 15
 TOKENS = (4096,)
-"""Of a rank."""
+"""Tokens of a rank."""
 
 
 def thread_seconds(call: Any, *arguments: Any) -> tuple[float, Any]:
@@ -43,7 +40,7 @@ def thread_seconds(call: Any, *arguments: Any) -> tuple[float, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What blocks are computed with, and how they are timed."""
+    """The device, kernel and shape that blocks are computed with, and the clock that times them."""
 
     device: str
     kernel: str
@@ -59,10 +56,6 @@ class Where:
             dtype=self.dtype, layout=LAYOUTS[layout],
         )  # fmt: skip
 
-    def inputs(self, tokens: int) -> list[torch.Tensor]:
-        """q, k, v and dout: (1, tokens, heads, head_dim) each."""
-        return inputs(tokens, self.heads, self.heads, self.head_dim, self.dtype, self.device)
-
 
 ONE_CORE = Where(device="cpu", kernel="auto", dtype="float32", heads=1, head_dim=64, clock=thread_seconds)
 
@@ -77,83 +70,60 @@ class Setting(NamedTuple):
 
 
 GATHER, TILE = (("stride", "heads"),), (("tile", (2, 4)), ("schedule", "rows"))
+BOTH = (("all_gather", GATHER), ("mesh", TILE))
 SETTINGS: tuple[tuple[Mask, tuple[Setting, ...]], ...] = (
     (
         CAUSAL,
         (
             Setting("all_gather", GATHER, "striped", False),
-            *(Setting("all_gather", GATHER, "zigzag", fuse) for fuse in (False, True)),
-            *(Setting("mesh", TILE, "zigzag", fuse) for fuse in (False, True)),
+            *(Setting(*method, "zigzag", fuse) for method in BOTH for fuse in (False, True)),
         ),
     ),
-    (
-        FULL,
-        (
-            *(Setting("all_gather", GATHER, "contiguous", fuse) for fuse in (False, True)),
-            *(Setting("mesh", TILE, "contiguous", fuse) for fuse in (False, True)),
-        ),
-    ),
+    (FULL, tuple(Setting(*method, "contiguous", fuse) for method in BOTH for fuse in (False, True))),
 )
 COMMON = ("cluster=shaped", "heads=1", "head_dim=64", "dtype=float32", "warmup=1", "iters=5")
+GATHERED = ("method=all_gather", "method.layout=zigzag", "method.stride=1")
 MESH = ("method=mesh", "method.layout=zigzag")
 SHAPED = (
-    ("gpus=8", "seqlen=32k", "method=all_gather", "method.layout=zigzag", "method.stride=1"),
+    ("gpus=8", "seqlen=32k", *GATHERED),
     ("gpus=8", "seqlen=32k", *MESH, "method.tile=[2,4]", "method.schedule=rows"),
-    ("gpus=16", "seqlen=32k", "method=all_gather", "method.layout=zigzag", "method.stride=1"),
+    ("gpus=16", "seqlen=32k", *GATHERED),
     ("gpus=16", "seqlen=32k", *MESH, "method.tile=[4,4]"),
 )
 """The points over shaped links, each with and without fused blocks."""
 
 
-class Rank:
-    """Rank 0 of RANKS, executed alone."""
-
-    def __init__(self, setting: Setting, mask: Mask, tokens: int, where: Where) -> None:
-        options = {name: where.heads if value == "heads" else value for name, value in setting.options}
-        method = build(setting.method, {"layout": setting.layout, "fuse": setting.fuse, **options})
-        problem = method.dealt(where.problem(RANKS, RANKS * tokens, mask, setting.layout))
-        plans = {phase: method.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
-        self.blocks = [sum(isinstance(op, Block) for op in plan.ops) for plan in plans.values()]
-        device = torch.device(where.device)
-        self._engine = Engine(plans, problem, where.kernel, device, transport=AloneTransport())
-        self._inputs, self._clock = where.inputs(tokens), where.clock
-
-    def step(self) -> tuple[float, float]:
-        """Seconds of the blocks and folds of a forward and of a backward."""
-        q, k, v, dout = self._inputs
-        forward_s, (_, saved) = self._clock(self._engine.forward, q, k, v, Action.COMPUTE)
-        backward_s, _ = self._clock(self._engine.backward, dout, saved, Action.COMPUTE)
-        return forward_s, backward_s
+def rank_of(setting: Setting, mask: Mask, tokens: int, where: Where) -> Rank:
+    """Rank 0 of RANKS with that many tokens each."""
+    options = {name: where.heads if value == "heads" else value for name, value in setting.options}
+    method = build(setting.method, {"layout": setting.layout, "fuse": setting.fuse, **options})
+    problem = where.problem(RANKS, RANKS * tokens, mask, setting.layout)
+    return Rank(method, problem, where.kernel, where.device, where.clock)
 
 
 def one_call(mask: Mask, tokens: int, where: Where) -> tuple[float, float]:
     """Seconds of one call of the kernel on the whole sequence, forward and backward."""
     kernel = choose(where.kernel, where.device, where.dtype, where.head_dim)
-    return one_call_s(kernel, where.inputs(RANKS * tokens), mask, where.clock)
+    whole = where.problem(RANKS, RANKS * tokens, mask, "contiguous")
+    return one_call_s(kernel, inputs(whole, whole.seqlen, where.device), mask, where.clock)
 
 
 def rows(tokens: int, mask: Mask, settings: Sequence[Setting], where: Where) -> list[dict[str, str]]:
     """A row for each setting: its operations, and the call's time over its own, with 95% intervals."""
-    ranks = [Rank(setting, mask, tokens, where) for setting in settings]
-    timed = [partial(one_call, mask, tokens, where), *(rank.step for rank in ranks)]
+    ranks = [rank_of(setting, mask, tokens, where) for setting in settings]
+    timed = [partial(one_call, mask, tokens, where), *(partial(rank.step, Action.COMPUTE) for rank in ranks)]
     for step in timed:
         step()
     times = np.array([[step() for step in timed] for _ in range(REPETITIONS)])
     found = []
     for number, (setting, rank) in enumerate(zip(settings, ranks, strict=True), 1):
         by_phase = [of_medians(RANKS * times[:, number, p], times[:, 0, p], in_turn=True) for p in range(2)]
-        found.append(
-            {
-                "tokens of a rank": str(tokens),
-                "mask": mask.name,
-                "method": setting.method,
-                "layout": setting.layout,
-                "fuse": str(setting.fuse).lower(),
-                "operations with blocks": " + ".join(map(str, rank.blocks)),
-                **{f"{phase} [95%]": ratio(share, 3) for phase, share in zip(PHASES, by_phase, strict=True)},
-            }
-        )
-        print(found[-1], flush=True)
+        counts = [sum(isinstance(op, Block) for op in plan.ops) for plan in rank.plans.values()]
+        row = {"tokens of a rank": str(tokens), "mask": mask.name, "method": setting.method, "layout": setting.layout}
+        row |= {"fuse": str(setting.fuse).lower(), "operations with blocks": " + ".join(map(str, counts))}
+        row |= {f"{phase} [95%]": ratio(share, 3) for phase, share in zip(PHASES, by_phase, strict=True)}
+        found.append(row)
+        print(row, flush=True)
     return found
 
 
@@ -182,9 +152,8 @@ def links(runs: Runs) -> list[dict[str, str]] | str:
         return "Not measured."
     points = [(*COMMON, *point, f"method.fuse={fuse}") for point in SHAPED for fuse in ("false", "true")]
     records = [record for gpus in ("gpus=8", "gpus=16") for record in runs.ok([p for p in points if gpus in p])]
-    found = []
-    for alone, fused in zip(records[::2], records[1::2], strict=True):
-        found.append({
+    return [
+        {
             "ranks": str(alone.gpus),
             "tokens of a rank": str(alone.seqlen // alone.gpus),
             "method": f"{fused.method} {fused.variant or ''}",
@@ -194,5 +163,6 @@ def links(runs: Runs) -> list[dict[str, str]] | str:
             "blocks alone, ms": f"{known(alone.compute_only_ms_median):.0f}",
             "fused blocks alone, ms": f"{known(fused.compute_only_ms_median):.0f}",
             "peak memory, fused / not": f"{known(fused.peak_mem_bytes_max) / known(alone.peak_mem_bytes_max):.2f}",
-        })  # fmt: skip
-    return found
+        }
+        for alone, fused in zip(records[::2], records[1::2], strict=True)
+    ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from sp_bench.analysis.number import Number, of_record
+from sp_bench.analysis.number import Number, step_ms
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.point.backing import known
 from sp_bench.records import Record
@@ -27,7 +27,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     WHOLE_HEADS: {"method": "mesh", "layout": "zigzag"},
     HEADS_SPLIT: {"method": "mesh", "layout": "zigzag", "ulysses": "auto"},
 }
-"""What is compared, by its name in tables. Ring and Striped are zigzag's plan on other layouts."""
+"""The methods by their names in tables. Ring and Striped are zigzag's plan on other layouts."""
 NIC_AT = {"cluster": "h100_ndr400", "gpus": 64, "kv_heads": 4}
 NIC_GB_PER_S = (25, 50, 100, 200, 400, 800)
 SCALE_AT = {"cluster": "h100_ndr400", "kv_heads": 4}
@@ -49,12 +49,12 @@ class Step:
     name: str
     record: Record
     interval: Interval
-    """What methods are told apart by."""
+    """The interval by which methods are told apart."""
 
     @property
     def ms(self) -> Number:
         """The step in ms."""
-        return of_record(self.record, "step_ms_median")
+        return step_ms(self.record)
 
     @property
     def backed(self) -> bool:
@@ -85,16 +85,16 @@ def widest(links: str) -> float:
 
 def assumed(record: Record) -> Interval:
     """The interval of a record; where nothing validates it, the study assumes the widest error over its links."""
-    found = interval(record)
-    if found.backed:
-        return found
+    own = interval(record)
+    if own.backed:
+        return own
     error = widest((record.validation_kind or {})["links"])
-    return Interval(found.step_ms / (1 + error), found.step_ms, found.step_ms / (1 - error))
+    return Interval(own.step_ms / (1 + error), own.step_ms, own.step_ms / (1 - error))
 
 
-def steps(found: Mapping[str, Record]) -> list[Step]:
+def steps(records: Mapping[str, Record]) -> list[Step]:
     """The steps that can be served, the fastest first."""
-    served = [Step(name, record, assumed(record)) for name, record in found.items() if record.status == "ok"]
+    served = [Step(name, record, assumed(record)) for name, record in records.items() if record.status == "ok"]
     return sorted(served, key=lambda step: step.ms.known)
 
 
@@ -104,28 +104,22 @@ def tied(ranked: Iterable[Step]) -> list[Step]:
     return [first, *(step for step in rest if step.interval.overlaps(first.interval))]
 
 
+def _ranked(runs: Runs, places: Iterable[Any], keys: Callable[[Any], Mapping[str, Any]]) -> dict[Any, list[Step]]:
+    """The steps of all methods at each place, whose keys of the command line are given."""
+    records = runs.grid(lambda place, name: asked(name, **keys(place)), places, METHODS)
+    return {place: steps({name: records[place, name] for name in METHODS}) for place in places}
+
+
 def grid(runs: Runs) -> dict[Key, list[Step]]:
     """The steps of all methods at all keys."""
-    points = {
-        (key, name): asked(name, cluster=key[0], kv_heads=key[1], gpus=key[2]) for key in KEYS for name in METHODS
-    }
-    found = runs.by_key(points)
-    return {key: steps({name: found[key, name] for name in METHODS}) for key in KEYS}
+    return _ranked(runs, KEYS, lambda key: dict(zip(("cluster", "kv_heads", "gpus"), key, strict=True)))
 
 
 def by_nic(runs: Runs) -> dict[int, list[Step]]:
     """The steps by the bandwidth of a GPU's network card, in GB/s."""
-    points = {
-        (nic, name): asked(name, cluster__inter__bytes_per_s=nic * 1e9, **NIC_AT)
-        for nic in NIC_GB_PER_S
-        for name in METHODS
-    }
-    found = runs.by_key(points)
-    return {nic: steps({name: found[nic, name] for name in METHODS}) for nic in NIC_GB_PER_S}
+    return _ranked(runs, NIC_GB_PER_S, lambda nic: {"cluster__inter__bytes_per_s": nic * 1e9, **NIC_AT})
 
 
 def by_gpus(runs: Runs) -> dict[int, list[Step]]:
     """The steps by the number of GPUs."""
-    points = {(gpus, name): asked(name, gpus=gpus, **SCALE_AT) for gpus in GPUS for name in METHODS}
-    found = runs.by_key(points)
-    return {gpus: steps({name: found[gpus, name] for name in METHODS}) for gpus in GPUS}
+    return _ranked(runs, GPUS, lambda gpus: {"gpus": gpus, **SCALE_AT})

@@ -12,9 +12,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from sp_bench import records
 from sp_bench.analysis.runs import Runs
@@ -32,8 +32,7 @@ GONE_S = 20.0
 POINT = "cluster=local dtype=float32 heads=4 head_dim=16 seqlen=1k iters=10 warmup=1 baseline=null logger=none"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(NamedTuple):
     """The process to kill, and the moment."""
 
     method: str
@@ -44,8 +43,7 @@ class Trial:
     """The moment of the kill, as a share of an undisturbed run from the start of its ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """The outcome of a trial."""
 
     delay_s: float
@@ -62,7 +60,7 @@ class Ended:
     """The status of the next run."""
 
     def fault(self, trial: Trial) -> str | None:
-        """What is wrong with the outcome; None if nothing is."""
+        """The fault of the outcome in words; None if there is none."""
         if self.orphans:
             return f"{self.orphans} processes left"
         if self.again != "ok":
@@ -123,24 +121,22 @@ def _forked() -> Iterator[tuple[int, int]]:
                 yield int(path.parent.name), int(parent)
 
 
+def _having(file: str, part: str) -> Iterator[tuple[int, int]]:
+    """The ids of running processes that have this part in their file of /proc, and of their parents."""
+    for pid, parent in _forked():
+        with suppress(OSError):
+            if part.encode() in Path(f"/proc/{pid}/{file}").read_bytes():
+                yield pid, parent
+
+
 def _servers(pid: int) -> list[int]:
     """The fork servers of a process."""
-    found = []
-    for child, parent in _forked():
-        with suppress(OSError):
-            if parent == pid and b"multiprocessing.forkserver" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-    return found
+    return [child for child, parent in _having("cmdline", "multiprocessing.forkserver") if parent == pid]
 
 
 def marked(mark: str) -> list[int]:
     """The ids of all processes with this mark in their environment."""
-    found = []
-    for pid, _ in _forked():
-        with suppress(OSError):
-            if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-    return found
+    return [pid for pid, _ in _having("environ", f"{MARK}={mark}")]
 
 
 @contextmanager
@@ -223,19 +219,35 @@ def row(trial: Trial, ended: Ended, lasts_s: float) -> dict[str, object]:
 
 
 COMMAND = f"python -m sp_bench method=... gpus=4 timeout_s={TIMEOUT_S:g} {POINT}"
+Made = list[tuple[Trial, Ended, float]]
+"""Trials, their outcomes, and the seconds of an undisturbed run."""
 
 
 @cache
-def found(runs: Runs) -> list[tuple[Trial, Ended, float]]:
-    """All trials; what is wrong with one has failed."""
+def found(runs: Runs) -> Made:
+    """All trials; their faults are added to what has failed."""
     ranks, parents, seed = (int(runs.options[key]) for key in OPTIONS)
     made = [*drawn(seed, ranks), *drawn(seed, parents, parent=True)]
     runs.failed += [f"{trial}: {fault}" for trial, ended, _ in made if (fault := ended.fault(trial))]
     return made
 
 
+def drawn(seed: int, wanted: int, *, parent: bool = False) -> Made:
+    """Trials until `wanted` of them have killed in time or gone wrong."""
+    made: Made = []
+    lasts_s: dict[str, float] = {}
+    for trial in trials(seed, parent):
+        if sum(not ended.late or bool(ended.fault(trial)) for trial, ended, _ in made) >= wanted:
+            break
+        if trial.method not in lasts_s:
+            lasts_s[trial.method] = undisturbed_s(trial.method, trial.n)
+        made.append((trial, run(trial, lasts_s[trial.method]), lasts_s[trial.method]))
+        print(*row(*made[-1]).values(), sep="  ", flush=True)
+    return made
+
+
 def summary(runs: Runs) -> str:
-    """What came of the trials, in words."""
+    """The number of kills, how many went wrong, and how long commands took to end."""
     made = found(runs)
     kills = [one for one in made if not one[1].late]
     ended_s = [ended.ended_s for trial, ended, _ in kills if trial.victim is not None]
@@ -250,17 +262,3 @@ def summary(runs: Runs) -> str:
 def rows(runs: Runs) -> list[dict[str, object]]:
     """A row for each kill in time."""
     return [row(*one) for one in found(runs) if not one[1].late]
-
-
-def drawn(seed: int, wanted: int, *, parent: bool = False) -> list[tuple[Trial, Ended, float]]:
-    """Trials with their undisturbed times, until `wanted` of them have killed in time or gone wrong."""
-    made: list[tuple[Trial, Ended, float]] = []
-    lasts_s: dict[str, float] = {}
-    for trial in trials(seed, parent):
-        if sum(not ended.late or bool(ended.fault(trial)) for trial, ended, _ in made) >= wanted:
-            break
-        if trial.method not in lasts_s:
-            lasts_s[trial.method] = undisturbed_s(trial.method, trial.n)
-        made.append((trial, run(trial, lasts_s[trial.method]), lasts_s[trial.method]))
-        print(*row(*made[-1]).values(), sep="  ", flush=True)
-    return made

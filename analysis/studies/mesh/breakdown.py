@@ -1,4 +1,4 @@
-"""Figure 9a of the Mesh-Attention paper: how long ranks compute and wait."""
+"""Figures 9a and 10 of the Mesh-Attention paper: how long ranks compute and wait, and grouped-query attention."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from sp_bench.analysis.figure import Figure, Panels, colours, labelled
-from sp_bench.analysis.number import Number, derived, least, mean, most, total
+from sp_bench.analysis.number import Number, count, derived, ends, least, mean, most, total
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.section import Section, section, words
 from sp_bench.analysis.studies.mesh import cells
 from sp_bench.analysis.studies.mesh.cells import METHODS
-from sp_bench.analysis.studies.mesh.paper import Cell
+from sp_bench.analysis.studies.mesh.paper import HEADS, Cell
 from sp_bench.analysis.studies.mesh.scaling import paper_seconds
-from sp_bench.analysis.table import Table, columns
 from sp_bench.plan.method import PHASES
+from sp_bench.records import Record
 
 Parts = dict[str, tuple[Number, Number]]
 """Seconds that a rank computes and waits, by phase."""
+CLAIMS = {
+    "forward": "ring forward time spent waiting",
+    "top": "mesh communication wait below ring, maximum",
+    "average": "mesh communication wait below ring, average",
+    "overhead": "mesh communication overhead of total time",
+}
+"""The text's claims on waiting, by the start of each."""
 
 
 def breakdown(runs: Runs, *methods: str) -> dict[Cell, Parts]:
@@ -42,87 +49,52 @@ def share(wait: Number, busy: Number) -> Number:
 
 
 def waiting(runs: Runs) -> dict[str, Number]:
-    """Our values of the text's claims on waiting, by the start of the claim."""
+    """Our values of CLAIMS, by the claim."""
     by_name = {(cell.method, cell.gpus): parts for cell, parts in breakdown(runs, *METHODS).items()}
     less = [cells.reduction(waited(by_name["mesh", n]), waited(by_name["ring", n])) for n in cells.GPUS]
     busy, wait = by_name["ring", 128]["forward"]
     last = by_name["mesh", 256]
-    return {
-        "ring forward time spent waiting": share(wait, busy),
-        "mesh communication wait below ring, maximum": most(less),
-        "mesh communication wait below ring, average": mean(less),
-        "mesh communication overhead of total time": share(waited(last), computed(last)),
-    }
+    ours = share(wait, busy), most(less), mean(less), share(waited(last), computed(last))
+    return dict(zip(CLAIMS.values(), ours, strict=True))
 
 
 def figure9a(runs: Runs) -> Section:
     """The time breakdown of Ring and Mesh at 1M causal."""
-    found = breakdown(runs, *METHODS)
+    found, ours = breakdown(runs, *METHODS), waiting(runs)
     by_method = {m: [parts for cell, parts in found.items() if cell.method == m] for m in METHODS}
-    labels = [str(n) for n in cells.GPUS]
-    made = []
-    for cell, parts in found.items():
-        numbers = [number for phase in PHASES for number in parts[phase]]
-        made.append([cell.gpus, cell.method, *numbers, share(waited(parts), computed(parts))])
-    seconds = "; ".join(f"{phase} {part} | s | .2f" for phase in PHASES for part in ("compute", "wait"))
-    heads = columns(f"GPUs; method; {seconds}; waiting | % | .1f")
-    return Section(
-        "Figure 9a: time breakdown",
-        _about(runs, found),
-        bars("mesh-figure9a", "Computing and waiting at 1M, causal", "GPUs", labels, by_method),
-        Table("mesh-figure9a-values", "Seconds that a rank computes and waits", heads, made),
-        *_rates(runs),
+    ring, mesh = (computed(parts) for cell, parts in found.items() if cell.gpus == 32)
+    numbers = {cell: [number for phase in PHASES for number in parts[phase]] for cell, parts in found.items()}
+    rows = [
+        [cell.gpus, cell.method, *numbers[cell], share(waited(parts), computed(parts))] for cell, parts in found.items()
+    ]
+    title = "Computing and waiting at 1M, causal"
+    values = {"times": words("mesh.times"), "alike": mesh.over(ring)}
+    return section(
+        "mesh.figure9a",
+        **values,
+        figure=bars("mesh-figure9a", title, "GPUs", [str(n) for n in cells.GPUS], by_method),
+        seconds="; ".join(f"{phase} {part} | s | .2f" for phase in PHASES for part in ("compute", "wait")),
+        rows=rows,
+        **{name: ours[claim] for name, claim in CLAIMS.items()},
+        **{f"paper_{name}": cells.stated(claim) for name, claim in CLAIMS.items()},
+        **_rates(runs),
     )
 
 
-def _about(runs: Runs, made: dict[Cell, Parts]) -> Text:
-    found = waiting(runs)
-    names = dict(zip(("forward", "top", "average", "overhead"), found, strict=True))
-    ring, mesh = (computed(parts) for cell, parts in made.items() if cell.gpus == 32)
-    return text(
-        cells.ABOUT_TIMES + " A rank waits when it computes no block and folds nothing; numbers are means over the"
-        " ranks. Ring's forward on 128 GPUs waits {forward:.1f}% of its time (paper: {paper_forward:.1f}%), Mesh on 256"
-        " GPUs {overhead:.1f}% of an iteration ({paper_overhead:.1f}%). Mesh waits up to {top:.1f}% less than Ring"
-        " ({paper_top:.1f}%), {average:.1f}% on average ({paper_average:.1f}%). In the paper both compute almost"
-        " equally long; in ours Mesh computes {alike:.2f} times as long as Ring on 32 GPUs.",
-        alike=mesh.over(ring),
-        **{name: found[claim] for name, claim in names.items()},
-        **{f"paper_{name}": cells.stated(claim) for name, claim in names.items()},
-    )
-
-
-def _rates(runs: Runs) -> list[Text | Table]:
+def _rates(runs: Runs) -> dict[str, Any]:
     """The kernel rates at which the paper's waiting and its times fit together."""
-    paper, ours, made = paper_seconds(), breakdown(runs, "mesh"), []
-    average = cells.stated("mesh communication wait below ring, average")
+    paper, ours, rates = paper_seconds(), breakdown(runs, "mesh"), []
+    average, overhead = (cells.stated(CLAIMS[name]) for name in ("average", "overhead"))
     for gpus in cells.GPUS:
         ring, mesh = (Cell(True, cells.LONG, gpus, method) for method in METHODS)
         # mesh - compute = (1 - average) (ring - compute)
         compute = derived(lambda m, r, a: (m - (1 - a / 100) * r) / (a / 100), paper[mesh], paper[ring], average)
         busy = computed(ours[mesh])
-        made.append([gpus, compute, busy, _rate(mesh, compute), _rate(mesh, busy)])
-    overhead = cells.stated("mesh communication overhead of total time")
+        rates.append([gpus, compute, busy, _rate(mesh, compute), _rate(mesh, busy)])
     last = Cell(True, cells.LONG, 256, "mesh")
-    heads = columns(
-        "GPUs; paper: computing | s | .2f; ours: computing | s | .2f; paper: kernels | TFLOP/s | .0f;"
-        " ours: kernels | TFLOP/s | .0f"
-    )
-    title = "Kernels, as the paper's waiting implies and as fitted, 1M causal"
-    note = "The paper's columns follow from table 3 and the stated average, taken for every number of GPUs."
-    return [
-        text(
-            "A possible explanation of the difference: assume that Mesh's waiting is below Ring's by the stated average"
-            " on every number of GPUs, and that both compute equally long. Then table 3 gives the time of computing,"
-            " and the paper's kernels ran at {slow:.0f} to {fast:.0f} TFLOP/s (at {stated:.0f} on 256 GPUs by the"
-            " stated overhead). The fitted ones run at {ours:.0f}. The fit overlaps better than the paper's runs did"
-            " and takes slower kernels instead, so on 32 GPUs it leaves Mesh nearly no waiting.",
-            slow=least(row[3] for row in made),
-            fast=most(row[3] for row in made),
-            stated=_rate(last, derived(lambda s, o: s * (1 - o / 100), paper[last], overhead)),
-            ours=made[0][4],
-        ),
-        Table("mesh-kernel-rates", title, heads, made, note),
-    ]
+    stated = _rate(last, derived(lambda s, o: s * (1 - o / 100), paper[last], overhead))
+    implied = [row[3] for row in rates]
+    return {**ends(implied, "slow", "fast"), "stated": stated, "ours": rates[0][4], "rates": rates}
 
 
 def _rate(cell: Cell, compute: Number) -> Number:
@@ -152,3 +124,56 @@ def bars(name: str, title: str, x_label: str, labels: Sequence[str], by_method: 
     axis.margins(y=0.1)
     panels.legend_below(2, fontsize=8)
     return panels.figure(name, title)
+
+
+DEGREES = (1, 2, 4, 8, 16, 32)
+PAPERS_MOST = 8
+"""The largest GQA degree that the text names."""
+GPUS = 256
+LESS = 0.95
+"""A gain counts as smaller than another if it is below this share of it."""
+Key = tuple[int, int, str]
+"""GQA degree g (query heads for each KV head), GPUs, method."""
+
+
+def gqa_records(runs: Runs) -> dict[Key, Record]:
+    """Records of all degrees on 256 GPUs, and of the paper's degrees on fewer."""
+    keys = [(g, gpus, m) for gpus in cells.GPUS for g in DEGREES for m in METHODS if gpus == GPUS or g <= PAPERS_MOST]
+    asked = {key: cells.cell_point(Cell(True, cells.LONG, *key[1:]), kv_heads=HEADS // key[0]) for key in keys}
+    return runs.by_key(asked)
+
+
+def gain(records: dict[Key, Record], g: int, gpus: int) -> Number:
+    """Ring's time over Mesh's."""
+    ring, mesh = (cells.seconds(records[g, gpus, method]) for method in METHODS)
+    return ring.over(mesh)
+
+
+def figure10(runs: Runs) -> Section:
+    """The time of an iteration by GQA degree."""
+    records = gqa_records(runs)
+    parts = {key: cells.compute_and_wait(record, runs.folder) for key, record in records.items() if key[1] == GPUS}
+    by_method = {method: [parts[g, GPUS, method] for g in DEGREES] for method in METHODS}
+    title, label = f"Grouped-query attention on {GPUS} GPUs, 1M, causal", "g, query heads that share a KV head"
+    rows = []
+    for g in DEGREES:
+        both, waits = zip(*((records[g, GPUS, m], waited(parts[g, GPUS, m])) for m in METHODS), strict=True)
+        rows.append([g, HEADS // g, both[1].variant or "", *map(cells.seconds, both), gain(records, g, GPUS), *waits])
+    degrees = [g for g in DEGREES if g <= PAPERS_MOST]
+    wins = [gain(records, g, gpus) for g, gpus, method in records if method == "mesh"]
+    faster = count(wins, lambda ratio: ratio > 1)
+    less = [n for n in cells.GPUS if gain(records, PAPERS_MOST, n).known < LESS * gain(records, 1, n).known]
+    holds = f"holds on {', '.join(map(str, less))} GPUs only" if less else "doesn't hold"
+    values = {"figure": bars("mesh-figure10", title, label, list(map(str, DEGREES)), by_method), "wins": faster}
+    values |= {"rows": rows, "degrees": "; ".join(f"Ring / Mesh at g = {g} || .2f" for g in degrees)}
+    return section(
+        "mesh.figure10",
+        **values,
+        times=words("mesh.times"),
+        points=count(wins),
+        everywhere="as stated" if faster.known == len(wins) else "not everywhere, as stated",
+        holds=holds if len(less) < len(cells.GPUS) else "holds on all numbers of GPUs",
+        waits=least(share(wait, busy) for busy, wait in parts[PAPERS_MOST, GPUS, "ring"].values()),
+        gains=[[gpus, *(gain(records, g, gpus) for g in degrees)] for gpus in cells.GPUS],
+        **{name: gain(records, g, GPUS) for name, g in (("first", 1), ("eight", PAPERS_MOST), ("last", DEGREES[-1]))},
+    )

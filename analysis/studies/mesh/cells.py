@@ -1,4 +1,4 @@
-"""What the sections of the Mesh-Attention study share: cells of its tables as points, records and numbers."""
+"""Cells of the Mesh-Attention paper's tables as points, records and numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sp_bench.analysis.number import Number, derived, of_record
+from sp_bench.analysis.number import Number, derived, of_record, step_ms
 from sp_bench.analysis.paper_tables import claims, of_paper
 from sp_bench.analysis.runs import Point, Runs, point
 from sp_bench.analysis.studies.mesh.paper import NAMES, TOKENS, Cell, errors, load_cluster, table
@@ -21,29 +21,19 @@ FILES = {3: "throughput", 4: "mfu", 5: "peak_memory"}
 GPUS = (32, 64, 128, 256)
 LONG = TOKENS["1M"]
 METHODS = ("ring", "mesh")
-KEY = "causal; seqlen; GPUs; method"
-"""The columns that `key` fills."""
-ABOUT_TIMES = (
-    "All our times are simulated on cluster=mesh_paper, as the paper names no hardware. Four numbers of that cluster"
-    " were fitted to 30 cells of table 3 (Ring, and Mesh on 32 GPUs); the other 18 are held out"
-    " (docs/results/mesh_paper.md)."
-)
 
 
 def cell_point(cell: Cell, **more: object) -> Point:
     """The point that simulates a cell. The cell's method may be one that the paper doesn't time."""
-    seqlen = NAMES.get(cell.seqlen, cell.seqlen)
     # Its authors run TokenRing inside nodes and Ring between them.
-    if cell.method == "tokenring":
-        more = {"nodes": load_cluster().nodes(cell.gpus), **more}
-    keys = {"method": cell.method, "gpus": cell.gpus, "seqlen": seqlen, "causal": cell.causal, "cluster": CLUSTER}
-    return point(**{**keys, **more})
+    nodes = {"nodes": load_cluster().nodes(cell.gpus)} if cell.method == "tokenring" else {}
+    keys = {"method": cell.method, "gpus": cell.gpus, "causal": cell.causal, "cluster": CLUSTER}
+    return point(seqlen=NAMES.get(cell.seqlen, cell.seqlen), **keys, **nodes, **more)
 
 
 def cell_records(runs: Runs, cells: Iterable[Cell]) -> dict[Cell, Record]:
     """The record of each cell."""
-    cells = list(cells)
-    return dict(zip(cells, runs.ask(map(cell_point, cells)), strict=True))
+    return runs.by_key({cell: cell_point(cell) for cell in cells})
 
 
 def long_cells(*methods: str) -> list[Cell]:
@@ -65,7 +55,7 @@ def stated(claim: str) -> Number:
 
 
 def key(cell: Cell) -> tuple[Entry, ...]:
-    """The entries of a cell's row in the columns of KEY."""
+    """The entries of a cell's row: causal, seqlen, GPUs, method."""
     return ("yes" if cell.causal else "no"), NAMES[cell.seqlen], cell.gpus, cell.method
 
 
@@ -76,7 +66,7 @@ def which(cell: Cell) -> str:
 
 def seconds(record: Record) -> Number:
     """The seconds of an iteration, forward and backward."""
-    return of_record(record, "step_ms_median").times(1e-3)
+    return step_ms(record).times(1e-3)
 
 
 def throughput(record: Record) -> Number:
@@ -86,21 +76,22 @@ def throughput(record: Record) -> Number:
 
 def compute_and_wait(record: Record, folder: Path) -> dict[str, tuple[Number, Number]]:
     """Seconds that a rank computes and waits in each phase, the mean over the ranks."""
-    ranks = json.loads((folder / f"{record.run_id}.ranks.json").read_text())
-    found = {}
+    ranks, parts = json.loads((folder / f"{record.run_id}.ranks.json").read_text()), {}
     for phase in PHASES:
-        whole, busy_s = of_record(record, f"{phase}_ms_median").times(1e-3), float(np.mean(ranks[f"{phase}_busy_ms"]))
-        busy = Number(busy_s / 1e3, whole.kind, whole.sources)
-        found[phase] = busy, derived(lambda total, part: total - part, whole, busy)
-    return found
+        whole = of_record(record, f"{phase}_ms_median").times(1e-3)
+        busy = Number(float(np.mean(ranks[f"{phase}_busy_ms"])) / 1e3, whole.kind, whole.sources)
+        parts[phase] = busy, whole.minus(busy)
+    return parts
 
 
-def median_and_most(ratios: Sequence[Number]) -> tuple[Number, Number]:
-    """The median and the largest of |ratio - 1|, in percent."""
-    return (
-        derived(lambda *values: 100 * errors(values)[0], *ratios),
-        derived(lambda *values: 100 * errors(values)[1], *ratios),
-    )
+def median_error(ratios: Sequence[Number]) -> Number:
+    """The median of |ratio - 1|, in percent."""
+    return derived(lambda *values: 100 * errors(values)[0], *ratios)
+
+
+def largest_error(ratios: Sequence[Number]) -> Number:
+    """The largest |ratio - 1|, in percent."""
+    return derived(lambda *values: 100 * errors(values)[1], *ratios)
 
 
 def reduction(less: Number, more: Number) -> Number:

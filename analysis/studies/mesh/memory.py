@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sp_bench import account, methods
-from sp_bench.analysis.number import Number, computed, count, derived, formula, median
+from sp_bench.analysis.number import Number, computed, count, derived, median
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.section import Section, section, source
 from sp_bench.analysis.studies.mesh import cells
 from sp_bench.analysis.studies.mesh.paper import Cell, load_cluster
-from sp_bench.analysis.table import Table, columns
+from sp_bench.analysis.table import Cell as Entry
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
@@ -37,19 +39,11 @@ DOUBTFUL = {
 }
 """Printed peaks that are probably wrong; README.md here says why."""
 ROUNDING_GB = 0.05
+"""Half of the last digit that is printed."""
 NEAR, WITHIN = 0.05, 0.15
 """Relative errors up to which a peak counts as near its tile's, and as explained."""
-KEPT = formula(
-    "mesh-memory-kept",
-    "bytes of the buffers listed in table mesh-memory-buffers: Ring's; Mesh's for each row and column of the tile that"
-    " comes nearest to the printed peak, and once",
-    "sections 3.3, 3.6 and 4.6; analysis.studies.mesh.memory",
-)
-EXECUTOR = formula(
-    "mesh-memory-executor",
-    "what a rank of this suite's executor holds at most in the phase",
-    "sp_bench.account.peak_bytes",
-)
+KEPT = source("mesh.memory-kept")
+EXECUTOR = source("mesh.memory-executor")
 
 
 def kept_bytes(problem: Problem, phase: str, tile: Tile | None) -> int:
@@ -97,39 +91,36 @@ def by_chance(cell: Cell, phase: str) -> float:
 def table5(runs: Runs) -> Section:
     """Peak memory in GB."""
     paper = cells.printed(5)
-    return Section("Table 5: peak memory", *_executors(runs, paper), *_kept(paper), _buffers(paper), _units(paper))
+    values = {"buffers": _buffers(next(iter(paper)).problem), "element": DTYPE_BYTES["bfloat16"]}
+    return section(
+        "mesh.table5",
+        **values,
+        phases="; ".join(f"{p}: paper | GB | .1f; {p}: ours | GB | .2f; {p}: ours / paper's || .2f" for p in PHASES),
+        **_executors(runs, paper),
+        **_kept(paper),
+        **_units(paper),
+    )
 
 
-def _executors(runs: Runs, paper: Printed) -> list[Text | Table]:
-    found, cluster, made = cells.cell_records(runs, paper), load_cluster(), []
+def _executors(runs: Runs, paper: Printed) -> dict[str, Any]:
+    """The rows of what our executor holds, and the medians over the paper's by method and phase."""
+    found, cluster, rows = cells.cell_records(runs, paper), load_cluster(), []
     ratios: dict[str, list[Number]] = {}
     for cell, values in paper.items():
         record, problem, row = found[cell], cell.problem, [*cells.key(cell), found[cell].variant or ""]
-        options = {"tile": [record.tile_a, record.tile_b]} if cell.method == "mesh" else {}
-        method = methods.build(cell.method, options)
+        method = methods.build(cell.method, {"tile": [record.tile_a, record.tile_b]} if cell.method == "mesh" else {})
         for phase, value in zip(PHASES, values, strict=True):
             plan = method.plan(problem, phase, cluster.profile(problem))
             ours = computed(account.peak_bytes([plan], problem) / 1e9, EXECUTOR)
             ratios.setdefault(f"{cell.method}_{phase}", []).append(ours.over(value))
             row += [value, ours, ours.over(value)]
-        made.append(row)
-    about = text(
-        "Computed from our plans, for the tile that is fastest in table 3: what this suite's executor holds. Every fold"
-        " is fused and in place, what was sent or folded is released, and transfers start as late as they can. The"
-        " paper's code holds other buffers. The medians are, for Ring, {ring_forward:.2f} times the printed peak"
-        " forward and {ring_backward:.2f} times backward; for Mesh, {mesh_forward:.2f} and {mesh_backward:.2f} times.",
-        **{name: median(of_name) for name, of_name in ratios.items()},
-    )
-    return [about, Table("mesh-table5", "Peak memory per GPU", columns(_heads("tile")), made, shown_rows=16)]
+        rows.append(row)
+    return {"executors": rows, **{name: median(of_name) for name, of_name in ratios.items()}}
 
 
-def _heads(tile: str) -> str:
-    phases = (f"{p}: paper | GB | .1f; {p}: ours | GB | .2f; {p}: ours / paper's || .2f" for p in PHASES)
-    return "; ".join([cells.KEY, tile, *phases])
-
-
-def _kept(paper: Printed) -> list[Text | Table]:
-    made, chance, ring, mesh = [], 0.0, [], {phase: [] for phase in PHASES}
+def _kept(paper: Printed) -> dict[str, Any]:
+    """The rows of what is held if nothing is released, and how near they are to what is printed."""
+    rows, chance, ring, mesh = [], 0.0, [], {phase: [] for phase in PHASES}
     for cell, values in paper.items():
         notes, names, numbers = [], [], []
         for phase, value in zip(PHASES, values, strict=True):
@@ -139,41 +130,29 @@ def _kept(paper: Printed) -> list[Text | Table]:
                 notes.append(f"doubtful: {phase} is {why}")
             if cell.method == "ring":
                 ring.append(derived(_off, ours, value))
-            elif not why:
+                continue
+            names.append("x".join(map(str, tiles_of_table5()[cell][phase])))
+            if not why:
                 mesh[phase].append(ours.over(value))
                 chance += by_chance(cell, phase)
-            if cell.method == "mesh":
-                names.append("x".join(map(str, tiles_of_table5()[cell][phase])))
-        made.append([*cells.key(cell), ", ".join(names), *numbers, "; ".join(notes)])
-    both = mesh["forward"] + mesh["backward"]
-    explained = count(ring, lambda off: off <= WITHIN)
-    about = text(
-        "Computed: the peak of an implementation that folds with separate tensor operations, sends gradients in fp32,"
-        " and keeps all chunks of Mesh until the end, as section 4.6 says. The list of buffers below has no fitted"
-        " number, but it was made with table 5 at hand. Ring is {word}: {ring:.0f} of {rings:.0f} peaks are within 15%,"
-        " beside the rounding to 0.1 GB. The paper's own count, at most 2 KV chunks and 1 Q chunk, is {own:.2f} of what"
-        " it prints forward. For Mesh, the nearest tile of each phase is within 5% in {near:.0f} of {all:.0f} peaks"
-        " (random sizes would be in about {random:.0f}) and within 15% in {within:.0f}; the median error is"
-        " {forward:.1f}% forward and {backward:.1f}% backward. {doubtful:.0f} doubtful peaks are left out. The forward"
-        " and the backward pass thus seem to have had different tiles, where ours have one: of {cells:.0f} cells,"
-        " {mirrored:.0f} have tiles that are each other's mirror image, and {same:.0f} the same tile.",
-        word="explained" if explained.known == len(ring) else "explained in part",
-        doubtful=computed(len(DOUBTFUL), KEPT),
-        own=_own_count(paper),
-        mirrored=_tile_pairs(lambda forward, backward: forward == backward[::-1] and forward != backward),
-        same=_tile_pairs(lambda forward, backward: forward == backward),
-        cells=_tile_pairs(lambda forward, backward: True),
-        ring=explained,
-        rings=count(ring),
-        near=count(both, lambda ratio: abs(ratio - 1) <= NEAR),
-        all=count(both),
-        random=computed(chance, KEPT),
-        within=count(both, lambda ratio: abs(ratio - 1) <= WITHIN),
-        forward=cells.median_and_most(mesh["forward"])[0],
-        backward=cells.median_and_most(mesh["backward"])[0],
-    )
-    heads = columns(_heads("nearest tile: forward, backward") + "; note")
-    return [about, Table("mesh-table5-kept", "Peak memory if nothing is released", heads, made, shown_rows=16)]
+        rows.append([*cells.key(cell), ", ".join(names), *numbers, "; ".join(notes)])
+    both, explained = mesh["forward"] + mesh["backward"], count(ring, lambda off: off <= WITHIN)
+    return {
+        "kept": rows,
+        "word": "explained" if explained.known == len(ring) else "explained in part",
+        "ring": explained,
+        "rings": count(ring),
+        "own": _own_count(paper),
+        "near": count(both, lambda ratio: abs(ratio - 1) <= NEAR),
+        "all": count(both),
+        "random": computed(chance, KEPT),
+        "within": count(both, lambda ratio: abs(ratio - 1) <= WITHIN),
+        **{phase: cells.median_error(ratios) for phase, ratios in mesh.items()},
+        "doubtful": computed(len(DOUBTFUL), KEPT),
+        "cells": _tile_pairs(lambda forward, backward: True),
+        "mirrored": _tile_pairs(lambda forward, backward: forward == backward[::-1] and forward != backward),
+        "same": _tile_pairs(lambda forward, backward: forward == backward),
+    }
 
 
 def _own_count(paper: Printed) -> Number:
@@ -197,33 +176,24 @@ def _off(ours: float, paper: float) -> float:
     return max(abs(ours - paper) - ROUNDING_GB, 0) / paper
 
 
-def _buffers(paper: Printed) -> Table:
+def _buffers(problem: Problem) -> list[list[Entry]]:
     """The buffers that are counted, in chunks."""
-    problem, made = next(iter(paper)).problem, []
-    unit = problem.chunk_bytes(Q, wire=True)
-    for phase in PHASES:
-        for held in HELD:
-            what = ", ".join(row["what"] for row in BUFFERS if (row["phase"], row["held"]) == (phase, held))
-            made.append([phase, held, what, computed(_bytes(problem, phase, held) / unit, KEPT)])
-    heads = columns("phase; held by; buffers; their sum | chunks of Q in bf16 | .2f")
-    note = f"A chunk is seqlen / GPUs tokens x hidden size, {DTYPE_BYTES['bfloat16']} bytes each."
-    return Table("mesh-memory-buffers", "Buffers that are counted as held", heads, made, note)
+    unit, rows = problem.chunk_bytes(Q, wire=True), []
+    for phase, held in product(PHASES, HELD):
+        what = ", ".join(row["what"] for row in BUFFERS if (row["phase"], row["held"]) == (phase, held))
+        rows.append([phase, held, what, computed(_bytes(problem, phase, held) / unit, KEPT)])
+    return rows
 
 
-def _units(paper: Printed) -> Text:
+def _units(paper: Printed) -> dict[str, Number]:
     """The median errors if GB are 10^9 bytes and if they are 2^30."""
-    found = {}
-    for name, scale in (("gb", 1.0), ("gib", 2**30 / 1e9)):
-        offs = []
+
+    def ratios(scale: float) -> Iterator[Number]:
         for cell, values in paper.items():
             for phase, value in zip(PHASES, values, strict=True):
                 if cell.method == "mesh" and (cell, phase) not in DOUBTFUL:
                     read = value.times(scale)
                     near = kept_bytes(cell.problem, phase, nearest_tile(cell, phase, read.known)) / 1e9
-                    offs.append(computed(near, KEPT).over(read))
-        found[name] = cells.median_and_most(offs)[0]
-    return text(
-        "GB is read as 10^9 bytes: the median error over both phases of Mesh is then {gb:.1f}%, and {gib:.1f}% with"
-        " 2^30 bytes. The doubtful peaks stay unexplained, and so does why neighbouring cells have different tiles.",
-        **found,
-    )
+                    yield computed(near, KEPT).over(read)
+
+    return {name: cells.median_error(list(ratios(x))) for name, x in (("gb", 1.0), ("gib", 2**30 / 1e9))}

@@ -61,13 +61,10 @@ class Cell:
 
 
 def table(number: int, name: str) -> dict[Cell, tuple[float, ...]]:
-    """The values of analysis/papers/mesh_table<number>_<name>.csv by cell, in the order of the file."""
-    keys = ("causal", "seqlen", "gpus", "method")
+    """The values of mesh_table<number>_<name>.csv by cell, in the order of the file."""
     return {
-        Cell(row["causal"] == "true", TOKENS[row["seqlen"]], int(row["gpus"]), row["method"]): tuple(
-            float(value) for key, value in row.items() if key not in keys
-        )
-        for row in rows(f"mesh_table{number}_{name}")
+        Cell(causal == "true", TOKENS[seqlen], int(gpus), method): tuple(map(float, values))
+        for causal, seqlen, gpus, method, *values in (row.values() for row in rows(f"mesh_table{number}_{name}"))
     }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from sp_bench.analysis.figure import Figure, Panels, log2_ticks, styles
 from sp_bench.analysis.number import Number, derived
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.section import Section, section, words
 from sp_bench.analysis.studies.mesh import cells
 from sp_bench.analysis.studies.mesh.cells import METHODS
 from sp_bench.analysis.studies.mesh.paper import TOKENS, Cell
-from sp_bench.analysis.table import Table, columns
+from sp_bench.analysis.table import Cell as Entry
 
 MULTIPLE = 256
 """Sequence lengths of figure 8b are rounded to a multiple of this many tokens, so that all GPUs get the same share."""
@@ -37,13 +37,21 @@ def figure8(runs: Runs) -> Section:
     paper = paper_seconds()
     of_strong = {method: {cell: paper[cell] for cell in strong[method]} for method in METHODS}
     of_weak = {method: _stated_weak(method, paper, list(weak[method])) for method in METHODS}
-    return Section(
-        "Figure 8: strong and weak scaling",
-        _strong_text(strong),
-        _figure(strong, of_strong, weak, of_weak),
-        _table("8a", "Strong scaling: 1M tokens, causal", strong, of_strong),
-        _weak_text(weak),
-        _table("8b", "Weak scaling: 512k tokens on 32 GPUs, x sqrt 2 per doubling, causal", weak, of_weak),
+    (ring, ring_at), (mesh, mesh_at) = (best(strong[method]) for method in METHODS)
+    paper_ring, paper_mesh = (cells.stated(f"{method} best time") for method in METHODS)
+    at_128 = next(number for cell, number in strong["mesh"].items() if cell.gpus == 128)
+    first, *_, last = weak["ring"].values()
+    start = paper[next(iter(weak["ring"]))]
+    values = {"times": words("mesh.times"), "paper_ring": paper_ring, "ring": ring, "ring_at": ring_at}
+    values |= {"paper_mesh": paper_mesh, "mesh": mesh, "mesh_at": mesh_at, "paper_gain": paper_ring.over(paper_mesh)}
+    values |= {"gain": ring.over(mesh), "late": at_128.over(paper_mesh)}
+    values |= {"figure": _figure(strong, of_strong, weak, of_weak), "strong_rows": _rows(strong, of_strong)}
+    values |= {"start": first.over(start), "mixed": last.over(start), "weak_rows": _rows(weak, of_weak)}
+    return section(
+        "mesh.figure8",
+        **values,
+        **{f"{method}_grows": growth(weak[method]) for method in METHODS},
+        **{f"paper_{method}_grows": cells.stated(f"weak scaling, {method}") for method in METHODS},
     )
 
 
@@ -79,47 +87,6 @@ def _stated_weak(method: str, paper: Times, lengths: list[Cell]) -> Times:
     return {**known, lengths[-1]: derived(lambda first, times: first * times, paper[lengths[0]], ratio)}
 
 
-def _strong_text(strong: Lines) -> Text:
-    (ring, ring_at), (mesh, mesh_at) = (best(strong[method]) for method in METHODS)
-    paper_ring, paper_mesh = (cells.stated(f"{method} best time") for method in METHODS)
-    at_128 = next(number for cell, number in strong["mesh"].items() if cell.gpus == 128)
-    return text(
-        cells.ABOUT_TIMES + " Here Ring's times were fitted, and Mesh's on 32 GPUs. The best time of Ring is"
-        " {paper_ring:.1f} s on 64 GPUs in the paper and {ring:.1f} s on {ring_at} in ours; of Mesh {paper_mesh:.1f} s"
-        " on 128 GPUs and {mesh:.1f} s on {mesh_at}. The ratio of the best times is {paper_gain:.2f} in the paper and"
-        " {gain:.2f} in ours. Mesh's held-out cell on 128 GPUs takes {late:.2f} times the paper's time."
-        " docs/results/mesh_paper.md says why: with our tiles the KV of all ranks of a node leaves through one NIC at"
-        " once, and no fitted cell on more than 32 GPUs sets the rate of that NIC.",
-        paper_ring=paper_ring,
-        ring=ring,
-        ring_at=ring_at,
-        paper_mesh=paper_mesh,
-        mesh=mesh,
-        mesh_at=mesh_at,
-        paper_gain=paper_ring.over(paper_mesh),
-        gain=ring.over(mesh),
-        late=at_128.over(paper_mesh),
-    )
-
-
-def _weak_text(weak: Lines) -> Text:
-    numbers = {}
-    for method in METHODS:
-        numbers |= {method: growth(weak[method]), f"paper_{method}": cells.stated(f"weak scaling, {method}")}
-    first, *_, last = weak["ring"].values()
-    paper = paper_seconds()[next(iter(weak["ring"]))]
-    return text(
-        "From 32 to 256 GPUs Ring's time grows {ring:.2f} times (paper: {paper_ring:.2f}) and Mesh's {mesh:.2f} times"
-        " ({paper_mesh:.2f}). Ring starts at a cell that fits badly: at 512k on 32 GPUs ours takes {start:.2f} times"
-        " the paper's time, which is too short for its bytes. From the paper's time there to ours on 256 GPUs, the"
-        " growth is {mixed:.2f}. Of the paper's times, two of each line are in table 3, and the last is the stated"
-        " ratio times the first. The time on 64 GPUs isn't printed.",
-        start=first.over(paper),
-        mixed=last.over(paper),
-        **numbers,
-    )
-
-
 def _figure(strong: Lines, of_strong: Lines, weak: Lines, of_weak: Lines) -> Figure:
     panels = Panels(2, height=3.4)
     shown = [("(a) strong, 1M tokens", strong, of_strong), ("(b) weak, from 512k tokens", weak, of_weak)]
@@ -137,13 +104,12 @@ def _figure(strong: Lines, of_strong: Lines, weak: Lines, of_weak: Lines) -> Fig
     return panels.figure("mesh-figure8", "Strong and weak scaling, causal")
 
 
-def _table(panel: str, title: str, ours: Lines, paper: Lines) -> Table:
-    made = []
+def _rows(ours: Lines, paper: Lines) -> list[list[Entry]]:
+    rows: list[list[Entry]] = []
     for method in METHODS:
         for cell, number in ours[method].items():
             theirs = paper[method].get(cell)
-            compared = [theirs, number, number.over(theirs)] if theirs else ["-", number, "-"]
             which = cells.which(cell) if cell.seqlen in TOKENS.values() else "not in it"
-            made.append([method, cell.gpus, cell.seqlen, which, *compared])
-    heads = "method; GPUs; seqlen | tokens; cell of table 3; paper | s | .1f; ours | s | .1f; ours / paper's || .2f"
-    return Table(f"mesh-figure{panel}", title, columns(heads), made)
+            compared = [theirs, number, number.over(theirs)] if theirs else ["-", number, "-"]
+            rows.append([method, cell.gpus, cell.seqlen, which, *compared])
+    return rows

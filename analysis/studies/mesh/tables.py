@@ -1,4 +1,4 @@
-"""Tables 2, 3 and 4 of the Mesh-Attention paper: volumes by formula, throughput, MFU."""
+"""Tables 2, 3 and 4 of the Mesh-Attention paper, and the claims of its abstract and text, each beside ours."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import replace
 from functools import cache
 
 from sp_bench import account
-from sp_bench.analysis.number import Number, computed, count, derived, formula, of_record
+from sp_bench.analysis.number import Number, computed, count, derived, formula, mean, most, of_record, tally
 from sp_bench.analysis.paper_tables import of_paper, rows
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.section import Section, Text, section, source, words
 from sp_bench.analysis.studies.mesh import cells
-from sp_bench.analysis.studies.mesh.paper import Cell, fitted, implied_peak_tflops
-from sp_bench.analysis.studies.mesh.scaling import paper_seconds
-from sp_bench.analysis.table import Table, columns
+from sp_bench.analysis.studies.mesh.breakdown import waiting
+from sp_bench.analysis.studies.mesh.paper import Cell, fitted, implied_peak_tflops, paper_s
+from sp_bench.analysis.studies.mesh.scaling import paper_seconds, scaling
+from sp_bench.analysis.studies.mesh.volume import POINTS, three_ways
 from sp_bench.describe import PaperVolume, Volumes, counted_volumes
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
@@ -23,12 +24,8 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Q
 
 TABLE2 = "mesh_table2_comm_volume"
-COUNTED = formula(
-    "mesh-counted-volume",
-    "payload that ranks send in the forward plans, lse apart, in units of N * d, full attention, for the variant that"
-    " sends least",
-    "sp_bench.account.volume",
-)
+COUNTED = source("mesh.counted-volume")
+IMPLIED = source("mesh.implied-peak")
 EXACT = 1e-12
 """Volumes in units of N * d that differ by less count as equal."""
 
@@ -41,26 +38,16 @@ def table2(_: Runs | None = None) -> Section:
         for n in (16, 64, 256):
             found = _counted(row["method"], expression, n)
             paper = of_paper(found.paper, TABLE2)
-            mean, busiest = (computed(value, COUNTED) for value in (found.mean, found.busiest))
-            gaps.append(derived(lambda ours, theirs: ours - theirs, busiest, paper))
-            made.append([row["method"], expression, n, found.variant, paper, mean, busiest, gaps[-1]])
-    heads = columns(
-        "method; formula; GPUs; variant; by formula | N d | .6f; counted, mean of ranks | N d | .6f;"
-        " counted, busiest rank | N d | .6f; busiest rank - formula"
-    )
-    exact = count(gaps, lambda gap: abs(gap) < EXACT)
-    about = text(
-        "Computed: volumes are counted from the plans of all ranks. Those of the busiest rank equal the formula in"
-        " {exact:.0f} of {all:.0f} rows: {verdict}. The paper has two formulas for StarTrail. The one in the table is"
-        " the sum of its four stages. A rank that exchanges its KV at the start sends this; one rank in C has its KV"
-        " already, so the mean is 2/n lower. The text's own sum, (4C-1)/n + 2/C, is 3/n above the table's and holds for"
-        " no rank.",
-        exact=exact,
-        all=count(gaps),
-        verdict="reproduced" if exact.known == len(gaps) else "not reproduced",
-    )
-    values = Table("mesh-table2", "Forward volume per GPU", heads, made)
-    return Section("Table 2: communication volume", about, values, _nine_gpus())
+            average, busiest = (computed(value, COUNTED) for value in (found.mean, found.busiest))
+            gaps.append(busiest.minus(paper))
+            made.append([row["method"], expression, n, found.variant, paper, average, busiest, gaps[-1]])
+    exact, stated = count(gaps, lambda gap: abs(gap) < EXACT), [row["claim"] for row in rows("mesh_claims")]
+    examples = []
+    for claim, ours in nine_gpus().items():
+        paper = next(cells.stated(start) for start in stated if start.endswith(claim))
+        examples.append([claim, paper, ours, ours.over(paper)])
+    verdict = "reproduced" if exact.known == len(gaps) else "not reproduced"
+    return section("mesh.table2", exact=exact, all=count(gaps), verdict=verdict, rows=made, nine_gpus=examples)
 
 
 @cache
@@ -95,45 +82,28 @@ def _units(method: str, n: int) -> Number:
     return computed(n * account.volume(plan, problem).payload_bytes / problem.chunk_bytes(Q, wire=True), COUNTED)
 
 
-def _nine_gpus() -> Table:
-    stated = [row["claim"] for row in rows("mesh_claims")]
-    made = []
-    for claim, ours in nine_gpus().items():
-        paper = next(cells.stated(start) for start in stated if start.endswith(claim))
-        made.append([claim, paper, ours, ours.over(paper)])
-    heads = columns("what 9 GPUs send; paper | chunks; ours | chunks; ours / paper's || .2f")
-    return Table("mesh-nine-gpus", "The example of section 1: what all 9 GPUs send, forward", heads, made)
-
-
 def table3(runs: Runs) -> Section:
     """Throughput, and Mesh's speedup over Ring."""
     paper = {cell: value for cell, (value,) in cells.printed(3).items()}
     found = cells.cell_records(runs, paper)
     ours = {cell: cells.throughput(record) for cell, record in found.items()}
-    made, speedups = [], []
-    for cell, value in paper.items():
-        compared = [value, ours[cell], ours[cell].over(value)]
-        made.append([*cells.key(cell), found[cell].variant or "", cells.which(cell), *compared])
+    speedups = []
     for mesh in (cell for cell in paper if cell.method == "mesh"):
         ring = replace(mesh, method="ring")
         theirs, mine = paper[mesh].over(paper[ring]), ours[mesh].over(ours[ring])
         speedups.append([*cells.key(mesh)[:3], cells.which(mesh), theirs, mine, mine.over(theirs)])
-    heads = columns(
-        f"{cells.KEY}; tile; cell; paper | iterations in 100 s | .1f; ours | iterations in 100 s | .1f;"
-        " ours / paper's || .2f"
-    )
-    speedup_heads = columns("causal; seqlen; GPUs; Mesh's cell; paper | x | .2f; ours | x | .2f; ours / paper's || .2f")
-    return Section(
-        "Table 3: throughput",
-        _errors_of_sets({cell: paper[cell].over(ours[cell]) for cell in paper}, f"{cells.ABOUT_TIMES} Times:"),
-        Table("mesh-table3", "Throughput, forward + backward", heads, made, shown_rows=24),
-        text(
-            "Mesh is faster than Ring in {faster:.0f} of {pairs:.0f} pairs, and in {theirs:.0f} in the paper.",
-            theirs=count((row[4] for row in speedups), lambda ratio: ratio > 1),
-            faster=count((row[5] for row in speedups), lambda ratio: ratio > 1),
-            pairs=count(row[5] for row in speedups),
-        ),
-        Table("mesh-speedup", "Mesh's speedup over Ring", speedup_heads, speedups, shown_rows=12),
+    values = {"pairs": count(row[5] for row in speedups), "speedups": speedups}
+    return section(
+        "mesh.table3",
+        **values,
+        times=words("mesh.times"),
+        errors=_errors_of_sets({cell: paper[cell].over(ours[cell]) for cell in paper}),
+        theirs=count((row[4] for row in speedups), lambda ratio: ratio > 1),
+        faster=count((row[5] for row in speedups), lambda ratio: ratio > 1),
+        rows=[
+            [*cells.key(cell), found[cell].variant or "", cells.which(cell), value, ours[cell], ours[cell].over(value)]
+            for cell, value in paper.items()
+        ],
     )
 
 
@@ -146,43 +116,64 @@ def table4(runs: Runs) -> Section:
     for cell, value in paper.items():
         peak = derived(lambda s, mfu, flops=cell.flops_per_gpu: flops / s / (mfu / 100) / 1e12, seconds[cell], value)
         made.append([*cells.key(cell), cells.which(cell), value, ours[cell], ratios[cell], peak])
-    about = (
-        "Simulated times over the peak of the cluster, {peak:.1f} TFLOP/s. No GPU is named, so the peak is the one that"
-        " tables 3 and 4 imply together, the median of the fitted cells. The errors are those of table 3, and the"
-        " rounding of low MFUs. MFUs:"
-    )
-    implied = formula(
-        "mesh-implied-peak",
-        "FLOPs / time of table 3 / MFU of table 4, median",
-        "mesh.paper.implied_peak_tflops",
-    )
-    heads = columns(
-        f"{cells.KEY}; cell of table 3; paper | % | .1f; ours | % | .1f; ours / paper's || .2f;"
-        " peak implied by tables 3 and 4 | TFLOP/s | .0f"
-    )
-    note = "Where the implied peak is far from the others, the rounding is coarse or one of the tables is wrong."
-    return Section(
-        "Table 4: MFU",
-        _errors_of_sets(ratios, about, peak=computed(implied_peak_tflops(fitted()), implied)),
-        Table("mesh-table4", "MFU", heads, made, note, shown_rows=24),
-    )
+    peak = computed(implied_peak_tflops(fitted()), IMPLIED)
+    return section("mesh.table4", peak=peak, errors=_errors_of_sets(ratios), rows=made)
 
 
-def _errors_of_sets(ratios: dict[Cell, Number], about: str, **more: Number) -> Text:
+def _errors_of_sets(ratios: dict[Cell, Number]) -> Text:
     """The errors on fitted and on held-out cells."""
     fit, held = ([ratio for cell, ratio in ratios.items() if cell.fitted == chosen] for chosen in (True, False))
-    fit_median, fit_most = cells.median_and_most(fit)
-    median, most = cells.median_and_most(held)
-    return text(
-        about + " the error on the {fit:.0f} fitted cells is {fit_median:.1f}% in the median and at most"
-        " {fit_most:.1f}%. On the {held:.0f} held-out cells it is {median:.1f}% in the median and at most {most:.1f}%;"
-        " ours is within 10% of the paper's in {near:.0f} of them.",
-        fit=count(fit),
-        fit_median=fit_median,
-        fit_most=fit_most,
-        held=count(held),
-        median=median,
-        most=most,
-        near=count(held, lambda ratio: abs(ratio - 1) <= 0.1),
-        **more,
+    of_fit = {"fit": count(fit), "fit_median": cells.median_error(fit), "fit_most": cells.largest_error(fit)}
+    of_held = {"held": count(held), "median": cells.median_error(held), "most": cells.largest_error(held)}
+    return words("mesh.errors", **of_fit, **of_held, near=count(held, lambda ratio: abs(ratio - 1) <= 0.1))
+
+
+SHARE = 0.1
+"""A time or a ratio counts as reproduced within this share, about the median error on held-out cells."""
+BOUNDS = {"%": f"{POINTS:g} points", "x": f"{SHARE:.0%}", "s": f"{SHARE:.0%}", "chunks": "exactly"}
+
+
+def our_claims(runs: Runs) -> dict[str, tuple[str, Number]]:
+    """Our value of each claim and how it was obtained, by the start of the claim."""
+    found = {claim: ("fitted cluster", x) for claim, x in (_speedups(runs) | scaling(runs) | waiting(runs)).items()}
+    found |= {claim: ("our tiles", number) for claim, number in three_ways(runs)["our tiles"].items()}
+    return found | {claim: ("counted", number) for claim, number in nine_gpus().items()}
+
+
+def _speedups(runs: Runs) -> dict[str, Number]:
+    records = cells.cell_records(runs, [cell for cell in paper_s() if cell.gpus == 256])
+    times = {cell: cells.seconds(record) for cell, record in records.items()}
+    gains = [times[replace(cell, method="ring")].over(times[cell]) for cell in times if cell.method == "mesh"]
+    return {f"speedup over ring, 256 GPUs, {name}": of(gains) for name, of in (("maximum", most), ("average", mean))}
+
+
+def reproduced(ours: float, paper: float, unit: str) -> bool:
+    """Whether ours is within the bound for its unit."""
+    if unit == "%":
+        return abs(ours - paper) <= POINTS
+    return ours == paper if unit == "chunks" else abs(ours / paper - 1) <= SHARE
+
+
+def claims(runs: Runs) -> Section:
+    """All claims with a unit."""
+    ours, (_, *other_tiles) = our_claims(runs), three_ways(runs).items()
+    table, numbers = [], []
+    verdicts: dict[str, list[bool]] = {}
+    for row in (row for row in rows("mesh_claims") if row["unit"]):
+        claim, unit, paper = row["claim"], row["unit"], cells.stated(row["claim"])
+        (start,) = (start for start in ours if claim.startswith(start) or claim.endswith(start))
+        ways = [ours[start], *((name, found[start]) for name, found in other_tiles if start in found)]
+        verdicts[claim] = [reproduced(value.known, paper.known, unit) for _, value in ways]
+        numbers += [ours[start][1], paper]
+        for (name, value), good in zip(ways, verdicts[claim], strict=True):
+            word = "reproduced" if good else "not reproduced"
+            table.append([claim, row["where"], unit, paper, value, value.over(paper), name, BOUNDS[unit], word])
+    good = sum(first for first, *_ in verdicts.values())
+    values = {"good": tally(good, numbers), "all": tally(len(verdicts), numbers)}
+    return section(
+        "mesh.claims",
+        **values,
+        explained=tally(sum(map(any, verdicts.values())) - good, numbers),
+        missed="; ".join(claim for claim, ways in verdicts.items() if not any(ways)) or "nothing",
+        rows=table,
     )

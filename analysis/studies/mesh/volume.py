@@ -7,23 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from sp_bench import account, methods
 from sp_bench.analysis.figure import VOLUME_BOUNDS, Figure, Panels, colours, labelled
-from sp_bench.analysis.number import Number, Source, computed, count, derived, formula, mean, most, of_record
+from sp_bench.analysis.number import Number, Source, computed, count, derived, formula, gigabytes, mean, most, of_record
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, Text, text
+from sp_bench.analysis.section import Section, section
 from sp_bench.analysis.studies.mesh import cells
 from sp_bench.analysis.studies.mesh.memory import Tile, tiles_of_table5
 from sp_bench.analysis.studies.mesh.paper import Cell
-from sp_bench.analysis.table import Table, columns
+from sp_bench.analysis.table import Cell as Entry
 from sp_bench.methods.mesh import tiles
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.tensors import DKV
-from sp_bench.records import Record
 
 POINTS = 2.0
 """Percentage points within which a reduction counts as reproduced."""
@@ -126,47 +126,44 @@ def three_ways(runs: Runs) -> dict[str, dict[str, Number]]:
 
 def figure9b(runs: Runs) -> Section:
     """The volume of a GPU, and the stated reductions."""
-    title = "Figure 9b: communication volume per GPU"
-    return Section(title, _figure(runs), _by_gpus(runs), *_claims(runs), _all_ways(), _all_tiles())
-
-
-def _claims(runs: Runs) -> list[Text | Table]:
-    ways, made = three_ways(runs), []
-    offs: dict[str, list[Number]] = {name: [] for name in ways}
-    for claim in STATED:
-        paper = cells.stated(claim)
-        row: list = [claim, paper]
-        for name, found in ways.items():
-            offs[name].append(derived(lambda ours, theirs: ours - theirs, found[claim], paper))
-            row += [found[claim], offs[name][-1]]
-        made.append(row)
-    near = [count(of_way, lambda off: abs(off) <= POINTS) for of_way in offs.values()]
-    *_, wide_offs = offs.values()
+    payload, fp32 = (_reduction_of_tiles(way) for way in (PAYLOAD, WIDE))
+    rounded = [cells.stated(claim).known for claim in STATED if claim.endswith("maximum")]
+    alone = [name for name, x in fp32.items() if any(abs(x.known - stated) <= ROUNDED for stated in rounded)]
     matching, choices = choices_that_match()
-    rounded = [cells.stated(claim) for claim in STATED if claim.endswith("maximum")]
-    alone = [name for name, sent in _reduction_of_tiles(WIDE).items() if _rounds_to(sent, rounded)]
-    about = text(
-        "Computed; our simulated times only choose our tile. With our tiles {ours:.0f} of {all:.0f} stated reductions"
-        " are within two points. With the tiles nearest to table 5's peaks, a choice that doesn't use volumes,"
-        " {theirs:.0f} are. If gradients also travel in fp32, as in the public ring-flash-attention, and Ring's dkv"
-        " makes its last hop home, {wide:.0f} are. The {section:.0f} of section 4.5 then differ by {farthest:.2f}"
-        " points at most. Of {choices:.3g} choices of tiles, one for each phase and number of GPUs, {matching:.0f} give"
-        " these three to the printed digit. The abstract's two, over the six cells on 256 GPUs, differ by up to"
-        " {abstract:.2f} points, and stay unexplained by that much. With one tile for both phases, the stated maxima"
-        " are those of {alone} on 256 GPUs.",
-        ours=near[0],
-        theirs=near[1],
-        wide=near[2],
-        all=count(offs["our tiles"]),
-        section=count(wide_offs[2:]),
-        farthest=_farthest(wide_offs[2:]),
-        abstract=_farthest(wide_offs[:2]),
-        matching=computed(matching, WIDE.source),
-        choices=computed(choices, WIDE.source),
-        alone=" and ".join(alone) or "no tile",
+    values = {"by_gpus": _by_gpus(runs), "matching": computed(matching, WIDE.source)}
+    values |= {"choices": computed(choices, WIDE.source), "alone": " and ".join(alone) or "no tile"}
+    values |= {"by_dtype": _by_dtype(), "payload": PAYLOAD.name, "fp32": WIDE.name}
+    return section(
+        "mesh.figure9b",
+        **values,
+        figure=_figure(runs),
+        bounds="; ".join(f"{name}, bfloat16 | GB | .2f" for name, _ in VOLUME_BOUNDS.values()),
+        by_tile=[[name, payload[name], fp32[name]] for name in payload],
+        **_claims(three_ways(runs)),
     )
-    heads = "; ".join(["stated; paper | % | .1f", *(f"{name} | % | .2f; difference | points | +.2f" for name in ways)])
-    return [about, Table("mesh-reductions", "Stated reductions of the volume", columns(heads), made)]
+
+
+def _claims(ways: dict[str, dict[str, Number]]) -> dict[str, Any]:
+    """The rows of the stated reductions, and how near each way comes to them."""
+    paper = {claim: cells.stated(claim) for claim in STATED}
+    offs = {name: [found[claim].minus(stated) for claim, stated in paper.items()] for name, found in ways.items()}
+    rows: list[list[Entry]] = []
+    for i, (claim, stated) in enumerate(paper.items()):
+        both = ((found[claim], offs[name][i]) for name, found in ways.items())
+        rows.append([claim, stated, *(number for pair in both for number in pair)])
+    ours, theirs, wide = (count(of_way, lambda off: abs(off) <= POINTS) for of_way in offs.values())
+    *_, wide_offs = offs.values()
+    return {
+        "ways": "; ".join(f"{name} | % | .2f; difference | points | +.2f" for name in ways),
+        "claims": rows,
+        "ours": ours,
+        "theirs": theirs,
+        "wide": wide,
+        "all": count(offs["our tiles"]),
+        "section": count(wide_offs[2:]),
+        "farthest": _farthest(wide_offs[2:]),
+        "abstract": _farthest(wide_offs[:2]),
+    }
 
 
 def _farthest(offs: Iterable[Number]) -> Number:
@@ -176,7 +173,7 @@ def _farthest(offs: Iterable[Number]) -> Number:
 
 @cache
 def choices_that_match() -> tuple[int, int]:
-    """How many choices of tiles give section 4.5's three reductions at 1M causal to the printed digit, and of how many.
+    """The number of choices of tiles that give section 4.5's reductions at 1M causal to the printed digit, and of all.
 
     A choice is a tile for each phase and number of GPUs.
     """
@@ -199,42 +196,27 @@ def choices_that_match() -> tuple[int, int]:
     return found, math.prod(size.size for size in units)
 
 
-def _by_gpus(runs: Runs) -> Table:
-    made, printed = [], tiles_of_table5()
-    long = cells.long_cells("mesh")
+def _by_gpus(runs: Runs) -> list[list[Entry]]:
+    rows, printed, long = [], tiles_of_table5(), cells.long_cells("mesh")
     ours, found = our_tiles(runs, long), cells.cell_records(runs, long)
     for cell in long:
-        row: list = [cell.gpus]
+        row: list[Entry] = [cell.gpus]
         for tile_of, accounting in ((ours[cell], PAYLOAD), (printed[cell], WIDE)):
-            names = list(dict.fromkeys("x".join(map(str, tile_of[phase])) for phase in PHASES))
-            ring = volume(replace(cell, method="ring"), {}, accounting).times(1e-9)
-            row += [", ".join(names), ring, volume(cell, tile_of, accounting).times(1e-9)]
-            row.append(reduced(cell, tile_of, accounting))
-        made.append([*row, *(of_record(found[cell], field).times(1e-9) for field in VOLUME_BOUNDS)])
-    heads = ["GPUs"]
-    for name, dtype in (("our tile", PAYLOAD.gradients), ("table 5's tiles", WIDE.gradients)):
-        heads.append(f"{name}; Ring, {dtype} gradients | GB | .2f; Mesh, {dtype} gradients | GB | .2f")
-        heads.append("reduction | % | .2f")
-    heads += [f"{name}, bfloat16 | GB | .2f" for name, _ in VOLUME_BOUNDS.values()]
-    title = "Volume per GPU at 1M, causal, forward + backward"
-    return Table("mesh-figure9b-values", title, columns("; ".join(heads)), made)
+            names = dict.fromkeys("x".join(map(str, tile_of[phase])) for phase in PHASES)
+            ring, mesh = volume(replace(cell, method="ring"), {}, accounting), volume(cell, tile_of, accounting)
+            row += [", ".join(names), ring.times(1e-9), mesh.times(1e-9), cells.reduction(mesh, ring)]
+        rows.append([*row, *(gigabytes(found[cell], field) for field in VOLUME_BOUNDS)])
+    return rows
 
 
-def _all_ways() -> Table:
+def _by_dtype() -> list[list[Entry]]:
     """Section 4.5's reductions for each dtype on the wire, with and without Ring's last hop."""
-    made = []
+    rows: list[list[Entry]] = []
     for outputs, gradients, home in product(DTYPES, DTYPES, (False, True)):
-        way = Accounting(outputs, gradients, home=home)
-        found = dict(list(reductions(tiles_of_table5(), way).items())[2:])
-        offs = [derived(lambda a, b: a - b, number, cells.stated(claim)) for claim, number in found.items()]
-        made.append([outputs, gradients, "yes" if home else "no", *found.values(), _farthest(offs)])
-    heads = columns(
-        "dtype of partial outputs; dtype of gradients; Ring's last dKV hop counted; largest reduction | % | .2f;"
-        " mean reduction | % | .2f;"
-        " 256 GPUs below 32 GPUs | % | .2f; largest difference from the paper | points | .2f"
-    )
-    title = "Section 4.5's reductions by dtype on the wire, with table 5's tiles"
-    return Table("mesh-reduction-by-dtype", title, heads, made)
+        found = dict(list(reductions(tiles_of_table5(), Accounting(outputs, gradients, home=home)).items())[2:])
+        offs = [number.minus(cells.stated(claim)) for claim, number in found.items()]
+        rows.append([outputs, gradients, "yes" if home else "no", *found.values(), _farthest(offs)])
+    return rows
 
 
 def _reduction_of_tiles(accounting: Accounting) -> dict[str, Number]:
@@ -242,17 +224,6 @@ def _reduction_of_tiles(accounting: Accounting) -> dict[str, Number]:
     cell = next(cell for cell in cells.long_cells("mesh") if cell.gpus == 256)
     shapes = [(a, b) for a, b in tiles(cell.gpus) if a > 1]
     return {f"{a}x{b}": reduced(cell, dict.fromkeys(PHASES, (a, b)), accounting) for a, b in shapes}
-
-
-def _rounds_to(number: Number, stated: Iterable[Number]) -> bool:
-    return any(abs(number.known - value.known) <= ROUNDED for value in stated)
-
-
-def _all_tiles() -> Table:
-    payload, wide = (_reduction_of_tiles(way) for way in (PAYLOAD, WIDE))
-    heads = columns(f"tile; {PAYLOAD.name} | % | .2f; {WIDE.name} | % | .2f")
-    made = [[name, payload[name], wide[name]] for name in payload]
-    return Table("mesh-reduction-by-tile", "Reduction of each tile of 256 GPUs", heads, made)
 
 
 KINDS = {"q and odoq": ("q", "odoq"), "kv": ("kv",), "o and dq": ("o", "dq"), "dkv": ("dkv",)}
@@ -277,7 +248,11 @@ def _figure(runs: Runs) -> Figure:
         panels.line({x: wide}, name, marker="D", linestyle="none", color="black", markersize=4)
         panels.numbers.append(sent)
         axis.annotate(cell.method, (x, max(base, wide.known)), (0, 5), textcoords="offset points", ha="center", size=7)
-    _bounds(panels, {cell.gpus: found[cell] for cell in long if cell.method == "mesh"})
+    for field, (name, dashes) in VOLUME_BOUNDS.items():
+        for i, gpus in enumerate(cells.GPUS):
+            bound = gigabytes(found[next(c for c in cells.long_cells("mesh") if c.gpus == gpus)], field)
+            style = {"color": "black", "linestyle": dashes, "linewidth": 1.2}
+            panels.line({i - 0.42: bound, i + 0.42: bound}, "" if i else name, **style)
     axis.set_xticks(range(len(cells.GPUS)), [str(n) for n in cells.GPUS])
     axis.set(xlabel="GPUs", ylabel="sent by each GPU, GB")
     axis.grid(axis="x", visible=False)
@@ -285,12 +260,3 @@ def _figure(runs: Runs) -> Figure:
     panels.legend_below(3, fontsize=7)
     note = "Bars are with our tiles and bf16 gradients. The paper's bars have no printed values."
     return panels.figure("mesh-figure9b", "Volume per GPU at 1M, causal, forward + backward", note)
-
-
-def _bounds(panels: Panels, mesh: Mapping[int, Record]) -> None:
-    """The fewest bytes that can be sent at each number of GPUs: with heads whole, and with any split of them."""
-    for field, (name, dashes) in VOLUME_BOUNDS.items():
-        for i, (gpus, record) in enumerate(mesh.items()):
-            place, bound = cells.GPUS.index(gpus), of_record(record, field).times(1e-9)
-            ends = {place - 0.42: bound, place + 0.42: bound}
-            panels.line(ends, name if i == 0 else "", color="black", linestyle=dashes, linewidth=1.2)

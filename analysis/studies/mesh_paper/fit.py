@@ -18,16 +18,7 @@ import numpy as np
 import yaml
 
 from sp_bench import methods
-from sp_bench.analysis.studies.mesh.paper import (
-    CLUSTER,
-    HEAD_DIM,
-    Cell,
-    errors,
-    fitted,
-    held_out,
-    implied_peak_tflops,
-    paper_s,
-)
+from sp_bench.analysis.studies.mesh import paper as printed
 from sp_bench.analysis.studies.mesh_paper.least_squares import fit
 from sp_bench.analysis.studies.mesh_paper.templates import Template
 from sp_bench.cluster import Cluster
@@ -107,8 +98,10 @@ class Variant:
             "inter": inter,
             "device": {
                 "name": "the Mesh-Attention paper's GPU",
-                "rates": {"fitted": {"figures": "assumed", "head_dim": HEAD_DIM, "dtypes": {"bfloat16": 1.0}, **rates}},
-                "peak_tflops": {"bfloat16": implied_peak_tflops(fitted())},
+                "rates": {
+                    "fitted": {"figures": "assumed", "head_dim": printed.HEAD_DIM, "dtypes": {"bfloat16": 1.0}, **rates}
+                },
+                "peak_tflops": {"bfloat16": printed.implied_peak_tflops(printed.fitted())},
                 "memory_bytes_per_s": 3.2e12,
                 "launch_s": 5e-6,
                 "transfer_slowdown": v["transfer_slowdown"],
@@ -121,7 +114,7 @@ class Variant:
 class Prediction:
     """A cell simulated with every tile that its method can have."""
 
-    cell: Cell
+    cell: printed.Cell
     by_tile: Mapping[tuple[int, int], tuple[float, float]]
     """Seconds forward and backward, by tile."""
 
@@ -136,7 +129,7 @@ class Prediction:
         return sum(self.by_tile[self.tile])
 
 
-def predict(cluster: Cluster, cell: Cell) -> Prediction:
+def predict(cluster: Cluster, cell: printed.Cell) -> Prediction:
     """Simulate a cell."""
     return _predict(cluster, cell, lambda plan, problem: simulate(plan, problem, cluster).makespan_s)
 
@@ -147,7 +140,7 @@ class Simulator:
     def __init__(self) -> None:
         self.templates: dict[Any, Template] = {}
 
-    def seconds(self, cluster: Cluster, cells: Iterable[Cell]) -> np.ndarray:
+    def seconds(self, cluster: Cluster, cells: Iterable[printed.Cell]) -> np.ndarray:
         """The seconds of each cell, equal to those of `predict`."""
 
         def makespan_s(plan: Plan, problem: Problem) -> float:
@@ -159,7 +152,7 @@ class Simulator:
         return np.array([_predict(cluster, cell, makespan_s).seconds for cell in cells])
 
 
-def _predict(cluster: Cluster, cell: Cell, makespan_s: Any) -> Prediction:
+def _predict(cluster: Cluster, cell: printed.Cell, makespan_s: Any) -> Prediction:
     problem = cell.problem
     costs = cluster.profile(problem)
 
@@ -173,19 +166,19 @@ def _predict(cluster: Cluster, cell: Cell, makespan_s: Any) -> Prediction:
 
 def fit_variant(variant: Variant) -> dict[str, Any]:
     """Fit log(ours / paper's) by least squares over the fitted cells; returns the row of the report."""
-    simulator, paper = Simulator(), paper_s()
-    measured = np.log([paper[cell] for cell in fitted()])
+    simulator, paper = Simulator(), printed.paper_s()
+    measured = np.log([paper[cell] for cell in printed.fitted()])
 
     def residuals(values: Mapping[str, float]) -> np.ndarray:
         cluster = Cluster.build(variant.config(values))
-        return np.log(simulator.seconds(cluster, fitted())) - measured
+        return np.log(simulator.seconds(cluster, printed.fitted())) - measured
 
     start = {name: PARAMETERS[name].start for name in variant.free}
     bounds = {name: (PARAMETERS[name].low, PARAMETERS[name].high) for name in variant.free}
     found = fit(residuals, start, bounds)
     # Computed last: held-out errors choose nothing.
     cluster = Cluster.build(variant.config(found.values))
-    unseen = errors(predict(cluster, cell).seconds / paper[cell] for cell in held_out())
+    unseen = printed.errors(predict(cluster, cell).seconds / paper[cell] for cell in printed.held_out())
     print(f"{variant.name}: {found.aicc:.1f} {dict(found.values)} {unseen}", file=sys.stderr, flush=True)
     return {
         "name": variant.name,
@@ -197,7 +190,7 @@ def fit_variant(variant: Variant) -> dict[str, Any]:
         "squares": found.squares,
         "aicc": found.aicc,
         "left_out_rms": found.left_out_rms,
-        "fitted": errors(np.exp(found.residuals)),
+        "fitted": printed.errors(np.exp(found.residuals)),
         "held_out": unseen,
     }
 
@@ -265,12 +258,12 @@ def main() -> None:
     best, rows = fit_all()
     FITS.write_text(json.dumps({"chosen": best.name, "fits": rows}, indent=1) + "\n")
     chosen = next(row for row in rows if row["name"] == best.name)
-    config, paper = rounded(best.config(chosen["values"])), paper_s()
+    config, paper = rounded(best.config(chosen["values"])), printed.paper_s()
     cluster = Cluster.build(config)
     found = {cell: predict(cluster, cell).seconds / paper[cell] for cell in paper}
-    by_set = [errors(found[cell] for cell in cells) for cells in (fitted(), held_out())]
-    CLUSTER.write_text(cluster_file(config, *by_set))
-    print(CLUSTER.read_text())
+    by_set = [printed.errors(found[cell] for cell in cells) for cells in (printed.fitted(), printed.held_out())]
+    printed.CLUSTER.write_text(cluster_file(config, *by_set))
+    print(printed.CLUSTER.read_text())
 
 
 if __name__ == "__main__":

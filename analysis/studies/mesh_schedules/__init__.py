@@ -1,4 +1,4 @@
-"""How far Mesh-Attention's schedules are above a certified bound."""
+"""Mesh-Attention's schedules over a certified bound."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def rows(gpus: int) -> Iterator[list[str]]:
 
 
 def table(_: Runs) -> list[dict[str, str]]:
-    """All rows."""
+    """The rows of all numbers of GPUs."""
     return [dict(zip(HEAD, row, strict=True)) for gpus in GPUS for row in rows(gpus)]

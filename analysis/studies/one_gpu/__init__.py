@@ -43,7 +43,7 @@ Point = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured on a device."""
+    """The measurements of a device."""
 
     kernels: tuple[str, ...]
     cluster: str
@@ -67,17 +67,18 @@ BENCHES = {
         calibration=("quick=true", "ranks=2", "heads=2"),
     ),
 }  # fmt: skip
+ZIGZAG, FUSED = "method.layout=zigzag", "method.fuse=true"
 METHODS: tuple[Point, ...] = (
     ("method=ring", "method.layout=striped"),
-    ("method=ring", "method.layout=zigzag"),
+    ("method=ring", ZIGZAG),
     ("method=mesh", "method.layout=striped"),
-    ("method=mesh", "method.layout=zigzag"),
-    ("method=mesh", "method.layout=zigzag", "method.fuse=true"),
-    ("method=all_gather", "method.layout=zigzag"),
-    ("method=all_gather", "method.layout=zigzag", "method.fuse=true"),
+    ("method=mesh", ZIGZAG),
+    ("method=mesh", ZIGZAG, FUSED),
+    ("method=all_gather", ZIGZAG),
+    ("method=all_gather", ZIGZAG, FUSED),
     ("method=tokenring",),
-    ("method=usp", "method.ulysses=8", "method.layout=zigzag"),
-    ("method=mesh", "method.ulysses=8", "method.layout=zigzag"),
+    ("method=usp", "method.ulysses=8", ZIGZAG),
+    ("method=mesh", "method.ulysses=8", ZIGZAG),
 )
 ITERATIONS = ("iters=5", "warmup=1", "parts=false")
 TILES = {(8, 1): (2, 4), (16, 1): (4, 4), (64, 1): (8, 8), (256, 1): (16, 16), (64, 8): (2, 4), (256, 8): (4, 8)}
@@ -143,22 +144,18 @@ def _shares_kept(folder: Path, kernel: str) -> Path:
     return folder / f"shares_{kernel}.json"
 
 
-def asked_bench(runs: Runs) -> Bench:
-    """What is asked for. Raises RequestError for a device that has no bench."""
-    device, kernels = runs.options["device"], runs.options["kernels"]
-    if device not in BENCHES:
-        raise unknown("device", device, BENCHES)
-    bench = BENCHES[device]
-    return replace(bench, kernels=tuple(kernels.split(","))) if kernels else bench
-
-
 @cache
 def measured(runs: Runs) -> Bench:
     """The bench, once all of it is in the folder of records.
 
-    Raises RequestError if it is not there and not asked for, and SystemExit with what failed if it can't be had.
+    Raises RequestError for a device that has no bench, and where measurements are neither there nor asked for;
+    SystemExit with what failed if they can't be had.
     """
-    bench = asked_bench(runs)
+    device, kernels = runs.options["device"], runs.options["kernels"]
+    if device not in BENCHES:
+        raise unknown("device", device, BENCHES)
+    bench = BENCHES[device]
+    bench = replace(bench, kernels=tuple(kernels.split(","))) if kernels else bench
     if flag(runs.options, "measure"):
         runs.failed += measure(runs.folder, bench)
     if missing := [kernel for kernel in bench.kernels if not _calibrated(runs.folder, kernel).exists()]:
@@ -184,7 +181,7 @@ def device(runs: Runs) -> str:
 
 
 def software(runs: Runs) -> str:
-    """Its software."""
+    """The GPU's software."""
     return _figures(runs)["sources"].get("software", "")
 
 
@@ -197,11 +194,8 @@ def kernels(runs: Runs) -> str:
         text += [f"Not measured: {'; '.join(lacking)}."] if lacking else []
         text += [f"## Rates, {kernel}, TFLOP/s", of_rows(_rates(folder, bench, kernel))]
         if (kept := _shares_kept(folder, kernel)).exists():
-            text += [
-                f"## A rank's blocks against one call, {kernel}",
-                ABOUT_SHARES,
-                of_rows(json.loads(kept.read_text())),
-            ]
+            table = of_rows(json.loads(kept.read_text()))
+            text += [f"## A rank's blocks against one call, {kernel}", ABOUT_SHARES, table]
     return "\n\n".join(text)
 
 
@@ -237,7 +231,7 @@ def _alone_rows(folder: Path, bench: Bench, kernel: str) -> tuple[list[Row], lis
 
 
 def _asked(config: Mapping[str, Any]) -> str:
-    """What a point was asked for. Its run_id won't do: it depends on the machine that asks."""
+    """The keys that tell a point from others. Its run_id won't do: it depends on the machine that asks."""
     return json.dumps([config.get(key) for key in ("method", "gpus", "seqlen", "kernel")], sort_keys=True)
 
 

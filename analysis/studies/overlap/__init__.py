@@ -1,4 +1,4 @@
-"""How much of the shorter part hides: steps over shaped links beside their blocks and their transfers. Needs root."""
+"""The hidden share of the shorter part: steps over shaped links beside their blocks and transfers. Needs root."""
 
 from __future__ import annotations
 

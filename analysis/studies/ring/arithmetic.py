@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sp_bench import account
 from sp_bench.analysis.number import Number, computed, count, formula, of_record, tally
 from sp_bench.analysis.paper_tables import claims, rows
 from sp_bench.analysis.runs import Runs, point
-from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.section import Section, section, source
 from sp_bench.analysis.studies.ring.model import ring_plan, transfers_ms
-from sp_bench.analysis.table import Table, columns
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import FULL
 from sp_bench.plan.ops import Transfer
@@ -25,15 +24,14 @@ FITS_ONE = 2**18
 """A sequence, in tokens, that one GPU can hold. It shows how much memory more GPUs save."""
 RIGHT = 0.05
 """A number counts as right within this share, because the explainer rounds."""
-COUNTED = formula("ring-example-plan", "counted from Ring's forward plan for the example", "sp_bench/account.py")
+COUNTED = source("ring.example-plan")
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A result of the explainer, computed again in two ways."""
 
     name: str
-    """The row of analysis/papers/ring_explainer.csv."""
+    """Its row in ring_explainer.csv."""
     again: Number
     """The explainer's own arithmetic, done again. No value for an estimate."""
     ring: Number
@@ -133,45 +131,23 @@ def verdict(said: Number, number: Number) -> str:
 def explainer(runs: Runs) -> Section:
     """Each result of the explainer beside its arithmetic, done again, and beside Ring Attention."""
     said, about = claims(FILE, "name"), {row["name"]: row for row in rows(FILE)}
-    found = {item.name: item for item in items(runs)}
-    table = []
+    found, table = {item.name: item for item in items(runs)}, []
     for name, item in found.items():
         row, stated = about[name], said[name]
-        table.append([row["claim"], row["unit"], stated, item.again, verdict(stated, item.again)])
-        table[-1] += [item.ring, verdict(stated, item.ring), row["where"]]
-    checked = [item for item in found.values() if item.again.value is not None]
-    rings = [item.ring for item in found.values()]
-    exposed = _exposed(runs)
-    heads = columns(
-        "claim; unit; explainer; its arithmetic computed again; verdict on the arithmetic; Ring Attention, counted;"
-        " verdict on Ring Attention; place in the text"
+        sums = [stated, item.again, verdict(stated, item.again), item.ring, verdict(stated, item.ring)]
+        table.append([row["claim"], row["unit"], *sums, row["where"]])
+    checked = {name: item.again for name, item in found.items() if item.again.value is not None}
+    rings, exposed = {name: item.ring for name, item in found.items()}, _exposed(runs)
+    right, facts = (
+        tally(sum(is_right(said[name], number) for name, number in numbers.items()), numbers.values())
+        for numbers in (checked, rings)
     )
-    return Section(
-        "An explainer's example of 1M tokens on 8 GPUs",
-        text(
-            "The explainer's arithmetic is right, within {right:.0%}, in {sums:.0f} of {checked:.0f} results. What it"
-            " says of Ring Attention is right in {facts:.0f} of {all:.0f}. The arithmetic and what a plan counts are"
-            " computed; the compute time and its share are simulated on cluster={cluster}. A KV chunk is a K and a V,"
-            " and the explainer's bytes have one of them; the last round needs no transfer. Ring therefore sends"
-            " {bytes:.3g} times the explainer's bytes. The explainer's share of communication divides the transfers of"
-            " all rounds by the compute time of one round. A block of 1 s does not hide a transfer of 2 s: such a ring"
-            " computes {use:.0f}% of the time, not {said:.0f}%. Memory falls by less than the number of GPUs, since a"
-            " ring needs buffers and one GPU does not. The point that communication is hidden {stands}: in this"
-            " example {exposed:.1%} of the transfers' time is exposed.",
-            right=RIGHT,
-            sums=tally(sum(is_right(said[i.name], i.again) for i in checked), (i.again for i in checked)),
-            checked=count(item.again for item in checked),
-            facts=tally(sum(is_right(said[name], item.ring) for name, item in found.items()), rings),
-            all=count(said[name] for name in found),
-            cluster=CLUSTER,
-            bytes=found["total_bytes"].ring.over(said["total_bytes"]),
-            use=found["overlap_use"].again,
-            said=said["overlap_use"],
-            stands="stands" if exposed.known <= RIGHT else "does not stand",
-            exposed=exposed,
-        ),
-        Table("ring-explainer", "The explainer's numbers, computed again", heads, table),
-    )
+    values = {"right": RIGHT, "sums": right, "checked": count(checked.values()), "facts": facts}
+    values |= {"all": count(said[name] for name in found), "cluster": CLUSTER}
+    values |= {"bytes": rings["total_bytes"].over(said["total_bytes"]), "use": checked["overlap_use"]}
+    values |= {"said": said["overlap_use"], "stands": "stands" if exposed.known <= RIGHT else "does not stand"}
+    values |= {"exposed": exposed, "rows": table}
+    return section("ring.explainer", **values)
 
 
 def _exposed(runs: Runs) -> Number:

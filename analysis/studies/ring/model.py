@@ -8,7 +8,8 @@ from functools import cache, cached_property
 import numpy as np
 
 from sp_bench import account
-from sp_bench.analysis.number import Number, computed, formula
+from sp_bench.analysis.number import Number, computed
+from sp_bench.analysis.section import source
 from sp_bench.cli.compose import Composer
 from sp_bench.cluster.cluster import Cluster
 from sp_bench.methods import build
@@ -21,24 +22,9 @@ from sp_bench.plan.tensors import KV, O
 from sp_bench.simulate.bounds import link_bytes
 
 PAPER = "Liu et al. 2023, section 3"
-CONDITION = formula(
-    "ring-condition",
-    "c >= F / B: a block of c tokens takes 4 d c^2 / F seconds, and sending its K and V 4 c d / B, with F the device's"
-    " dense bfloat16 peak and B what the slowest hop of the ring gives",
-    PAPER,
-)
-CONDITION_BY_RATES = formula(
-    "ring-condition-rates",
-    "the least c, in steps of 128 tokens, from which on a block and its fold at the kernel's rates take as long as"
-    " sending K and V over the slowest hop, latency included",
-    f"{PAPER}, with conf/cluster's figures",
-)
-TRANSFERS = formula(
-    "ring-transfers",
-    "all transfers one after the other, nothing computed: bytes on the busiest link over its rate, or of a flow over"
-    " its cap, and n - 1 latencies",
-    "sp_bench/account.py: traffic, conf/cluster's figures",
-)
+CONDITION = source("ring.condition")
+CONDITION_BY_RATES = source("ring.condition-rates")
+TRANSFERS = source("ring.transfers")
 STEP = 128
 """Block sizes are multiples of this many tokens: those of a thread block."""
 FARTHEST = 2**18

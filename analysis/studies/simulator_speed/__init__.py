@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +35,6 @@ TWINS = (("ring", 16), ("mesh", 16), ("ring", 64), ("mesh", 64))
 """Points whose graphs of all ranks the plain Python solver solves too."""
 SEQLEN, LONG = "1M", "4M"
 """The sequence length, and the one for 1024 GPUs or more."""
-
-
 JITTER_SIZES = (64, 256)
 EVERY_METHOD = tuple(name for name in REGISTRY if name != "reference")
 DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
@@ -43,20 +42,21 @@ DOCUMENTED = ("ring", "mesh", "usp", "ulysses")
 PACK = ("mask=document", "data=magi_attention", "gpus=256", "seqlen=512k")
 
 
+COMMON = ("baseline=null", "logger=none")
+
+
 class Cost(NamedTuple):
-    """What one command takes."""
+    """The cost of one command: wall time, peak memory and user CPU time."""
 
     wall_s: float
     peak_mb: float
     cpu_s: float
-    """User CPU seconds."""
 
 
 def overrides(method: str, gpus: int) -> list[str]:
     """The overrides of a point: a method and a size. Methods that split heads get as many heads as GPUs."""
-    seqlen = LONG if gpus >= 1024 else SEQLEN
     heads = [f"heads={max(32, gpus)}"] if method == "ulysses" else []
-    return [f"method={method}", f"gpus={gpus}", f"seqlen={seqlen}", "baseline=null", "logger=none", *heads]
+    return [f"method={method}", f"gpus={gpus}", f"seqlen={LONG if gpus >= 1024 else SEQLEN}", *COMMON, *heads]
 
 
 class DoesNotFit(RuntimeError):
@@ -77,44 +77,37 @@ def command_cost(keys: Sequence[str]) -> Cost:
     return Cost(wall_s, usage.ru_maxrss / 1024, usage.ru_utime)
 
 
-def with_jitter(method: str, gpus: int) -> list[str]:
-    """The overrides of a point with jitter, with as many heads as GPUs, for which pass_q has memory on short chunks."""
-    shape = [f"heads={gpus}", f"kv_heads={gpus}", "seqlen=256k"]
-    return [f"method={method}", f"gpus={gpus}", *shape, "stragglers.jitter=0.05", "baseline=null", "logger=none"]
-
-
-def dealt(method: str, dealing: str) -> list[str]:
-    """The overrides of a point with documents, dealt in one way."""
-    heads = ["heads=256", "kv_heads=256"] if method == "ulysses" else []
-    return [f"method={method}", f"method.layout={dealing}", *PACK, *heads, "baseline=null", "logger=none"]
-
-
 def asymmetric(runs: Runs) -> list[dict[str, str]]:
     """A row for each point where no two ranks are alike."""
-    return runs.kept("asymmetric", _asymmetric)
+    return runs.kept("asymmetric", lambda: [_row(*point) for point in _without_symmetry()])
 
 
-def _asymmetric() -> list[dict[str, str]]:
-    jitter = [("jitter", f"{gpus}", with_jitter(method, gpus)) for method in EVERY_METHOD for gpus in JITTER_SIZES]
-    usp = ["method=usp", "gpus=64", "kv_heads=2", "batch=2", "stragglers.jitter=0.05", "baseline=null", "logger=none"]
-    jitter.append(("jitter", "64, 2 key heads, batch 2", usp))
-    packs = [
-        ("documents", f"256, {dealing}", dealt(method, dealing))
-        for method in DOCUMENTED
-        for dealing in REGISTRY[method].dealings()
-    ]
-    rows = []
-    for what, gpus, keys in (*jitter, *packs):
-        rows.append({"method": keys[0].removeprefix("method="), "with": what, "GPUs": gpus})
-        try:
-            cost = command_cost(keys)
-        except DoesNotFit:
-            rows[-1] |= {"user CPU s": "doesn't fit", "wall_s": "-", "peak_mb": "-"}
-        else:
-            wall_s, peak_mb = f"{cost.wall_s:.1f}", f"{cost.peak_mb:.0f}"
-            rows[-1] |= {"user CPU s": f"{cost.cpu_s:.1f}", "wall_s": wall_s, "peak_mb": peak_mb}
-        print(" | ".join(rows[-1].values()), flush=True)
-    return rows
+def _without_symmetry() -> Iterator[tuple[str, str, list[str]]]:
+    """Why no two ranks of a point are alike, its GPUs in words, and its overrides.
+
+    Points with jitter have as many heads as GPUs, for which pass_q has memory on short chunks.
+    """
+    jitter = ["stragglers.jitter=0.05", *COMMON]
+    for method, gpus in product(EVERY_METHOD, JITTER_SIZES):
+        shape = [f"gpus={gpus}", f"heads={gpus}", f"kv_heads={gpus}", "seqlen=256k"]
+        yield "jitter", f"{gpus}", [f"method={method}", *shape, *jitter]
+    yield "jitter", "64, 2 key heads, batch 2", ["method=usp", "gpus=64", "kv_heads=2", "batch=2", *jitter]
+    for method in DOCUMENTED:
+        heads = ["heads=256", "kv_heads=256"] if method == "ulysses" else []
+        for dealing in REGISTRY[method].dealings():
+            keys = [f"method={method}", f"method.layout={dealing}", *PACK, *heads, *COMMON]
+            yield "documents", f"256, {dealing}", keys
+
+
+def _row(what: str, gpus: str, keys: list[str]) -> dict[str, str]:
+    row = {"method": keys[0].removeprefix("method="), "with": what, "GPUs": gpus}
+    try:
+        cost = command_cost(keys)
+        row |= {"user CPU s": f"{cost.cpu_s:.1f}", "wall_s": f"{cost.wall_s:.1f}", "peak_mb": f"{cost.peak_mb:.0f}"}
+    except DoesNotFit:
+        row |= {"user CPU s": "doesn't fit", "wall_s": "-", "peak_mb": "-"}
+    print(" | ".join(row.values()), flush=True)
+    return row
 
 
 def timed(call, *arguments, **named) -> float:

@@ -7,11 +7,10 @@ import matplotlib as mpl
 from sp_bench.analysis import verdict
 from sp_bench.analysis.figure import STYLE, Figure, Panels, colours, labelled
 from sp_bench.analysis.frames import iterations, samples
-from sp_bench.analysis.number import Number, computed, formula, least, most, of_record
+from sp_bench.analysis.number import Number, computed, ends, step_ms, valued
 from sp_bench.analysis.runs import Runs, point
-from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.section import Section, section, source
 from sp_bench.analysis.studies.striped.model import shared_limit, tiles_computed
-from sp_bench.analysis.table import Table, columns
 from sp_bench.machine import cores_here
 from sp_bench.records import Record
 
@@ -20,18 +19,8 @@ SIZES = ((2, 4096), (4, 4096), (4, 8192))
 ITERATIONS = 10
 KERNEL_STEP = 512
 """Tokens: torch's kernel for CPUs computes causal blocks in steps of so many keys (docs/results/executor.md)."""
-SHARED = formula(
-    "striped-shared-cores",
-    "the larger of the busiest rank's work and all the work over the cores, Ring's over Striped's; Ring: n masked and"
-    " n (n - 1) / 2 full blocks, Striped: n^2 masked ones, which cost half of a full one",
-    "Brandon et al. 2023, section 3, for ranks that share cores",
-)
-STEPPED = formula(
-    "striped-shared-cores-steps",
-    f"as striped-shared-cores, but a masked block costs the share of its tiles of {KERNEL_STEP} x {KERNEL_STEP} that"
-    " have an unmasked element",
-    "docs/results/executor.md: torch's kernel for CPUs",
-)
+SHARED = source("striped.shared-cores")
+STEPPED = source("striped.shared-cores-steps")
 LIMITS = ("limit, a core for each rank", "limit on these cores", "limit with the kernel's steps")
 
 
@@ -48,7 +37,7 @@ def ask(runs: Runs) -> list[tuple[Record, Record]]:
 
 def speedup(ring: Record, striped: Record, runs: Runs) -> tuple[Number, Number, Number]:
     """Ring's median step over Striped's, and its 95% interval; none of them where a point was not measured."""
-    value = of_record(ring, "step_ms_median").over(of_record(striped, "step_ms_median"))
+    value = step_ms(ring).over(step_ms(striped))
     if value.value is None:
         return value, value, value
     files = ((record, runs.folder / f"{record.run_id}.json") for record in (striped, ring))
@@ -68,31 +57,13 @@ def measured(runs: Runs) -> Section:
         stepped = shared_limit(ranks, cores, tiles_computed(block, KERNEL_STEP, KERNEL_STEP))
         limits = [computed(shared_limit(ranks, n), SHARED) for n in (ranks, cores)] + [computed(stepped, STEPPED)]
         numbers = speedup(ring, striped, runs)
-        times = (of_record(record, "step_ms_median") for record in (ring, striped))
+        times = step_ms(ring), step_ms(striped)
         table.append([ranks, cores, seqlen, block, *times, *numbers, *limits, numbers[0].over(limits[2])])
-    ratios = [row[-1] for row in table if row[-1].value is not None]
-    heads = columns(
-        "ranks; cores; seqlen | tokens; block | tokens; Ring | ms | .0f; Striped | ms | .0f; speedup || .2f;"
-        " 95% interval, low end || .2f; 95% interval, high end || .2f; limit with a core for each rank || .3g;"
-        " limit on these cores || .3g;"
-        " limit with the kernel's steps || .2f; speedup / limit with the kernel's steps || .2f"
-    )
-    title = "Attention alone, measured with CPU ranks"
-    values = Table("striped-measured", "Striped against Ring on this machine's cores", heads, table)
-    if not ratios:
-        return Section(title, text("No point could be measured: {why}", why=table[0][6]), _figure(table), values)
-    about = text(
-        "Measured on this machine, forward, Ring and Striped in turn. The speedup is {low:.2f} to {high:.2f} times the"
-        " limit that the cores and the kernel's steps set. Where ranks share cores, an idle rank of Ring leaves its"
-        " core to the others, so the imbalance costs little or nothing. Striped can still lose time in the kernel,"
-        " which computes more than half of a masked block: Striped has only masked blocks. Such a machine can't show"
-        " the speedup on as many devices. {told} The interval says how far a few iterations agree, on cores that"
-        " others may use; it doesn't say whether another day would.",
-        low=least(ratios),
-        high=most(ratios),
-        told=f"Notes of these records: {'; '.join(notes)}." if notes else "No record says that its ranks share cores.",
-    )
-    return Section(title, about, _figure(table), values)
+    parts = {"figure": _figure(table), "rows": table}
+    if not (ratios := valued(row[-1] for row in table)):
+        return section("striped.unmeasured", why=table[0][6], **parts)
+    told = f"Notes of these records: {'; '.join(notes)}." if notes else "No record says that its ranks share cores."
+    return section("striped.measured", **ends(ratios), told=told, **parts)
 
 
 def _figure(table: list[list]) -> Figure:

@@ -10,39 +10,15 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from sp_bench.analysis.number import formula
 from sp_bench.analysis.paper_tables import claims, rows
+from sp_bench.analysis.section import source
 
 PAPER = "Brandon et al. 2023"
-TMS = formula(
-    "striped-tms",
-    "speedup = (rest + attention (n - 1/2) / n) / (rest + attention / 2); attention = 5 w 4 N d, rest = 4 (2 (4 d^2 +"
-    " 3 d f)); w = 2 on A100 (TF32 against bfloat16), 1 on TPUv4; d, f of table 1, n devices share the N tokens",
-    f"{PAPER}, section 5; the factors 5 and 4 are not in the paper, see the table of assumptions",
-)
-TILED = formula(
-    "striped-tiled",
-    "as striped-tms, but a masked block costs the share of its tiles that have an unmasked element: for r = 1 ... R of"
-    " tiles of p x q in a block of c x c, sum of ceil(r p / q) over R ceil(c / q)",
-    f"{PAPER}, sections 2.2.1 and 4.1",
-)
-LIMIT = formula(
-    "striped-limit",
-    "attention alone: (n - 1/2) blocks of Ring's busiest device over n / 2 of each of Striped's = 2 - 1/n",
-    f"{PAPER}, section 3, large blocks",
-)
-WORK = formula(
-    "striped-work",
-    "Striped: Work(i, j) = c (c + 1) / 2 if i >= j, else c (c - 1) / 2. Ring's busiest device: c^2, and c (c + 1) / 2"
-    " in the first round",
-    f"{PAPER}, section 3",
-)
-TILE_SHARE = formula(
-    "striped-tile-share",
-    "1 - sum over r of ceil(r p / q) / (R ceil(c / q)): the tiles of p x q in a causal block of c x c with no unmasked"
-    " element",
-    f"{PAPER}, section 2.2.1",
-)
+TMS = source("striped.tms")
+TILED = source("striped.tiled")
+LIMIT = source("striped.limit")
+WORK = source("striped.work")
+TILE_SHARE = source("striped.tile-share")
 
 
 @dataclass(frozen=True)
@@ -74,7 +50,7 @@ def models() -> dict[str, Model]:
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a training step computes the FLOPs of a forward pass, for attention and for the rest."""
+    """The number of times that a training step computes the FLOPs of a forward pass, for attention and for the rest."""
 
     attention: float
     rest: float

@@ -9,9 +9,9 @@ from sp_bench import account
 from sp_bench.analysis.figure import STYLE, Figure, new_figure
 from sp_bench.analysis.number import computed, formula
 from sp_bench.analysis.runs import Runs
-from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.section import Section, section
 from sp_bench.analysis.studies.striped.model import LIMIT, WORK, attention_limit
-from sp_bench.analysis.table import Table, columns
+from sp_bench.analysis.table import Cell
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
@@ -59,7 +59,7 @@ def paper_work(name: str, i: np.ndarray, j: np.ndarray, block: int) -> np.ndarra
 
 
 def as_the_paper(name: str, n: int, block: int) -> int:
-    """How many of the plan's n x n blocks have as many pairs as the paper says."""
+    """The number of the plan's n x n blocks that have as many pairs as the paper says."""
     pairs, keys = work_by_round(*planned(name, n, block))
     return int((pairs == paper_work(name, np.arange(n), keys, block)).sum())
 
@@ -68,46 +68,28 @@ def work(_: Runs | None = None) -> Section:
     """Work(i, j) by device and round, the busiest device of each round, and the speedup that follows."""
     counted = {name: work_by_round(*planned(name, N, BLOCK))[0] for name in NAMES}
     ring, striped = counted["ring"], counted["striped"]
-    equal = {name: computed(as_the_paper(name, N, BLOCK), COUNTED[name], WORK) for name in NAMES}
     busiest = {name: int(account.pairs(*planned(name, N, BLOCK)).max()) for name in NAMES}
-    return Section(
-        f"Work of each device in each round, {N} devices",
-        text(
-            "Computed from our plans. Of {blocks:.0f} blocks, {ring:.0f} of Ring's and {striped:.0f} of Striped's hold"
-            " as many (query, key) pairs as the paper's masks and its formula for Work(i, j) say. In {full:.0f} of"
-            " Ring's {rounds:.0f} rounds some device has a full block, and such a round takes as long as without a"
-            " mask. Striped's smallest block has {least:.4%} of the work of its largest. If the busiest device alone"
-            " sets the time, Striped's attention is {exact:.4f} times as fast as Ring's; with large blocks this is"
-            " 2 - 1/n = {limit:.4f}.",
-            blocks=computed(N * N, *COUNTED.values()),
-            full=computed(int((ring.max(axis=1) == BLOCK**2).sum()), COUNTED["ring"]),
-            rounds=computed(len(ring), COUNTED["ring"]),
-            least=computed(striped.min() / striped.max(), COUNTED["striped"]),
-            exact=computed(busiest["ring"] / busiest["striped"], *COUNTED.values()),
-            limit=computed(attention_limit(N), LIMIT),
-            **equal,
-        ),
-        _figure(counted),
-        _table(counted),
+    values = {"n": N, "block": BLOCK, "blocks": computed(N * N, *COUNTED.values())}
+    values |= {"limit": computed(attention_limit(N), LIMIT), "figure": _figure(counted), "rows": _rows(counted)}
+    return section(
+        "striped.work",
+        **values,
+        full=computed(int((ring.max(axis=1) == BLOCK**2).sum()), COUNTED["ring"]),
+        rounds=computed(len(ring), COUNTED["ring"]),
+        least=computed(striped.min() / striped.max(), COUNTED["striped"]),
+        exact=computed(busiest["ring"] / busiest["striped"], *COUNTED.values()),
+        **{name: computed(as_the_paper(name, N, BLOCK), COUNTED[name], WORK) for name in NAMES},
     )
 
 
-def _table(counted: dict[str, np.ndarray]) -> Table:
-    rows, causal = [], BLOCK * (BLOCK + 1) // 2
+def _rows(counted: dict[str, np.ndarray]) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    causal = BLOCK * (BLOCK + 1) // 2
     for step in range(N):
         pairs = [(pick(of[step]), COUNTED[name]) for name, of in counted.items() for pick in (np.max, np.min)]
         by_formula = [(causal if step == 0 else BLOCK * BLOCK, WORK), (causal, WORK)]
         rows.append([step, *(computed(float(value), source) for value, source in pairs + by_formula)])
-    return Table(
-        "striped-work",
-        f"Work of the busiest and the least busy device, {N} devices, blocks of {BLOCK} tokens",
-        columns(
-            "round; Ring, busiest | pairs | .0f; Ring, least | pairs | .0f; Striped, busiest | pairs | .0f;"
-            " Striped, least | pairs | .0f; Ring, busiest, paper's formula | pairs | .0f;"
-            " Striped, busiest, paper's formula | pairs | .0f"
-        ),
-        rows,
-    )
+    return rows
 
 
 def _figure(counted: dict[str, np.ndarray]) -> Figure:

@@ -1,22 +1,34 @@
-"""Striped against Ring Attention simulated on 8 A100: attention alone, and an estimate of the paper's whole models."""
+"""Striped against Ring Attention, simulated: attention alone, an estimate of a layer, and whole training steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 from sp_bench.analysis.figure import MARKERS, Figure, Panels, colours, log2_ticks
-from sp_bench.analysis.number import Number, computed, count, derived, formula, least, median, most, of_record, tally
+from sp_bench.analysis.number import (
+    Number,
+    computed,
+    count,
+    derived,
+    least,
+    median,
+    most,
+    of_record,
+    step_ms,
+    tally,
+    valued,
+)
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.analysis.section import Section, text
+from sp_bench.analysis.section import Section, section, source
 from sp_bench.analysis.studies.ring.model import cluster_named
-from sp_bench.analysis.studies.striped.limit import SHAPE, our_tiled, our_tms, paper_measured, paper_tms, shape
-from sp_bench.analysis.studies.striped.model import LIMIT, RECOMPUTED, Cell, attention_limit, cells, models
-from sp_bench.analysis.table import Table, columns
+from sp_bench.analysis.studies.striped.limit import our_tiled, our_tms, paper_measured, paper_tms, shape
+from sp_bench.analysis.studies.striped.model import DEVICES, LIMIT, RECOMPUTED, Cell, attention_limit, cells, models
+from sp_bench.analysis.table import Cell as Entry
 from sp_bench.records import Record
 
 CLUSTER = "a100_hdr200"
-DEVICES = (2, 4, 8)
+GPUS = (2, 4, 8)
 BLOCKS = (2048, 4096, 8192, 16384, 32768, 65536)
 HEADS = 16
 """The heads of the 1B model, of 128 each."""
@@ -36,52 +48,34 @@ def ask_pairs(runs: Runs, pairs: Sequence[tuple[Point, Point]]) -> list[tuple[Re
 
 def attention(runs: Runs) -> Section:
     """The share of the limit 2 - 1/n that attention alone reaches, by block size."""
-    grid = [(n, block) for n in DEVICES for block in BLOCKS]
+    grid = list(product(GPUS, BLOCKS))
     found = ask_pairs(runs, [pair(n, n * block, heads=HEADS) for n, block in grid])
     reached: dict[tuple[int, int], Number] = {}
-    table, of_kernels = [], []
+    rows, of_kernels = [], []
     for (n, block), (ring, striped) in zip(grid, found, strict=True):
-        ours, theirs = of_record(striped, "step_ms_median"), of_record(ring, "step_ms_median")
-        limit, speedup = computed(attention_limit(n), LIMIT), theirs.over(ours)
+        limit, speedup = computed(attention_limit(n), LIMIT), step_ms(ring).over(step_ms(striped))
         reached[n, block] = speedup.over(limit)
         kernels = of_record(ring, "compute_ms").over(of_record(striped, "compute_ms"))
         of_kernels.append(kernels.over(speedup))
-        table.append([n, n * block, block, theirs, ours, speedup, limit, reached[n, block].times(100), kernels])
-    shares, steps = reached.values(), [(n, a, b) for n in DEVICES for a, b in pairwise(BLOCKS)]
-    heads = columns(
-        "GPUs; seqlen | tokens; block | tokens; Ring | ms; Striped | ms; speedup || .3f; limit || .3f;"
-        " speedup | % of the limit | .1f; speedup of the kernels alone, busiest ranks || .3f"
-    )
-    return Section(
-        "Attention alone, simulated on 8 A100",
-        text(
-            "Simulated on cluster={cluster}, forward and backward of one layer of the 1B model's shape ({heads} heads"
-            " of 128, bfloat16). Striped is {slow:.2f} to {fast:.2f} times as fast as Ring, which is {low:.0%} to"
-            " {high:.0%} of the limit. The share grows from one block size to the next in {growing:.0f} of {steps:.0f}"
-            " steps. The kernels of the busiest ranks alone give {kernel_low:.1%} to {kernel_high:.1%} of the simulated"
-            " speedup, so they explain what is missing to the limit. Published rates on masked blocks are below those"
-            " on full blocks, most of all on small ones. The rates are FlashAttention-2's in bfloat16. The paper ran"
-            " TF32 without a fused kernel, and gives no times of attention alone to compare with.",
-            cluster=CLUSTER,
-            heads=HEADS,
-            slow=least(row[5] for row in table),
-            fast=most(row[5] for row in table),
-            low=least(shares),
-            high=most(shares),
-            growing=tally(sum(reached[n, a].known < reached[n, b].known for n, a, b in steps), shares),
-            steps=tally(len(steps), shares),
-            kernel_low=least(of_kernels),
-            kernel_high=most(of_kernels),
-        ),
-        _reached(reached),
-        Table("striped-attention", "Striped against Ring, attention alone, on A100", heads, table),
+        ratios = [speedup, limit, reached[n, block].times(100), kernels]
+        rows.append([n, n * block, block, step_ms(ring), step_ms(striped), *ratios])
+    shares, steps = reached.values(), [(n, a, b) for n in GPUS for a, b in pairwise(BLOCKS)]
+    speedups = [row[5] for row in rows]
+    values = {"cluster": CLUSTER, "heads": HEADS, "slow": least(speedups), "fast": most(speedups)}
+    values |= {"low": least(shares), "high": most(shares)}
+    values |= {"steps": tally(len(steps), shares), "kernel_low": least(of_kernels), "kernel_high": most(of_kernels)}
+    values |= {"figure": _reached(reached), "rows": rows}
+    return section(
+        "striped.attention",
+        **values,
+        growing=tally(sum(reached[n, a].known < reached[n, b].known for n, a, b in steps), shares),
     )
 
 
 def _reached(reached: dict[tuple[int, int], Number]) -> Figure:
     panels = Panels(height=3.0)
-    axis, palette = panels.first, colours([str(n) for n in DEVICES])
-    for n, marker, style in zip(DEVICES, MARKERS, ("-", "--", ":"), strict=False):
+    axis, palette = panels.first, colours([str(n) for n in GPUS])
+    for n, marker, style in zip(GPUS, MARKERS, ("-", "--", ":"), strict=False):
         shares = {block: reached[n, block].times(100) for block in BLOCKS}
         name = f"{n} GPUs, limit {attention_limit(n):.3g}x"
         panels.line(shares, name, marker=marker, linestyle=style, color=palette[str(n)])
@@ -93,12 +87,7 @@ def _reached(reached: dict[tuple[int, int], Number]) -> Figure:
     return panels.figure("striped-attention", "How much of the limit is reached", note)
 
 
-REST = formula(
-    "striped-rest",
-    "4 passes of 2 (4 d^2 + 3 d f) FLOPs a token and layer over the dense bfloat16 peak of a GPU, tokens and weights"
-    " shared out evenly: the least that it takes, so that the speedup is the most",
-    "Brandon et al. 2023, table 1 and section 5",
-)
+REST = source("striped.rest")
 
 
 def rest_ms(cell: Cell, peak: float) -> Number:
@@ -131,38 +120,17 @@ def estimates(runs: Runs, chosen: Sequence[Cell]) -> list[Number]:
 def whole_model(runs: Runs) -> Section:
     """Every cell on A100: the paper's two speedups, and our estimate."""
     chosen = [cell for cell in cells() if cell.device == "a100"]
-    ours = dict(zip(chosen, estimates(runs, chosen), strict=True))
-    table = []
+    ours, rows = dict(zip(chosen, estimates(runs, chosen), strict=True)), []
     for cell, estimate in ours.items():
         maximum, measured = paper_tms(cell), paper_measured(cell)
-        table.append([*shape(cell), maximum, measured, estimate, estimate.over(maximum), estimate.over(measured)])
-    over = [estimate.over(paper_measured(cell)) for cell, estimate in ours.items()]
-    heads = columns(
-        f"{SHAPE}; maximum, paper || .2f; measured, paper || .2f; estimate, ours || .3f; estimate / maximum || .3f;"
-        " estimate / measured || .3f"
-    )
-    return Section(
-        "Whole models, estimated for 8 A100",
-        text(
-            "An estimate for a layer: attention takes the simulated time, and the other matrix products run at the"
-            " GPU's peak. It is {low:.2f} to {high:.2f} times the speedup that the paper measured, {median:.2f} times"
-            " in the median, and in {below:.0f} of {cells:.0f} cells at most the maximum by formula. It does not repeat"
-            " the paper's runs, which had another kernel (TF32, in tiles of 2048 x 4096); it shows the speedup that a"
-            " fused bfloat16 kernel would leave. Communication between tensor-parallel GPUs is left out.",
-            cells=count(over),
-            low=least(over),
-            high=most(over),
-            median=median(over),
-            below=tally(sum(estimate.known <= our_tms(cell).known for cell, estimate in ours.items()), over),
-        ),
-        _by_seqlen(ours),
-        Table(
-            "striped-whole-model",
-            "Speedup in training on A100, the paper's and ours",
-            heads,
-            table,
-            shown_rows=14,
-        ),
+        rows.append([*shape(cell), maximum, measured, estimate, estimate.over(maximum), estimate.over(measured)])
+    over = [row[-1] for row in rows]
+    values = {"cells": count(over), "low": least(over), "high": most(over), "median": median(over)}
+    values |= {"figure": _by_seqlen(ours), "rows": rows}
+    return section(
+        "striped.whole_model",
+        **values,
+        below=tally(sum(estimate.known <= our_tms(cell).known for cell, estimate in ours.items()), over),
     )
 
 
@@ -190,3 +158,59 @@ def _by_seqlen(ours: dict[Cell, Number]) -> Figure:
         "Speedup in training, 8 A100 as 2 x 4 (table 3)",
         "The paper's maximum and measurements, the maximum by formula and with the paper's tiles, and our layer.",
     )
+
+
+CLUSTERS = {"a100": CLUSTER, "tpuv4": "tpuv4"}
+"""The cluster file of each of the paper's devices."""
+MODEL = {"1B": "llama_1b", "3B": "llama_3b", "7B": "llama_7b"}
+SHARDED = {"a100": ("7B",), "tpuv4": tuple(MODEL)}
+"""Models whose parameters are split over the devices of the sequence too: not every cell would fit otherwise."""
+
+LONG = 32768
+"""Tokens of a block from which tiles matter little."""
+
+
+def chosen() -> tuple[Cell, ...]:
+    """All cells: those of each device together."""
+    return tuple(sorted(cells(), key=lambda cell: list(CLUSTERS).index(cell.device)))
+
+
+def by_device(found: Sequence[tuple[Cell, Number]]) -> list[list[Entry]]:
+    """The errors of the cells of each device and model: a row each."""
+    groups: dict[tuple[str, str], list[Number]] = {}
+    for cell, ratio in found:
+        groups.setdefault((DEVICES[cell.device], cell.model), []).append(ratio)
+    errors = {key: [derived(lambda x: 100 * abs(x - 1), r) for r in ratios] for key, ratios in groups.items()}
+    return [[*key, tally(len(r), r), median(errors[key]), least(r), most(r)] for key, r in groups.items()]
+
+
+def step(cell: Cell) -> tuple[Point, Point]:
+    """The simulated steps of Ring on contiguous tokens, and of Striped; whole layers are recomputed, as the paper's."""
+    shared = {"model": MODEL[cell.model], "cluster": CLUSTERS[cell.device], "mode": "simulate"}
+    shared |= {"gpus": cell.tensor_parallel * cell.n, "seqlen": cell.seqlen}
+    shared |= {"train__recompute": "full", "train__tensor_parallel": cell.tensor_parallel}
+    shared |= {"train__parameters": "sharded"} if cell.model in SHARDED[cell.device] else {}
+    return point(method="ring", layout="contiguous", **shared), point(method="striped", **shared)
+
+
+def speedups(runs: Runs, found: Sequence[Cell]) -> list[tuple[Number, Number, Number]]:
+    """(Ring's step in ms, Striped's, the speedup) of each cell."""
+    pairs = ask_pairs(runs, [step(cell) for cell in found])
+    steps = [(step_ms(ring), step_ms(striped)) for ring, striped in pairs]
+    return [(ring, striped, ring.over(striped)) for ring, striped in steps]
+
+
+def training(runs: Runs) -> Section:
+    """Each cell's speedup in training, the paper's beside the simulated one."""
+    rows, over = [], []
+    for cell, found in zip(chosen(), speedups(runs, chosen()), strict=True):
+        over.append(found[-1].over(paper_measured(cell)))
+        rows.append([*shape(cell), *found, paper_tms(cell), paper_measured(cell), over[-1]])
+    served = [(cell, ratio) for cell, ratio in zip(chosen(), over, strict=True) if ratio.value is not None]
+    long = [ratio for cell, ratio in served if cell.block >= LONG]
+    ratios, refused = valued(over), [ratio for ratio in over if ratio.value is None]
+    values = {"clusters": " and ".join(CLUSTERS.values()), "low": least(ratios), "high": most(ratios)}
+    values |= {"cells": tally(len(ratios), ratios), "median": median(ratios), "long": LONG, "long_low": least(long)}
+    values |= {"long_high": most(long), "refused": tally(len(refused), [*ratios, *refused])}
+    values |= {"devices": by_device(served), "rows": rows}
+    return section("striped.training", **values)

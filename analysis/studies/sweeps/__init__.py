@@ -87,7 +87,7 @@ def _at(runs: Runs) -> dict[int, Seen]:
 
 
 def summary(runs: Runs) -> str:
-    """What a point costs, in words."""
+    """The cost of a point in words."""
     at = _at(runs)
     first, last = at[MARKS[0]], at[MARKS[-1]]
     points = last.points - first.points

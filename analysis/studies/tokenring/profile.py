@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from sp_bench.analysis.figure import Figure, colours, labelled, new_figure, sources
-from sp_bench.analysis.number import Number, computed, formula, least, most, of_record, record_source, total
+from sp_bench.analysis.number import Number, computed, least, most, of_record, record_source, total
 from sp_bench.analysis.paper_tables import of_paper, rows
 from sp_bench.analysis.plans import step_ends_ms
 from sp_bench.analysis.runs import Runs, point
-from sp_bench.analysis.section import Section, Text, text
-from sp_bench.analysis.table import Cell, Table, columns
+from sp_bench.analysis.section import Section, section, source
+from sp_bench.analysis.table import Cell
 from sp_bench.records import Record
 
 TESTBED = {"cluster": "a10_pcie", "gpus": 4, "seqlen": 24000, "phase": "forward", "layout": "zigzag"}
 """The setup of figure 6; heads and head_dim are the defaults of conf/config.yaml."""
+HOP = source("tokenring.hop")
+FULL = source("tokenring.full-block")
+RATE = source("tokenring.rate")
 
 
 def figure6(runs: Runs) -> Section:
     """The times of steps on four A10 with PCIe, Ring against TokenRing."""
-    ring, trimmed, whole = runs.ask(
-        [
-            point(method="ring", **TESTBED),
-            point(method="tokenring", **TESTBED),
-            point(method="tokenring", trim=False, **TESTBED),
-        ]
-    )
+    asked = ({"method": "ring"}, {"method": "tokenring"}, {"method": "tokenring", "trim": False})
+    ring, trimmed, whole = runs.ask(point(**keys, **TESTBED) for keys in asked)
     paper = _paper_steps()
     ours = {"ring": _steps(ring), "tokenring": _steps(trimmed), "tokenring, whole Q": _steps(whole)}
     lines: list[list[Cell]] = []
     for name, steps in ours.items():
         method = name.partition(",")[0]
+        fitted = "link rate set from it" if method == "ring" else "no"
         for step, number in enumerate(steps):
             printed = paper[method].get(step)
-            fitted = "link rate set from it" if method == "ring" else "no"
-            lines.append([name, step, printed or "not given", number])
-            lines[-1] += [number.over(printed) if printed else "-", fitted if printed else "-"]
-    held_out = [ours["tokenring"][step].over(paper["tokenring"][step]) for step in paper["tokenring"]]
-    heads = columns("method; step; paper | ms | .3g; ours | ms | .3g; ours / paper || .2f; used for the cluster file")
-    return Section(
-        "Figure 6: steps on 4 x A10, PCIe, 24,000 tokens",
-        _about_fit(ring, paper["ring"][0]),
-        Table("tokenring-figure6", "Times of steps, forward, causal, zigzag", heads, lines),
-        _steps_figure(paper, ours),
-        _about_held_out(held_out),
-        _about_mask(trimmed, paper["tokenring"]),
-        _about_rest(ring, trimmed, paper["tokenring"]),
+            compared = [printed, number, number.over(printed), fitted] if printed else ["not given", number, "-", "-"]
+            lines.append([name, step, *compared])
+    ratios = [ours["tokenring"][step].over(printed) for step, printed in paper["tokenring"].items()]
+    low, high = least(ratios), most(ratios)
+    all_of_token, all_of_ring = (of_record(record, "forward_ms_median") for record in (trimmed, ring))
+    share = all_of_token.over(all_of_ring)
+    modest = "is not one of the whole pass. The paper itself calls the benefit on 4 GPUs modest"
+    values = {"printed": paper["ring"][0], "rows": lines, "figure": _steps_figure(paper, ours)}
+    values |= {"word": "slower than" if low.known > 1 else "faster than" if high.known < 1 else "around", "low": low}
+    values |= {"high": high, "rest": total(_steps(trimmed)[len(paper["tokenring"]) :]), "whole": all_of_token}
+    values |= {"share": share, "ring": all_of_ring}
+    return section(
+        "tokenring.figure6",
+        **values,
+        verdict=modest if share.known > 0.95 else "is one of the whole pass too",
+        **_fit(ring),
+        **_mask(trimmed, paper["tokenring"][0]),
     )
 
 
@@ -67,66 +70,22 @@ def _steps(record: Record) -> list[Number]:
     return [Number(end - start, "simulated", (record_source(record),)) for start, end in pairwise((0.0, *ends))]
 
 
-def _about_fit(ring: Record, printed: Number) -> Text:
+def _fit(ring: Record) -> dict[str, Any]:
+    """The time of a hop at the cluster's uplink rate, and the source of that rate."""
     cluster = (ring.config or {})["cluster"]
-    rate = formula("tokenring-hop", "a chunk of K and of V / intra.uplink_bytes_per_s", "conf/cluster/a10_pcie.yaml")
     kv = 4.0 * ring.seqlen / ring.gpus * ring.heads * ring.head_dim
-    return text(
-        "Our times are simulated on cluster=a10_pcie; there is no A10 here. The uplink rate of this cluster depends on"
-        ' the figure: its source is "{source}". At that rate K and V of a chunk take {hop:.3g} ms, and the paper prints'
-        " {printed}. Ring's steps are therefore fitted and test nothing. TokenRing's three steps are predictions,"
-        " except for the kernel rates. These are scaled from another GPU, and the cluster file says that they were"
-        " compared with TokenRing's first step. A step ends when the last rank has computed and sent all of it, like"
-        " the synchronize() of algorithm 1.",
-        source=cluster["sources"]["uplink_bytes_per_s"],
-        hop=computed(kv / cluster["intra"]["uplink_bytes_per_s"] * 1e3, rate),
-        printed=printed,
-    )
+    hop = computed(kv / cluster["intra"]["uplink_bytes_per_s"] * 1e3, HOP)
+    return {"source": cluster["sources"]["uplink_bytes_per_s"], "hop": hop}
 
 
-def _about_held_out(ratios: Sequence[Number]) -> Text:
-    low, high = least(ratios), most(ratios)
-    return text(
-        "TokenRing's steps were not fitted. Ours are {word} the paper's, {low:.2f} to {high:.2f} times as long. The"
-        " first two are blocks alone in our model, so their error is that of the assumed kernel rate. In the third, the"
-        " first partial output travels at the same time as Q.",
-        word="slower than" if low.known > 1 else "faster than" if high.known < 1 else "around",
-        low=low,
-        high=high,
-    )
-
-
-def _about_mask(record: Record, printed: dict[int, Number]) -> Text:
+def _mask(record: Record, printed: Number) -> dict[str, Any]:
+    """Whether a printed step was long enough for a full block."""
     tokens, peak = record.seqlen / record.gpus, (record.config or {})["cluster"]["device"]["peak_tflops"]["bfloat16"]
     flops = 4 * tokens**2 * record.heads * record.head_dim
-    full = formula("tokenring-full-block", "4 (N/n)^2 H D / the A10's dense peak", "sp_bench.account.model_flops")
-    rate = formula("tokenring-rate", "4 (N/n)^2 H D / 2 / the time of step 0", "sp_bench.account.model_flops")
-    shortest = computed(flops / peak / 1e9, full)
-    return text(
-        "The text of figure 6 doesn't say whether attention was causal. A full block would take at least {shortest:.3g}"
-        " ms at the A10's peak and a step took {printed}: it {verdict}. The kernel of a step then runs at"
-        " {rate:.3g} TFLOP/s at least.",
-        shortest=shortest,
-        printed=printed[0],
-        verdict="was causal" if shortest.known > printed[0].known else "may have been full",
-        rate=computed(flops / 2 / printed[0].known / 1e9, rate, *printed[0].sources),
-    )
-
-
-def _about_rest(ring: Record, token: Record, printed: dict[int, Number]) -> Text:
-    whole, ring_whole = of_record(token, "forward_ms_median"), of_record(ring, "forward_ms_median")
-    share = whole.over(ring_whole)
-    modest = "is not one of the whole pass. The paper itself calls the benefit on 4 GPUs modest"
-    return text(
-        "Figure 6 leaves out the last block and the partial outputs that go home after it. They take {rest:.3g} ms more"
-        " in our model. TokenRing's whole forward pass then takes {whole:.3g} ms, {share:.2f} of Ring's {ring:.3g}: the"
-        " gain of the figure's steps {verdict}. The paper doesn't print the times of these last steps.",
-        rest=total(_steps(token)[len(printed) :]),
-        whole=whole,
-        share=share,
-        ring=ring_whole,
-        verdict=modest if share.known > 0.95 else "is one of the whole pass too",
-    )
+    shortest = computed(flops / peak / 1e9, FULL)
+    mask = "was causal" if shortest.known > printed.known else "may have been full"
+    rate = computed(flops / 2 / printed.known / 1e9, RATE, *printed.sources)
+    return {"shortest": shortest, "step0": printed, "mask": mask, "rate": rate}
 
 
 def _steps_figure(paper: dict[str, dict[int, Number]], ours: dict[str, list[Number]]) -> Figure:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from sp_bench import calibrate, markdown, records
+from sp_bench.analysis.frames import named
 from sp_bench.analysis.measured import known
 from sp_bench.analysis.runs import Runs
 from sp_bench.calibrating.speed import cluster_at
@@ -49,54 +50,18 @@ def points(folder: Path) -> list[Mapping[str, Any]]:
 
 def simulated(measured: Record, speed: float) -> Record:
     """The simulation of a measured point with cores of that speed."""
-    request = resolve({**known_config(measured), "mode": "simulate"})
+    request = resolve({**(measured.config or {}), "mode": "simulate"})
     return simulate_training(request, cluster_at(request, speed))
 
 
-def known_config(record: Record) -> Mapping[str, Any]:
-    """The config of a record, which every finished point has."""
-    assert record.config is not None
-    return record.config
-
-
-def errors(name: str, found: Sequence[float]) -> dict[str, str]:
-    """A row of absolute errors: the median, the 90th percentile, the largest."""
+def errors(found: Sequence[float] | np.ndarray) -> dict[str, str]:
+    """The absolute errors of a row: the median, the 90th percentile, the largest."""
     sizes = np.abs(found)
     return {
-        "": name,
         "median error": f"{np.median(sizes):.1%}",
         "90th percentile": f"{np.percentile(sizes, 90):.1%}",
         "largest": f"{sizes.max():.1%}",
         "median of simulated / measured": f"{1 + np.median(found):.2f}",
-    }
-
-
-def _by_part(pairs: Sequence[tuple[Record, Record]]) -> list[dict[str, str]]:
-    """A row for each part of the step: its share of the measured step, and the errors of its time."""
-    rows = []
-    for part in PARTS:
-        shares = [getattr(one, f"{part}_ms") / known(one.step_ms_median) for one, _ in pairs]
-        off = [getattr(other, f"{part}_ms") / getattr(one, f"{part}_ms") - 1 for one, other in pairs]
-        rows.append({"part": part.replace("_", " "), "of the step": f"{np.median(shares):.0%}", **errors("", off)})
-        del rows[-1][""]
-    return rows
-
-
-def row(point: Mapping[str, Any], measured: Record, other: Record) -> dict[str, str]:
-    """The row of a point."""
-    return {
-        "ranks": str(point["gpus"]),
-        "tokens": f"{point['seqlen']:,}",
-        "Mbit/s": f"{point['link_mbit_per_s']:.0f}",
-        "method": " ".join(filter(None, (measured.method, measured.variant))),
-        "measured, ms [95%]": f"{point['step_measured_ms']:.0f} [{point['low_ms']:.0f}, {point['high_ms']:.0f}]",
-        "simulated, ms": f"{point['step_simulated_ms']:.0f}",
-        "error": f"{point['step_error']:+.1%}",
-        "as calibrated": f"{point['step_error_as_calibrated']:+.1%}",
-        "tokens/s": f"{known(measured.tokens_per_s):,.0f}",
-        "attention": f"{known(measured.attention_ms):.0f}, {known(other.attention_ms):.0f}",
-        "products and the rest": f"{known(measured.dense_ms):.0f}, {known(other.dense_ms):.0f}",
-        "gradients": f"{known(measured.gradient_sync_ms):.0f}, {known(other.gradient_sync_ms):.0f}",
     }
 
 
@@ -127,7 +92,7 @@ def cpu(_: Runs) -> str:
 
 
 def summary(runs: Runs) -> str:
-    """How many points there are, how fast the cores were, and which pairs of methods are ordered alike."""
+    """The number of points, the speed of the cores, and the pairs of methods that are ordered alike."""
     table, done, _ = found(runs)
     alike, compared, wrong = pairs_in_order(table)
     speeds = [point["speed"] for point in done if point["speed"]]
@@ -141,16 +106,44 @@ def summary(runs: Runs) -> str:
 def steps(runs: Runs) -> list[dict[str, str]]:
     """The errors of steps and of their phases."""
     done = found(runs).done
-    rows = [errors("step", [point["step_error"] for point in done])]
-    for name, kind in ((f"up to {SHORT:,} tokens", True), ("of more", False)):
-        rows.append(errors(f"step, {name}", [p["step_error"] for p in done if (p["seqlen"] <= SHORT) == kind]))
-    rows += [errors(phase, [point[f"{phase}_error"] for point in done]) for phase in ("forward", "backward")]
-    return [*rows, errors("step, with the calibration's figures alone", [p["step_error_as_calibrated"] for p in done])]
+    short = [point["seqlen"] <= SHORT for point in done]
+    step = np.array([point["step_error"] for point in done])
+    by_name = {"step": step, f"step, up to {SHORT:,} tokens": step[short], "step, of more": step[~np.array(short)]}
+    by_name |= {phase: [point[f"{phase}_error"] for point in done] for phase in ("forward", "backward")}
+    by_name["step, with the calibration's figures alone"] = [point["step_error_as_calibrated"] for point in done]
+    return [{"": name, **errors(of_name)} for name, of_name in by_name.items()]
 
 
 def by_part(runs: Runs) -> list[dict[str, str]]:
-    """The errors of a step's parts."""
-    return _by_part(found(runs).pairs)
+    """A row for each part of the step: its share of the measured step, and the errors of its time."""
+    rows = []
+    for part in PARTS:
+        both = [(getattr(one, f"{part}_ms"), getattr(other, f"{part}_ms"), one) for one, other in found(runs).pairs]
+        share = np.median([ms / known(one.step_ms_median) for ms, _, one in both])
+        off = [simulated_ms / ms - 1 for ms, simulated_ms, _ in both]
+        rows.append({"part": part.replace("_", " "), "of the step": f"{share:.0%}", **errors(off)})
+    return rows
+
+
+def row(point: Mapping[str, Any], measured: Record, other: Record) -> dict[str, str]:
+    """The row of a point. Its parts are measured, simulated."""
+    parts = {"attention": "attention", "products and the rest": "dense", "gradients": "gradient_sync"}
+    of_parts = {
+        name: ", ".join(f"{known(getattr(record, f'{part}_ms')):.0f}" for record in (measured, other))
+        for name, part in parts.items()
+    }
+    return {
+        "ranks": str(point["gpus"]),
+        "tokens": f"{point['seqlen']:,}",
+        "Mbit/s": f"{point['link_mbit_per_s']:.0f}",
+        "method": named(measured),
+        "measured, ms [95%]": f"{point['step_measured_ms']:.0f} [{point['low_ms']:.0f}, {point['high_ms']:.0f}]",
+        "simulated, ms": f"{point['step_simulated_ms']:.0f}",
+        "error": f"{point['step_error']:+.1%}",
+        "as calibrated": f"{point['step_error_as_calibrated']:+.1%}",
+        "tokens/s": f"{known(measured.tokens_per_s):,.0f}",
+        **of_parts,
+    }
 
 
 def rows(runs: Runs) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sp_bench import markdown
-from sp_bench.analysis.number import Number, computed, derived, formula, least, median, most, of_record
+from sp_bench.analysis.number import Number, computed, derived, ends, formula, gigabytes, median, of_record, step_ms
 from sp_bench.analysis.paper_tables import of_paper, rows
 from sp_bench.analysis.runs import Point, Runs, point
-from sp_bench.analysis.section import Section, text
-from sp_bench.analysis.studies.striped.steps import training
+from sp_bench.analysis.section import Section, section
+from sp_bench.analysis.studies.striped.simulated import training
 from sp_bench.analysis.studies.tokenring.transformer import dit
-from sp_bench.analysis.table import Cell, Table, columns
+from sp_bench.analysis.table import Cell
 from sp_bench.records import Record
 from sp_bench.workload.model import Model
 
@@ -83,34 +83,14 @@ def maxtext_seconds(row: Row, record: Record) -> Number:
 
 def maxtext(runs: Runs) -> Section:
     """Steps on TPU v5p with context parallelism."""
-    found = rows_of(MAXTEXT)
+    found, over = rows_of(MAXTEXT), []
     table: list[list[Cell]] = []
-    over = []
     for row, record in zip(found, runs.ask(map(maxtext_step, found)), strict=True):
-        theirs, ours = maxtext_seconds(row, record), of_record(record, "step_ms_median").times(1e-3)
+        theirs, ours = maxtext_seconds(row, record), step_ms(record).times(1e-3)
         over.append(ours.over(theirs))
-        table.append([row["model"], int(row["ranks"]), int(row["seqlen"]), row["method"], theirs, ours])
-        table[-1].append(percent_off(ours, theirs))
-    heads = columns(
-        "model; chips that share a sequence; seqlen | tokens; method; published | s | .2f; simulated | s | .2f;"
-        " error | % | +.0f"
-    )
-    return Section(
-        "maxtext on 64 TPU v5p",
-        text(
-            "{source}: 2M tokens a step, bfloat16. The simulated step is that of the chips that share a sequence, with"
-            " parameters split over them rather than over all 64, and all of a layer but its attention computed again."
-            " It takes {low:.2f} to {high:.2f} times the published time, {median:.2f} in the median. Nothing is fitted"
-            " to it; the rates of kernels on TPUs are assumptions (cluster=tpuv5p). The step of llama3-8b is computed"
-            " from its TFLOP/s. Its other lengths and methods, and pull request 4893 with USP on 64 chips, could not be"
-            " had.",
-            source=MAXTEXT,
-            low=least(over),
-            high=most(over),
-            median=median(over),
-        ),
-        Table("training-maxtext", "Seconds of a step", heads, table),
-    )
+        about = [row["model"], int(row["ranks"]), int(row["seqlen"]), row["method"]]
+        table.append([*about, theirs, ours, percent_off(ours, theirs)])
+    return section("training_tables.maxtext", source=MAXTEXT, **ends(over), median=median(over), rows=table)
 
 
 def attention(row: Row, method: str) -> Point:
@@ -126,34 +106,12 @@ def prime_rl(runs: Runs) -> Section:
     flops = computed(GLM_FLOPS_A_TOKEN * float(one["value"]) / int(one["gpus"]) / 1e12, GLM_FLOPS)
     table: list[list[Cell]] = []
     for ranks in (2, 4):
-        ulysses, ring = (found[ranks, method] for method in ("ulysses", "ring"))
-        theirs = published(ulysses).over(published(ring))
-        records = runs.ask(attention(ring, method) for method in ATTENTIONS)
-        first, *others = (of_record(record, "step_ms_median") for record in records)
-        table.append([ranks, published(ulysses), published(ring), theirs])
-        for other in others:
-            table[-1] += [other.over(first), percent_off(other.over(first), theirs)]
-    heads = columns(
-        "GPUs that share a sequence; Ulysses | tokens/s | .0f; ring | tokens/s | .0f; Ulysses / ring, published || .2f;"
-        " attention alone, ring / Ulysses, simulated || .2f; its error | % | +.0f;"
-        " attention alone, all-gather / Ulysses, simulated || .2f; its error | % | +.0f"
-    )
-    return Section(
-        "prime-rl on 8 H200",
-        text(
-            "{source}: GLM-4.5-Air, FlashAttention-3, 64k tokens. Without context parallelism it trains {rate:.0f}"
-            " tokens/s on 8 GPUs. With the whole model and one causal sequence this would be {flops:.0f} TFLOP/s for"
-            " each GPU, above the dense peak of 989: documents were packed or layers left out, which the text does not"
-            " say. So there is no step to simulate. The table has the published ratio of steps beside that of the"
-            " attention alone, of which a step has only a part: a ratio that is smaller than the published one is an"
-            " error. What its ring passes on is not said either; ours is the ring of KV on the zigzag layout, and the"
-            " all-gather that other packages call so.",
-            source=PRIME,
-            rate=published(one),
-            flops=flops,
-        ),
-        Table("training-prime-rl", "Ulysses against ring", heads, table),
-    )
+        ulysses, ring = (published(found[ranks, method]) for method in ("ulysses", "ring"))
+        row = found[ranks, "ring"]
+        first, *others = map(step_ms, runs.ask(attention(row, method) for method in ATTENTIONS))
+        theirs, ours = ulysses.over(ring), [other.over(first) for other in others]
+        table.append([ranks, ulysses, ring, theirs, *(x for o in ours for x in (o, percent_off(o, theirs)))])
+    return section("training_tables.prime_rl", source=PRIME, rate=published(one), flops=flops, rows=table)
 
 
 def upipe_step(row: Row) -> Point:
@@ -166,28 +124,14 @@ def upipe_step(row: Row) -> Point:
 def upipe(runs: Runs) -> Section:
     """The one cell of UPipe's table 3 that could be had."""
     rate, memory = rows_of(UPIPE)
-    record = runs.ask([upipe_step(rate)])[0]
-    throughput = derived(lambda tokens: tokens / int(rate["gpus"]), of_record(record, "tokens_per_s"))
-    held = of_record(record, "peak_mem_bytes_max").times(1e-9)
+    (record,) = runs.ask([upipe_step(rate)])
+    ours = derived(lambda tokens: tokens / int(rate["gpus"]), of_record(record, "tokens_per_s")), gigabytes(record)
+    names = (("throughput", "tokens/s a GPU"), ("peak memory", "GB"))
     table: list[list[Cell]] = [
-        ["throughput", "tokens/s a GPU", published(rate), throughput, percent_off(throughput, published(rate))],
-        ["peak memory", "GB", published(memory), held, percent_off(held, published(memory))],
+        [*name, theirs, number, percent_off(number, theirs)]
+        for name, theirs, number in zip(names, map(published, (rate, memory)), ours, strict=True)
     ]
-    heads = columns("quantity; unit; published || .5g; simulated || .5g; error | % | +.0f")
-    return Section(
-        "UPipe on 8 H100",
-        text(
-            "Ghadia et al. 2026, table 3: Llama3-8B, 128k to 5M tokens. Of the paper only the beginning could be had;"
-            " a listing of results has one cell, UPipe at {tokens:.0f} tokens ({source}). The listing prints no units:"
-            " tokens/s are taken to be those of a GPU, since all 8 together would be 5% of the peak. The simulated step"
-            " recomputes whole layers and splits parameters over the 8 GPUs. The paper's also keeps the layers' inputs"
-            " in the host's memory, which ours does not, and how often it computes the attention's forward again is not"
-            " known. Nothing is fitted to it.",
-            tokens=int(rate["seqlen"]),
-            source=UPIPE,
-        ),
-        Table("training-upipe", "UPipe, Llama3-8B, 128k tokens", heads, table),
-    )
+    return section("training_tables.upipe", tokens=int(rate["seqlen"]), source=UPIPE, rows=table)
 
 
 def striped_attention(runs: Runs) -> str:
