@@ -110,8 +110,8 @@ def test_times_are_kept_where_no_memory_is_left_to_compare_rows(pool: RankPool, 
     """All ranks say the same, and none waits for the one without memory."""
     point = spec(2)
     if workload == "train":
-        trained = training(f"gpus={RANKS}", "method=ring", "dtype=float32", f"seqlen={RANKS * 100}", "kernel=aten_cpu")
-        point = Spec(workload=trained, verify=True, parts=False)
+        asked = ("method=ring", "dtype=float32", f"seqlen={RANKS * 100}", "kernel=aten_cpu", "parts=false")
+        point = training(f"gpus={RANKS}", *asked)
     for timed, samples in pool.run("tests.measure.jobs:measured_where_memory_runs_out", point):
         assert timed.uncompared == f"memory ran out on 1 of {RANKS} ranks" and not timed.overall
         assert samples > 0

@@ -85,8 +85,9 @@ def test_the_memory_of_graphs_is_that_of_their_capture(graphs: bool, monkeypatch
     context = RankContext(0, torch.device("cpu"), no_transport, alive=lambda: None, cuda_graph=graphs)
     monkeypatch.setattr(job, "_context", lambda index, spec: context)
     monkeypatch.setattr(job, "MemoryWatch", Memory)
-    workload = SimpleNamespace(alone=None, phases=("forward",), prepare=lambda context: Step())
-    job.TimedPoint(0, SimpleNamespace(workload=workload, verify=False, parts=True))  # type: ignore[arg-type]
+    phases = SimpleNamespace(phases=("forward",))
+    asked = SimpleNamespace(workload=phases, alone=None, prepare=lambda context: Step(), verify=False, parts=True)
+    job.TimedPoint(0, asked)  # type: ignore[arg-type]
     whole = ["forget", "counted"]
     of_graphs = ["forget", "capture", "peak", Action.COMPUTE.value, Action.COMMUNICATION.value]
     assert done == [*whole, *(of_graphs if graphs else ["peak"])]

@@ -113,7 +113,8 @@ def test_a_record_says_what_backs_it(overrides: str, kind: tuple[str, str]) -> N
     of_theirs = [f"public code, {apart:.1%} apart"] if apart else []
     assert record.validation == backing.words(*of_theirs)
     assert record.validation_kind == backing.kind._asdict()
-    assert record.validation_error == pytest.approx(backing.two_of_three + apart)
+    # Ours may have a layout that takes theirs a little longer than the best.
+    assert record.validation_error == pytest.approx(backing.two_of_three + apart, abs=1e-3)
     step_ms, low, high = record.step_ms_median, record.step_ms_validated_low, record.step_ms_validated_high
     assert step_ms and low and high and low < step_ms < high
     assert (step_ms / low - 1, 1 - step_ms / high) == pytest.approx((record.validation_error,) * 2)
