@@ -58,9 +58,8 @@ class Part(Enum):
     FAR = "messages between nodes, where ranks share nodes"
 
     def ctas(self, of_lane: int) -> int:
-        """How many of a lane's CTAs it takes at most: 50 GB/s of a NIC take few, and NVLink all that it gets."""
-        far = max(1, of_lane // 4)
-        return {Part.WHOLE: of_lane, Part.NEAR: max(1, of_lane - far), Part.FAR: far}[self]
+        """How many of a lane's CTAs it takes at most, as powers of two: 50 GB/s of a NIC take few, NVLink more."""
+        return {Part.WHOLE: of_lane, Part.NEAR: max(1, of_lane // 2), Part.FAR: max(1, of_lane // 4)}[self]
 
 
 _IN_WORDS = {Part.WHOLE: "", Part.NEAR: " of a node", Part.FAR: ", between nodes"}
@@ -235,7 +234,7 @@ def lane_communicator(
     """
     if lane or part is Part.NEAR:  # beside that of the first lane, or of messages between nodes
         refuse_several(library.version())
-        os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at the process's first operation
+    os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at its first operation, or for each communicator as made
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if VARIABLE not in os.environ:  # NCCL reads it itself
         options.config.max_ctas = part.ctas(ctas)
@@ -261,14 +260,16 @@ def nccl_transport(
 ) -> NcclTransport:
     """Return an NcclTransport among the ranks of a group, for plans whose lanes share the GPU.
 
-    A lane takes `lane_ctas` CTAs at most; None: its share of the GPU. It is the least of all ranks, whose GPUs may
-    differ: NCCL takes the same from all, and the communicators' names hold it.
+    A lane takes `lane_ctas` CTAs at most, a power of two; None: its share of the GPU. It is the least of all ranks,
+    whose GPUs may differ: NCCL takes the same from all, and the communicators' names hold it. A lane of one CTA, or of
+    as many as NCCL_MAX_CTAS says, has one communicator for messages of any reach, as two would take twice as many.
     """
     if lane_ctas is None:
         lanes = max((len(plan.lanes) for plan in plans.values()), default=1)
         lane_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
     of_ranks = gathered((boot_id(), lane_ctas), group)
     nodes, least = [node for node, _ in of_ranks], min(ctas for _, ctas in of_ranks)
+    nodes = nodes if least > 1 and VARIABLE not in os.environ else ()
     communicator = partial(lane_communicator, group, device, timeout, least, cta_policy=options.cta_policy)
     registered = Registered(device, library.version()) if options.registered_buffers else None
     return NcclTransport(group, communicator=communicator, registered=registered, nodes=nodes, timeout=timeout)
