@@ -122,7 +122,7 @@ def _by_algorithm(op: Collective, problem: Problem, cluster: Cluster) -> Traffic
     ranks = np.arange(problem.n)
     each = [sum(sizes.values()) + np.zeros(problem.n, np.int64) for sizes in messages(op, problem, ranks)]
     total = sum(each, np.zeros(problem.n, np.int64))
-    way = cluster.algorithm(op, problem.n, int(total.max()))
+    way = cluster.algorithm(op, problem, int(total.max()))
     if way is None:
         return [(group.member(ranks, shift), size) for (group, shift), size in zip(peers(op), each, strict=True)]
     return [(flow.target, flow.share * total) for flow in way.flows]

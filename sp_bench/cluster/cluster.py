@@ -149,9 +149,9 @@ class Cluster:
         """The transport between ranks: if not asked for otherwise, NCCL on devices and gloo on shared cores."""
         return self.transport_options.kind(on_cpu=self.cores is not None)
 
-    def algorithm(self, op: Collective, ranks: int, sent_bytes: int) -> Algorithm | None:
+    def algorithm(self, op: Collective, problem: Problem, sent_bytes: int) -> Algorithm | None:
         """The library's algorithm for a collective in which each rank sends so many bytes (cluster.collectives)."""
-        return algorithm(op, self.network(ranks), self.transport, sent_bytes)
+        return algorithm(op, problem, self.network(problem.n), self.transport, sent_bytes)
 
     @property
     def even(self) -> Cluster:

@@ -97,7 +97,7 @@ class Collectives:
             for x, place in zip(held, self._of_member(op, chunk, sent), strict=True):
                 place.copy_(x)
         into = self._receiving[self._lowering.receive_buffers[index]]
-        if adds_up_on_the_way(op, self._transport.kind):
+        if adds_up_on_the_way(op, self._problem, self._transport.kind):
             for x in sent:
                 x[slot].zero_()  # the rank's own is folded from its accumulator, which is not rounded
             self._do(index, op, Call("reduce_scatter", op.group, into, sent))

@@ -238,7 +238,7 @@ class _Builder:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
     def _find_algorithm(self, op: Collective) -> Algorithm | None:
-        return self.cluster.algorithm(op, self.problem.n, self._sent(op).total)
+        return self.cluster.algorithm(op, self.problem, self._sent(op).total)
 
     def _sent(self, op: Collective) -> collectives.Bytes:
         by_field = messages(op, self.problem, 0)[0] if op.group.size > 1 else {}

@@ -115,9 +115,11 @@ class Stream:
 class Machine:
     """All ranks, and what they have queued."""
 
+    streams_per_rank = STREAMS_PER_RANK
+
     def __init__(self, ranks: int, seed: int) -> None:
         self._random = random.Random(seed)
-        self._count = ranks * STREAMS_PER_RANK
+        self._count = ranks * self.streams_per_rank
         self.clocks = np.zeros((self._count, self._count), np.int32)
         """What of each stream each stream knows to have ended."""
         self.streams: list[Stream] = []
@@ -150,7 +152,7 @@ class Machine:
         while any(stream.queue for stream in self.streams):
             steps = [(stream, step) for stream in self.streams if stream.queue for step in self._steps(stream)]
             if not steps:
-                raise Stuck(f"{[type(s.queue[0]).__name__ for s in self.streams if s.queue]} wait for each other")
+                raise self._stuck()
             stream, step = self._pick(steps)
             self.clocks[stream.number, stream.number] += 1
             step()
@@ -158,6 +160,9 @@ class Machine:
                 batch = stream.queue[0]
                 if not batch.sends and not batch.receives:
                     stream.queue.popleft()
+
+    def _stuck(self) -> Stuck:
+        return Stuck(f"{[type(s.queue[0]).__name__ for s in self.streams if s.queue]} wait for each other")
 
     def _pick(self, steps: list) -> Any:
         """Any of them, or that of the stream first in a ranking which changes now and then."""
