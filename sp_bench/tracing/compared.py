@@ -13,7 +13,6 @@ from sp_bench.calibrating.cluster_file import rounded
 from sp_bench.calibrating.speed import at_speed
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.lower import NCCL
 from sp_bench.lower.staging import is_sum
 from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment

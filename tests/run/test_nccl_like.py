@@ -18,7 +18,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.run.nccl import NcclTransport, Part
 from sp_bench.run.sms import most_ctas
 from sp_bench.run.transport import Turn
-from tests.run.executions import Carried, Execution, exact, fitting, four, small
+from tests.run.executions import Carried, Execution, fitting, four, small
 from tests.run.queued import Rank, Stuck
 from tests.support.marks import exhaustive
 from tests.support.nccl_like import GpuMachine, Nccl, Refused

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sp_bench.lower import Lowering, TransportKind, lower
 from sp_bench.methods import build
@@ -20,10 +21,12 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.run import executor, streams
 from sp_bench.run.engine import Engine
+from sp_bench.run.holdings import Holdings
+from sp_bench.run.lanes import Lanes
 from sp_bench.run.one_sided import DATA, FREE, Signal
 from sp_bench.run.sharding import shard
 from sp_bench.run.symmetric_memory import SymmetricMemory
-from tests.run.executions import CPU, Execution, fitting, four, inputs, small
+from tests.run.executions import CPU, Execution, LikeAGpus, fitting, four, inputs, small
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Wires
 from tests.run.symmetric import SymmetricMemories
 from tests.support.marks import exhaustive
@@ -164,15 +167,36 @@ NOTHING_TO_SEND = four("mesh", {"tile": (4, 1)}, wire="float32", layout="contigu
 """Under a causal mask some of its ranks send partials that no block has touched."""
 
 
-def test_a_lane_waits_for_what_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def without_waiting(self: streams.DeviceStreams) -> Iterator[None]:
-        with self._device.on(self._blocks):
-            yield
+@pytest.mark.parametrize("action", [executor.Action.EVERYTHING, executor.Action.COMMUNICATION])
+def test_neutral_partials_are_made_before_anything_is_queued(
+    monkeypatch: pytest.MonkeyPatch, action: executor.Action
+) -> None:
+    """Made in a lane they would wait for all blocks that were queued before."""
+    inside: list[int] = []
+    transfer, make = Lanes.transfer, Rank._make
 
-    assert NOTHING_TO_SEND.wrong() == ""
-    monkeypatch.setattr(streams.DeviceStreams, "making", without_waiting)
-    assert NOTHING_TO_SEND.wrong() != ""
+    def watched(self: Lanes, index: int, op: Any, holdings: Holdings) -> None:
+        inside.append(index)
+        transfer(self, index, op, holdings)
+        inside.pop()
+
+    def made(self: Rank, like: Tensor) -> Tensor:
+        assert not inside, "a lane allocates"
+        return make(self, like)
+
+    monkeypatch.setattr(Lanes, "transfer", watched)
+    monkeypatch.setattr(Rank, "_make", made)
+    execution = NOTHING_TO_SEND
+    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    machine = Machine(problem.n, seed=0)
+    for rank, device in enumerate(machine.ranks):
+        q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
+        with device:
+            engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+            engine.kernel = LikeAGpus()
+            for _ in range(2):
+                engine.forward(q, k, v, action)
+    machine.run()
 
 
 class Deaf(Rank):
@@ -247,6 +271,7 @@ def fail_then_go_on() -> None:
     for rank, device in enumerate(machine.ranks):
         q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
         engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+        engine.kernel = LikeAGpus()
         good, calls = engine.kernel.forward, itertools.count()
 
         def third_fails(*args: object, good=good, calls=calls) -> object:
@@ -280,6 +305,7 @@ def test_parts_leave_nothing_behind(method: str, options: dict[str, object]) -> 
         q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
         with device:
             engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+            engine.kernel = LikeAGpus()
             both, saved = [], {}
             for action in (executor.Action.EVERYTHING, *executor.Action, executor.Action.EVERYTHING):
                 out, fresh = engine.forward(q, k, v, action)
