@@ -103,7 +103,7 @@ class TimedPoint:
         memory.forget_peak()
         live = LiveBytes()
         self._execute(Action.EVERYTHING, None, live)
-        self._memory = replace(memory.peak(live.peak), kinds=self._step.memory())
+        self._memory = replace(memory.peak(live.peak, self._step.outside_bytes), kinds=self._step.memory())
 
     def iterate(self, iteration: int | None) -> None:
         """Run one iteration of the step and its parts, and sample it unless it is None. Ranks start phases together."""

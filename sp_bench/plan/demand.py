@@ -58,9 +58,12 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
     touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray]()
     for index, op in plan:
         if isinstance(op, Transfer):
+            sends = (
+                wanted[index][op.target(np.arange(plan.n))] if isinstance(op, Pass) and index in wanted else everyone
+            )
             for chunk in op.reads:
                 if chunk.tensor.is_partial:
-                    found[chunk] = found.get(chunk, nobody) | ~touched.get(chunk, nobody)
+                    found[chunk] = found.get(chunk, nobody) | (sends & ~touched.get(chunk, nobody))
                     touched[chunk] = touched.get(chunk, nobody) if chunk in plan.kept else nobody
             touched |= dict.fromkeys(op.writes, everyone)
         elif isinstance(op, Block):

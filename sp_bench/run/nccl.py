@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.dlpack
 from torch.cuda import nccl as library
 
 from sp_bench.errors import RequestError
@@ -128,7 +129,7 @@ class NcclTransport(Transport):
             key = next(key for key in keys if peer in key[1])
             group, place = self._communicator(*key), key[1].index(peer)
             batches.setdefault(key, []).extend(
-                dist.P2POp(operation, _flat(x), group=group, group_peer=place) for x in tensors
+                dist.P2POp(operation, unmarked(_flat(x)), group=group, group_peer=place) for x in tensors
             )
             uses.setdefault(key, set()).add((operation.__name__, peer))
         works = []
@@ -142,6 +143,8 @@ class NcclTransport(Transport):
         key = (turn.lane, self._members(call.group), Part.WHOLE)
         group = self._communicator(*key)
         self._before_use(key, [call.kind])
+        received, sent = ([unmarked(_flat(x)) for x in tensors] for tensors in (call.received, call.sent))
+        call = call._replace(received=received, sent=sent)
         for work in begin(call, group, coalesce=True):
             work.wait()
 
@@ -184,6 +187,17 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     if not x.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} would be sent in the order of its strides {x.stride()}")
     return x
+
+
+def unmarked(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that isn't the allocator's.
+
+    torch marks what it hands to NCCL as used by NCCL's stream (recordStream). When such memory is freed, its allocator
+    gives it out again only once the GPU has got there, though the caller has queued waits for that stream. Meanwhile it
+    holds far more than the plan. It doesn't mark memory that came by DLPack. The plan's waits order the uses of it
+    (DeviceStreams).
+    """
+    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(x))
 
 
 def refuse_several(version: tuple[Any, ...]) -> None:

@@ -133,6 +133,11 @@ class Transport(ABC):
         """NCCL's communicators that it uses, in words."""
         return ()
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of a GPU that `empty` has made outside of torch's allocator."""
+        return 0
+
     def allocated(self) -> None:  # noqa: B027  # most transports need nothing
         """Take note that the buffers of a plan have been made."""
 

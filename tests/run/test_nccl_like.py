@@ -15,11 +15,13 @@ from torch import Tensor
 from sp_bench.methods import build
 from sp_bench.plan import Plan
 from sp_bench.plan.layout import LAYOUTS
+from sp_bench.run import nccl
 from sp_bench.run.nccl import NcclTransport, Part
 from sp_bench.run.sms import most_ctas
 from sp_bench.run.transport import Turn
 from tests.run.executions import Carried, Execution, fitting, four, small
 from tests.run.queued import Rank, Stuck
+from tests.support import nccl_like
 from tests.support.marks import exhaustive
 from tests.support.nccl_like import GpuMachine, Nccl, Refused
 from tests.support.problems import all_methods, of_each_name
@@ -112,6 +114,41 @@ def test_a_kernel_waits_until_the_one_before_has_started() -> None:
             started.setdefault(ordered, []).extend(machine.started)
     assert all(numbers == sorted(numbers) for numbers in started[True])
     assert not all(numbers == sorted(numbers) for numbers in started[False])
+
+
+def test_nothing_that_nccl_gets_is_the_allocator_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else memory that is freed can't be used again before the GPU has got there."""
+    aliases, given = list[Tensor](), list[Tensor]()
+    alias, refuse = nccl.unmarked, nccl_like._refuse
+
+    def noted(x: Tensor) -> Tensor:
+        aliases.append(alias(x))
+        return aliases[-1]
+
+    def watched(x: Tensor) -> None:
+        given.append(x)
+        refuse(x)
+
+    monkeypatch.setattr(nccl, "unmarked", noted)
+    monkeypatch.setattr(nccl_like, "_refuse", watched)
+    for name, options, wire in (
+        ("tokenring", {}, "float32"),
+        ("all_gather", {"stride": 2}, "bfloat16"),
+        ("ulysses", {}, ""),
+    ):
+        problem = small(2, causal=True, dtype="bfloat16", wire=wire)
+        assert on_nccl(fitting(build(name, options), problem)).wrong() == ""
+    owned = {x.untyped_storage()._cdata for x in aliases}
+    assert given and all(x.untyped_storage()._cdata in owned for x in given)
+
+
+def test_an_alias_is_the_same_memory_of_another_owner() -> None:
+    """Of the dtypes that are sent, and in the middle of a tensor."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float16):
+        x = torch.zeros(4, 6, dtype=dtype)[1:3]
+        other = nccl.unmarked(x)
+        assert (other.data_ptr(), other.shape, other.dtype) == (x.data_ptr(), x.shape, dtype)
+        assert other.untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
 # bf16 sums, which NCCL rounds at every hop

@@ -29,7 +29,7 @@ from torch import Tensor
 from sp_bench.lower import TransportOptions
 from sp_bench.run import nccl, transport
 from sp_bench.run.nccl import NcclTransport
-from tests.run.queued import Access, Batch, Machine, Rank, Stream, Stuck
+from tests.run.queued import Batch, Machine, Rank, Stream, Stuck
 
 DTYPES = {torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """ncclDataType_t, of those that this suite could send."""
@@ -311,7 +311,7 @@ class _Launches:
             _refuse(x)
             ends = (group.me, peer) if sends else (peer, group.me)
             key = group.key(*ends)
-            access: Access = self._machine.access(x)
+            access = self._machine.access(x)
             (kernel.sends if sends else kernel.receives)[key] = [access]
             if not sends:
                 kernel.dtypes[key] = (x.dtype, x.numel())
