@@ -79,6 +79,8 @@ class NcclTransport(Transport):
     """Makes the NCCL process group of a lane among some ranks of `group`."""
     nodes: Sequence[Hashable] = field(default=(), kw_only=True)
     """The node of each rank of `group`; empty: all are on one."""
+    splits: bool = field(default=True, kw_only=True)
+    """Whether messages beyond a node have a communicator of their own."""
     timeout: timedelta | None = field(default=None, kw_only=True)
     """How long a transfer may take, but for the first of a connection; None: as the communicators were made."""
     others: frozenset[int] = field(default=frozenset(), kw_only=True)
@@ -153,6 +155,10 @@ class NcclTransport(Transport):
         return tuple(f"lane {lane}: {len(members)} ranks{_IN_WORDS[part]}" for (lane, members, part) in self._made)
 
     @property
+    def crosses_nodes(self) -> bool:
+        return any(len({self.nodes[member] for member in members}) > 1 for _, members, _ in self._made if self.nodes)
+
+    @property
     def _rank(self) -> int:
         return dist.get_rank(self.group)
 
@@ -165,7 +171,7 @@ class NcclTransport(Transport):
     def _parts(self, lane: int, members: Members) -> list[tuple[int, Members, Part]]:
         """The communicators of a lane's messages among these ranks. A message takes the first that has its peer."""
         nodes = [self.nodes[member] for member in members] if self.nodes else []
-        if not 1 < len(set(nodes)) < len(members):  # on one node, or each on its own
+        if not self.splits or not 1 < len(set(nodes)) < len(members):  # on one node, or each on its own
             return [(lane, members, Part.WHOLE)]
         mine = self.nodes[self._rank]
         near = tuple(member for member, node in zip(members, nodes, strict=True) if node == mine)
@@ -283,10 +289,12 @@ def nccl_transport(
         lane_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
     of_ranks = gathered((boot_id(), lane_ctas), group)
     nodes, least = [node for node, _ in of_ranks], min(ctas for _, ctas in of_ranks)
-    nodes = nodes if least > 1 and VARIABLE not in os.environ else ()
+    splits = least > 1 and VARIABLE not in os.environ
     communicator = partial(lane_communicator, group, device, timeout, least, cta_policy=options.cta_policy)
     registered = Registered(device, library.version()) if options.registered_buffers else None
-    return NcclTransport(group, communicator=communicator, registered=registered, nodes=nodes, timeout=timeout)
+    return NcclTransport(
+        group, communicator=communicator, registered=registered, nodes=nodes, splits=splits, timeout=timeout
+    )
 
 
 def transport_for(

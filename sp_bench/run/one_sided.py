@@ -128,6 +128,10 @@ class OneSidedTransport(Transport):
         return self.memory.outside_bytes
 
     @property
+    def crosses_nodes(self) -> bool:
+        return self.remote.crosses_nodes
+
+    @property
     def communicators(self) -> tuple[str, ...]:
         return self.remote.communicators
 

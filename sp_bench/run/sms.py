@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,7 +35,9 @@ class SmShares:
     lane_ctas: int
     """CTAs, of an SM each, that the transfers of one lane take at most."""
     margin: int | None
-    """SMs that block kernels leave free; None if they aren't persistent, and take all."""
+    """SMs that block kernels leave free; None if they have no such setting."""
+    note: str = ""
+    """What a reader of its times must know."""
 
 
 def power_of_two(most: int) -> int:
@@ -94,6 +96,10 @@ def share(
         if margin is not None:
             raise RequestError(f"kernel.sm_margin={margin}", "a CPU has no SMs", "kernel.sm_margin=auto would work")
         return None
-    found = shares(kernel, plans, torch.cuda.get_device_properties(device).multi_processor_count, margin)
+    gpu = torch.cuda.get_device_properties(device)
+    found = shares(kernel, plans, gpu.multi_processor_count, margin)
     kernel.sm_margin = found.margin or 0
+    if gpu.major in kernel.persistent_on and not kernel.has_margin:
+        held = f"{kernel.name} holds all SMs through a whole block on GPUs of compute capability {gpu.major}.x"
+        found = replace(found, note=f"{held}: a transfer that becomes ready meanwhile waits for the end of the block")
     return found

@@ -19,6 +19,7 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.regions import Region, RegionKind
 from sp_bench.point import Request, resolve
 from sp_bench.run import sms
+from sp_bench.run.engine import Engine
 from sp_bench.run.nccl import Part
 from sp_bench.run.sms import SmShares, most_ctas, share, shares
 from sp_bench.workload import attention_step
@@ -126,7 +127,7 @@ def test_engine_transport_and_kernel_are_told_the_same(monkeypatch: pytest.Monke
     """On a GPU that isn't there, up to where it would be used."""
     kernel, told = PERSISTENT(), []
     monkeypatch.setattr(attention_step, "choose", lambda *_: kernel)
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     gpu = torch.device("cuda", 0)
@@ -135,6 +136,22 @@ def test_engine_transport_and_kernel_are_told_the_same(monkeypatch: pytest.Monke
         workload = Attention(phases=PHASES, problem=PROBLEM, plans=TWO_LANES, kernel="flash_attn_3", sm_margin=margin)
         engine = attention_step.make_engine(workload, PROBLEM, context)
         assert (engine.shares, kernel.sm_margin, told[-1]) == (wanted, wanted.margin, wanted.lane_ctas)
+
+
+@pytest.mark.parametrize(
+    ("name", "major", "said"),
+    [("flash_attn_4", 10, True), ("flash_attn_4", 9, False), ("flash_attn_3", 9, False), ("cudnn", 10, False)],
+)
+def test_a_persistent_kernel_without_a_margin_is_said(
+    monkeypatch: pytest.MonkeyPatch, name: str, major: int, said: bool
+) -> None:
+    """By kernel and compute capability; it is a note of the engine, and so of the record."""
+    properties = SimpleNamespace(multi_processor_count=148, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kernel, gpu = KERNELS[name](), torch.device("cuda", 0)
+    found = share(kernel, TWO_LANES, gpu)
+    engine = Engine(TWO_LANES, PROBLEM, kernel, torch.device("cpu"), shares=found)
+    assert any(f"{name} holds all SMs" in note for note in engine.notes) == said
 
 
 def point(*overrides: str) -> Request:
