@@ -1,4 +1,4 @@
-"""Peak memory on a GPU: what torch's allocator gave out, could not give out, and has; and what was made outside of it."""
+"""Peak memory on a GPU: what torch's allocator gave out, could not give out, and has; and what is outside of it."""
 
 from __future__ import annotations
 
