@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.dlpack
 from torch.cuda import nccl as library
 
 from sp_bench.errors import RequestError
@@ -203,7 +202,8 @@ def unmarked(x: torch.Tensor) -> torch.Tensor:
     holds far more than the plan. It doesn't mark memory that came by DLPack. The plan's waits order the uses of it
     (DeviceStreams).
     """
-    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(x))
+    capsule: Any = torch._C._to_dlpack(x.detach())  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.from_dlpack(capsule)
 
 
 def refuse_several(version: tuple[Any, ...]) -> None:

@@ -145,7 +145,7 @@ def test_nothing_that_nccl_gets_is_the_allocator_s(monkeypatch: pytest.MonkeyPat
 def test_an_alias_is_the_same_memory_of_another_owner() -> None:
     """Of the dtypes that are sent, and in the middle of a tensor."""
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.float16):
-        x = torch.zeros(4, 6, dtype=dtype)[1:3]
+        x = torch.zeros(4, 6, dtype=dtype, requires_grad=True)[1:3]
         other = nccl.unmarked(x)
         assert (other.data_ptr(), other.shape, other.dtype) == (x.data_ptr(), x.shape, dtype)
         assert other.untyped_storage()._cdata != x.untyped_storage()._cdata
