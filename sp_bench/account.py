@@ -17,7 +17,7 @@ import numpy as np
 from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
 from sp_bench.plan.dataflow import Dataflow, dataflow
-from sp_bench.plan.demand import demand
+from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Pass, Plan, RowSums, Transfer
@@ -122,7 +122,7 @@ def _by_algorithm(op: Collective, problem: Problem, cluster: Cluster) -> Traffic
     ranks = np.arange(problem.n)
     each = [sum(sizes.values()) + np.zeros(problem.n, np.int64) for sizes in messages(op, problem, ranks)]
     total = sum(each, np.zeros(problem.n, np.int64))
-    way = cluster.algorithm(op, problem.n, int(total.max()))
+    way = cluster.algorithm(op, problem, int(total.max()))
     if way is None:
         return [(group.member(ranks, shift), size) for (group, shift), size in zip(peers(op), each, strict=True)]
     return [(flow.target, flow.share * total) for flow in way.flows]
@@ -259,8 +259,9 @@ def peak_bytes(plans: Iterable[Plan], problem: Problem, transport: TransportKind
     """The most bytes that a rank holds at once while it executes the plans one after another.
 
     This counts the inputs, the receive and staging buffers (shared by the plans and never freed), each partial from its
-    first block until its transfer must have ended, the results of the current block, and the outputs in the compute
-    dtype. It does not count the workspace inside a kernel or a fold.
+    first block until its transfer must have ended, the neutral elements that ranks send for blocks that they lack, the
+    results of the current block, and the outputs in the compute dtype. It does not count the workspace inside a kernel
+    or a fold.
     """
     plans = list(plans)
     return buffer_bytes(plans, problem, transport) + max(_moving_bytes(plan, problem) for plan in plans)
@@ -303,6 +304,8 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     )
     if sliced:  # a slice of the heads is a copy
         standing += sum(result_bytes(chunk) for chunk in plan.inputs if chunk not in lowering.views)
+    neutral = {chunk.tensor: chunk not in unsummed for chunk in untouched_partials(plan, problem)}
+    standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
     change = np.zeros(len(plan.ops) + 2, np.int64)
     released = _released(plan, lowering)
     for value in flow.first_use:

@@ -50,6 +50,7 @@ def gpu_cluster_config(
         "name": name,
         **{key: base[key] for key in not_measured},
         **links,
+        "launch_order": True,
         "device": {"name": gpu.name, "sms": gpu.sms, "memory_bytes": gpu.memory_bytes, **kept, **rates},
         "sources": {
             **provenance,

@@ -19,7 +19,7 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import DEFAULT_TRANSPORT, TransportKind, TransportOptions
 from sp_bench.machine import cores_here
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.ops import Collective
+from sp_bench.plan.ops import Collective, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import DKV, DQ, O, Tensor
 from sp_bench.reading import Count, Section, figure, implausible, read
@@ -42,6 +42,7 @@ class ClusterSection(Section, frozen=True, kw_only=True):
     lab: str = DEFAULT_LAB
     hosts: Any = None
     """The section of the laboratory (emulation.EmulatedHosts)."""
+    launch_order: bool = False
     device: DeviceSection
     sources: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -61,6 +62,10 @@ class Cluster:
     device: DeviceCosts
     sources: Mapping[str, str]
     """The sources of the numbers."""
+    launch_order: bool = False
+    """Whether NCCL's kernels of a rank start in the order of their launches, whatever lane they are of, as on GPUs on
+    which this suite measures (NCCL_LAUNCH_ORDER_IMPLICIT=1). Off in published clusters, whose figures are of one lane,
+    or of no such order."""
     stragglers: Stragglers = field(default_factory=Stragglers)
     warnings: tuple[str, ...] = ()
     """Figures that are out of their plausible ranges, each in a sentence with its unit."""
@@ -83,6 +88,7 @@ class Cluster:
             hosts=hosts,
             device=DeviceCosts.of(section.device),
             sources=section.sources,
+            launch_order=section.launch_order,
             warnings=tuple(warnings),
         )
 
@@ -149,9 +155,13 @@ class Cluster:
         """The transport between ranks: if not asked for otherwise, NCCL on devices and gloo on shared cores."""
         return self.transport_options.kind(on_cpu=self.cores is not None)
 
-    def algorithm(self, op: Collective, ranks: int, sent_bytes: int) -> Algorithm | None:
+    def starts_in_order(self, plan: Plan) -> bool:
+        """Whether transfers of a plan's lanes start in plan order on each rank. Those of one lane do anyway."""
+        return self.launch_order and self.transport.in_launch_order and len(plan.lanes) > 1
+
+    def algorithm(self, op: Collective, problem: Problem, sent_bytes: int) -> Algorithm | None:
         """The library's algorithm for a collective in which each rank sends so many bytes (cluster.collectives)."""
-        return algorithm(op, self.network(ranks), self.transport, sent_bytes)
+        return algorithm(op, problem, self.network(problem.n), self.transport, sent_bytes)
 
     @property
     def even(self) -> Cluster:

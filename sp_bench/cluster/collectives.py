@@ -8,7 +8,8 @@ ring    Its channels go round all members, node after node. A channel enters and
 pat     Parallel trees, where each member is alone on its node: log2 n steps, at 3/4 of the rate.
 nvls    NVSwitch's multicast, inside a node of a cluster that has its rate (intra.nvls_bytes_per_s): one latency.
 
-An all-to-all is a message between each pair. So is a reduce-scatter where the library can't add on the way.
+An all-to-all is a message between each pair. So is a reduce-scatter that the library doesn't add on the way
+(lower.staging.adds_up_on_the_way).
 Gloo's all-gather is a ring in the order of ranks. Each hop waits for the one before. Its all-to-alls may get less of
 links than messages do (cluster.emulation.Wire.most_bytes_per_s).
 """
@@ -26,6 +27,7 @@ from sp_bench.lower import TransportKind
 from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.groups import UP, Group
 from sp_bench.plan.ops import AllGather, AllToAll, Collective, ReduceScatter
+from sp_bench.plan.problem import Problem
 
 PAT_RATE = 0.75
 """NCCL: "if (a == NCCL_ALGO_PAT) busBw *= .75"."""
@@ -57,9 +59,11 @@ class Algorithm(NamedTuple):
     """If not 0: it has this many hops, one after the other, each with an equal part of the bytes."""
 
 
-def algorithm(op: Collective, network: Network, transport: TransportKind, sent_bytes: int) -> Algorithm | None:
+def algorithm(
+    op: Collective, problem: Problem, network: Network, transport: TransportKind, sent_bytes: int
+) -> Algorithm | None:
     """The algorithm of that transport's library for `sent_bytes` of each rank; None for a message between each pair."""
-    if isinstance(op, AllToAll) or (isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, transport)):
+    if isinstance(op, AllToAll) or (isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, problem, transport)):
         return None
     if not transport.adds:
         return _hops(op, network)

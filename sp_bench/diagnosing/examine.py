@@ -14,6 +14,7 @@ from typing import Any
 
 from sp_bench.calibrating.setting import pairs_of
 from sp_bench.diagnosing.findings import Finding, finding
+from sp_bench.diagnosing.groups import judge_groups
 from sp_bench.diagnosing.hosts import judge_allocation, judge_hosts
 from sp_bench.diagnosing.judged import SIMULATED, judge_kernels, judge_links, judge_uses
 from sp_bench.diagnosing.nccl_log import judge_nccl
@@ -70,6 +71,8 @@ def examine(ranks: int, launch: Launch | None, device: str, dtypes: Sequence[str
         known: dict[str, Any] = {"hosts": [asdict(host) for host in hosts], "ranks": [asdict(rank) for rank in facts]}
         if any("error" in rank.device for rank in facts):
             return Examination(findings=found, facts=known)
+        if ranks > 1 and device == "cuda":
+            found += judge_groups(ranks, ward.run)
         for dtype in dtypes:
             found += _kernels(ward, dtype, head_dim)
         if ranks > 1:

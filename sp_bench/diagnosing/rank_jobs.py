@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sp_bench.calibrating.pairs import PairRate, pair_rates
+from sp_bench.diagnosing.groups import Used
 from sp_bench.diagnosing.nccl_log import NcclLog, read_log
 from sp_bench.diagnosing.nvidia_smi import gpus_state
 from sp_bench.diagnosing.seen import HostFacts, RankFacts, host_facts, rank_facts
@@ -24,10 +25,22 @@ from sp_bench.kernels.cuda import CudaKernel
 from sp_bench.launch import host_name
 from sp_bench.measure.devices import device_here, device_versions, transport_here
 from sp_bench.measure.pool import report
+from sp_bench.plan.groups import Group
 from sp_bench.run.devices import clock_of
+from sp_bench.run.transport import Call, Turn
 from sp_bench.workload import RankContext, Spec
 
-__all__ = ["KernelRow", "PairRate", "gate", "kernels_here", "look", "nccl_log", "pair_rates", "under_load"]
+__all__ = [
+    "KernelRow",
+    "PairRate",
+    "gate",
+    "kernels_here",
+    "look",
+    "message_each_way",
+    "nccl_log",
+    "pair_rates",
+    "under_load",
+]
 
 LOAD_S = 2.0
 SIDE = {"cuda": 8192, "cpu": 256}
@@ -71,6 +84,29 @@ def _versions() -> dict[str, str]:
         return device_versions()
     except RequestError as error:
         return {"error": str(error)}
+
+
+def message_each_way(used: Used) -> str:
+    """Make this rank's group, and exchange a message each way with its neighbours there; what is wrong, or nothing.
+
+    A collective gathers a number of each member. All ranks must call it.
+    """
+    rank, device, group = dist.get_rank(), device_here(), used.group
+    transport = transport_here({})
+    turn = Turn(used.lane, 0, group)
+    mine = torch.full((4,), float(rank), device=device)
+    if used.collective and isinstance(group, Group) and transport.kind.adds:
+        into = torch.empty(group.size, 4, device=device)
+        transport.collective(turn, Call("all_gather", group, [into], [mine]))
+        found, first = into[:, 0].tolist(), rank - group.stride * int(group.digit(rank))
+        wanted = [float(first + group.stride * place) for place in range(group.size)]
+    else:
+        peers = [peer for peer in (int(group.member(rank, shift)) for shift in (1, -1)) if peer != rank]
+        into = torch.empty(len(peers), 4, device=device)
+        receives = [(peer, [into[i]]) for i, peer in enumerate(reversed(peers))]
+        transport.exchange(turn, receives, [(peer, [mine]) for peer in peers], [("groups", "q", "q")])
+        found, wanted = into[:, 0].tolist(), [float(peer) for peer in reversed(peers)]
+    return "" if found == wanted else f"rank {rank} got {found} from ranks {wanted}"
 
 
 def kernels_here(dtype: str, head_dim: int) -> list[KernelRow]:

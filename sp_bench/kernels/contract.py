@@ -32,8 +32,10 @@ class BlockKernel(ABC):
     """The kernel with the same code, whose published figures are this one's too."""
     varlen: ClassVar[bool] = False
     """Whether it has `_forward_varlen` and `_backward_varlen`."""
+    persistent_on: ClassVar[tuple[int, ...]] = ()
+    """The major compute capabilities on which its kernel of FULL blocks holds SMs from its start to its end."""
     has_margin: ClassVar[bool] = False
-    """Whether its kernels are persistent, and leave `sm_margin` SMs free."""
+    """Whether its persistent kernels leave `sm_margin` SMs free."""
     sm_margin: int = 0
     """SMs that its kernels leave to transfers, if it `has_margin`."""
     notes: tuple[str, ...] = ()

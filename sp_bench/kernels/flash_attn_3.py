@@ -27,6 +27,7 @@ class FlashAttn3(CudaKernel):
     name = "flash_attn_3"
     majors = (9,)
     varlen = True
+    persistent_on = (9,)
     has_margin = True
     package = "flash_attn_interface"
     packages: ClassVar[Mapping[str, str]] = {"flash_attn_interface": "flash-attn-3", "flash_attn_3": "flash-attn-3"}

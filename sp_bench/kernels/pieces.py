@@ -7,7 +7,7 @@ variable lengths take pieces of any sizes at once; others take pieces of one siz
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -26,6 +26,8 @@ class Pieces:
 
     regions: tuple[Region, ...]
     device: torch.device
+    _cumulative: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By batch."""
 
     @property
     def causal(self) -> bool:
@@ -53,12 +55,15 @@ class Pieces:
         return tuple(len(region.kv) for region in self.regions)
 
     def cumulative(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Where the queries and the keys of each piece start, and the last end: int32, batch entries one by one."""
-        found = []
-        for lengths in (self.q_lengths, self.kv_lengths):
-            ends = [0, *accumulate(lengths * batch)]
-            found.append(torch.tensor(ends, dtype=torch.int32, device=self.device))
-        return found[0], found[1]
+        """Where the queries and the keys of each piece start, and the last end: int32, batch entries one by one.
+
+        Made once: a copy to a GPU makes the caller wait for it, and can't be captured.
+        """
+        if batch not in self._cumulative:
+            ends = ([0, *accumulate(lengths * batch)] for lengths in (self.q_lengths, self.kv_lengths))
+            queries, keys = (torch.tensor(each, dtype=torch.int32, device=self.device) for each in ends)
+            self._cumulative[batch] = queries, keys
+        return self._cumulative[batch]
 
     def _gathered(self, runs: Sequence[range]) -> Tensor:
         runs = [run[::-1] for run in runs] if self.regions[0].kind is RegionKind.UPPER else runs

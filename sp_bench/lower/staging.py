@@ -97,7 +97,7 @@ def staging_buffers(
         elif isinstance(op, ReduceScatter):
             of_all = side_by_side(chunk_specs(problem, op.tensor, wire=True), op.group.size)
             found[StagingUse(op.lane, op.tensor, "send")] = of_all
-            if not adds_up_on_the_way(op, transport):
+            if not adds_up_on_the_way(op, problem, transport):
                 found[StagingUse(op.lane, op.tensor, "recv")] = of_all
         elif isinstance(op, Pass):
             if op.against or needs_cast(op.tensor, op.send not in unsummed):
@@ -124,9 +124,18 @@ def side_by_side(specs: tuple[TensorSpec, ...], count: int) -> tuple[TensorSpec,
     return tuple(TensorSpec((count, *shape), dtype) for shape, dtype in specs)
 
 
-def adds_up_on_the_way(op: ReduceScatter, transport: TransportKind) -> bool:
-    """Whether the library adds the partials. If not, they are exchanged by an all-to-all and merged by their owner."""
-    return transport.adds and all(field.kind is Kind.PARTIAL for field in op.tensor.fields)
+def adds_up_on_the_way(op: ReduceScatter, problem: Problem, transport: TransportKind) -> bool:
+    """Whether the library adds the partials. If not, they are exchanged by an all-to-all and merged by their owner.
+
+    NCCL rounds a sum to the dtype that is sent at every hop of its ring. In bfloat16 that makes an error that grows
+    with the number of ranks, so the library adds only what is sent in the accumulators' dtype.
+    """
+    return transport.adds and is_sum(op) and problem.wire_dtype == problem.accumulate_dtype
+
+
+def is_sum(op: ReduceScatter) -> bool:
+    """Whether its partials are added as they are; those with statistics have weights."""
+    return all(field.kind is Kind.PARTIAL for field in op.tensor.fields)
 
 
 def goes_in_place(op: AllToAll, problem: Problem, unsummed: Container[Chunk]) -> bool:

@@ -17,6 +17,8 @@ class TransportKind:
     all-reduce, which sends twice as much: an all-to-all takes its place."""
     pipelines: bool = False
     """Whether a transfer can begin, tensor by tensor, while the one before it on its lane is in flight."""
+    in_launch_order: bool = False
+    """Whether NCCL carries all transfers, whose kernels of a rank can be told to start as they were launched."""
     lands: bool = False
     """Whether peers write what a Pass brings into this rank's memory. It then has to land in a buffer of the plan, and
     a result that outlives the plan is copied out of one."""
@@ -26,10 +28,12 @@ GLOO = TransportKind(name="gloo", preposts=True, pipelines=True)
 """Gloo between CPUs; each lane has a thread."""
 SHARED = TransportKind(name="shared_memory", preposts=True, lands=True)
 """Memory that CPU ranks of one machine share; gloo for collectives and between machines."""
-NCCL = TransportKind(name="nccl", adds=True)
+NCCL = TransportKind(name="nccl", adds=True, in_launch_order=True)
 """NCCL between GPUs; each lane has a communicator."""
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-"""The variable with which NCCL keeps several communicators in launch order; its default is 0."""
+"""The variable with which NCCL keeps several communicators in launch order; its default is 0. A kernel then waits until
+the one that was launched before it on its GPU has started, of whatever communicator (src/enqueue.cc, getImplicitOrder).
+In captures with drivers before CUDA 12.9, and anywhere before 12.3, it waits for that one's end."""
 ORDERED_FROM = (2, 26)
 """The first NCCL that has it."""
 SYMMETRIC = TransportKind(name="symmetric_memory", adds=True, lands=True)

@@ -116,7 +116,7 @@ class TimedPoint:
         if context.cuda_graph:  # replays use the memory of their captures
             memory.forget_peak()
             self._step.capture()
-        self._memory = replace(memory.peak(live.peak), kinds=self._step.memory())
+        self._memory = replace(memory.peak(live.peak, self._step.outside_bytes), kinds=self._step.memory())
         if context.cuda_graph:
             for action in self._actions[1:]:  # no capture is timed
                 self._execute(action, None)

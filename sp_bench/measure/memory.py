@@ -32,12 +32,19 @@ class MemoryWatch:
             with contextlib.suppress(OSError):  # some kernels don't let a process do that
                 Path("/proc/self/clear_refs").write_text("5")
 
-    def peak(self, live_bytes: int) -> MemoryPeak:
-        """The growth up to the peak, beside the executor's own count `live_bytes`."""
+    def peak(self, live_bytes: int, outside_bytes: int = 0) -> MemoryPeak:
+        """The growth up to the peak, beside the executor's own count `live_bytes`.
+
+        `outside_bytes` were made for the point outside of torch's allocator.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            grown_bytes = torch.cuda.max_memory_allocated(self._device) - self._before_bytes
-            return MemoryPeak(live_bytes=live_bytes, device_bytes=grown_bytes)
+            return MemoryPeak(
+                live_bytes=live_bytes,
+                device_bytes=torch.cuda.max_memory_allocated(self._device) - self._before_bytes + outside_bytes,
+                active_bytes=torch.cuda.memory_stats(self._device)["active_bytes.all.peak"] + outside_bytes,
+                reserved_bytes=torch.cuda.max_memory_reserved(self._device) + outside_bytes,
+            )
         grown_bytes = max(0, resident_bytes("VmHWM") - self._before_bytes)
         return MemoryPeak(live_bytes=live_bytes, grown_bytes=grown_bytes)
 

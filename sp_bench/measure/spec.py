@@ -20,7 +20,11 @@ class MemoryPeak:
     grown_bytes: int = 0
     """On a CPU: growth of resident memory from before the point's inputs to its peak in the first step."""
     device_bytes: int = 0
-    """On a GPU: the same growth of memory given out by torch's allocator."""
+    """On a GPU: the same growth of memory given out by torch's allocator, and of what was made outside of it."""
+    active_bytes: int = 0
+    """On a GPU: the peak of what the allocator could not give out, as it was in use, or marked as used by a stream."""
+    reserved_bytes: int = 0
+    """On a GPU: the peak of what the allocator has taken of the GPU."""
     kinds: Mapping[str, int] = field(default_factory=dict)
     """What is held, by kind (Step.memory); empty if the attention's tensors are all."""
 

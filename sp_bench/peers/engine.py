@@ -29,6 +29,8 @@ class Sent:
     """Bytes sent, by operation of torch.distributed; empty if some can't be counted."""
     communicators: tuple[str, ...] = ()
     """None that are known."""
+    outside_bytes: int = 0
+    """None that are known."""
 
 
 class PeerEngine:

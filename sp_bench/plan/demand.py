@@ -26,6 +26,7 @@ from sp_bench.plan.ops import (
     Pass,
     Plan,
     ReduceScatter,
+    Transfer,
 )
 from sp_bench.plan.problem import Problem
 
@@ -45,6 +46,35 @@ def demand(plan: Plan, problem: Problem) -> Demand:
         visible = _visible(plan, problem)
         found[problem] = _of_partials(plan, visible) | _of_operands(plan, visible)
     return found[problem]
+
+
+def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) -> Mapping[Chunk, np.ndarray]:
+    """The partials that ranks send although nothing has come to them, as neutral elements, and which ranks do: (n,).
+
+    Their blocks see nothing under the mask, or are left out (without `compute`).
+    """
+    wanted, visible = demand(plan, problem), _visible(plan, problem)
+    everyone, nobody = np.ones(plan.n, bool), np.zeros(plan.n, bool)
+    touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray]()
+    for index, op in plan:
+        if isinstance(op, Transfer):
+            sends = (
+                wanted[index][op.target(np.arange(plan.n))] if isinstance(op, Pass) and index in wanted else everyone
+            )
+            for chunk in op.reads:
+                if chunk.tensor.is_partial:
+                    found[chunk] = found.get(chunk, nobody) | (sends & ~touched.get(chunk, nobody))
+                    touched[chunk] = touched.get(chunk, nobody) if chunk in plan.kept else nobody
+            touched |= dict.fromkeys(op.writes, everyone)
+        elif isinstance(op, Block):
+            for block in op.blocks if compute else ():
+                touched |= {chunk: touched.get(chunk, nobody) | visible(block) for chunk in block.writes}
+        elif isinstance(op, Fold):
+            folded = wanted.get(index, everyone) if compute else nobody
+            touched[op.into] = touched.get(op.into, nobody) | folded
+        else:
+            touched |= dict.fromkeys(op.writes, everyone)
+    return {chunk: ranks for chunk, ranks in found.items() if ranks.any()}
 
 
 Visible = Callable[[Attend | AttendBackward], np.ndarray]

@@ -115,7 +115,15 @@ def memory(planned: Memory, ranks: Sequence[RankResult]) -> Memory:
     given = [rank.memory.device_bytes for rank in ranks]
     if any(given):
         source = "torch's allocator on the GPU, from before the inputs to its peak in the first step"
-        return replace(planned, peak_mem_source=source, peak_mem_bytes_max=max(given), peak_mem_bytes_min=min(given))
+        active, reserved = zip(*((rank.memory.active_bytes, rank.memory.reserved_bytes) for rank in ranks), strict=True)
+        return replace(
+            planned,
+            peak_mem_source=source,
+            peak_mem_bytes_max=max(given),
+            peak_mem_bytes_min=min(given),
+            peak_active_bytes_max=max(active),
+            peak_reserved_bytes_max=max(reserved),
+        )
     kinds = any(rank.memory.kinds for rank in ranks)
     live, grown = [rank.memory.live_bytes for rank in ranks], [rank.memory.grown_bytes for rank in ranks]
     found = replace(planned, peak_rss_growth_bytes_max=max(grown), peak_rss_growth_bytes_min=min(grown))

@@ -276,6 +276,11 @@ class Memory:
     """Where these two come from: the plans, the executor's tensors, or an allocator."""
     peak_mem_bytes_expected: int | None = None
     """The peak computed from the plans, with lanes as late as the waits allow (account.peak_bytes)."""
+    peak_active_bytes_max: int | None = None
+    """Measured on GPUs: the most that torch's allocator could not give out, of the rank with most. More than was in use
+    where memory was freed that a stream may still read."""
+    peak_reserved_bytes_max: int | None = None
+    """Measured on GPUs: the most that torch's allocator has taken of a GPU."""
     peak_rss_growth_bytes_max: int | None = None
     """Measured on CPUs: growth of a rank's resident memory from before its inputs to its peak in the first step."""
     peak_rss_growth_bytes_min: int | None = None

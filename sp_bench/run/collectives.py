@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from sp_bench.run.partials import Tensors, as_shape
 from sp_bench.run.streams import Streams
 from sp_bench.run.transport import Call, Key, Transport, Turn
 
-Held = Callable[[Chunk, Holdings], Tensors]
-"""Returns a chunk's contiguous tensors (Lanes)."""
-
 
 class Collectives:
     """Gathers into receive buffers, and reduces through staging buffers; both have one slot for each member."""
@@ -37,10 +34,9 @@ class Collectives:
         streams: Streams,
         receiving: Mapping[ReceiveBuffer, Tensors],
         staging: Mapping[StagingUse, Tensors],
-        held: Held,
     ) -> None:
         self._plan, self._lowering, self._problem, self._rank = plan, lowering, problem, rank
-        self._transport, self._streams, self._held = transport, streams, held
+        self._transport, self._streams = transport, streams
         self._receiving, self._staging = receiving, staging
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
 
@@ -74,7 +70,7 @@ class Collectives:
         self._transport.collective(turn, Call("all_to_all", op.group, received, sent, splits))
 
     def _gather(self, index: int, op: AllGather, holdings: Holdings) -> None:
-        own, slot, sent = self._held(op.own, holdings), op.group.digit(self._rank), []
+        own, slot, sent = holdings.to_send(op.own), op.group.digit(self._rank), []
         buffers = self._receiving[self._lowering.receive_buffers[index]]
         for x, buffer in zip(own, buffers, strict=True):
             if x.shape != buffer[slot].shape:  # padded to the longest chunk, in its place among the others
@@ -93,11 +89,11 @@ class Collectives:
         """Returns the partials that were sent."""
         sent, slot = self._staging[StagingUse(op.lane, op.tensor, "send")], op.group.digit(self._rank)
         for chunk in op.reads:
-            held = self._held(chunk, holdings)
+            held = holdings.to_send(chunk)
             for x, place in zip(held, self._of_member(op, chunk, sent), strict=True):
                 place.copy_(x)
         into = self._receiving[self._lowering.receive_buffers[index]]
-        if adds_up_on_the_way(op, self._transport.kind):
+        if adds_up_on_the_way(op, self._problem, self._transport.kind):
             for x in sent:
                 x[slot].zero_()  # the rank's own is folded from its accumulator, which is not rounded
             self._do(index, op, Call("reduce_scatter", op.group, into, sent))

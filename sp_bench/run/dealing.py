@@ -12,6 +12,7 @@ from torch import Tensor
 from sp_bench.lower import StagingUse
 from sp_bench.plan.ops import AllToAll
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Field
 from sp_bench.plan.transfers import adds_up, by_heads
 from sp_bench.run.partials import Tensors
 from sp_bench.run.transport import Message
@@ -45,7 +46,11 @@ class Dealing:
         mine = self.pieces(op, held, of_tokens=not op.to_heads)
         places = self.pieces(op, into, of_tokens=op.to_heads)
         incoming = self.staged(op, "recv") or places
-        for staged, pieces in zip(sent, mine, strict=True) if sent else ():
+        for field, x, staged, pieces in zip(by_heads(op), held, sent, mine, strict=True) if sent else ():
+            whole = self._side_by_side(op, field, x, of_tokens=not op.to_heads)
+            if whole is not None:
+                _end_to_end(staged).copy_(whole)
+                continue
             for member, piece in enumerate(pieces):
                 if member != own:
                     staged[member].copy_(piece)
@@ -57,6 +62,11 @@ class Dealing:
         own, (ours, incoming, places) = op.group.digit(self._rank), (dealt.mine, dealt.incoming, dealt.places)
         for field, tensor, mine, theirs, there in zip(by_heads(op), into, ours, incoming, places, strict=True):
             several = adds_up(op, self._problem, field)
+            whole = self._side_by_side(op, field, tensor, of_tokens=op.to_heads)
+            if whole is not None and not several and theirs[0] is not there[0]:
+                whole.copy_(_end_to_end(theirs))  # what lies in the rank's own place is overwritten
+                there[own].copy_(mine[own])
+                continue
             if several:
                 tensor.zero_()
             for member, place in enumerate(there):
@@ -97,7 +107,24 @@ class Dealing:
             found.append([x[:, :, first : first + heads] for first in firsts])
         return found
 
+    def _side_by_side(self, op: AllToAll, field: Field, x: Tensor, *, of_tokens: bool) -> Tensor | None:
+        """A view of a field with the members first, if their pieces are alike: (members, B, S, H, D).
+
+        Copied whole, it takes one kernel instead of one for each member.
+        """
+        members, dim = op.group.size, 1 if of_tokens else 2
+        heads = x.shape[2] if of_tokens else self._problem.field_heads(field) * members
+        if x.shape[2] != heads or x.shape[dim] % members or not self._problem.is_even:
+            return None
+        return x.unflatten(dim, (members, -1)).movedim(dim, 0)
+
     def _runs(self, op: AllToAll) -> list[range]:
         """Each member's token range in the group's common chunk, end to end."""
         problem, first = self._problem, self._rank - int(op.group.digit(self._rank))
         return [problem.layout.run(first + i, problem.n, problem.seqlen) for i in range(op.group.size)]
+
+
+def _end_to_end(pieces: Sequence[Tensor]) -> Tensor:
+    """Pieces of one shape that lie end to end, as one tensor: (members, B, S, H, D)."""
+    first = pieces[0]
+    return first.as_strided((len(pieces), *first.shape), (first.numel(), *first.stride()))

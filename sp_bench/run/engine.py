@@ -97,7 +97,8 @@ class Engine:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of its times must know of its kernels."""
-        return (*self.kernel.notes, *fold_notes(self._device))
+        of_shares = (self.shares.note,) if self.shares and self.shares.note else ()
+        return (*self.kernel.notes, *of_shares, *fold_notes(self._device))
 
     def spent(self, phase: str) -> Spent:
         """Time breakdown of the phase's last execution. On a GPU, synchronize first."""

@@ -119,7 +119,7 @@ class Executor:
                 execution.perform(index, op, compute=compute)
 
         try:
-            self._lanes.begin()
+            self._lanes.begin(execution.holdings, compute=compute)
             self._streams.run(self._annotated(perform), self._lanes.prepost)
         except BaseException as error:
             self._transport.give_up(repr(error))

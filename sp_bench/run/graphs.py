@@ -21,6 +21,12 @@ from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.sms import SmShares
 from sp_bench.run.transport import Transport
 
+CALLBACKS = (
+    "each replay starts transfers between nodes by callbacks on a thread of the host, which NCCL captures with them;"
+    " those inside a node need none"
+)
+"""NCCL hands a network's work to its proxy thread by cudaLaunchHostFunc where it is captured (src/enqueue.cc)."""
+
 
 @dataclass(frozen=True)
 class _Captured:
@@ -59,8 +65,8 @@ class GraphedEngine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The engine's remarks on its kernels."""
-        return self._engine.notes
+        """The engine's remarks on its kernels, and one on what a replay leaves to the host."""
+        return (*self._engine.notes, *((CALLBACKS,) if self.transport.crosses_nodes else ()))
 
     @property
     def shares(self) -> SmShares | None:

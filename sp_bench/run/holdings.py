@@ -48,9 +48,9 @@ class Holdings:
         """Return any chunk, partials included, as contiguous tensors."""
         return self._held[chunk] if chunk in self._held else self.partials.packed(chunk)
 
-    def is_packed(self, chunk: Chunk) -> bool:
-        """Whether `packed` would return existing tensors, without allocating."""
-        return chunk in self._held or self.partials.is_packed(chunk)
+    def to_send(self, chunk: Chunk) -> Tensors:
+        """Return any chunk as contiguous tensors that a lane may read."""
+        return self._held[chunk] if chunk in self._held else self.partials.to_send(chunk)
 
     def rows(self, chunk: Chunk) -> range:
         """Return the rows of a received chunk that are held, as indices into the whole chunk."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sp_bench.lower import Lowering, StagingUse
-from sp_bench.plan.demand import demand
+from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
@@ -63,9 +63,10 @@ class Lanes:
         """Where the caller of this execution wants outputs of transfers."""
         self._dealing = Dealing(problem, rank, self._staging)
         self._collectives = Collectives(
-            plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, self._held
+            plan, lowering, problem, rank, transport, streams, self._receiving, self._staging
         )
         self._demand, self._standing = demand(plan, problem), cache(self._find_standing)
+        self._untouched = cache(self._find_untouched)
         self._followed_by = {
             before: index
             for index, before in lowering.pipelined.items()
@@ -73,8 +74,12 @@ class Lanes:
             and all(self._standing(i).receives and self._standing(i).sends for i in (before, index))
         }
 
-    def begin(self) -> None:
-        """Allocate, before an execution on a GPU, the outputs that lanes must not allocate themselves."""
+    def begin(self, holdings: Holdings, *, compute: bool) -> None:
+        """Allocate, before an execution, what lanes must not allocate themselves: outputs, and neutral partials.
+
+        Without `compute` all partials that are sent are neutral.
+        """
+        holdings.partials.expect_untouched(self._untouched(compute))
         if self._streams.queued:
             alone = ((i, op) for i, op in self._plan if isinstance(op, Pass | AllToAll))
             self._results = {i: self._new(op.recv) for i, op in alone if i not in self._lowering.receive_buffers}
@@ -134,6 +139,10 @@ class Lanes:
             for tensor in into:
                 tensor.zero_()
         self._arrived(index, op, into, holdings)
+
+    def _find_untouched(self, compute: bool) -> list[Chunk]:
+        found = untouched_partials(self._plan, self._problem, compute=compute)
+        return [chunk for chunk, ranks in found.items() if ranks[self._rank]]
 
     def _find_standing(self, index: int) -> _Standing:
         op, buffer = self._plan.ops[index], self._lowering.receive_buffers.get(index)
@@ -215,7 +224,7 @@ class Lanes:
         return messages
 
     def _all_to_all(self, index: int, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
-        dealt = self._dealing.begin(op, into, self._held(op.send, holdings)[: len(into)])
+        dealt = self._dealing.begin(op, into, holdings.to_send(op.send)[: len(into)])
         here = self._standing(index)
         if op.by_messages:
             self._transport.exchange(here.turn, dealt.receives, dealt.sends, here.counted_as)
@@ -226,7 +235,7 @@ class Lanes:
     def _outgoing(self, op: Pass, holdings: Holdings) -> Tensors:
         """Return the tensors to send: the chunk itself or, if rows are cut or it is cast, a staging copy."""
         chunk, rows = op.send, rows_sent(op, self._problem, self._rank)
-        held = self._held(chunk, holdings)
+        held = holdings.to_send(chunk)
         staged = self._staging.get(StagingUse(op.lane, chunk.tensor, "pass"))
         if staged is None:
             return held
@@ -236,13 +245,6 @@ class Lanes:
         for wire, tensor in zip(staged, held, strict=True):
             wire.copy_(tokens_of(tensor, holdings.among(chunk, rows)))
         return staged
-
-    def _held(self, chunk: Chunk, holdings: Holdings) -> Tensors:
-        """Return a chunk to send, contiguous. A partial that no block has written is created as the neutral element."""
-        if holdings.is_packed(chunk):
-            return holdings.packed(chunk)
-        with self._streams.making():
-            return holdings.packed(chunk)
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:
         """Return contiguous views of `buffers` with room for `tokens` tokens of the chunk."""

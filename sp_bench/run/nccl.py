@@ -58,9 +58,8 @@ class Part(Enum):
     FAR = "messages between nodes, where ranks share nodes"
 
     def ctas(self, of_lane: int) -> int:
-        """How many of a lane's CTAs it takes at most: 50 GB/s of a NIC take few, and NVLink all that it gets."""
-        far = max(1, of_lane // 4)
-        return {Part.WHOLE: of_lane, Part.NEAR: max(1, of_lane - far), Part.FAR: far}[self]
+        """How many of a lane's CTAs it takes at most, as powers of two: 50 GB/s of a NIC take few, NVLink more."""
+        return {Part.WHOLE: of_lane, Part.NEAR: max(1, of_lane // 2), Part.FAR: max(1, of_lane // 4)}[self]
 
 
 _IN_WORDS = {Part.WHOLE: "", Part.NEAR: " of a node", Part.FAR: ", between nodes"}
@@ -79,6 +78,8 @@ class NcclTransport(Transport):
     """Makes the NCCL process group of a lane among some ranks of `group`."""
     nodes: Sequence[Hashable] = field(default=(), kw_only=True)
     """The node of each rank of `group`; empty: all are on one."""
+    splits: bool = field(default=True, kw_only=True)
+    """Whether messages beyond a node have a communicator of their own."""
     timeout: timedelta | None = field(default=None, kw_only=True)
     """How long a transfer may take, but for the first of a connection; None: as the communicators were made."""
     others: frozenset[int] = field(default=frozenset(), kw_only=True)
@@ -129,7 +130,7 @@ class NcclTransport(Transport):
             key = next(key for key in keys if peer in key[1])
             group, place = self._communicator(*key), key[1].index(peer)
             batches.setdefault(key, []).extend(
-                dist.P2POp(operation, _flat(x), group=group, group_peer=place) for x in tensors
+                dist.P2POp(operation, unmarked(_flat(x)), group=group, group_peer=place) for x in tensors
             )
             uses.setdefault(key, set()).add((operation.__name__, peer))
         works = []
@@ -143,12 +144,18 @@ class NcclTransport(Transport):
         key = (turn.lane, self._members(call.group), Part.WHOLE)
         group = self._communicator(*key)
         self._before_use(key, [call.kind])
+        received, sent = ([unmarked(_flat(x)) for x in tensors] for tensors in (call.received, call.sent))
+        call = call._replace(received=received, sent=sent)
         for work in begin(call, group, coalesce=True):
             work.wait()
 
     @property
     def communicators(self) -> tuple[str, ...]:
         return tuple(f"lane {lane}: {len(members)} ranks{_IN_WORDS[part]}" for (lane, members, part) in self._made)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return any(len({self.nodes[member] for member in members}) > 1 for _, members, _ in self._made if self.nodes)
 
     @property
     def _rank(self) -> int:
@@ -163,7 +170,7 @@ class NcclTransport(Transport):
     def _parts(self, lane: int, members: Members) -> list[tuple[int, Members, Part]]:
         """The communicators of a lane's messages among these ranks. A message takes the first that has its peer."""
         nodes = [self.nodes[member] for member in members] if self.nodes else []
-        if not 1 < len(set(nodes)) < len(members):  # on one node, or each on its own
+        if not self.splits or not 1 < len(set(nodes)) < len(members):  # on one node, or each on its own
             return [(lane, members, Part.WHOLE)]
         mine = self.nodes[self._rank]
         near = tuple(member for member, node in zip(members, nodes, strict=True) if node == mine)
@@ -185,6 +192,18 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     if not x.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} would be sent in the order of its strides {x.stride()}")
     return x
+
+
+def unmarked(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that isn't the allocator's.
+
+    torch marks what it hands to NCCL as used by NCCL's stream (recordStream). When such memory is freed, its allocator
+    gives it out again only once the GPU has got there, though the caller has queued waits for that stream. Meanwhile it
+    holds far more than the plan. It doesn't mark memory that came by DLPack. The plan's waits order the uses of it
+    (DeviceStreams).
+    """
+    capsule: Any = torch._C._to_dlpack(x.detach())  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.from_dlpack(capsule)
 
 
 def refuse_several(version: tuple[Any, ...]) -> None:
@@ -235,7 +254,7 @@ def lane_communicator(
     """
     if lane or part is Part.NEAR:  # beside that of the first lane, or of messages between nodes
         refuse_several(library.version())
-        os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at the process's first operation
+    os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at its first operation, or for each communicator as made
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if VARIABLE not in os.environ:  # NCCL reads it itself
         options.config.max_ctas = part.ctas(ctas)
@@ -261,17 +280,21 @@ def nccl_transport(
 ) -> NcclTransport:
     """Return an NcclTransport among the ranks of a group, for plans whose lanes share the GPU.
 
-    A lane takes `lane_ctas` CTAs at most; None: its share of the GPU. It is the least of all ranks, whose GPUs may
-    differ: NCCL takes the same from all, and the communicators' names hold it.
+    A lane takes `lane_ctas` CTAs at most, a power of two; None: its share of the GPU. It is the least of all ranks,
+    whose GPUs may differ: NCCL takes the same from all, and the communicators' names hold it. A lane of one CTA, or of
+    as many as NCCL_MAX_CTAS says, has one communicator for messages of any reach, as two would take twice as many.
     """
     if lane_ctas is None:
         lanes = max((len(plan.lanes) for plan in plans.values()), default=1)
         lane_ctas = most_ctas(torch.cuda.get_device_properties(device).multi_processor_count, lanes)
     of_ranks = gathered((boot_id(), lane_ctas), group)
     nodes, least = [node for node, _ in of_ranks], min(ctas for _, ctas in of_ranks)
+    splits = least > 1 and VARIABLE not in os.environ
     communicator = partial(lane_communicator, group, device, timeout, least, cta_policy=options.cta_policy)
     registered = Registered(device, library.version()) if options.registered_buffers else None
-    return NcclTransport(group, communicator=communicator, registered=registered, nodes=nodes, timeout=timeout)
+    return NcclTransport(
+        group, communicator=communicator, registered=registered, nodes=nodes, splits=splits, timeout=timeout
+    )
 
 
 def transport_for(

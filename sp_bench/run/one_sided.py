@@ -51,6 +51,9 @@ class PeerMemory(ABC):
     neighbours: frozenset[int]
     """The other ranks of this rank's node."""
 
+    outside_bytes: int = 0
+    """Bytes of a GPU that it has made outside of torch's allocator."""
+
     @abstractmethod
     def connect(self, incoming: Sequence[Signal], lanes: int) -> None:
         """Prepare for the signals that this rank will wait for. All ranks call it once, before anything else."""
@@ -119,6 +122,14 @@ class OneSidedTransport(Transport):
             self._said_free.discard((turn.number, source))
         for work in works:
             work.wait()
+
+    @property
+    def outside_bytes(self) -> int:
+        return self.memory.outside_bytes
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.remote.crosses_nodes
 
     @property
     def communicators(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.tensors import Tensor as ChunkTensor
 
 Tensors = tuple[Tensor, ...]
 """The fields of one chunk, in the order of its tensor's fields."""
@@ -29,6 +30,13 @@ class Partials:
     def __init__(self, problem: Problem, rank: int, device: torch.device, unsummed: Container[Chunk] = ()) -> None:
         self._problem, self._rank, self._device, self._unsummed = problem, rank, device, unsummed
         self._held: dict[Chunk, Tensors] = {}
+        self._neutral: dict[tuple[ChunkTensor, torch.dtype, int], Tensors] = {}
+
+    def expect_untouched(self, chunks: Iterable[Chunk]) -> None:
+        """Make the neutral elements that will be sent for these chunks: one for all that are alike."""
+        for chunk in chunks:
+            if (key := self._alike(chunk)) not in self._neutral:
+                self._neutral[key] = self._new(chunk)
 
     def add_output(self, chunk: Chunk, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Fold (out_BSHD, lse_BHS) of the chunk's tokens `rows` into its accumulator."""
@@ -99,26 +107,28 @@ class Partials:
     def get(self, chunk: Chunk) -> Tensors:
         """Return the accumulator; the neutral element if no block has written to it."""
         if chunk not in self._held:
-            tokens, dtype = self._tokens(chunk), self._dtype(chunk)
-            shapes = [self._problem.field_shape(field, tokens) for field in chunk.tensor.fields]
-            if _is_output(chunk):
-                self._held[chunk] = empty_output(torch.empty(shapes[0], dtype=dtype, device=self._device))
-            else:
-                self._held[chunk] = tuple(torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
+            self._held[chunk] = self._new(chunk)
         return self._held[chunk]
 
     def packed(self, chunk: Chunk) -> Tensors:
-        """Return the accumulator as contiguous tensors, ready to send: a kernel's lse may have any strides."""
+        """Return the accumulator as contiguous tensors: a kernel's lse may have any strides."""
         self._held[chunk] = tuple(tensor.contiguous() for tensor in self.get(chunk))
         return self._held[chunk]
 
-    def is_packed(self, chunk: Chunk) -> bool:
-        """Whether the accumulator exists and is contiguous."""
-        return chunk in self._held and all(tensor.is_contiguous() for tensor in self._held[chunk])
+    def to_send(self, chunk: Chunk) -> Tensors:
+        """Return the contiguous accumulator, or the neutral element if no block has written to the chunk.
+
+        Nothing is allocated for a chunk that was expected to be untouched, or whose results are contiguous.
+        """
+        if chunk not in self._held:
+            return self._neutral[self._alike(chunk)]
+        here = self._device.type == "cpu" or all(x.is_contiguous() for x in self._held[chunk])
+        assert here, f"{chunk} isn't contiguous, and on a GPU a lane can't allocate"
+        return self.packed(chunk)
 
     def tensors(self) -> list[Tensors]:
         """Return all accumulators. Safe while other threads drop some."""
-        return list(self._held.values())
+        return [*self._held.values(), *self._neutral.values()]
 
     def drop(self, chunk: Chunk) -> Tensors | None:
         """Remove the accumulator, which was sent on, and return it; None if there was none."""
@@ -128,6 +138,17 @@ class Partials:
         """Return the accumulator for an addition; asserts that the chunk is not `unsummed`."""
         assert chunk not in self._unsummed, f"{chunk} is no sum: it may be held in a dtype too narrow for one"
         return self.get(chunk)
+
+    def _new(self, chunk: Chunk) -> Tensors:
+        """The neutral element of a chunk: no keys seen, or no gradient."""
+        tokens, dtype = self._tokens(chunk), self._dtype(chunk)
+        shapes = [self._problem.field_shape(field, tokens) for field in chunk.tensor.fields]
+        if _is_output(chunk):
+            return empty_output(torch.empty(shapes[0], dtype=dtype, device=self._device))
+        return tuple(torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
+
+    def _alike(self, chunk: Chunk) -> tuple[ChunkTensor, torch.dtype, int]:
+        return chunk.tensor, self._dtype(chunk), self._tokens(chunk)
 
     def _tokens(self, chunk: Chunk) -> int:
         """Return the number of tokens in the chunk on this rank."""

@@ -58,10 +58,6 @@ class Streams(ABC):
         """Return a context for an execution on the caller's stream; it starts after the previous execution ends."""
 
     @abstractmethod
-    def making(self) -> Any:
-        """Return a context in which a lane may allocate tensors."""
-
-    @abstractmethod
     def keep(self, tensors: Any) -> None:
         """Keep tensors alive until the lane's current operation has ended. Call it within that operation."""
 
@@ -153,9 +149,6 @@ class ThreadStreams(Streams):
         return self._progress.has_reached(self._waits[index])
 
     def execution(self) -> Any:
-        return nullcontext()
-
-    def making(self) -> Any:
         return nullcontext()
 
     def keep(self, tensors: Any) -> None:
@@ -252,8 +245,8 @@ class DeviceStreams(Streams):
     Memory: the caching allocator hands freed memory to the next request on the stream it was allocated on, ordered
     with that stream's work only. Therefore all tensors are allocated on the blocks' stream, which is the caller's:
 
-    - A lane's tensors are allocated before the execution (inputs, buffers, received results), by a block that the
-      lane waits for (partials), or within `making`.
+    - A lane's tensors are allocated before the execution (inputs, buffers, received results, neutral partials), or by a
+      block that the lane waits for (partials).
     - Tensors that only blocks use stay on one stream.
     - `keep` holds a partial that a lane sent until the blocks' stream has waited for that lane, so its memory is
       reused after the transfer. account.peak_bytes releases it at the same point.
@@ -314,14 +307,6 @@ class DeviceStreams(Streams):
         for last in self._last.items():
             device.wait(self._blocks, ended[last])
         self._kept = {}
-
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """Allocate on the blocks' stream and make the lane wait for it, a wait that the plan doesn't have."""
-        lane = self._lanes[self._here[0]]
-        with self._device.on(self._blocks):
-            yield
-        self._device.wait(lane, self._device.record(self._blocks))
 
     def keep(self, tensors: Any) -> None:
         lane, index = self._here

@@ -28,6 +28,8 @@ from sp_bench.run.nccl import nccl_transport
 from sp_bench.run.one_sided import OneSidedTransport, PeerMemory, Signal
 
 SIGNAL_BYTES = 4
+GRANULE_BYTES = 2 << 20
+"""torch gives each tensor memory of its own, with its signal pad, by cuMemCreate: in such steps on NVIDIA's GPUs."""
 PAD_BYTES = 16
 """The size of the buffer whose pads are used: an empty one can't be allocated."""
 
@@ -73,10 +75,12 @@ class SymmetricMemory(PeerMemory):
         """A tensor that the lane's group has exchanged, and its handle."""
         x = self._torchs.empty(tuple(shape), dtype=dtype, device=self._device)
         try:
-            return x, self._torchs.rendezvous(x, self._groups(lane))
+            handle = self._torchs.rendezvous(x, self._groups(lane))
         except RuntimeError as error:
             rule = f"the GPUs of a node don't share memory ({error})"
             raise RequestError("transport=symmetric_memory", rule, "transport=nccl would work") from error
+        self.outside_bytes += -(-(x.nbytes + handle.signal_pad_size) // GRANULE_BYTES) * GRANULE_BYTES
+        return x, handle
 
     def at(self, peer: int, mine: Tensor, like: Tensor) -> Tensor:
         return self._handles[mine.data_ptr()].get_buffer(self._places[peer], like.shape, like.dtype)

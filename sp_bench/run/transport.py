@@ -141,6 +141,16 @@ class Transport(ABC):
         """NCCL's communicators that it uses, in words."""
         return ()
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of a GPU that `empty` has made outside of torch's allocator."""
+        return 0
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether NCCL carries something between nodes."""
+        return False
+
     def allocated(self) -> None:  # noqa: B027  # most transports need nothing
         """Take note that the buffers of a plan have been made."""
 

@@ -78,7 +78,7 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
     for index, op in plan:
         if isinstance(op, AllGather | ReduceScatter):
             size = sum(sum(sizes.values()) for sizes in messages(op, problem, 0))
-            if way := cluster.algorithm(op, plan.n, size):
+            if way := cluster.algorithm(op, problem, size):
                 lanes[op.lane] = lanes.get(op.lane, 0.0) + way.latency_s
                 continue
         if isinstance(op, Transfer) and index not in pipelined and (pairs := peers(op)):

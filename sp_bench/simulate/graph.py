@@ -26,6 +26,7 @@ from sp_bench.plan.ops import (
     AllToAll,
     Collective,
     Op,
+    Pass,
     Plan,
     ReduceScatter,
     Transfer,
@@ -135,6 +136,9 @@ class _Builder:
         self.rows = Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
         """By operation, the tasks that must end before it has ended on each rank: [(n,), ...]."""
+        self.in_order = cluster.starts_in_order(plan)
+        self.started: list[np.ndarray] = []
+        """The tasks after which the last transfer of any lane has started on each rank: [(n,)] or nothing yet."""
         self.later: list[tuple[list[np.ndarray], np.ndarray, Path]] = []
         """After which messages links carry how many bytes, and over what."""
 
@@ -153,8 +157,9 @@ class _Builder:
                 op = self.plan.ops[item]
                 assert isinstance(op, Transfer)
                 early = self._pipelined_start(item) if item in self.lowering.pipelined else None
+                before = self._before(item, op, previous.get(op.lane, []), early=early is not None)
                 first = len(self.rows.delays)
-                stream, ended = op.lane, self._transfer(item, op, previous.get(op.lane, []), early)
+                stream, ended = op.lane, self._transfer(item, op, before, early)
                 self.ended[item] = ended
             previous[stream] = ended
             items.append(Item(item, range(first, len(self.rows.delays))))
@@ -167,6 +172,7 @@ class _Builder:
         n, ops = self.ranks.size, self.plan.ops
         rows = sum(self._rows_of(ops[i]) if isinstance(i, int) else 1 for i in items)
         rows += len(self.lowering.pipelined)
+        rows += 2 * sum(isinstance(i, int) for i in items) if self.in_order else 0
         rows *= 2 if self.effects.defers else 1  # what links carry after a message is a row too
         if n * rows > MAX_TASKS:
             raise RequestError(
@@ -230,6 +236,22 @@ class _Builder:
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return PipelinedStart(hidden_s, begun)
 
+    def _before(self, index: int, op: Transfer, previous: list[np.ndarray], *, early: bool) -> list[np.ndarray]:
+        """What a rank waits for before it begins with a transfer: in launch order, also for its last one's start.
+
+        A rank that takes no part launches nothing. Staging is taken to be over when the transfer starts.
+        """
+        before = [*previous, *([] if early else self._elsewhere(index))]
+        if not self.in_order or (isinstance(op.group, Group) and op.group.size == 1):
+            return before
+        sends, receives = self.costs.moves(index, op, self.ranks)
+        moves = (sends | receives) & (op.target(self.ranks) != self.ranks if isinstance(op, Pass) else True)
+        others = self.started
+        self.started = before = [self.rows.add(0.0, [*before, *others])]
+        if not np.all(moves):
+            self.started = [np.where(moves, before[0], self.rows.add(0.0, others))]
+        return before
+
     def _elsewhere(self, index: int) -> list[np.ndarray]:
         """What an operation waits for on other streams."""
         return self._tasks(self.lowering.waits[index])
@@ -238,15 +260,15 @@ class _Builder:
         return [tasks for _, other in waits for tasks in self.ended[other]]
 
     def _find_algorithm(self, op: Collective) -> Algorithm | None:
-        return self.cluster.algorithm(op, self.problem.n, self._sent(op).total)
+        return self.cluster.algorithm(op, self.problem, self._sent(op).total)
 
     def _sent(self, op: Collective) -> collectives.Bytes:
         by_field = messages(op, self.problem, 0)[0] if op.group.size > 1 else {}
         return collectives.Bytes(by_field, op.group.size)
 
-    def _collective(self, op: Collective, way: Algorithm, previous: list[np.ndarray], index: int) -> list[np.ndarray]:
+    def _collective(self, op: Collective, way: Algorithm, before: list[np.ndarray], index: int) -> list[np.ndarray]:
         """A collective by the library's algorithm; partials are packed before it."""
-        before, sent = [*previous, *self._elsewhere(index)], self._sent(op)
+        sent = self._sent(op)
         ours, where = (self.rows, self.quotient, self.network), (way, op.group, sent, before)
         staged_s = self.costs.staged_s(index, op, self.ranks)
         noise = partial(self.noise, self.ranks.size)
@@ -257,16 +279,15 @@ class _Builder:
         return collectives.at_once(*ours, *where, staged_s, noise())
 
     def _transfer(
-        self, index: int, op: Transfer, previous: list[np.ndarray], early: PipelinedStart | None
+        self, index: int, op: Transfer, before: list[np.ndarray], early: PipelinedStart | None
     ) -> list[np.ndarray]:
         """A flow from each rank for each message. It starts when both its ends have posted: their waits are over.
 
         A pipelined send begins `early`, and the receives of some transfers are pre-posted.
         """
         if isinstance(op, Collective) and (way := self._algorithm(op)):
-            return self._collective(op, way, previous, index)
+            return self._collective(op, way, before, index)
         hidden_s, begun = early or (0.0, [])
-        before = [*previous, *([] if early else self._elsewhere(index))]
         expecting = before
         if posted := self.lowering.preposted.get(index):
             expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]

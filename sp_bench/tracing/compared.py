@@ -13,8 +13,7 @@ from sp_bench.calibrating.cluster_file import rounded
 from sp_bench.calibrating.speed import at_speed
 from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
-from sp_bench.lower import NCCL
-from sp_bench.lower.staging import adds_up_on_the_way
+from sp_bench.lower.staging import is_sum
 from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
@@ -95,7 +94,7 @@ def _kernel_of(op: Transfer) -> str:
     """The name of NCCL's kernel for a transfer; an all-to-all is sends and receives."""
     if isinstance(op, AllGather):
         return "AllGather"
-    return "ReduceScatter" if isinstance(op, ReduceScatter) and adds_up_on_the_way(op, NCCL) else "SendRecv"
+    return "ReduceScatter" if isinstance(op, ReduceScatter) and is_sum(op) else "SendRecv"
 
 
 def _rows(phase: str, run: Run, cluster: Cluster, traces: Mapping[int, Trace]) -> list[Row]:

@@ -65,6 +65,11 @@ class AttentionStep:
         return self._engine.transport.communicators
 
     @property
+    def outside_bytes(self) -> int:
+        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
+        return self._engine.transport.outside_bytes
+
+    @property
     def shares(self) -> SmShares | None:
         """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
         return self._engine.shares

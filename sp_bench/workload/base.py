@@ -60,6 +60,11 @@ class Step(Protocol):
         ...
 
     @property
+    def outside_bytes(self) -> int:
+        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
+        ...
+
+    @property
     def shares(self) -> SmShares | None:
         """What lanes and blocks take of the GPU; None on a CPU, or for a peer."""
         ...

@@ -119,6 +119,11 @@ class TrainStep:
         return self._attention.engine.transport.communicators
 
     @property
+    def outside_bytes(self) -> int:
+        """Bytes of a GPU that its attention's buffers take outside of torch's allocator."""
+        return self._attention.engine.transport.outside_bytes
+
+    @property
     def shares(self) -> SmShares | None:
         """What lanes and blocks take of the GPU; None on a CPU."""
         return self._attention.engine.shares

@@ -32,7 +32,7 @@ def gather(group: Group) -> AllGather:
 def test_each_rank_sends_all_and_gets_all(network: str, group: Group) -> None:
     """Whatever the algorithm: the shares of a rank's flows are one, and so are those of what comes to it."""
     where = on_network(network)
-    way = where.algorithm(gather(group), 8, 10**6)
+    way = where.algorithm(gather(group), split_problem(8), 10**6)
     assert way is not None
     arriving, ranks = np.zeros(8), np.arange(8)
     for flow in way.flows:
@@ -80,11 +80,11 @@ def test_a_slow_link_holds_up_all_members(network: str) -> None:
 
 def test_members_alone_on_their_nodes_take_trees_where_latency_counts() -> None:
     where, group = cluster(gpus_per_node=2), Group(2, 16)
-    few, many = (where.algorithm(gather(group), 32, size) for size in (10, 10**9))
+    few, many = (where.algorithm(gather(group), problem(32), size) for size in (10, 10**9))
     assert few is not None and many is not None
     assert (few.name, few.rate_share, many.name) == ("pat", PAT_RATE, "ring")
     assert few.latency_s.max() == pytest.approx(4 * 3e-5 / 3.5 + 16 * 2.8e-6)
-    inside = where.algorithm(gather(Group(1, 2)), 32, 10)
+    inside = where.algorithm(gather(Group(1, 2)), problem(32), 10)
     assert inside is not None and inside.name == "ring"
 
 
@@ -93,22 +93,25 @@ def test_multicast_is_used_where_the_cluster_has_it() -> None:
     plain = cluster(gpus_per_node=8)
     fast = replace(plain, topology=plain.topology.replace(intra=plain.topology.intra.replace(nvls_bytes_per_s=1e9)))
     size = 7 * p.chunk_bytes(KV, wire=True)
-    ways = [where.algorithm(gather(Group(1, 8)), 8, size) for where in (plain, fast)]
+    ways = [where.algorithm(gather(Group(1, 8)), p, size) for where in (plain, fast)]
     assert [way and way.name for way in ways] == ["ring", "nvls"]
     method = build("all_gather", {"stride": p.kv_heads})
     spans = simulate(method.plan(p, "forward", COMPUTE_BOUND), p, fast).spans(0)
     assert next(span.end_s for span in spans if span.stream == "kv") == pytest.approx(25e-6 + size / 1e9)
-    assert fast.algorithm(gather(Group(1, 16)), 16, size).name == "ring"  # pyright: ignore[reportOptionalMemberAccess]
+    assert fast.algorithm(gather(Group(1, 16)), problem(16), size).name == "ring"  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_what_the_library_cannot_add_goes_to_its_owner() -> None:
     o, dkv = (ReduceScatter("o", Chunk(tensor, 0, Group(1, 8))) for tensor in (O, DKV))
     nccl, gloo = cluster(), on_network("shared cores")
-    assert nccl.algorithm(o, 8, 1) is None and gloo.algorithm(o, 8, 1) is None
-    assert nccl.algorithm(dkv, 8, 1) is not None and gloo.algorithm(dkv, 8, 1) is None
+    p = replace(split_problem(8), dtype="bfloat16", wire_dtype="")
+    wide = replace(p, wire_dtype="float32")
+    assert all(where.algorithm(o, each, 1) is None for where in (nccl, gloo) for each in (p, wide))
+    assert nccl.algorithm(dkv, p, 1) is None, "it would round at every hop"
+    assert nccl.algorithm(dkv, wide, 1) is not None and gloo.algorithm(dkv, wide, 1) is None
     deal = AllToAll("q", Chunk(Q, 0, Group(1, 8)), Chunk(Q.by_heads, 0, Group(8, 1)), Group(1, 8))
-    assert nccl.algorithm(deal, 8, 1) is None
-    hops = gloo.algorithm(gather(Group(1, 8)), 8, 1)
+    assert nccl.algorithm(deal, wide, 1) is None
+    hops = gloo.algorithm(gather(Group(1, 8)), p, 1)
     assert hops is not None and (hops.name, hops.hops) == ("hops", 7)
 
 

@@ -59,6 +59,7 @@ def test_the_memory_of_graphs_is_that_of_their_capture(graphs: bool, monkeypatch
 
     class Step:
         sent_bytes: ClassVar[Counter[tuple[str, ...]]] = Counter()
+        outside_bytes = 0
 
         def untimed(self) -> None: ...
 
@@ -77,7 +78,7 @@ def test_the_memory_of_graphs_is_that_of_their_capture(graphs: bool, monkeypatch
         def forget_peak(self) -> None:
             done.append("forget")
 
-        def peak(self, live_bytes: int) -> MemoryPeak:
+        def peak(self, live_bytes: int, outside_bytes: int) -> MemoryPeak:
             done.append("peak")
             return MemoryPeak()
 

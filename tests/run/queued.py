@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +52,9 @@ class Block:
 
     def tensor(self, like: Tensor) -> Tensor:
         """A view of it, whose life nobody watches."""
+        first = like.untyped_storage().data_ptr() - self.bytes.ctypes.data
         flat = torch.from_numpy(self.bytes).view(like.dtype)
-        return flat.as_strided(like.size(), like.stride(), like.storage_offset())
+        return flat.as_strided(like.size(), like.stride(), first // like.element_size() + like.storage_offset())
 
 
 @dataclass
@@ -115,13 +117,16 @@ class Stream:
 class Machine:
     """All ranks, and what they have queued."""
 
+    streams_per_rank = STREAMS_PER_RANK
+
     def __init__(self, ranks: int, seed: int) -> None:
         self._random = random.Random(seed)
-        self._count = ranks * STREAMS_PER_RANK
+        self._count = ranks * self.streams_per_rank
         self.clocks = np.zeros((self._count, self._count), np.int32)
         """What of each stream each stream knows to have ended."""
         self.streams: list[Stream] = []
         self.blocks: dict[int, Block] = {}
+        self._starts: list[int] = []
         self._wire: dict[tuple, tuple[list[Tensor], np.ndarray]] = {}
         """Messages that have left and not arrived."""
         self._eager = self._random.random() < 0.5
@@ -138,19 +143,30 @@ class Machine:
     def block(self, size: int) -> Block:
         block = Block(-(-size // 16) * 16, self._count)
         self.blocks[block.bytes.ctypes.data] = block
+        insort(self._starts, block.bytes.ctypes.data)
         return block
 
     def access(self, x: Tensor) -> Access:
         """Where a tensor is, without keeping it alive."""
-        block = self.blocks[x.untyped_storage().data_ptr()]
+        block = self.block_of(x)
+        assert block is not None, "not the device's memory"
         return Access(block, block.tensor(x))
+
+    def block_of(self, x: Tensor) -> Block | None:
+        """The block that a tensor is in, if it is the device's. The storage of an alias may begin within one."""
+        start = x.untyped_storage().data_ptr()
+        if start not in self.blocks:
+            below = bisect_right(self._starts, start) - 1
+            start = self._starts[below] if below >= 0 else -1
+        block = self.blocks.get(start)
+        return block if block and x.data_ptr() < start + block.bytes.size else None
 
     def run(self) -> None:
         """Do all that is queued. Raises Hazard, or Stuck where it waits for what never comes."""
         while any(stream.queue for stream in self.streams):
             steps = [(stream, step) for stream in self.streams if stream.queue for step in self._steps(stream)]
             if not steps:
-                raise Stuck(f"{[type(s.queue[0]).__name__ for s in self.streams if s.queue]} wait for each other")
+                raise self._stuck()
             stream, step = self._pick(steps)
             self.clocks[stream.number, stream.number] += 1
             step()
@@ -158,6 +174,9 @@ class Machine:
                 batch = stream.queue[0]
                 if not batch.sends and not batch.receives:
                     stream.queue.popleft()
+
+    def _stuck(self) -> Stuck:
+        return Stuck(f"{[type(s.queue[0]).__name__ for s in self.streams if s.queue]} wait for each other")
 
     def _pick(self, steps: list) -> Any:
         """Any of them, or that of the stream first in a ranking which changes now and then."""
@@ -327,7 +346,7 @@ class Rank(TorchDispatchMode):
         self._current.queue.append(work)
 
     def _has(self, x: Tensor) -> bool:
-        return x.untyped_storage().data_ptr() in self.machine.blocks
+        return self.machine.block_of(x) is not None
 
     def _raw(self, values: Any) -> Any:
         """The same, with tensors that don't keep the caller's alive."""

@@ -171,7 +171,7 @@ def test_messages_keep_their_channels_inside_nodes(monkeypatch: pytest.MonkeyPat
     assert made("ring", everyone) == made("ring", (0,) * 8) == [(0, everyone, Part.WHOLE)]
     assert made("ring", (0, 0, 0, 1, 1, 2, 3, 3)) == [(0, everyone, far)], "alone on its node"
     assert made("all_gather", two_nodes) == [(0, everyone, Part.WHOLE)]
-    for ctas in range(2, 33):
+    for ctas in (2, 4, 8, 16, 32):
         assert near.ctas(ctas) + far.ctas(ctas) <= ctas == Part.WHOLE.ctas(ctas)
 
 
@@ -221,9 +221,8 @@ def test_several_communicators_take_nccl_s_launch_order(monkeypatch: pytest.Monk
         nccl.lane_communicator("world", torch.device("cuda", 0), None, 8, lane, (0, 1))  # pyright: ignore
 
     make(0)
-    assert environment == {}, "one alone needs no order"
+    assert environment == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, "a later lane may come beside it"
     make(1)
-    assert environment == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     environment["NCCL_LAUNCH_ORDER_IMPLICIT"] = "0"
     make(0)
     with pytest.raises(RequestError, match=r"NCCL_LAUNCH_ORDER_IMPLICIT=0: .*; NCCL_LAUNCH_ORDER_IMPLICIT=1 would"):

@@ -21,8 +21,9 @@ from sp_bench.plan.regions import RegionKind
 from sp_bench.run import streams
 from sp_bench.run.engine import Engine
 from sp_bench.run.executor import Action
-from sp_bench.run.graphs import GraphedEngine
+from sp_bench.run.graphs import CALLBACKS, GraphedEngine
 from sp_bench.run.holdings import LiveBytes
+from sp_bench.run.nccl import NcclTransport, Part
 from sp_bench.run.sharding import shard
 from tests.run.capturing import Capturing, NotCapturable
 from tests.run.queued import Machine, Wires
@@ -91,6 +92,17 @@ def test_replays_are_executions(method: str, options: dict[str, object], node: i
         for i, x in enumerate(again):
             assert torch.equal(x, eager[i % len(eager)]), i
         assert sent_again == Counter({key: REPLAYS * size for key, size in sent.items()})
+
+
+def test_callbacks_of_the_host_are_said_by_link_class() -> None:
+    _, graphs, _ = alone()
+    assert CALLBACKS not in graphs.notes
+    transport = NcclTransport(None, communicator=lambda *key: key, nodes=(0, 0, 1, 1))
+    graphs._engine.transport = transport
+    transport._made[0, (0, 1), Part.WHOLE] = "inside a node"
+    assert CALLBACKS not in graphs.notes
+    transport._made[0, (0, 2), Part.WHOLE] = "between nodes"
+    assert CALLBACKS in graphs.notes and CALLBACKS not in graphs._engine.notes
 
 
 def alone() -> tuple[Capturing, GraphedEngine, list[Tensor]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,114 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sp_bench.kernels import KERNELS
-from sp_bench.kernels.aten_cpu import AtenCpu
 from sp_bench.lower import Lowering, TransportKind, lower
 from sp_bench.methods import build
-from sp_bench.plan import CostProfile, Join, Method, Plan, Problem
+from sp_bench.plan import Join, Plan, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.regions import RegionKind
 from sp_bench.run import executor, streams
 from sp_bench.run.buffers import Arena
 from sp_bench.run.engine import Engine
+from sp_bench.run.holdings import Holdings
+from sp_bench.run.lanes import Lanes
 from sp_bench.run.one_sided import DATA, FREE, Signal
-from sp_bench.run.sharding import positions, shard
+from sp_bench.run.sharding import shard
 from sp_bench.run.symmetric_memory import SymmetricMemory
-from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Stuck, Wires
+from tests.run.executions import CPU, Execution, LikeAGpus, fitting, four, inputs, small
+from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Wires
 from tests.run.symmetric import SymmetricMemories
-from tests.support.bounds import bounds
 from tests.support.marks import exhaustive
-from tests.support.problems import all_methods, cost_profiles, mask_of, of_each_name
-
-NAMES = ("out", "dq", "dk", "dv")
-CPU = torch.device("cpu")
-
-
-class LikeAGpus(AtenCpu):
-    """Its lse is contiguous: else a lane would make it so, and for that wait for all blocks."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: RegionKind) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(q, k, v, mask)
-        return out, lse.contiguous()
-
-
-@dataclass(frozen=True)
-class Execution:
-    """A forward and a backward of some ranks, and the order in which their devices do the work."""
-
-    method: Method
-    problem: Problem
-    costs: CostProfile = COMPUTE_BOUND
-    order: int = 0
-    node: int = 0
-    """Ranks of a node with symmetric memory; 0: without."""
-
-    @property
-    def plans(self) -> dict[str, Plan]:
-        return {phase: self.method.plan(self.problem, phase, self.costs) for phase in PHASES}
-
-    def run(self, plans: dict[str, Plan] | None = None) -> list[Tensor]:
-        """Out and gradients of the whole sequence. Nothing is done on the devices before everything is queued."""
-        problem, plans = self.method.dealt(self.problem), plans or self.plans
-        machine, results = Machine(problem.n, self.order), []
-        memory = SymmetricMemories(machine, self.node) if self.node else None
-        for rank, device in enumerate(machine.ranks):
-            q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
-            with device:
-                transport = memory.transport(device, plans.values()) if memory else Wires(device)
-                engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=transport, queues=device)
-                engine.kernel = LikeAGpus()
-                out, saved = engine.forward(q, k, v)
-                del q, k, v
-                results.append((device, (out, *engine.backward(dout, saved))))
-                del saved, dout
-        machine.run()
-        return [self._whole([device.get(found[i]) for device, found in results]) for i in range(len(NAMES))]
-
-    def _whole(self, parts: list[Tensor]) -> Tensor:
-        n, layout = len(parts), self.method.dealt(self.problem).layout
-        order = torch.cat([positions(layout, rank, n, self.problem.seqlen) for rank in range(n)])
-        return torch.cat(parts, dim=1)[:, order.argsort()]
-
-    def wrong(self, plans: dict[str, Plan] | None = None) -> str:
-        """What is wrong with it; empty if nothing is."""
-        try:
-            found = self.run(plans)
-        except (Hazard, Stuck) as error:
-            return f"{type(error).__name__}: {error}"
-        most = bounds(self.problem, inputs(self.problem))
-        errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact(self.problem), strict=True)]
-        return ", ".join(f"{n} is off by {e:.1e}" for n, e in zip(NAMES, errors, strict=True) if not e <= most[n])
-
-
-def inputs(problem: Problem) -> list[Tensor]:
-    """q, k, v and dout of the whole sequence."""
-    generator = torch.Generator().manual_seed(1)
-    heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    shapes = [(problem.batch, problem.seqlen, h, problem.head_dim) for h in heads]
-    return [torch.randn(s, generator=generator).to(getattr(torch, problem.dtype)) for s in shapes]
-
-
-def exact(problem: Problem) -> list[Tensor]:
-    q, k, v, dout = (x.double() for x in inputs(problem))
-    kernel, mask = KERNELS["reference"](), RegionKind(problem.mask.name)
-    out, lse = kernel.forward(q, k, v, mask)
-    return [out, *kernel.backward(dout, q, k, v, out, lse, mask)]
-
-
-def small(n: int, *, causal: bool, layout: str = "striped", dtype: str = "float64", wire: str = "") -> Problem:
-    return Problem(
-        n=n, seqlen=2 * n, heads=2 * n, kv_heads=n, head_dim=4, mask=mask_of(causal), dtype=dtype, wire_dtype=wire,
-        layout=LAYOUTS[layout],
-    )  # fmt: skip
-
-
-def fitting(method: Method, problem: Problem) -> Execution:
-    """On the problem's layout, or else on the method's first."""
-    layout = problem.layout.name if problem.layout.name in method.layouts else method.layouts[0]
-    return Execution(replace(method, layout=layout), replace(problem, layout=LAYOUTS[layout]))
+from tests.support.problems import all_methods, cost_profiles, of_each_name
 
 
 @pytest.mark.parametrize(("n", "every"), [(1, True), exhaustive(3, False), *(exhaustive(n, True) for n in (2, 3, 4))])
@@ -202,10 +113,6 @@ MUTATED = [
 ]
 
 
-def four(method: str, options: dict[str, object], *, wire: str = "bfloat16", layout: str = "zigzag") -> Execution:
-    return fitting(build(method, options), small(4, causal=True, layout=layout, dtype="float32", wire=wire))
-
-
 QUICK = ("ring",)
 """It has few waits."""
 
@@ -261,15 +168,36 @@ NOTHING_TO_SEND = four("mesh", {"tile": (4, 1)}, wire="float32", layout="contigu
 """Under a causal mask some of its ranks send partials that no block has touched."""
 
 
-def test_a_lane_waits_for_what_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def without_waiting(self: streams.DeviceStreams) -> Iterator[None]:
-        with self._device.on(self._blocks):
-            yield
+@pytest.mark.parametrize("action", [executor.Action.EVERYTHING, executor.Action.COMMUNICATION])
+def test_neutral_partials_are_made_before_anything_is_queued(
+    monkeypatch: pytest.MonkeyPatch, action: executor.Action
+) -> None:
+    """Made in a lane they would wait for all blocks that were queued before."""
+    inside: list[int] = []
+    transfer, make = Lanes.transfer, Rank._make
 
-    assert NOTHING_TO_SEND.wrong() == ""
-    monkeypatch.setattr(streams.DeviceStreams, "making", without_waiting)
-    assert NOTHING_TO_SEND.wrong() != ""
+    def watched(self: Lanes, index: int, op: Any, holdings: Holdings) -> None:
+        inside.append(index)
+        transfer(self, index, op, holdings)
+        inside.pop()
+
+    def made(self: Rank, like: Tensor) -> Tensor:
+        assert not inside, "a lane allocates"
+        return make(self, like)
+
+    monkeypatch.setattr(Lanes, "transfer", watched)
+    monkeypatch.setattr(Rank, "_make", made)
+    execution = NOTHING_TO_SEND
+    problem, plans = execution.method.dealt(execution.problem), execution.plans
+    machine = Machine(problem.n, seed=0)
+    for rank, device in enumerate(machine.ranks):
+        q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
+        with device:
+            engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+            engine.kernel = LikeAGpus()
+            for _ in range(2):
+                engine.forward(q, k, v, action)
+    machine.run()
 
 
 class Deaf(Rank):
@@ -379,6 +307,7 @@ def fail_then_go_on() -> None:
     for rank, device in enumerate(machine.ranks):
         q, k, v, _ = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
         engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+        engine.kernel = LikeAGpus()
         good, calls = engine.kernel.forward, itertools.count()
 
         def third_fails(*args: object, good=good, calls=calls) -> object:
@@ -412,6 +341,7 @@ def test_parts_leave_nothing_behind(method: str, options: dict[str, object]) -> 
         q, k, v, dout = (device.put(shard(x, problem.layout, rank, problem.n)) for x in inputs(problem))
         with device:
             engine = Engine(plans, problem, "auto", CPU, rank=rank, transport=Wires(device), queues=device)
+            engine.kernel = LikeAGpus()
             both, saved = [], {}
             for action in (executor.Action.EVERYTHING, *executor.Action, executor.Action.EVERYTHING):
                 out, fresh = engine.forward(q, k, v, action)
