@@ -153,7 +153,8 @@ class Cluster:
     @property
     def transport(self) -> TransportKind:
         """The transport between ranks: if not asked for otherwise, NCCL on devices and gloo on shared cores."""
-        return self.transport_options.kind(on_cpu=self.cores is not None)
+        kind = self.transport_options.kind(on_cpu=self.cores is not None)
+        return replace(kind, adds_narrow=True) if self.device.implementation.adds_narrow else kind
 
     def starts_in_order(self, plan: Plan) -> bool:
         """Whether transfers of a plan's lanes start in plan order on each rank. Those of one lane do anyway."""

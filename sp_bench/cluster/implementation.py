@@ -24,6 +24,8 @@ class Implementation(Section, frozen=True, kw_only=True):
     """What comes on top where a block has a part of the rows alone: their sum is written back into the whole."""
     joins_blocks: bool = False
     """Whether blocks of one query chunk with nothing to wait for between them are one kernel call, merged once."""
+    adds_narrow: bool = False
+    """Whether reduce-scatters add gradients in the dtype that is sent, as NCCL does, which rounds at every hop."""
     host_s_per_block: NotNegative = 0.0
     """Seconds that the host takes to queue a block with its fold and its transfers. A device that is faster waits."""
     transfer_slowdown: NotNegative | None = None

@@ -128,9 +128,10 @@ def adds_up_on_the_way(op: ReduceScatter, problem: Problem, transport: Transport
     """Whether the library adds the partials. If not, they are exchanged by an all-to-all and merged by their owner.
 
     NCCL rounds a sum to the dtype that is sent at every hop of its ring. In bfloat16 that makes an error that grows
-    with the number of ranks, so the library adds only what is sent in the accumulators' dtype.
+    with the number of ranks, so the library adds only what is sent in the accumulators' dtype, but in others' code.
     """
-    return transport.adds and is_sum(op) and problem.wire_dtype == problem.accumulate_dtype
+    wide = problem.wire_dtype == problem.accumulate_dtype
+    return transport.adds and is_sum(op) and (wide or transport.adds_narrow)
 
 
 def is_sum(op: ReduceScatter) -> bool:

@@ -15,6 +15,8 @@ class TransportKind:
     adds: bool = False
     """Whether the library's reduce-scatter adds on the way, sending each partial once. torch's for gloo is an
     all-reduce, which sends twice as much: an all-to-all takes its place."""
+    adds_narrow: bool = False
+    """Whether it adds partials of less than the accumulators' dtype too, rounding at every hop."""
     pipelines: bool = False
     """Whether a transfer can begin, tensor by tensor, while the one before it on its lane is in flight."""
     in_launch_order: bool = False
