@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sp_bench.diagnosing import examine
-from sp_bench.diagnosing.examine import DOCUMENTS, checked, pairs_of, with_callers_log, workload
+from sp_bench.diagnosing.examine import DOCUMENTS, checked, pairs_of, spec, with_callers_log
 from sp_bench.diagnosing.nccl_log import read_log
 from sp_bench.doctor import main
 from sp_bench.kernels.pieces import Pieces, calls
@@ -118,7 +118,7 @@ def test_pairs() -> None:
 @pytest.mark.parametrize("n", [2, 3, 8, 16])
 def test_all_ranks_have_made_the_communicator_that_pairs_use(n: int) -> None:
     """NCCL's of the first lane among all ranks, when the plans were prepared: a pair alone could not make it."""
-    plan = workload(n, "auto", "float32", 16).plans["forward"]
+    plan = spec(n, "auto", "float32", 16).plans["forward"]
     first = next(op for op in plan.ops if isinstance(op, Pass))
     assert isinstance(first.group, Group)
     assert {members_of(first.group, rank) for rank in range(n)} == {tuple(range(n))}
@@ -127,7 +127,7 @@ def test_all_ranks_have_made_the_communicator_that_pairs_use(n: int) -> None:
 @pytest.mark.exhaustive
 def test_ranks_measure_pair_by_pair(ranks: Ranks) -> None:
     wanted = [(0, 1), (2, 5), (0, 8)]
-    found = ranks.run(pairs, workload(WORLD, "auto", "float32", 16).plans, wanted)
+    found = ranks.run(pairs, spec(WORLD, "auto", "float32", 16).plans, wanted)
     assert [[(pair.a, pair.b) for pair in of_rank] for of_rank in found] == [[(0, 1), (0, 8)], [], [(2, 5)], *[[]] * 6]
     assert all(pair.bytes_per_s > 0 and pair.latency_s > 0 for of_rank in found for pair in of_rank)
 
