@@ -170,7 +170,7 @@ def test_a_point_opens_by_keyboard(browser: Browser, address: str) -> None:
     browser.until("document.querySelectorAll('dialog .picture svg.marks').length >= 6")
     assert browser.js("document.activeElement.closest('dialog') !== null"), "the focus is in the dialog"
     assert browser.text("#point-title").startswith("mesh 2x2, 4 GPUs of h100_ndr400, 16k tokens")
-    assert browser.text("#command") == "python -m sp_bench cluster=h100_ndr400 gpus=4 seqlen=16k heads=8"
+    assert browser.text("#command") == "python -m sp_bench gpus=4 seqlen=16k heads=8"
     names = {
         browser.js(f"document.querySelectorAll('dialog .picture')[{k}].getAttribute('aria-label')") for k in range(7)
     }

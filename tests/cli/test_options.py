@@ -13,7 +13,7 @@ from sp_bench.slurm.settings import Settings
 COUNTS = {
     "config": 42,
     "data": 8,
-    "implementation": 5,
+    "implementation": 6,
     "kernel": 1,
     "logger": 5,
     "method": 19,
