@@ -357,5 +357,5 @@ def _attended(unit: _Unit, q: Tensor, places: Tensor) -> tuple[Tensor, Tensor, T
         out = out * shrunk + p @ v
         if q.dtype == torch.float64:
             of_out = of_out * shrunk.square() + p.square() @ v.square()
-    total = total.clamp_min(torch.finfo(q.dtype).tiny)
-    return most.masked_fill(most.isinf(), 0.0) + total.log(), out / total, of_out / total.square()
+    total = total.clamp_min(torch.finfo(q.dtype).tiny)  # whose square is 0: queries that see no key are 0, not NaN
+    return most.masked_fill(most.isinf(), 0.0) + total.log(), out / total, of_out / total / total

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_bench.kernels.reference import exact
 from sp_bench.plan.documents import Documents, Packed, Window
-from sp_bench.plan.layout import LAYOUTS
-from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask
+from sp_bench.plan.layout import LAYOUTS, Positions
+from sp_bench.plan.mask import CAUSAL, FULL, MASKS, Mask, WholeMask
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import Regions
 from sp_bench.workload import RankContext, exact_rows
 from sp_bench.workload.attention_step import random_inputs
 from sp_bench.workload.exact_rows import KEYS, ROWS, all_rows, errors_of_rows, sampled
@@ -60,6 +61,30 @@ def test_rows_are_those_of_the_reference(seqlen: int, mask: Mask) -> None:
         wrong[entry, int((sample.mine if name in ("dk", "dv") else sample.rows)[-1]), head] += 1.0
         errors = errors_of_rows(problem, ALONE, inputs, sample.of({**results, name: wrong}), sample)  # pyright: ignore
         assert [other for other in NAMES if errors.overall[other] > 1e-6] == [name]
+
+
+class Strict(WholeMask):
+    """A query sees the keys before its own position: the first one sees none."""
+
+    name = "strict"
+    flops_share, causal, balanced = 0.5, True, ()
+
+    def regions(self, q: Positions, kv: Positions) -> Regions:
+        return CAUSAL.regions(q, tuple(range(run.start + 1, run.stop + 1, run.step) for run in kv))
+
+    def relation(self, q_chunk: Any, kv_chunk: Any) -> Any:
+        return CAUSAL.relation(q_chunk, kv_chunk)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_query_that_sees_no_key_is_right_as_zeros(dtype: str) -> None:
+    problem = problem_of(Strict(), 64, dtype=dtype)
+    inputs = random_inputs(problem, 0, 3, CPU)
+    wide = [x.double() for x in inputs]
+    results = {key: x.to(inputs[0]) for key, x in zip(NAMES, exact(*wide, mask=Strict()), strict=True)}
+    sample = all_rows(problem, 0)
+    found = errors_of_rows(problem, ALONE, inputs, sample.of(results), sample)  # pyright: ignore
+    assert not results["out"][:, 0].any() and not found.wrong(dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
