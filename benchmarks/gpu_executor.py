@@ -27,8 +27,8 @@ from sp_bench.errors import RequestError
 from sp_bench.kernels import choose
 from sp_bench.machine import Devices
 from sp_bench.measure.pool import RankFailure, RankPool
+from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import STEP
-from sp_bench.measure.spec import RankResult
 from sp_bench.methods import build
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL

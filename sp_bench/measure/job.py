@@ -16,6 +16,7 @@ from sp_bench.measure.devices import device_here, device_versions, start_here, t
 from sp_bench.measure.gpu_watch import gpu_watch
 from sp_bench.measure.memory import MemoryWatch
 from sp_bench.measure.pool import report
+from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import (
     ALL_PHASES,
     COMMUNICATION_ONLY,
@@ -27,7 +28,6 @@ from sp_bench.measure.samples import (
     Row,
     Samples,
 )
-from sp_bench.measure.spec import RankResult
 from sp_bench.run.devices import clock_of
 from sp_bench.run.executor import Action
 from sp_bench.run.groups import owned_by, release

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sp_bench.machine import proc_number
-from sp_bench.measure.spec import MemoryPeak
+from sp_bench.measure.result import MemoryPeak
 
 
 class MemoryWatch:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import yaml
 
 from sp_bench.cluster import Cluster
 from sp_bench.cluster.cluster import ClusterSection
@@ -31,7 +30,7 @@ from sp_bench.point.request import Request
 from sp_bench.reading import read
 from sp_bench.records.identity import digest
 from sp_bench.records.interval import Interval
-from sp_bench.resources import conf_files
+from sp_bench.resources import conf_content, conf_files
 from sp_bench.workload.attention import Attention
 
 FILE = Path(__file__).with_name("backing.json")
@@ -211,4 +210,5 @@ def _with_implementation(cluster: Cluster, choice: Choice, row: Backing) -> Vali
 @cache
 def implementation_named(name: str) -> Implementation:
     """The implementation of a file of conf/implementation."""
-    return Implementation.build(yaml.safe_load(conf_files("implementation")[name].read_text()))
+    files = conf_files("implementation")
+    return Implementation.build(conf_content(files[name], files))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from sp_bench import account, records
 from sp_bench.cluster.device import same_model
 from sp_bench.measure.gpu_watch import gpu_state
+from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import Samples
-from sp_bench.measure.spec import RankResult
 from sp_bench.point.choose import Choice
 from sp_bench.point.counted import by_lane, counted, in_phases, rates
 from sp_bench.point.outcome import Outcome

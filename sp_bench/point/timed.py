@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import (
     COMMUNICATION_ONLY,
     COMPUTE_ONLY,
@@ -17,7 +18,6 @@ from sp_bench.measure.samples import (
     TRAINING,
     Samples,
 )
-from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms, summarise
 from sp_bench.plan.method import PHASES
 from sp_bench.point.counted import by_lane, plain

@@ -215,7 +215,8 @@ class Calls:
         if asked in self._known:
             mine = f"{self._known[asked]}, as before,"
             refusal = self._beside.say(number, mine, RULE, WOULD_WORK, lost=True)
-            self._lose(refusal) if refusal else None
+            if refusal:
+                self._lose(refusal)
             return
         self._compare(self._last)
 

@@ -25,7 +25,7 @@ from sp_bench.machine import CPUS, Devices
 from sp_bench.measure import devices
 from sp_bench.measure.devices import device_here, group_backend, local_rank, set_up_device
 from sp_bench.measure.pool import RankError, RankPool
-from sp_bench.measure.spec import RankResult
+from sp_bench.measure.result import RankResult
 from sp_bench.point import Outcome, Request, mode, resolve, run_points
 from sp_bench.point.mode import nccl_settings
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sp_bench.measure.memory import MemoryWatch
-from sp_bench.measure.spec import MemoryPeak, RankResult
+from sp_bench.measure.result import MemoryPeak, RankResult
 from sp_bench.point import timed
 from sp_bench.records.quantities import Memory
 from sp_bench.run.symmetric_memory import SymmetricMemory

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sp_bench.measure import job
-from sp_bench.measure.spec import MemoryPeak, RankResult
+from sp_bench.measure.result import MemoryPeak, RankResult
 from sp_bench.run.executor import Action
 from sp_bench.workload import RankContext
 

@@ -10,8 +10,8 @@ import pytest
 
 from sp_bench import account
 from sp_bench.measure.job import measure
+from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import COMMUNICATION_ONLY, COMPUTE_ONLY, CORE_WINDOW, CORES, INSIDE, STEP, Row, Samples
-from sp_bench.measure.spec import RankResult
 from sp_bench.measure.stats import rank_medians_ms, slowest_ms
 from sp_bench.methods import build
 from sp_bench.plan import Problem

@@ -16,8 +16,8 @@ from sp_bench.cluster import Cluster
 from sp_bench.cluster.topology import Fabric
 from sp_bench.errors import RequestError
 from sp_bench.machine import at_most_all_cores
+from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORE_WINDOW, CORES, STEP, Row, Samples
-from sp_bench.measure.spec import RankResult
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point import Request, masks, resolve, run_points
