@@ -13,7 +13,7 @@ from sp_bench.advise.flags import FRAMEWORKS
 from sp_bench.methods import REGISTRY
 from tests.support.marks import exhaustive
 
-ASKED = ["gpus=16", "seqlen=32k", "model=llama3_8b", "cluster=h100_ndr400"]
+ASKED = ["gpus=16", "seqlen=32k", "model=llama3_8b", "cluster=h100_ndr400", "implementation=published"]
 
 
 @pytest.fixture(scope="module")
