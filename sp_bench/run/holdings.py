@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from sp_bench.plan.ops import Chunk
-from sp_bench.plan.problem import Problem
-from sp_bench.run.partials import Partials, Rows, Tensors
+from sp_bench.run.partials import Partials, Rows, Sums, Tensors
 
 
 class Holdings:
     """Tensors by chunk. Lanes write received chunks, blocks and lanes read them; the plan's waits order both."""
 
-    def __init__(
-        self,
-        inputs: Mapping[Chunk, Tensors],
-        problem: Problem,
-        rank: int,
-        device: torch.device,
-        unsummed: Container[Chunk] = (),
-    ) -> None:
-        """`unsummed`: partials with a single contribution, which are kept in the compute dtype."""
-        self.partials = Partials(problem, rank, device, unsummed)
+    def __init__(self, inputs: Mapping[Chunk, Tensors], sums: Sums, device: torch.device) -> None:
+        self.partials = Partials(sums, device)
         self._held = dict(inputs)
         self._first_rows: dict[Chunk, int] = {}
 
@@ -59,9 +50,9 @@ class Holdings:
 
     def among(self, chunk: Chunk, rows: Rows) -> Rows:
         """Convert row indices of the whole chunk to indices into the held rows."""
-        if not isinstance(rows, range):
-            return rows  # of a pack, whose chunks travel whole
         first = self._first_rows.get(chunk, 0)
+        if not first or not isinstance(rows, range):
+            return rows  # of a pack, whose chunks travel whole
         return range(rows.start - first, rows.stop - first)
 
     def tensors(self) -> list[Tensor]:
