@@ -154,7 +154,7 @@ def stubbed(rank: int, n: int) -> Iterator[None]:
 class PlanStep:
     """A method's forward and backward on one rank of n."""
 
-    def __init__(self, name: str, n: int, *, heads: int | None = None) -> None:
+    def __init__(self, name: str, n: int, *, heads: int | None = None, timed: bool = False) -> None:
         """Within `stubbed`. Ulysses has a head for each rank."""
         heads = heads or (n if name == "ulysses" else 2)
         method = build(name, METHODS[name](n))
@@ -174,7 +174,7 @@ class PlanStep:
         self.transport.prepare(self.plans.values())
         self.engine = Engine(
             self.plans, self.problem, StubKernel(), torch.device("cpu"), rank=n // 2, transport=self.transport,
-            queues=self.device,
+            queues=self.device, timed=timed,
         )  # fmt: skip
         shape = (1, TOKENS, heads, HEAD_DIM)
         self.inputs = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(4)]

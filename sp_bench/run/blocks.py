@@ -48,17 +48,17 @@ class Blocks:
     def call(self, index: int, op: Op, *, compute: bool) -> Perform:
         """The call of operation `index`; without `compute` it only waits, as a Join does, but for bundles."""
         do = self._bound(op) if compute or isinstance(op, Bundle) else None
-        released = self._released.get(index, ())
+        released = self._released.get(index)
+        if not released:
+            return do or _nothing
 
-        def perform(run: Execution) -> None:
-            run.lap(WAITS)
+        def do_and_release(run: Execution) -> None:
             if do is not None:
                 do(run)
             for chunk in released:
                 run.holdings.drop(chunk)
-            run.lap(REST)
 
-        return perform if do is not None or released else _nothing
+        return do_and_release
 
     def _bound(self, op: Op) -> Perform | None:
         match op:
@@ -78,18 +78,22 @@ class Blocks:
 
     def _attend(self, op: Attend) -> Perform | None:
         kernel, q_chunk, kv_chunk = self._kernel, op.q, op.kv
-        windows = [(*window, self._sums.at(op.o, window.q)) for window in self._windows(op.q.place, op.kv.place)]
+        windows = [
+            (self._take(q_chunk, rows), self._take(kv_chunk, columns), kind, self._sums.at(op.o, rows))
+            for rows, columns, kind in self._windows(op.q.place, op.kv.place)
+        ]
 
         def attend(run: Execution) -> None:
+            run.lap(WAITS)
             held = run.holdings
-            (q,), (k, v) = held.received(q_chunk), held.received(kv_chunk)
-            for rows, columns, kind, into in windows:
-                mine = tokens_of(q, held.among(q_chunk, rows)), tokens_of(k, columns), tokens_of(v, columns)
+            of_q, of_kv = held.chunks[q_chunk], held.chunks[kv_chunk]
+            for take_q, take_kv, kind, into in windows:
+                inputs = take_q(held, of_q) + take_kv(held, of_kv)
                 run.lap(REST)
                 if isinstance(kind, Pieces):
-                    out, lse = kernel.forward_pieces(*mine, kind)
+                    out, lse = kernel.forward_pieces(*inputs, kind)
                 else:
-                    out, lse = kernel.forward(*mine, kind)
+                    out, lse = kernel.forward(*inputs, kind)
                 run.lap(KERNELS)
                 run.see(out, lse)
                 held.partials.add_output(into, out, lse)
@@ -100,22 +104,27 @@ class Blocks:
     def _attend_backward(self, op: AttendBackward) -> Perform | None:
         kernel, q_chunk, kv_chunk, sum_of = self._kernel, op.odoq, op.kv, self._sums.at
         windows = [
-            (*window, sum_of(op.dq, window.q), sum_of(op.dkv, window.kv))
-            for window in self._windows(op.odoq.place, op.kv.place)
+            (
+                self._take(q_chunk, rows),
+                self._take(kv_chunk, columns),
+                kind,
+                sum_of(op.dq, rows),
+                sum_of(op.dkv, columns),
+            )
+            for rows, columns, kind in self._windows(op.odoq.place, op.kv.place)
         ]
 
         def attend_backward(run: Execution) -> None:
+            run.lap(WAITS)
             held = run.holdings
-            (q, out, dout, lse), (k, v) = held.received(q_chunk), held.received(kv_chunk)
-            for rows, columns, kind, into_dq, into_dkv in windows:
-                there = held.among(q_chunk, rows)
-                my_dout, my_q, my_out, my_lse = [tokens_of(x, there) for x in (dout, q, out, lse)]
-                inputs = my_dout, my_q, tokens_of(k, columns), tokens_of(v, columns), my_out, my_lse
+            of_q, of_kv = held.chunks[q_chunk], held.chunks[kv_chunk]
+            for take_q, take_kv, kind, into_dq, into_dkv in windows:
+                (q, out, dout, lse), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
                 if isinstance(kind, Pieces):
-                    dq, dk, dv = kernel.backward_pieces(*inputs, kind)
+                    dq, dk, dv = kernel.backward_pieces(dout, q, k, v, out, lse, kind)
                 else:
-                    dq, dk, dv = kernel.backward(*inputs, kind)
+                    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, kind)
                 run.lap(KERNELS)
                 run.see(dq, dk, dv)
                 held.partials.add_gradients(into_dq, (dq,))
@@ -123,6 +132,17 @@ class Blocks:
                 run.lap(FOLDS)
 
         return attend_backward if windows else None
+
+    def _take(self, chunk: Chunk, rows: Rows) -> Callable[[Holdings, Tensors], Tensors]:
+        """What takes rows out of the tensors of a chunk."""
+        if self._sums.at(chunk, rows).whole:
+            return _as_they_are
+
+        def take(held: Holdings, tensors: Tensors) -> Tensors:
+            there = held.among(chunk, rows)
+            return tuple([tokens_of(x, there) for x in tensors])
+
+        return take
 
     def _fused(self, op: Fused) -> Perform | None:
         found = kernel_calls(op, self._problem, self._rank)
@@ -134,6 +154,7 @@ class Blocks:
         bound = [(call, sums(0, op.queries, call.q), [] if op.forward else sums(1, op.keys, call.kv)) for call in found]
 
         def fused(run: Execution) -> None:
+            run.lap(WAITS)
             held, kernel = run.holdings, self._kernel
             for call, of_queries, of_keys in bound:
                 queries, (k, v) = operands(held, op.queries, call.q), operands(held, op.keys, call.kv)
@@ -159,7 +180,8 @@ class Blocks:
         def fold(run: Execution) -> None:
             held = run.holdings
             if held.holds(part):  # else no block was folded into it
-                held.partials.add(sum_of(into, held.rows(part)), held.received(part))
+                run.lap(WAITS)
+                held.partials.add(sum_of(into, held.rows(part)), held.chunks[part])
                 run.lap(FOLDS)
 
         return fold
@@ -177,7 +199,8 @@ class Blocks:
             held = run.holdings
             if not held.holds(part):  # no block here needs it
                 return
-            by_name = dict(zip((f.name for f in part.tensor.fields), held.received(part), strict=True))
+            run.lap(WAITS)
+            by_name = dict(zip((f.name for f in part.tensor.fields), held.chunks[part], strict=True))
             if "out" in by_name:
                 by_name["delta"] = row_sums(by_name["out"], by_name["dout"])
             else:
@@ -201,6 +224,10 @@ def _nothing(run: Execution) -> None:
     """Do nothing: it only waits."""
 
 
+def _as_they_are(held: Holdings, tensors: Tensors) -> Tensors:
+    return tensors
+
+
 def _fold_parts(held: Holdings, pieces: UnionPieces, totals: Sequence[Sum], results: Tensors) -> None:
     """Fold the parts of a kernel call's results into the accumulators of their chunks."""
     parts = zip(*(cut(x, pieces) for x in results), strict=True)
@@ -210,6 +237,6 @@ def _fold_parts(held: Holdings, pieces: UnionPieces, totals: Sequence[Sum], resu
 
 def _by_name(held: Holdings, op: Bundle) -> Tensors:
     """The fields of what a bundle makes, from those of its parts."""
-    parts = [(part.tensor.fields, held.received(part)) for part in op.parts]
+    parts = [(part.tensor.fields, held.chunks[part]) for part in op.parts]
     by_name = {field.name: x for fields, tensors in parts for field, x in zip(fields, tensors, strict=True)}
     return tuple(by_name[field.name] for field in op.into.tensor.fields)

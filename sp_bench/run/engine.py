@@ -44,15 +44,17 @@ class Engine:
         shares: SmShares | None = None,
         arena: Arena | None = None,
         words: str = "",
+        timed: bool = False,
     ) -> None:
         """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
         `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. With `arena`,
         memory for its buffers where the transport doesn't make them, it is the arena's. `shares` says what kernel and
-        transport were told to take of the GPU. `words` say what it computes.
+        transport were told to take of the GPU. `words` say what it computes. `timed` has a GPU mark the times of
+        kernels, folds and waits, by events; on a CPU they are always known.
         Raises RequestError if the kernel refuses the device or dtype.
         """
-        self.plans, self.problem, self.shares, self.words = plans, problem, shares, words
+        self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
         chosen = isinstance(kernel, BlockKernel)
         self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
@@ -126,6 +128,7 @@ class Engine:
                 self.buffers,
                 self._device,
                 self.queues,
+                timed=self._timed,
             )
         return self._executors[phase]
 

@@ -54,7 +54,7 @@ class Executor:
         device: torch.device,
         queues: Device | None = None,
         *,
-        timed: bool = True,
+        timed: bool = False,
     ) -> None:
         """`queues` is the stream interface of an asynchronous device; None on a CPU.
 

@@ -267,7 +267,7 @@ class Lanes:
         def messages() -> tuple[Turn, Message, Message] | None:
             if not self._streams.ready(after):
                 return None
-            outgoing = into if then.send == op.recv else holdings.received(then.send)
+            outgoing = into if then.send == op.recv else holdings.chunks[then.send]
             return there.turn, (there.source, self._into(after, then)), (there.target, outgoing)
 
         return messages

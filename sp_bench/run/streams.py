@@ -323,20 +323,19 @@ class DeviceStreams(Streams):
         begun, ended = device.record(blocks), [None] * len(program)
         for lane in lanes.values():
             device.wait(lane, begun)
-        for index, (call, turn) in enumerate(zip(program, self._turns, strict=True)):
-            on_lane = turn.stream != BLOCKS
-            stream = lanes[turn.stream] if on_lane else blocks
-            for last in turn.waits:
+        for index, (stream_name, waits, awaited, lets_go) in enumerate(self._turns):
+            stream = blocks if stream_name == BLOCKS else lanes[stream_name]
+            for last in waits:
                 device.wait(stream, ended[last])
-            if on_lane:
-                self._here = (turn.stream, index)
+            if stream_name != BLOCKS:
+                self._here = (stream_name, index)
                 with device.on(stream):
-                    call(execution)
+                    program[index](execution)
             else:
-                if turn.lets_go:
+                if lets_go:
                     self._let_go(index)
-                call(execution)
-            if turn.awaited:
+                program[index](execution)
+            if awaited:
                 ended[index] = device.record(stream)
         for last in self._last.values():
             device.wait(blocks, ended[last])
@@ -352,4 +351,5 @@ class DeviceStreams(Streams):
 
     def _let_go(self, index: int) -> None:
         for lane, last in self._waits[index]:
-            self._kept[lane] = [entry for entry in self._kept[lane] if entry[0] > last]
+            if self._kept[lane]:
+                self._kept[lane] = [entry for entry in self._kept[lane] if entry[0] > last]
