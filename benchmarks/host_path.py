@@ -12,7 +12,6 @@ Times are medians of REPETITIONS executions of forward and backward, of the thre
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import Counter
@@ -26,8 +25,8 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from sp_bench.cli.arguments import only_keys, run_command
 from sp_bench.kernels.contract import BlockKernel
@@ -147,7 +146,7 @@ def stubbed(rank: int, n: int) -> Iterator[None]:
         for name in ("all_gather_single", "reduce_scatter_single"):
             all_of.enter_context(patch.object(transport, name, lambda *args, **how: work))
         all_of.enter_context(patch.object(transport.c10d, "_coalescing_manager", together))
-        all_of.enter_context(patch.object(nccl, "before_use", lambda *use: None))
+        all_of.enter_context(patch.object(transport.c10d, "_set_pg_timeout", lambda *timeout: None))
         yield
 
 
@@ -167,7 +166,7 @@ class PlanStep:
         self.problem, self.device = method.dealt(problem), StubDevice()
         self.transport = NcclTransport(
             None,
-            communicator=lambda *key: "communicator",
+            communicator=lambda *key: _Work(),
             timeout=timedelta(minutes=1),
             nodes=[r // 8 for r in range(n)],
         )
@@ -278,8 +277,8 @@ def _merged(out: Tensor | None, lse: Tensor | None, part: Tensor, part_lse: Tens
     part_lse = part_lse.transpose(-2, -1).unsqueeze(dim=-1)
     if out is None or lse is None:
         return part.to(torch.float32), part_lse
-    out = out - F.sigmoid(part_lse - lse) * (out - part.to(torch.float32))
-    return out, lse - F.logsigmoid(lse - part_lse)
+    out = out - functional.sigmoid(part_lse - lse) * (out - part.to(torch.float32))
+    return out, lse - functional.logsigmoid(lse - part_lse)
 
 
 def us(steps: Sequence[Callable[[Action], None]], action: Action) -> list[float]:

@@ -15,7 +15,7 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Kind
 from sp_bench.run.blocks import Perform
 from sp_bench.run.execution import Execution
-from sp_bench.run.partials import Tensors, as_shape
+from sp_bench.run.partials import Tensors, as_shape, copy
 from sp_bench.run.streams import Streams
 from sp_bench.run.transport import Call, Key, Transport, Turn
 
@@ -82,8 +82,7 @@ class Collectives:
 
         def reduce(run: Execution) -> None:
             for chunk, place in places:
-                for x, mine in zip(place, run.holdings.to_send(chunk), strict=True):
-                    x.copy_(mine)
+                copy(place, run.holdings.to_send(chunk))
             if adds:
                 for x in sent:
                     x[slot].zero_()  # the rank's own is folded from its accumulator, which is not rounded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class Engine:
         self.buffers = Borrowed(arena, self.transport, self) if arena and lent else Buffers(device, self.transport)
         self.queues = arena.queues if arena else queues or (Cuda(device) if device.type == "cuda" else None)
         """The asynchronous device; None on a CPU."""
+        kind = self.transport.kind
+        self._views = cache(lambda plan: lower(plan, problem, kind).views)
         self._executors: dict[str, Executor] = {}
         self._read: dict[str, Callable[[], Spent]] = {}
         """Time breakdowns of executors that are closed."""
@@ -159,9 +162,6 @@ class Engine:
 
     def _slices(self, chunk: Chunk, whole: Tensors) -> Tensors:
         return tuple(one_slice(x, self.problem, chunk.tensor, chunk.heads) for x in whole)
-
-    def _views(self, plan: Plan) -> frozenset[Chunk]:
-        return lower(plan, self.problem, self.transport.kind).views
 
     def _results(self, plan: Plan) -> Saved:
         """The tensors, with all heads, that the slices of results are views of."""

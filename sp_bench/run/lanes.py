@@ -19,7 +19,7 @@ from sp_bench.run.collectives import Collectives
 from sp_bench.run.dealing import Dealing
 from sp_bench.run.execution import Execution
 from sp_bench.run.holdings import Holdings
-from sp_bench.run.partials import Tensors, as_shape, tokens_of
+from sp_bench.run.partials import Tensors, as_shape, copy, tokens_of
 from sp_bench.run.streams import Streams
 from sp_bench.run.transport import Key, Message, NextTransfer, Transport, Turn
 
@@ -73,6 +73,7 @@ class Lanes:
         self._held = self._find_held()
         self._untouched = cache(self._find_untouched)
         alone = [(index, op) for index, op in plan if isinstance(op, Pass | AllToAll)]
+        self._new_specs = cache(lambda chunk: [(s.shape, getattr(torch, s.dtype)) for s in lowering.held_specs(chunk)])
         self._ends = [(index, op) for index, op in alone if index not in lowering.receive_buffers]
         """Transfers that bring results of the plan."""
         self._followed_by = {
@@ -124,15 +125,19 @@ class Lanes:
         if isinstance(op, AllGather | ReduceScatter):
             return self._collectives.pretended(index, op)
 
+        here, dropped = self._standing(index), self._dropped(op)
+
         def pretend(run: Execution) -> None:
-            if not self._standing(index).receives:
-                self._absent(op, run.holdings)
-                return
-            into = self._into(index, op)
-            if index not in self._lowering.receive_buffers:
-                for tensor in into:
-                    tensor.zero_()
-            self._arrived(index, op, into, run.holdings)
+            if here.receives:
+                into = self._into(index, op)
+                if index not in self._lowering.receive_buffers:
+                    for tensor in into:
+                        tensor.zero_()
+                run.holdings.put(op.recv, into, here.rows.start)
+            else:
+                run.holdings.drop(op.recv)
+            if dropped is not None:
+                run.holdings.partials.drop(dropped)
 
         return pretend
 
@@ -141,14 +146,19 @@ class Lanes:
         if isinstance(op, AllGather | ReduceScatter):
             return self._collectives.call(index, op)
         assert isinstance(op, Pass | AllToAll)
-        here, move = self._standing(index), self._move(index, op)
-        ends = self._arrived if here.receives else lambda index, op, into, holdings: self._absent(op, holdings)
+        here, move, streams = self._standing(index), self._move(index, op), self._streams
+        dropped = self._dropped(op)
 
         def transfer(run: Execution) -> None:
+            held = run.holdings
             into = here.into or self._into(index, op)
-            move(into, run.holdings)
-            if (sent := ends(index, op, into, run.holdings)) is not None:
-                self._streams.keep(sent)
+            move(into, held)
+            if here.receives:
+                held.put(op.recv, into, here.rows.start)
+            else:
+                held.drop(op.recv)
+            if dropped is not None and (sent := held.partials.drop(dropped)) is not None:
+                streams.keep(sent)
 
         return transfer
 
@@ -161,7 +171,7 @@ class Lanes:
             return lambda into, holdings: None
         outgoing = self._outgoing(index, op) if here.sends else lambda holdings: ()
         if here.target == self._rank:
-            return lambda into, holdings: _copy(into, outgoing(holdings))
+            return lambda into, holdings: copy(into, outgoing(holdings))
         if (after := self._followed_by.get(index)) is not None:
             return self._pipelined(index, op, after, outgoing)
         return self._exchange(index, op, outgoing)
@@ -178,20 +188,22 @@ class Lanes:
         def messages(into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
             return [(here.source, into)] if here.receives else [], [(here.target, out)] if here.sends else []
 
-        bound = None
-        if (landed is not None or not here.receives) and (sent is not None or not here.sends):
-            bound = transport.bind(here.turn, *messages(landed or (), sent or ()), here.counted_as)
-
         def exchange(into: Tensors, holdings: Holdings) -> None:
-            out = outgoing(holdings)
-            if bound is not None:
-                bound()
-            else:
-                transport.exchange(here.turn, *messages(landed or into, out), here.counted_as)
+            transport.exchange(here.turn, *messages(landed or into, outgoing(holdings)), here.counted_as)
             if here.receives and landed is not None and landed is not into:
-                _copy(into, landed)
+                copy(into, landed)
 
-        return exchange
+        if (here.receives and here.into is None) or (here.sends and sent is None):
+            return exchange
+        bound = transport.bind(here.turn, *messages(here.into or (), sent or ()), here.counted_as)
+        if not here.sends or sent is self._held.get(index):
+            return lambda into, holdings: bound()
+
+        def stage_and_exchange(into: Tensors, holdings: Holdings) -> None:
+            outgoing(holdings)
+            bound()
+
+        return stage_and_exchange
 
     def _pipelined(
         self, index: int, op: Pass, after: int, outgoing: Callable[[Holdings], Tensors]
@@ -244,20 +256,9 @@ class Lanes:
         here = self._standing(index)
         return [(here.source, into)] if here.receives and here.source != self._rank else []
 
-    def _arrived(self, index: int, op: Pass | AllToAll, tensors: Tensors, holdings: Holdings) -> Tensors | None:
-        """Store the received chunk. Returns the sent partial if it was dropped, else None."""
-        holdings.put(op.recv, tensors, self._standing(index).rows.start)
-        return self._dropped(op, holdings)
-
-    def _absent(self, op: Pass | AllToAll, holdings: Holdings) -> Tensors | None:
-        """Forget the chunk that a transfer doesn't bring. Returns the sent partial if it was dropped, else None."""
-        holdings.drop(op.recv)
-        return self._dropped(op, holdings)
-
-    def _dropped(self, op: Pass | AllToAll, holdings: Holdings) -> Tensors | None:
-        if not op.send.tensor.is_partial or op.send in self._plan.kept:
-            return None
-        return holdings.partials.drop(op.send)
+    def _dropped(self, op: Pass | AllToAll) -> Chunk | None:
+        """The partial that is held no longer once a transfer has sent it."""
+        return op.send if op.send.tensor.is_partial and op.send not in self._plan.kept else None
 
     def _next_transfer(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> NextTransfer:
         """Return a function giving the messages of transfer `after`, which may start while `op` receives `into`."""
@@ -307,8 +308,9 @@ class Lanes:
             held = holdings.to_send(chunk)
             if len(rows) == held[0].shape[1] and not casts:
                 return held
-            for wire, tensor in zip(staged, held, strict=True):
-                wire.copy_(tokens_of(tensor, holdings.among(chunk, rows)))
+            if len(rows) != held[0].shape[1]:
+                held = tuple(tokens_of(x, holdings.among(chunk, rows)) for x in held)
+            copy(staged, held)
             return staged
 
         return stage
@@ -340,10 +342,4 @@ class Lanes:
         """Tensors for a chunk that outlives the plan: those that the caller gave, or new ones."""
         if chunk in self.given_results:
             return self.given_results[chunk]
-        specs = self._lowering.held_specs(chunk)
-        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in specs)
-
-
-def _copy(into: Tensors, tensors: Tensors) -> None:
-    for x, y in zip(into, tensors, strict=True):
-        x.copy_(y)
+        return tuple([torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._new_specs(chunk)])

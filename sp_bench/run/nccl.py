@@ -142,12 +142,12 @@ class NcclTransport(Transport):
     def bind(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> Callable[[], None]:
-        batches = self._batches(turn, receives, sends)
+        batches, counter = self._batches(turn, receives, sends), self.sent_bytes
         sent = [(key, x.nbytes) for _, tensors in sends for x, key in zip(tensors, counted_as, strict=True)]
 
         def exchange() -> None:
             for key, nbytes in sent:
-                self.sent_bytes[key] += nbytes
+                counter[key] += nbytes
             for work in self._launched(batches):
                 work.wait()
 
@@ -162,7 +162,8 @@ class NcclTransport(Transport):
 
     def collective(self, turn: Turn, call: Call) -> None:
         group = self._end(turn.lane, call.group, None).group
-        self._before_use(group, (call.kind,))
+        if self.timeout is not None:
+            before_use(group, {call.kind}, self.timeout)
         received, sent = ([unmarked(_flat(x)) for x in tensors] for tensors in (call.received, call.sent))
         call = call._replace(received=received, sent=sent)
         for work in begin(call, group, coalesce=True):
@@ -176,17 +177,18 @@ class NcclTransport(Transport):
                 end = self._end(turn.lane, turn.group, peer)
                 batch = batches.setdefault(end.number, _Batch(end.group, [], set()))
                 batch.uses.add((operation.__name__, peer))
-                batch.ops.extend(
-                    dist.P2POp(operation, unmarked(_flat(x)), group=end.group, group_peer=end.place) for x in tensors
-                )
+                for x in tensors:
+                    x = unmarked(_flat(x))
+                    batch.ops.append(dist.P2POp(operation, x, group=end.group, group_peer=end.place))
         # torch rejects an empty batch, which is what a group of one has
         return [batches[number] for number in sorted(batches, reverse=True) if batches[number].ops]
 
     def _launched(self, batches: Sequence[_Batch]) -> list[Any]:
         works = []
-        for batch in batches:
-            self._before_use(batch.group, batch.uses)
-            works += dist.batch_isend_irecv(batch.ops)
+        for group, ops, uses in batches:
+            if self.timeout is not None:
+                before_use(group, uses, self.timeout)
+            works += dist.batch_isend_irecv(ops)
         return works
 
     def _find_end(self, lane: int, group: object, peer: int | None) -> _End:
@@ -229,10 +231,6 @@ class NcclTransport(Transport):
         if key not in self._made:
             self._made[key] = self.communicator(*key)
         return self._made[key]
-
-    def _before_use(self, group: Any, uses: Iterable[Hashable]) -> None:
-        if self.timeout is not None:
-            before_use(group, uses, self.timeout)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

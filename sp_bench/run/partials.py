@@ -103,13 +103,12 @@ class Partials:
         if into.chunk not in self._held and isinstance(rows, range):
             self._held[into.chunk] = self._begun(into, rows, gradients)
             return
-        for x, gradient in zip(self._sum(into), gradients, strict=True):
-            if into.whole:
-                x.add_(gradient)
-            elif isinstance(rows, range):
-                tokens_of(x, rows).add_(gradient)
-            else:
-                x.index_add_(1, rows, gradient.to(x.dtype))
+        total = self._sum(into)
+        if isinstance(rows, range):
+            _add(total if into.whole else tuple(tokens_of(x, rows) for x in total), gradients)
+            return
+        for x, gradient in zip(total, gradients, strict=True):
+            x.index_add_(1, rows, gradient.to(x.dtype))
 
     def _begun(self, into: Sum, rows: range, part: Tensors) -> Tensors:
         """A chunk's accumulator after its first result, which has its tokens `rows`: all else is neutral."""
@@ -151,8 +150,7 @@ class Partials:
         if into.chunk.tensor.is_output:
             fold_(*total, *part)
         else:
-            for x, gradient in zip(total, part, strict=True):
-                x.add_(gradient)
+            _add(total, part)
 
     def get(self, chunk: Chunk) -> Tensors:
         """Return the accumulator; the neutral element if no block has written to it."""
@@ -196,6 +194,22 @@ class Partials:
         if into.chunk.tensor.is_output:
             return empty_output(torch.empty(into.shapes[0], dtype=into.dtype, device=self._device))
         return tuple(torch.zeros(shape, dtype=into.dtype, device=self._device) for shape in into.shapes)
+
+
+def _add(total: Tensors, part: Tensors) -> None:
+    """Add all fields by one call."""
+    if len(total) == 1:
+        total[0].add_(part[0])
+    else:
+        torch._foreach_add_(total, part)
+
+
+def copy(into: Tensors, tensors: Tensors) -> None:
+    """Copy and cast all fields by one call."""
+    if len(into) == 1:
+        into[0].copy_(tensors[0])
+    else:
+        torch._foreach_copy_(into, tensors)
 
 
 def tokens_of(x: Tensor, rows: Rows) -> Tensor:

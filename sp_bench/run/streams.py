@@ -332,7 +332,7 @@ class DeviceStreams(Streams):
                 with device.on(stream):
                     program[index](execution)
             else:
-                if lets_go:
+                if lets_go and any(self._kept.values()):
                     self._let_go(index)
                 program[index](execution)
             if awaited:
@@ -351,5 +351,4 @@ class DeviceStreams(Streams):
 
     def _let_go(self, index: int) -> None:
         for lane, last in self._waits[index]:
-            if self._kept[lane]:
-                self._kept[lane] = [entry for entry in self._kept[lane] if entry[0] > last]
+            self._kept[lane] = [entry for entry in self._kept[lane] if entry[0] > last]
