@@ -114,6 +114,12 @@ class StubDevice:
     def synchronize(self) -> None:
         """Do nothing."""
 
+    def capture(self, queue: Callable[[], Any]) -> tuple[None, Any]:
+        return None, queue()
+
+    def replay(self, graph: None) -> None:
+        """Do nothing."""
+
 
 class _Work:
     def wait(self) -> None:
@@ -237,6 +243,7 @@ class RingStep:
                 if computes:
                     dq += grads[0]
                 gradients.wait()
+                assert next_dk is not None and next_dv is not None
                 if computes:
                     dk, dv = grads[1] + next_dk, grads[2] + next_dv
             if step + 1 < self.n:

@@ -88,12 +88,12 @@ class Blocks:
             held = run.holdings
             of_q, of_kv = held.chunks[q_chunk], held.chunks[kv_chunk]
             for take_q, take_kv, kind, into in windows:
-                inputs = take_q(held, of_q) + take_kv(held, of_kv)
+                (q,), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
                 if isinstance(kind, Pieces):
-                    out, lse = kernel.forward_pieces(*inputs, kind)
+                    out, lse = kernel.forward_pieces(q, k, v, kind)
                 else:
-                    out, lse = kernel.forward(*inputs, kind)
+                    out, lse = kernel.forward(q, k, v, kind)
                 run.lap(KERNELS)
                 run.see(out, lse)
                 held.partials.add_output(into, out, lse)

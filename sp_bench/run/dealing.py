@@ -32,9 +32,8 @@ class Dealing:
         """Each member's token range in the group's common chunk, end to end."""
         self._others = [int(op.group.member(rank, shift)) for shift in range(1, op.group.size)]
         self._sent, self._received = (self._staged(staging, use) for use in ("send", "recv"))
-        self._flat_sent, self._flat_received = (
-            x and [_flat(of_field) for of_field in x] for x in (self._sent, self._received)
-        )
+        self._flat_sent = [_flat(pieces) for pieces in self._sent or ()]
+        self._flat_received = [_flat(pieces) for pieces in self._received or ()]
         sizes = [(self._elements(field, "recv"), self._elements(field, "send")) for field in by_heads(op)]
         self._splits = () if all(len({*each}) == 1 for pair in sizes for each in pair) else sizes
         self._elements_sent = [sum(sent) - sent[self._own] for _, sent in sizes]

@@ -201,7 +201,7 @@ def _add(total: Tensors, part: Tensors) -> None:
     if len(total) == 1:
         total[0].add_(part[0])
     else:
-        torch._foreach_add_(total, part)
+        torch._foreach_add_(total, part)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def copy(into: Tensors, tensors: Tensors) -> None:
@@ -209,7 +209,7 @@ def copy(into: Tensors, tensors: Tensors) -> None:
     if len(into) == 1:
         into[0].copy_(tensors[0])
     else:
-        torch._foreach_copy_(into, tensors)
+        torch._foreach_copy_(into, tensors)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def tokens_of(x: Tensor, rows: Rows) -> Tensor:
