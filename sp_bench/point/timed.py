@@ -103,7 +103,7 @@ def host_bound(found: Breakdown, step_ms: float | None, ranks: Sequence[RankResu
         return []
     return [
         f"host-bound: queueing the step takes {share:.0%} of it, so that it may be the host's time and not the GPU's;"
-        " transport.cuda_graph=true replays it in one launch"
+        " cuda_graph=true replays an attention step in one launch"
     ]
 
 
