@@ -92,7 +92,8 @@ def test_never_where_ranks_differ() -> None:
 def test_ranks_that_are_nearly_alike() -> None:
     """Zigzag blocks of half the queries and of half the keys differ a little; each rank is as slow as the slowest."""
     asked = ["method=ring", "method.layout=zigzag", "cluster=h100_ndr400", "gpus=16", "seqlen=512k"]
-    request = resolve(Composer().compose(asked))
+    with Composer() as composer:
+        request = resolve(composer.compose(asked))
     (choice,) = variants(request, [request.method])
     for plan in choice.plans.values():
         alike, whole = (simulate(plan, choice.problem, request.cluster, nearly_alike=x) for x in (True, False))
