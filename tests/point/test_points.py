@@ -22,8 +22,8 @@ from sp_bench.measure.result import RankResult
 from sp_bench.measure.samples import ALL_PHASES, COMPUTE_ONLY, CORE_WINDOW, CORES, STEP, Row, Samples
 from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
-from sp_bench.point import Request, masks, resolve, run_points
 from sp_bench.point import choose as choosing
+from sp_bench.point import masks, resolve, run_points
 from sp_bench.point.choose import DeviceMemoryError, choose
 from sp_bench.point.measured_record import _ran_on
 from sp_bench.point.simulated import simulate_point
@@ -34,13 +34,9 @@ from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.graph import NEARLY
 from sp_bench.workload import GateErrors
 from tests.support.made_records import made
+from tests.support.points import point
 
 T = TypeVar("T")
-
-
-def point(*overrides: str) -> Request:
-    with Composer() as composer:
-        return resolve(composer.compose(overrides))
 
 
 def test_run_id_is_what_the_numbers_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,11 @@ import pytest
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, SHARED, SYMMETRIC
-from sp_bench.point.request import Request, resolve
 from sp_bench.point.transport import KEYS
+from tests.support.points import point
 
 LOCAL = ("method=ring", "cluster=local", "gpus=4", "seqlen=1k", "dtype=float32")
 H100 = ("method=ring", "gpus=8", "seqlen=64k")
-
-
-def point(*overrides: str) -> Request:
-    with Composer() as composer:
-        return resolve(composer.compose(overrides))
 
 
 def test_shared_memory_is_of_cpus() -> None:

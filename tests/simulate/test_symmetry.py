@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.methods import build
 from sp_bench.plan import Problem
@@ -17,11 +16,11 @@ from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
 from sp_bench.point.choose import variants
-from sp_bench.point.request import resolve
 from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.graph import NEARLY
 from tests.support.clusters import NETWORKS, on_network, split_problem
 from tests.support.marks import exhaustive
+from tests.support.points import point
 from tests.support.problems import all_methods, of_each_name
 
 
@@ -92,8 +91,7 @@ def test_never_where_ranks_differ() -> None:
 def test_ranks_that_are_nearly_alike() -> None:
     """Zigzag blocks of half the queries and of half the keys differ a little; each rank is as slow as the slowest."""
     asked = ["method=ring", "method.layout=zigzag", "cluster=h100_ndr400", "gpus=16", "seqlen=512k"]
-    with Composer() as composer:
-        request = resolve(composer.compose(asked))
+    request = point(*asked)
     (choice,) = variants(request, [request.method])
     for plan in choice.plans.values():
         alike, whole = (simulate(plan, choice.problem, request.cluster, nearly_alike=x) for x in (True, False))

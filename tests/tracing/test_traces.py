@@ -17,21 +17,17 @@ from sp_bench.cluster import Cluster
 from sp_bench.errors import RequestError
 from sp_bench.plan.ops import AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.schedule import Segment
-from sp_bench.point import Request, resolve
+from sp_bench.point import Request
 from sp_bench.point.choose import choose
 from sp_bench.run.annotations import Mark, annotation, marked
 from sp_bench.traces import main
 from sp_bench.tracing.compared import ACROSS, BLOCKS, INSIDE, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Sample, Trace, read_trace
 from tests.support.marks import exhaustive
+from tests.support.points import point
 from tests.tracing.make_cpu import FOLDER, KEYS
 
 SIZES = ("seqlen=64k", "gpus=16", "mode=simulate")
-
-
-def point(*overrides: str) -> Request:
-    with Composer() as composer:
-        return resolve(composer.compose(overrides), None)
 
 
 def point_file(folder: Path, *overrides: str) -> Path:
