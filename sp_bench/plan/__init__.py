@@ -1,8 +1,12 @@
 """The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.casts import rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
+from sp_bench.plan.layout import Layout
+from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import CollectiveMethod, Method, ScheduleTime, Sized
 from sp_bench.plan.ops import (
     AllToAll,
@@ -11,6 +15,9 @@ from sp_bench.plan.ops import (
     Bundle,
     Chunk,
     Fold,
+    Gathered,
+    GroupCast,
+    GroupReduce,
     Join,
     Line,
     Op,
@@ -34,6 +41,7 @@ from sp_bench.plan.row_sums import send_row_sums, without_o
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 __all__ = [
+    "DEALERS",
     "DKV",
     "DO",
     "DOQ",
@@ -50,12 +58,18 @@ __all__ = [
     "Chunk",
     "CollectiveMethod",
     "CostProfile",
+    "Dealt",
     "Exchange",
     "Fold",
+    "Gathered",
     "Grid",
     "Group",
+    "GroupCast",
+    "GroupReduce",
     "Join",
+    "Layout",
     "Line",
+    "Mask",
     "Method",
     "O",
     "Op",
@@ -77,6 +91,7 @@ __all__ = [
     "reduce_next",
     "reduce_scatter",
     "return_home",
+    "rows_seen_elsewhere",
     "send_row_sums",
     "unknown",
     "without_o",

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.dealers import DEALERS, Deal, Dealt
+from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
 from sp_bench.plan.intervals import pair_counts, regions_between
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
@@ -149,7 +149,7 @@ class Packed(Mask):
         It leaves no rank without a token where another layout gives all of them some.
         Raises RequestError for an unknown name; its message has the nearest one.
         """
-        among = [*(among or (*LAYOUTS, *DEALERS))]
+        among = [*(among or (*LAYOUTS, *FOR_ANY))]
         if name == "auto":
             layouts = {each: self.layout(each) for each in among}
             among = [each for each, it in layouts.items() if it.gives_all_work(n, self.seqlen)] or among

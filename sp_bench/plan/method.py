@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.dealers import DEALERS, FOR_ANY
 from sp_bench.plan.fuse import fuse
 from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
@@ -62,7 +62,7 @@ class Method(ABC):
     @classmethod
     def dealings(cls) -> tuple[str, ...]:
         """The layouts that it supports, with those of documents: a method of any layout takes any dealing."""
-        return (*cls.layouts, *(DEALERS if set(cls.layouts) == set(LAYOUTS) else ()))
+        return (*cls.layouts, *(FOR_ANY if set(cls.layouts) == set(LAYOUTS) else ()))
 
     @classmethod
     def build(cls, options: Mapping[str, object]) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -43,3 +44,24 @@ class Region(NamedTuple):
 
 Regions = tuple[Region, ...]
 """The unmasked regions of a block; empty if all of it is masked."""
+
+
+def stacks(regions: Iterable[Region], alike: Callable[[Region], object]) -> list[list[Region]]:
+    """Regions that one call for variable lengths can take together: alike, no two with a common query or key.
+
+    Without STRICT ones (Region.plain).
+    """
+    groups: dict[object, list[list[Region]]] = {}
+    for region in sorted((region.plain for region in regions), key=lambda region: (region.q.start, region.kv.start)):
+        found = groups.setdefault(alike(region), [])
+        for stack in found:
+            if stack[-1].q.stop <= region.q.start and all(_apart(region.kv, other.kv) for other in stack):
+                stack.append(region)
+                break
+        else:
+            found.append([region])
+    return [stack for found in groups.values() for stack in found]
+
+
+def _apart(one: range, other: range) -> bool:
+    return one.stop <= other.start or other.stop <= one.start

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,17 +13,33 @@ from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
 from sp_bench.lower import Lowering
+from sp_bench.plan.casts import keys_of
 from sp_bench.plan.dataflow import row_sums_released
-from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Op, Place, Plan, RowSums
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Gathered, Op, Place, Plan, RowSums
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import RegionKind
+from sp_bench.plan.regions import RegionKind, Regions
 from sp_bench.plan.union import Pieces as UnionPieces
 from sp_bench.plan.union import kernel_calls
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Clock
-from sp_bench.run.fused import cut, operands
+from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.partials import Rows, Tensors, tokens_of
+
+
+Windows = list[tuple[Rows, Rows, RegionKind | Pieces]]
+"""Kernel calls as (q rows, kv rows, kind or pieces); a kind is never STRICT."""
+
+
+class KeyRows(NamedTuple):
+    """The key rows of a Gathered block."""
+
+    order: torch.Tensor
+    """Place by position -> place as they lie, member by member: (keys,)."""
+    places: torch.Tensor
+    """The inverse."""
+    counts: list[int]
+    """How many rows each key chunk has."""
 
 
 @dataclass
@@ -75,16 +91,27 @@ class Work:
         self.plan, self.problem, self.rank, self.device = plan, problem, rank, device
         self.unsummed, self.kernel, self.buffers, self.clock = lowering.unsummed, kernel, buffers, clock
         self.mark = clock.mark
-        self.windows: Callable[[Place, Place], list[tuple[Rows, Rows, RegionKind | Pieces]]] = cache(self._find_windows)
+        self.windows: Callable[[Place, Place], Windows] = cache(self._find_windows)
+        self.gathered = cache(self._find_gathered)
         self.calls = cache(lambda op: kernel_calls(op, problem, rank))
         self.released = row_sums_released(plan)
+        self.sum_dtype = getattr(torch, problem.accumulate_dtype)
 
-    def _find_windows(self, q: Place, kv: Place) -> list[tuple[Rows, Rows, RegionKind | Pieces]]:
-        """Return a block's kernel calls as (q rows, kv rows, kind or pieces); a kind is never STRICT."""
+    def _find_windows(self, q: Place, kv: Place) -> Windows:
+        """Return the kernel calls of a block."""
         blocks = self.problem.blocks
         regions = blocks.regions_of(blocks.of(int(q.owner(self.rank)), int(kv.owner(self.rank))))
         if self.problem.mask.sends_unseen:
             return [(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]
+        return self._calls(regions)
+
+    def _find_gathered(self, op: Gathered) -> tuple[KeyRows, Windows]:
+        """Return the keys of a Gathered block and its kernel calls, with keys by their position."""
+        keys = keys_of(op, self.problem, self.rank)
+        order = torch.from_numpy(keys.order).to(self.device)
+        return KeyRows(order, torch.argsort(order), list(keys.counts)), self._calls(keys.regions)
+
+    def _calls(self, regions: Regions) -> Windows:
         found = calls(regions, self.device, varlen=self.kernel.takes_varlen(self.problem.head_dim))
         return [(c.queries, c.keys, c) if isinstance(c, Pieces) else (c.q, c.kv, c.kind) for c in found]
 
@@ -128,13 +155,14 @@ class Execution:
                 self._attend(op)
             case AttendBackward():
                 self._attend_backward(op)
+            case Gathered():
+                self._gathered(op)
             case Fused():
                 self._fused(op)
             case Fold():
                 started, held = self._work.mark(), self.holdings
-                if not held.holds(op.part):  # no block was folded into it
-                    return
-                held.partials.add(op.into, held.rows(op.part), held.received(op.part))
+                for rows, part in held.parts(op.part):
+                    held.partials.add(op.into, rows, part)
                 self.marks.add("folds_s", started, self._work.mark())
             case RowSums():
                 started = self._work.mark()
@@ -144,12 +172,20 @@ class Execution:
                 self._bundle(op)
 
     def _attend(self, op: Attend) -> None:
-        held, windows = self.holdings, self._work.windows(op.q.place, op.kv.place)
-        if not windows:  # then the chunks may not have been sent
-            return
-        (q,), (k, v) = held.received(op.q), held.received(op.kv)
+        windows = self._work.windows(op.q.place, op.kv.place)
+        if windows:  # else the chunks may not have been sent
+            self._forward(op.q, op.o, self.holdings.received(op.kv), windows)
+
+    def _attend_backward(self, op: AttendBackward) -> None:
+        windows = self._work.windows(op.odoq.place, op.kv.place)
+        if windows:
+            add = partial(self.holdings.partials.add_gradients, op.dkv)
+            self._backward(op.odoq, op.dq, self.holdings.received(op.kv), windows, add)
+
+    def _forward(self, q_chunk: Chunk, o: Chunk, keys: Tensors, windows: Windows) -> None:
+        held, (q,), (k, v) = self.holdings, self.holdings.received(q_chunk), keys
         for rows, columns, kind in windows:
-            there, started = held.among(op.q, rows), self._work.mark()
+            there, started = held.among(q_chunk, rows), self._work.mark()
             inputs = tokens_of(q, there), tokens_of(k, columns), tokens_of(v, columns)
             if isinstance(kind, Pieces):
                 out, lse = self._work.kernel.forward_pieces(*inputs, kind)
@@ -157,17 +193,17 @@ class Execution:
                 out, lse = self._work.kernel.forward(*inputs, kind)
             ended = self._work.mark()
             self._see(out, lse)
-            held.partials.add_output(op.o, rows, out, lse)
+            held.partials.add_output(o, rows, out, lse)
             self.marks.add("kernels_s", started, ended)
             self.marks.add("folds_s", ended, self._work.mark())
 
-    def _attend_backward(self, op: AttendBackward) -> None:
-        held, windows = self.holdings, self._work.windows(op.odoq.place, op.kv.place)
-        if not windows:
-            return
-        (q, out, dout, lse), (k, v) = held.received(op.odoq), held.received(op.kv)
+    def _backward(
+        self, odoq: Chunk, dq_chunk: Chunk, keys: Tensors, windows: Windows, add: Callable[[Rows, Tensors], None]
+    ) -> None:
+        """`add` adds (dk, dv) of some keys to their sum."""
+        held, (q, out, dout, lse), (k, v) = self.holdings, self.holdings.received(odoq), keys
         for rows, columns, kind in windows:
-            there, started = held.among(op.odoq, rows), self._work.mark()
+            there, started = held.among(odoq, rows), self._work.mark()
             my_dout, my_q, my_out, my_lse = (tokens_of(x, there) for x in (dout, q, out, lse))
             inputs = my_dout, my_q, tokens_of(k, columns), tokens_of(v, columns), my_out, my_lse
             if isinstance(kind, Pieces):
@@ -176,10 +212,38 @@ class Execution:
                 dq, dk, dv = self._work.kernel.backward(*inputs, kind)
             ended = self._work.mark()
             self._see(dq, dk, dv)
-            held.partials.add_gradients(op.dq, rows, (dq,))
-            held.partials.add_gradients(op.dkv, columns, (dk, dv))
+            held.partials.add_gradients(dq_chunk, rows, (dq,))
+            add(columns, (dk, dv))
             self.marks.add("kernels_s", started, ended)
             self.marks.add("folds_s", ended, self._work.mark())
+
+    def _gathered(self, op: Gathered) -> None:
+        keys, windows = self._work.gathered(op)
+        if not windows:
+            return
+        own, (query,) = op.keys[0].index == 0, op.queries
+        parts = zip(*(self.holdings.received(chunk) for chunk in op.keys), strict=True)
+        kv = tuple(x if own else x.index_select(1, keys.order) for x in map(end_to_end, parts))
+        if op.forward:
+            self._forward(query, op.blocks[0].writes[0], kv, windows)
+            return
+        dq, *dkv = op.writes
+        if own:
+            self._backward(query, dq, kv, windows, partial(self.holdings.partials.add_gradients, dkv[0]))
+            return
+        sums = tuple(torch.zeros_like(x, dtype=self._work.sum_dtype) for x in kv)
+
+        def add(columns: Rows, gradients: Tensors) -> None:
+            for into, x in zip(sums, gradients, strict=True):
+                if isinstance(columns, range):
+                    tokens_of(into, columns).add_(x)
+                else:
+                    into.index_add_(1, columns, x.to(into.dtype))
+
+        self._backward(query, dq, kv, windows, add)
+        by_member = zip(*(x.index_select(1, keys.places).split(keys.counts, dim=1) for x in sums), strict=True)
+        for chunk, part in zip(dkv, by_member, strict=True):
+            self.holdings.partials.put_rows(chunk, part)
 
     def _fused(self, op: Fused) -> None:
         held, into = self.holdings, {chunk: block.writes for block in op.blocks for chunk in block.reads}

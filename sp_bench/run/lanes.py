@@ -10,10 +10,11 @@ import torch
 
 from sp_bench.lower import Lowering, StagingUse
 from sp_bench.plan.demand import demand, untouched_partials
-from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
+from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
 from sp_bench.run.buffers import Buffers
+from sp_bench.run.casting import Casting
 from sp_bench.run.collectives import Collectives
 from sp_bench.run.dealing import Dealing
 from sp_bench.run.holdings import Holdings
@@ -64,6 +65,9 @@ class Lanes:
         self._dealing = Dealing(problem, rank, self._staging)
         self._collectives = Collectives(
             plan, lowering, problem, rank, transport, streams, self._receiving, self._staging
+        )
+        self._casting = Casting(
+            plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, device
         )
         self._demand, self._standing = demand(plan, problem), cache(self._find_standing)
         self._untouched = cache(self._find_untouched)
@@ -116,6 +120,9 @@ class Lanes:
         if isinstance(op, AllGather | ReduceScatter):
             self._collectives.transfer(index, op, holdings)
             return
+        if isinstance(op, RowCollective):
+            self._casting.transfer(index, op, holdings)
+            return
         into = self._into(index, op)
         if isinstance(op, AllToAll):
             self._all_to_all(index, op, into, holdings)
@@ -130,6 +137,9 @@ class Lanes:
         """Store the data of an earlier execution (or zeros) as if it had just been received; nothing is sent."""
         if isinstance(op, AllGather | ReduceScatter):
             self._collectives.pretend(index, op, holdings)
+            return
+        if isinstance(op, RowCollective):
+            self._casting.pretend(index, op, holdings)
             return
         if not self._standing(index).receives:
             self._absent(op, holdings)

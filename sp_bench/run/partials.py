@@ -94,15 +94,23 @@ class Partials:
         else:
             self.add_gradients(chunk, rows, part)
 
-    def add(self, chunk: Chunk, rows: range, part: Tensors) -> None:
+    def put_rows(self, chunk: Chunk, part: Tensors) -> None:
+        """Keep the whole gradient of rows of which others have the rest (plan.casts)."""
+        self._held[chunk] = tuple(in_dtype(x, self._dtype(chunk)) for x in part)
+
+    def get_rows(self, chunk: Chunk) -> Tensors:
+        """Return what `put_rows` has kept; nothing if blocks were left out."""
+        return self._held.get(chunk, ())
+
+    def add(self, chunk: Chunk, rows: Rows, part: Tensors) -> None:
         """Fold a peer's partial of the chunk's tokens `rows` into the accumulator."""
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
-        if _is_output(chunk):
+        if not _is_output(chunk):
+            self._sum(chunk)
+            self.add_gradients(chunk, rows, part)
+        else:
             out, lse = self._sum(chunk)
             fold_(tokens_of(out, rows), tokens_of(lse, rows), *part)
-        else:
-            for into, gradient in zip(self._sum(chunk), part, strict=True):
-                tokens_of(into, rows).add_(gradient)
 
     def get(self, chunk: Chunk) -> Tensors:
         """Return the accumulator; the neutral element if no block has written to it."""

@@ -46,6 +46,10 @@ def others(n: int) -> list[Case]:
         cases += [
             Case(n=n, method=method, heads=2 * u, options=(("ulysses", u),)) for method in ("usp", "ulysses_all_gather")
         ]
+        cast = [stages for stages in (1, 2, 3) if stages == 1 or stages < n // u]
+        cases += [
+            Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages))) for stages in cast
+        ]
         inner = [w for w in divisors(n // u) if w < n // u or u == n]
         cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]
     cases += [
