@@ -227,7 +227,7 @@ class DeviceCosts:
         """
         table, batch_heads = self._table(problem), problem.batch * problem.block_heads
         flops_of_pair, total_s = FLOPS_PER_PAIR[phase] * batch_heads * problem.head_dim, 0.0
-        for call in stacks(regions, lambda region: region.kind):
+        for call in stacks(regions, lambda region: region.kind, shared=True):
             mask = "full" if call[0].kind is RegionKind.FULL else "causal"
             outer = [len(region.q if phase == "forward" else region.kv) for region in call]
             whole, seconds = sum(outer), 0.0

@@ -22,7 +22,8 @@ SMALL = 16
 
 @dataclass(frozen=True)
 class Pieces:
-    """Regions of one kind, FULL or CAUSAL, no two with a common query or key. UPPER ones are gathered backwards."""
+    """Regions of one kind, FULL or CAUSAL, with copies of rows that two have in common. UPPER ones are gathered
+    backwards."""
 
     regions: tuple[Region, ...]
     device: torch.device
@@ -70,15 +71,18 @@ class Pieces:
         return torch.tensor([index for run in runs for index in run], device=self.device)
 
 
-def calls(regions: Iterable[Region], device: torch.device, *, varlen: bool) -> list[Region | Pieces]:
+def calls(
+    regions: Iterable[Region], device: torch.device, *, varlen: bool, shared: bool = False
+) -> list[Region | Pieces]:
     """The kernel calls of a block: several regions as one where that pays, without STRICT ones.
 
-    `varlen` says that the kernel takes pieces of different sizes.
+    `varlen` says that the kernel takes pieces of different sizes, `shared` that those may have rows in common, of which
+    each gets a copy, if their results are added.
     """
 
     def alike(region: Region) -> object:
         small = max(len(region.q), len(region.kv)) <= SMALL
         return region.kind if varlen else (region.kind, len(region.q), len(region.kv)) if small else region
 
-    found = stacks(regions, alike)
+    found = stacks(regions, alike, shared=shared and varlen)
     return [Pieces(tuple(stack), device) if len(stack) > 1 else stack[0] for stack in found]

@@ -19,7 +19,7 @@ from sp_bench.plan.intervals import regions_between
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.ops import Gathered, GroupCast, GroupReduce, RowCollective
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import Regions
+from sp_bench.plan.regions import Regions, by_keys
 
 
 class Segments(NamedTuple):
@@ -181,13 +181,15 @@ def rows_owned(op: RowCollective, problem: Problem, rank):
 
 
 def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
-    """The key rows of a Gathered block on one rank."""
-    return casts(problem).keys(*_chunks(op, problem, rank))
+    """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
+    keys = casts(problem).keys(*_chunks(op, problem, rank))
+    return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
 
 
 def seen_by(op: Gathered, problem: Problem, rank: int) -> tuple[Regions, int]:
-    """The regions of a Gathered block on one rank (Keys), and how many key rows it reads."""
-    return casts(problem).seen(*_chunks(op, problem, rank))
+    """The regions of a Gathered block on one rank (keys_of), and how many key rows it reads."""
+    regions, rows = casts(problem).seen(*_chunks(op, problem, rank))
+    return regions if op.forward else tuple(by_keys(regions)), rows
 
 
 def _chunks(op: Gathered, problem: Problem, rank: int) -> tuple[int, tuple[int, ...]]:

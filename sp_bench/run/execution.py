@@ -109,10 +109,11 @@ class Work:
         """Return the keys of a Gathered block and its kernel calls, with keys by their position."""
         keys = keys_of(op, self.problem, self.rank)
         order = torch.from_numpy(keys.order).to(self.device)
-        return KeyRows(order, torch.argsort(order), list(keys.counts)), self._calls(keys.regions)
+        return KeyRows(order, torch.argsort(order), list(keys.counts)), self._calls(keys.regions, shared=True)
 
-    def _calls(self, regions: Regions) -> Windows:
-        found = calls(regions, self.device, varlen=self.kernel.takes_varlen(self.problem.head_dim))
+    def _calls(self, regions: Regions, *, shared: bool = False) -> Windows:
+        varlen = self.kernel.takes_varlen(self.problem.head_dim)
+        found = calls(regions, self.device, varlen=varlen, shared=shared)
         return [(c.queries, c.keys, c) if isinstance(c, Pieces) else (c.q, c.kv, c.kind) for c in found]
 
 

@@ -16,6 +16,7 @@ from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.groups import Grid, Group
 from sp_bench.plan.ops import Block, Chunk, Fused, Gathered, Place, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import rows_in
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
 
@@ -83,12 +84,18 @@ class BlockCosts:
         return np.repeat(found, degree)
 
     def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:
-        """Seconds of folding what its calls have of its queries, and of the rank's own keys: (n,)."""
-        degree, own = self._problem.layout.head_parallel, [chunk for chunk in op.writes if not chunk.index]
-        firsts = ((chunk.tensor, self._flow.starts(index, chunk)) for chunk in own)
-        each_s = sum(self._device.fold_s(self._problem, tensor, first=first, sliced=True) for tensor, first in firsts)
-        there = [bool(seen_by(op, self._problem, rank)[0]) for rank in range(0, self._problem.n, degree)]
-        return np.repeat(np.array(there) * each_s, degree)
+        """Seconds of folding what its calls have of the queries that see something, and of the rank's own keys: (n,)."""
+        problem, degree, found = self._problem, self._problem.layout.head_parallel, []
+        for rank in range(0, problem.n, degree):
+            regions, _ = seen_by(op, problem, rank)
+            total_s = 0.0
+            for chunk in (chunk for chunk in op.writes if regions and not chunk.index):
+                runs = [region.kv if chunk.tensor.of_keys else region.q for region in regions]
+                share = rows_in(runs) / problem.block_tokens
+                first = self._flow.starts(index, chunk)
+                total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
+            found.append(total_s)
+        return np.repeat(found, degree)
 
     def of_owners_s(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """Seconds of the kernel calls of blocks of chunks with these owners."""
