@@ -23,7 +23,7 @@ there are other groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -123,7 +123,7 @@ class GroupCastAttention(USP):
     def symbols(self, problem: Problem) -> Mapping[str, float]:
         """The values of u and c."""
         groups = problem.n // self.head_parallel(problem.n)
-        return {**super().symbols(problem), "c": self._cast(problem) / (groups - 1) if groups > 1 else 0}
+        return {**super().symbols(problem), "c": float(self._cast(problem)) / max(groups - 1, 1)}
 
     def chunks_sent(self, problem: Problem, phase: str) -> Mapping[Tensor, float | Fraction]:
         """The header's formulas; a chunk of kv_h has max(kv_heads, u) heads."""
@@ -159,10 +159,11 @@ class GroupCastAttention(USP):
             if s:
                 steps.do(*arrived[-1:], GroupReduce("dkv", dkv_h, members, odoq_h, s))
                 arrived.append(Fold(dkv_h.arriving(s), dkv_h))
-        steps.next()
-        steps.do(*arrived[-1:])
+        if arrived:
+            steps.next()
+            steps.do(*arrived[-1:])
 
-    def _stages(self, kv_h: Chunk) -> list[Sequence[int]]:
+    def _stages(self, kv_h: Chunk) -> list[tuple[int, ...]]:
         """The members of each stage: the rank itself, then the others in runs of nearly equal length."""
         others = kv_h.home.size - 1
         count = min(self.stages if isinstance(self.stages, int) else 1, others)

@@ -48,7 +48,7 @@ def test_every_slice_of_the_heads_has_its_tile(capsys: pytest.CaptureFixture[str
         plan = method.plan(problem, "forward", COMPUTE_BOUND)
         tiles = draw.block_steps(plan)
         assert len(tiles) == dealt.head_slices
-        assert (tiles >= 0).sum() == sum(isinstance(op, Attend) for op in plan.ops)
+        assert (tiles >= 0).sum() == sum(len(op.blocks) for op in plan.ops if isinstance(op, Block))
     assert main(["method=mesh", "gpus=4", "method.tile=[2,2]", "method.schedule=searched", "method.slices=2"]) == 0
     assert capsys.readouterr().out.count("heads/1\n      Q# \\ KV#") == len(PHASES)
 

@@ -63,7 +63,9 @@ def algorithm(
     op: Collective, problem: Problem, network: Network, transport: TransportKind, sent_bytes: int
 ) -> Algorithm | None:
     """The algorithm of that transport's library for `sent_bytes` of each rank; None for a message between each pair."""
-    if isinstance(op, AllToAll | RowCollective) or (isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, problem, transport)):
+    if isinstance(op, AllToAll | RowCollective):
+        return None
+    if isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, problem, transport):
         return None
     if not transport.adds:
         return _hops(op, network)

@@ -44,10 +44,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, field
 
 from sp_bench.cluster.waves import CausalOrder, Waves
-from sp_bench.errors import RequestError
+from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Positive, Section, figure
@@ -82,13 +82,15 @@ class Rates(Section, frozen=True, kw_only=True):
     forward_causal: Points
     backward_full: Points
     backward_causal: Points
-    variable: dict[
-        Literal["forward_full", "forward_causal", "backward_full", "backward_causal"],
-        Annotated[Positive, figure(0.05, 5, "times the rates of a call's pieces")],
-    ] = {}
+    variable: dict[str, Annotated[Positive, figure(0.05, 5, "times the rates of a call's pieces")]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Raises RequestError for blocks that can't be interpolated: a causal one not square, or a pair missing."""
+        for name in self.variable:
+            if name not in RATES:
+                raise unknown("variable", name, RATES)
         for name in RATES:
             known = self.points(name)
             if all(q == kv for q, kv in known):

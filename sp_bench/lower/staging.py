@@ -6,8 +6,6 @@ from collections.abc import Callable, Container, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan import casts
 from sp_bench.plan.dataflow import Value, dataflow
@@ -31,8 +29,8 @@ class StagingUse(NamedTuple):
     tensor: Tensor
     """The tensor that the transfer sends."""
     use: Literal["send", "recv", "pass", "land"]
-    """send: pieces, or rows, that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows that a Pass
-    casts or cuts out and sends; land: a result of the plan as peers write it (TransportKind.lands)."""
+    """send: pieces, or rows, that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows
+    that a Pass casts or cuts out and sends; land: a result of the plan as peers write it (TransportKind.lands)."""
 
 
 StagingBuffers = Mapping[StagingUse, tuple[TensorSpec, ...]]
@@ -119,13 +117,11 @@ def chunk_specs(problem: Problem, tensor: Tensor, *, wire: bool) -> tuple[Tensor
 
 
 def rows_specs(
-    problem: Problem, op: RowCollective, count: Callable[[RowCollective, Problem, np.ndarray], Any]
+    problem: Problem, op: RowCollective, count: Callable[[RowCollective, Problem, int], Any]
 ) -> tuple[TensorSpec, ...]:
     """Shape and dtype of each field of the rows that the rank with most of them has, by a count of plan.casts."""
-    rows = int(np.max(count(op, problem, np.arange(problem.n))))
-    return tuple(
-        TensorSpec(problem.field_shape(f, rows), problem.field_dtype(f, wire=True)) for f in op.tensor.fields
-    )
+    rows = max(int(count(op, problem, rank)) for rank in range(problem.n))
+    return tuple(TensorSpec(problem.field_shape(f, rows), problem.field_dtype(f, wire=True)) for f in op.tensor.fields)
 
 
 def held_specs(problem: Problem, chunk: Chunk, unsummed: Container[Chunk]) -> tuple[TensorSpec, ...]:

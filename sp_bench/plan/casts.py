@@ -17,6 +17,7 @@ import numpy as np
 from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.intervals import regions_between
 from sp_bench.plan.layout import Layout
+from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Gathered, GroupCast, GroupReduce, RowCollective
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Regions, by_keys
@@ -109,7 +110,7 @@ class Casts:
 
     @cached_property
     def _segments(self) -> Segments:
-        chunk, start, stop, first, last = self._intervals
+        chunk, start, _, first, last = self._intervals
         starts = np.unique(np.concatenate([start, first, last]))
         starts = starts[starts < self.pack.seqlen]
         tokens = np.diff(np.append(starts, self.pack.seqlen))
@@ -135,7 +136,8 @@ class Casts:
 
 def casts(problem: Problem) -> Casts:
     """The rows that the chunks of a problem need of each other."""
-    pack = problem.mask if isinstance(problem.mask, Packed) else Documents((problem.seqlen,), problem.mask.causal)
+    mask = problem.mask
+    pack = mask if isinstance(mask, Packed) else Documents((problem.seqlen,), causal=mask is CAUSAL)
     return _casts(pack, problem.layout, problem.n // problem.layout.head_parallel)
 
 

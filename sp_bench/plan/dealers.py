@@ -25,8 +25,8 @@ from sp_bench.plan.layout import Layout, Positions, piece
 
 BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
-EVEN = 1.01
-"""Blocks of the dealer `balanced` are the largest with which the busiest chunk has at most this multiple of the mean."""
+EVEN = 1.005
+"""The dealer `balanced` takes the largest blocks with which the busiest chunk has at most this multiple of the mean."""
 FOR_ANY = ("zigzag_documents", "whole_documents", "blocks")
 """The dealers that every method of any layout takes."""
 
@@ -43,7 +43,8 @@ class Pack(Protocol):
     @property
     def work_of_documents(self) -> np.ndarray: ...
 
-    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+    @property
+    def work_before(self) -> np.ndarray: ...
 
     def __hash__(self) -> int: ...
 
@@ -170,8 +171,7 @@ def _cut(mask: Pack, count: int, chunks: int) -> tuple[list[range], np.ndarray]:
     count = min(count, mask.seqlen)
     count -= count % chunks if count > chunks else 0
     blocks = [piece(index, count, mask.seqlen) for index in range(count)]
-    first, stop = mask.sees(np.arange(mask.seqlen))
-    return blocks, np.add.reduceat(stop - first, [block.start for block in blocks])
+    return blocks, np.diff(mask.work_before[[*(block.start for block in blocks), mask.seqlen]])
 
 
 def _balanced(deal: Deal, chunks: int) -> list[list[range]]:

@@ -124,8 +124,17 @@ class Packed(Mask):
 
     @cached_property
     def _work_of_documents(self) -> np.ndarray:
+        return np.diff(self.work_before[self.edges])
+
+    @property
+    def work_before(self) -> np.ndarray:
+        """(query, key) pairs of all queries before each position, and of all: (seqlen + 1,)."""
+        return self._work_before
+
+    @cached_property
+    def _work_before(self) -> np.ndarray:
         first, stop = self.sees(np.arange(self.seqlen))
-        return np.add.reduceat(stop - first, self.edges[:-1])
+        return np.append(0, np.cumsum(stop - first))
 
     def refuse(self, seqlen: int) -> None:
         """Raise RequestError unless the documents fill the sequence."""

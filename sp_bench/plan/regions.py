@@ -46,9 +46,7 @@ Regions = tuple[Region, ...]
 """The unmasked regions of a block; empty if all of it is masked."""
 
 
-def stacks(
-    regions: Iterable[Region], alike: Callable[[Region], object], *, shared: bool = False
-) -> list[list[Region]]:
+def stacks(regions: Iterable[Region], alike: Callable[[Region], object], *, shared: bool = False) -> list[list[Region]]:
     """Regions that one call for variable lengths can take together: alike ones.
 
     No two have a common query or key, unless these may be `shared`. Without STRICT ones (Region.plain).
@@ -102,7 +100,9 @@ def _cut_by_keys(stairs: list[Region]) -> list[Region]:
     found, first = [], stairs[0].kv.start if stairs else 0
     for region in stairs:
         if region.kv.stop > first:
-            found.append(Region(RegionKind.FULL, range(region.q.start, stairs[-1].q.stop), range(first, region.kv.stop)))
+            found.append(
+                Region(RegionKind.FULL, range(region.q.start, stairs[-1].q.stop), range(first, region.kv.stop))
+            )
             first = region.kv.stop
     return found
 

@@ -23,7 +23,7 @@ from sp_bench.run.transport import Message, Transport, Turn
 class _Rows(NamedTuple):
     """What a rank owns or has of its members' chunks, in the order of the members."""
 
-    index: torch.Tensor
+    owned: torch.Tensor
     """The rows of its own chunk that others have, one member behind the other: (rows,)."""
     of_others: tuple[int, ...]
     """How many of them each member has."""
@@ -96,10 +96,10 @@ class Casting:
         return self._receiving[self._lowering.receive_buffers[index]]
 
     def _together(self, op: RowCollective, buffers: Tensors, here: _Rows) -> list[tuple[torch.Tensor, Tensors]]:
-        """(rows of the rank's own chunk, what others have or get of them): all at once, if one batch entry allows it."""
+        """(rows of the rank's own chunk, what others have of them): all at once, if one batch entry allows it."""
         if self._problem.batch == 1:
-            return [(here.index, self._split(op, buffers, [sum(here.of_others)])[0])]
-        return list(zip(here.index.split(here.of_others), self._split(op, buffers, here.of_others), strict=True))
+            return [(here.owned, self._split(op, buffers, [sum(here.of_others)])[0])]
+        return list(zip(here.owned.split(here.of_others), self._split(op, buffers, here.of_others), strict=True))
 
     def _split(self, op: RowCollective, buffers: Tensors, counts: Sequence[int]) -> list[Tensors]:
         """The fields of so many rows of each member, one member behind the other: views."""

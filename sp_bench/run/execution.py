@@ -26,7 +26,6 @@ from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings, LiveBytes
 from sp_bench.run.partials import Rows, Tensors, tokens_of
 
-
 Windows = list[tuple[Rows, Rows, RegionKind | Pieces]]
 """Kernel calls as (q rows, kv rows, kind or pieces); a kind is never STRICT."""
 

@@ -84,7 +84,7 @@ class BlockCosts:
         return np.repeat(found, degree)
 
     def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:
-        """Seconds of folding what its calls have of the queries that see something, and of the rank's own keys: (n,)."""
+        """Seconds of folding what its calls have of queries that see a key, and of the rank's own keys: (n,)."""
         problem, degree, found = self._problem, self._problem.layout.head_parallel, []
         for rank in range(0, problem.n, degree):
             regions, _ = seen_by(op, problem, rank)

@@ -89,7 +89,8 @@ class OperationCosts:
             return 0.0
         if isinstance(op, RowCollective):  # rows are gathered, and cast where they have to be
             row_bytes = sum(self._problem.token_bytes(field, wire=True) for field in op.tensor.fields)
-            return _of_each(np.asarray(casts.sent(op, self._problem, ranks)), lambda n: self._device.copy_s(n * row_bytes))
+            rows = np.asarray(casts.sent(op, self._problem, ranks))
+            return _of_each(rows, lambda count: self._device.copy_s(count * row_bytes))
         if isinstance(op, ReduceScatter):
             by_field = messages(op, self._problem, 0)[0] if op.group.size > 1 else {}
             return (op.group.size - 1) * self._device.copy_s(sum(by_field.values()))
