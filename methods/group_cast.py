@@ -23,7 +23,7 @@ there are other groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -138,34 +138,44 @@ class GroupCastAttention(USP):
         return Fraction(rows_seen_elsewhere(self.dealt(problem)), problem.seqlen)
 
     def _attend(self, problem: Problem, steps: Steps, q_h: Chunk, kv_h: Chunk, o_h: Chunk) -> None:
-        """Step s computes with the rows of stage s, the rank's own first, while those of stage s + 1 arrive."""
-        stages = self._stages(kv_h)
-        for s, members in enumerate(stages):
-            steps.next()
-            if s + 1 < len(stages):
-                steps.do(GroupCast("kv", kv_h, stages[s + 1], q_h))
-            steps.do(Gathered(tuple(Attend(q_h, kv_h.at(u), o_h) for u in members)))
+        cast_rows(steps, q_h, kv_h, o_h, self._stages(kv_h))
 
     def _attend_backward(
         self, problem: Problem, steps: Steps, odoq_h: Chunk, kv_h: Chunk, dq_h: Chunk, dkv_h: Chunk
     ) -> None:
-        """As the forward; gradients of stage s go home while stage s + 1 is computed, and are added after it."""
-        stages, arrived = self._stages(kv_h), list[Fold]()
-        for s, members in enumerate(stages):
-            steps.next()
-            if s + 1 < len(stages):
-                steps.do(GroupCast("kv", kv_h, stages[s + 1], odoq_h))
-            steps.do(Gathered(tuple(AttendBackward(odoq_h, kv_h.at(u), dq_h, dkv_h.at(u)) for u in members)))
-            if s:
-                steps.do(*arrived[-1:], GroupReduce("dkv", dkv_h, members, odoq_h, s))
-                arrived.append(Fold(dkv_h.arriving(s), dkv_h))
-        if arrived:
-            steps.next()
-            steps.do(*arrived[-1:])
+        cast_rows_backward(steps, odoq_h, kv_h, dq_h, dkv_h, self._stages(kv_h))
 
     def _stages(self, kv_h: Chunk) -> list[tuple[int, ...]]:
-        """The members of each stage: the rank itself, then the others in runs of nearly equal length."""
+        """The members of each stage: the others in runs of nearly equal length."""
         others = kv_h.home.size - 1
         count = min(self.stages if isinstance(self.stages, int) else 1, others)
         ends = [others * s // count for s in range(count + 1)] if count else []
-        return [(0,), *(tuple(range(a + 1, b + 1)) for a, b in zip(ends, ends[1:], strict=False))]
+        return [tuple(range(a + 1, b + 1)) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def cast_rows(steps: Steps, q: Chunk, kv: Chunk, o: Chunk, stages: Sequence[tuple[int, ...]]) -> None:
+    """Step s computes with the rows of stage s, the rank's own first, while those of stage s + 1 arrive."""
+    each = [(0,), *stages]
+    for s, members in enumerate(each):
+        steps.next()
+        if s < len(stages):
+            steps.do(GroupCast("kv", kv, each[s + 1], q))
+        steps.do(Gathered(tuple(Attend(q, kv.at(u), o) for u in members)))
+
+
+def cast_rows_backward(
+    steps: Steps, odoq: Chunk, kv: Chunk, dq: Chunk, dkv: Chunk, stages: Sequence[tuple[int, ...]]
+) -> None:
+    """As cast_rows; gradients of stage s go home while stage s + 1 is computed, and are added after it."""
+    each, arrived = [(0,), *stages], list[Fold]()
+    for s, members in enumerate(each):
+        steps.next()
+        if s < len(stages):
+            steps.do(GroupCast("kv", kv, each[s + 1], odoq))
+        steps.do(Gathered(tuple(AttendBackward(odoq, kv.at(u), dq, dkv.at(u)) for u in members)))
+        if s:
+            steps.do(*arrived[-1:], GroupReduce("dkv", dkv, members, odoq, s))
+            arrived.append(Fold(dkv.arriving(s), dkv))
+    if arrived:
+        steps.next()
+        steps.do(arrived[-1])

@@ -11,9 +11,9 @@ from sp_bench import draw
 from sp_bench.account import volume
 from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, describe, main, methods_table
 from sp_bench.methods import REGISTRY
-from sp_bench.plan import Attend
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Block
 from sp_bench.plan.tensors import Q
 from sp_bench.point.backing import known
 from tests.support.problems import all_methods, splittable_problem

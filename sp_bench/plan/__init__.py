@@ -1,7 +1,7 @@
 """The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.casts import rows_seen_elsewhere
+from sp_bench.plan.casts import members_seen, rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
@@ -86,6 +86,7 @@ __all__ = [
     "divisors",
     "inner",
     "line_of",
+    "members_seen",
     "outer",
     "receive_next",
     "reduce_next",

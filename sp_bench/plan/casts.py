@@ -18,7 +18,7 @@ from sp_bench.plan.documents import Documents, Packed
 from sp_bench.plan.intervals import regions_between
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import CAUSAL
-from sp_bench.plan.ops import Gathered, GroupCast, GroupReduce, RowCollective
+from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import Regions, by_keys
 
@@ -150,6 +150,13 @@ def rows_seen_elsewhere(problem: Problem) -> int:
     """Key rows that chunks see in other chunks, all together: what a group cast moves, for each head."""
     counts = casts(problem).counts
     return int(counts.sum() - counts.trace())
+
+
+def members_seen(problem: Problem, own: Chunk) -> set[int]:
+    """The chunks #u, other than its own, of which queries of any rank see rows."""
+    ranks, degree, counts = np.arange(problem.n), problem.layout.head_parallel, casts(problem).counts
+    others = range(1, own.home.size)
+    return {u for u in others if counts[ranks // degree, own.home.member(ranks, u) // degree].any()}
 
 
 def rows_moved(op: RowCollective, problem: Problem, rank, member: int):

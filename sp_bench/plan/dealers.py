@@ -8,6 +8,9 @@ blocks             the sequence is cut into equal blocks, which are dealt in tur
                    all chunks and back again (like the PTRR load balancer of PyTorch's context parallelism)
 balanced           the sequence is cut into equal blocks; those with most work first, each goes to the chunk with the
                    least work so far of those that lack blocks, so that all get as many (MagiAttention's dispatch)
+hybrid             each document goes to a sub-group of neighbouring chunks: the smallest power of two of them with at
+                   most so many tokens each; those of many chunks and most work first, each to the sub-group with least
+                   work so far. Inside it is zigzag (Megatron's hybrid context parallelism). Chunks differ in tokens
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
 EVEN = 1.005
 """The dealer `balanced` takes the largest blocks with which the busiest chunk has at most this multiple of the mean."""
+EVEN_ENOUGH, MOST_CUTS = 1.03, 16
+"""Sub-groups of the dealer `hybrid` grow until the busiest chunk has at most this multiple of the mean, or documents of
+a 16th of a chunk are cut."""
 FOR_ANY = ("zigzag_documents", "whole_documents", "blocks")
 """The dealers that every method of any layout takes."""
 
@@ -205,10 +211,40 @@ def _least_first(blocks: list[range], work: np.ndarray, chunks: int) -> tuple[li
     return dealt, busiest * chunks / max(int(work.sum()), 1)
 
 
+def _hybrid(deal: Deal, chunks: int) -> list[list[range]]:
+    if deal.block_tokens:
+        return _in_sub_groups(deal.mask, chunks, deal.block_tokens)[0]
+    best, least, tokens = [list[range]()], np.inf, -(-2 * deal.mask.seqlen // chunks)
+    while tokens and least > EVEN_ENOUGH:  # larger sub-groups are more even, and send more
+        dealt, imbalance = _in_sub_groups(deal.mask, chunks, tokens)
+        if imbalance < least:
+            best, least = dealt, imbalance
+        tokens = tokens // 2 if tokens > deal.mask.seqlen // (MOST_CUTS * chunks) else 0
+    return best
+
+
+def _in_sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[list[range]], float]:
+    """The pieces of each chunk, of documents in sub-groups with so many tokens a chunk, and the imbalance."""
+    dealt, load = [list[range]() for _ in range(chunks)], np.zeros(chunks)
+    documents, work, most = _documents(mask), mask.work_of_documents, chunks.bit_length() - 1
+    sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.lengths])
+    for index in np.lexsort((-work, -sizes)):
+        size, document = int(sizes[index]), documents[index]
+        groups = load[: chunks // size * size].reshape(-1, size)
+        first = int(groups.max(axis=1).argmin()) * size
+        load[first : first + size] += work[index] / size
+        for number in range(2 * size):
+            part = piece(number, 2 * size, len(document))
+            to = first + min(number, 2 * size - 1 - number)
+            dealt[to].append(range(document.start + part.start, document.start + part.stop))
+    return dealt, float(load.max() / load.mean())
+
+
 DEALERS: dict[str, Callable[[Deal, int], list[list[range]]]] = {
     "zigzag_documents": _zigzag_documents,
     "whole_documents": _whole_documents,
     "blocks": _blocks,
     "balanced": _balanced,
+    "hybrid": _hybrid,
 }
 """The layouts that know the documents of a pack: (deal, chunks) -> the runs of positions of each chunk."""

@@ -1,4 +1,4 @@
-"""Group casts on real ranks, against torch's attention in fp64 with a dense mask."""
+"""Group casts, and hybrid context parallelism, on real ranks, against torch's attention in fp64 with a dense mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.marks import exhaustive
 from tests.support.packs import packs
 from tests.support.ranks import Ranks
 
-METHODS = ("group_cast",)
+METHODS = ("group_cast", "hybrid_cp")
 LAYOUTS = ("auto", "contiguous", "zigzag")
 
 
@@ -42,7 +42,10 @@ def test_any_pack(ranks: Ranks, pack: Packed, n: int, turn: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16])
-def test_chunks_of_any_size(ranks: Ranks, chunk: int) -> None:
+def test_chunks_and_sub_groups_of_any_size(ranks: Ranks, chunk: int) -> None:
     packs = Documents((13, 1, 2, 30, 5, 7, 22)), Window((61,), causal=False, left=20, right=3)
     options = (("ulysses", 1), ("stages", 2), ("chunk", chunk))
-    assert_exact(ranks, [Case(n=4, method="group_cast", layout="balanced", pack=p, options=options) for p in packs])
+    cases = [Case(n=4, method="group_cast", layout="balanced", pack=p, options=options) for p in packs]
+    tokens = (("rank_tokens", chunk),)
+    cases += [Case(n=n, method="hybrid_cp", layout="hybrid", pack=p, options=tokens) for p in packs for n in (3, 4)]
+    assert_exact(ranks, cases)
