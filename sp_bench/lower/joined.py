@@ -24,7 +24,7 @@ def side_by_side_rows(plan: Plan, transport: TransportKind) -> tuple[tuple[Recei
     read = {c[0].tensor for op in fused for c in (op.queries, op.keys) if len(c) > 1}
     rows: dict[Tensor, list[ReceiveBuffer]] = {}
     for buffer in dict.fromkeys(schedule(plan).receive_buffers.values()):
-        if buffer.tensor in read and not buffer.arriving and buffer.chunks == 1 and not buffer.members:
+        if buffer.tensor in read and not buffer.arriving and buffer.chunks == 1 and not buffer.of_rows:
             rows.setdefault(buffer.tensor, []).append(buffer)
     return tuple(tuple(sorted(row)) for row in rows.values() if len(row) > 1)
 

@@ -64,7 +64,7 @@ class Lowering:
 
     def received_specs(self, buffer: ReceiveBuffer) -> tuple[TensorSpec, ...]:
         """Shape and dtype of the tensors of a receive buffer, one per field; several chunks are side by side."""
-        if buffer.members:
+        if buffer.of_rows:
             return self.rows_received[buffer]
         specs = chunk_specs(self.problem, buffer.tensor, wire=buffer.arriving)
         return specs if buffer.chunks == 1 else side_by_side(specs, buffer.chunks)

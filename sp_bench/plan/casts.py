@@ -191,8 +191,13 @@ def rows_owned(op: RowCollective, problem: Problem, rank):
 
 def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
     """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
-    keys = casts(problem).keys(*_chunks(op, problem, rank))
+    keys = _keys(casts(problem), *_chunks(op, problem, rank))
     return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
+
+
+@lru_cache(maxsize=16)
+def _keys(found: Casts, queries: int, members: tuple[int, ...]) -> Keys:
+    return found.keys(queries, members)  # forward and backward have the same
 
 
 def seen_by(op: Gathered, problem: Problem, rank: int) -> tuple[Regions, int]:

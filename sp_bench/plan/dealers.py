@@ -49,8 +49,7 @@ class Pack(Protocol):
     @property
     def work_of_documents(self) -> np.ndarray: ...
 
-    @property
-    def work_before(self) -> np.ndarray: ...
+    def work_before(self, positions: np.ndarray) -> np.ndarray: ...
 
     def __hash__(self) -> int: ...
 
@@ -177,7 +176,7 @@ def _cut(mask: Pack, count: int, chunks: int) -> tuple[list[range], np.ndarray]:
     count = min(count, mask.seqlen)
     count -= count % chunks if count > chunks else 0
     blocks = [piece(index, count, mask.seqlen) for index in range(count)]
-    return blocks, np.diff(mask.work_before[[*(block.start for block in blocks), mask.seqlen]])
+    return blocks, np.diff(mask.work_before(np.array([*(block.start for block in blocks), mask.seqlen])))
 
 
 def _balanced(deal: Deal, chunks: int) -> list[list[range]]:

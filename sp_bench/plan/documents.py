@@ -124,17 +124,20 @@ class Packed(Mask):
 
     @cached_property
     def _work_of_documents(self) -> np.ndarray:
-        return np.diff(self.work_before[self.edges])
+        return np.diff(self.work_before(self.edges))
 
-    @property
-    def work_before(self) -> np.ndarray:
-        """(query, key) pairs of all queries before each position, and of all: (seqlen + 1,)."""
-        return self._work_before
-
-    @cached_property
-    def _work_before(self) -> np.ndarray:
-        first, stop = self.sees(np.arange(self.seqlen))
-        return np.append(0, np.cumsum(stop - first))
+    def work_before(self, positions: np.ndarray) -> np.ndarray:
+        """(query, key) pairs of all queries before each position, which may be the end: (positions,)."""
+        if self.windowed:
+            first, stop = self.sees(np.arange(self.seqlen))
+            return np.append(0, np.cumsum(stop - first))[positions]
+        lengths = np.diff(self.edges)
+        whole = np.append(0, np.cumsum(lengths * (lengths + 1) // 2 if self.causal else lengths**2))
+        document = np.searchsorted(self.edges, positions, side="right") - 1
+        before = positions - self.edges[document]
+        return whole[document] + (
+            before * (before + 1) // 2 if self.causal else before * np.append(lengths, 0)[document]
+        )
 
     def refuse(self, seqlen: int) -> None:
         """Raise RequestError unless the documents fill the sequence."""
