@@ -67,6 +67,7 @@ class GroupCastAttention(USP):
     marker: ClassVar[str] = "h"
     citation: ClassVar[str] = "Zewei and Yunpeng 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
+    counts_rows: ClassVar[bool] = True
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "(2 + 2*max(k, u/h))*(u-1)/u + 2*max(k, u/h)*c*(n/u-1)",
         "backward": "(2 + 2*max(k, u/h))*(u-1)/u + 4*max(k, u/h)*c*(n/u-1)",
@@ -101,6 +102,11 @@ class GroupCastAttention(USP):
             for stages in (STAGES if self.stages == "auto" else (self.stages,))
             if stages == 1 or stages < problem.n // each.size
         )
+
+    @classmethod
+    def dealings_for_auto(cls) -> tuple[str, ...]:
+        """`balanced` alone."""
+        return ("balanced",)
 
     def layout_of(self, mask: Mask, n: int) -> Layout:
         """`balanced` where there is a pack to deal."""

@@ -60,6 +60,7 @@ class HybridCP(Method):
     marker: ClassVar[str] = "p"
     citation: ClassVar[str] = "Megatron-LM 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
+    counts_rows: ClassVar[bool] = True
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*c*(n-1)", "backward": "4*k*c*(n-1)"}
 
     rank_tokens: Literal["auto"] | int = "auto"
@@ -69,6 +70,11 @@ class HybridCP(Method):
     def dealings(cls) -> tuple[str, ...]:
         """Its layouts, and that of sub-groups."""
         return ("hybrid", *cls.layouts)
+
+    @classmethod
+    def dealings_for_auto(cls) -> tuple[str, ...]:
+        """`hybrid` alone."""
+        return ("hybrid",)
 
     def layout_of(self, mask: Mask, n: int) -> Layout:
         """`hybrid` where there is a pack to deal."""

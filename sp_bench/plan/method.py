@@ -46,6 +46,8 @@ class Method(ABC):
     formula: ClassVar[Mapping[str, str]]
     """By phase, the mean payload that a GPU sends, in chunks of N/n tokens x heads * head_dim elements: an expression
     in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
+    counts_rows: ClassVar[bool] = False
+    """Whether the closed form holds under packs of documents, too."""
     limit: ClassVar[str] = "any number"
     """The most GPUs that it can use, in words."""
 
@@ -63,6 +65,11 @@ class Method(ABC):
     def dealings(cls) -> tuple[str, ...]:
         """The layouts that it supports, with those of documents: a method of any layout takes any dealing."""
         return (*cls.layouts, *(FOR_ANY if set(cls.layouts) == set(LAYOUTS) else ()))
+
+    @classmethod
+    def dealings_for_auto(cls) -> tuple[str, ...]:
+        """Those of its `dealings` that layout=auto tries on a pack."""
+        return cls.dealings()
 
     @classmethod
     def build(cls, options: Mapping[str, object]) -> Self:

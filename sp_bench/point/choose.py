@@ -140,12 +140,12 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
 def _dealings(method: Method, problem: Problem) -> list[Problem]:
     """The problem in every layout that may be the fastest, where that is to be chosen.
 
-    `search` is all that the method takes; `auto` is those that give all ranks equal work, or all if the mask doesn't
-    know.
+    `search` is all that the method takes; `auto` is those that give all ranks equal work, or what the method has
+    for packs.
     """
     auto, balanced = method.layout == "auto", problem.mask.balanced
     if method.layout == "search" or (auto and not balanced):
-        names = method.dealings()
+        names = method.dealings() if method.layout == "search" else method.dealings_for_auto()
     else:
         names = balanced if auto and problem.n > 1 else ()
     found = []
