@@ -1,6 +1,6 @@
 """Group cast: every rank keeps its Q and receives just the key rows that its queries see.
 
-Source: MagiAttention (Zewei and Yunpeng, "MagiAttention: A Distributed Attention Towards Linear Scalability for
+Source: MagiAttention (Tao and Huang, "MagiAttention: A Distributed Attention Towards Linear Scalability for
 Ultra-Long Context, Heterogeneous Mask Training", 2025; github SandAI-org/MagiAttention). The sequence is cut into
 chunks of equal size. Every rank gets as many; those with the largest area of the mask first, each goes to the rank with
 the least area so far that has room (the layout `balanced`). A rank sends a row of its keys to each rank whose queries
@@ -18,7 +18,7 @@ for the share of a group's keys that the queries of another see, in the mean:
 c = 1 of a full mask; of a causal one 1/2 on the contiguous layout, 3/4 on zigzag.
 
 Layouts: balanced (packs), zigzag, contiguous, and all that deal documents. Refuses what USP does, and more stages than
-there are other groups.
+there are other groups, or a `chunk` where no chunks are dealt.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sp_bench.plan import (
     DO,
     DQ,
     KV,
+    OPEN_LAYOUTS,
     OUT,
     Attend,
     AttendBackward,
@@ -56,6 +57,8 @@ from sp_bench.plan import (
 
 STAGES = (1, 2, 4)
 """What `auto` of the option `stages` stands for."""
+IN_CHUNKS = ("balanced", "blocks")
+"""The layouts that deal chunks of equal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ class GroupCastAttention(USP):
     name: ClassVar[str] = "group_cast"
     colour: ClassVar[str] = "#1f4e5f"
     marker: ClassVar[str] = "h"
-    citation: ClassVar[str] = "Zewei and Yunpeng 2025"
+    citation: ClassVar[str] = "Tao and Huang 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
     counts_rows: ClassVar[bool] = True
     formula: ClassVar[Mapping[str, str]] = {
@@ -84,8 +87,12 @@ class GroupCastAttention(USP):
         return ("balanced", *cls.layouts, *(name for name in DEALERS if name != "balanced"))
 
     def refuse(self, problem: Problem) -> None:
-        """Raise RequestError for a `ulysses` that is not possible, or more stages than there are other groups."""
+        """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, or a
+        `chunk` where none are dealt."""
         super().refuse(problem)
+        if self.chunk != "auto" and (problem.mask.sends_unseen or self.layout not in (*IN_CHUNKS, *OPEN_LAYOUTS)):
+            rule = f"chunks of a pack are dealt by the layouts {' and '.join(IN_CHUNKS)} alone"
+            raise RequestError(f"method.chunk={self.chunk}", rule, "method.chunk=auto would work")
         others = problem.n // (self.ulysses if isinstance(self.ulysses, int) else 1) - 1
         if isinstance(self.stages, int) and self.stages > max(others, 1):
             raise RequestError(
@@ -117,7 +124,7 @@ class GroupCastAttention(USP):
     def dealt_by(self, layout: Layout, n: int) -> Layout:
         """The layout with this variant's head-parallel degree and chunks."""
         layout = super().dealt_by(layout, n)
-        if self.chunk == "auto" or not isinstance(layout, Dealt):
+        if self.chunk == "auto" or not isinstance(layout, Dealt) or layout.name not in IN_CHUNKS:
             return layout
         return replace(layout, ranges=replace(layout.ranges, block_tokens=self.chunk))
 

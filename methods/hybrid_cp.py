@@ -16,7 +16,7 @@ of a rank's keys that the queries of another see, in the mean:
     backward  2k c (n - 1) for KV and as much for dKV
 c = 1 of a full mask, 3/4 of a causal one on zigzag. Of a pack c is small: each key goes round its own sub-group.
 
-Layouts: hybrid (packs), zigzag, contiguous. Refuses nothing.
+Layouts: hybrid (packs), zigzag, contiguous. Refuses `rank_tokens` where there are no sub-groups.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from sp_bench.plan import (
     Plan,
     Problem,
     Q,
+    RequestError,
     Steps,
     Tensor,
     members_seen,
@@ -75,6 +76,12 @@ class HybridCP(Method):
     def dealings_for_auto(cls) -> tuple[str, ...]:
         """`hybrid` alone."""
         return ("hybrid",)
+
+    def refuse(self, problem: Problem) -> None:
+        """Raise RequestError for `rank_tokens` where there are no sub-groups."""
+        if self.rank_tokens != "auto" and (problem.mask.sends_unseen or self.layout in self.layouts):
+            rule = "is for sub-groups of a pack's documents, on the layout hybrid"
+            raise RequestError(f"method.rank_tokens={self.rank_tokens}", rule, "method.rank_tokens=auto would work")
 
     def layout_of(self, mask: Mask, n: int) -> Layout:
         """`hybrid` where there is a pack to deal."""

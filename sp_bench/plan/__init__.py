@@ -7,7 +7,7 @@ from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import Layout
 from sp_bench.plan.mask import Mask
-from sp_bench.plan.method import CollectiveMethod, Method, ScheduleTime, Sized
+from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized
 from sp_bench.plan.ops import (
     AllToAll,
     Attend,
@@ -49,6 +49,7 @@ __all__ = [
     "DQ",
     "KV",
     "ODOQ",
+    "OPEN_LAYOUTS",
     "OUT",
     "UP",
     "AllToAll",

@@ -171,12 +171,21 @@ def test_stairs_are_cut_along_their_keys() -> None:
         ("method.stages=9", "method.stages=7 or less, or auto, would work"),
         ("method.stages=0", "an integer of at least 1"),
         ("method.chunk=half", "must be auto or an integer"),
+        ("method.chunk=64", "chunks of a pack are dealt by the layouts balanced and blocks alone"),
         ("method.ulysses=3", "one of 1, 2, 4, 8 would work"),
         ("method.layout=hybird", "hybrid"),
         ("method.layout=balanced", "or mask=document, would work"),
     ],
 )
-def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], option: str, said: str) -> None:
+def test_bad_options_of_group_cast(capsys: pytest.CaptureFixture[str], option: str, said: str) -> None:
     shape = ["gpus=8", "seqlen=4k", "heads=8", "kv_heads=8", "mode=simulate", "logger=none"]
     assert main(["method=group_cast", "cluster=h100_ndr400", *shape, option]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["auto", "zigzag"])
+def test_sub_groups_are_refused_where_there_are_none(capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    shape = ["gpus=8", "seqlen=4k", "heads=8", "mode=simulate", "logger=none", f"method.layout={layout}"]
+    pack = ["mask=document", "data=short"] if layout == "zigzag" else []
+    assert main(["method=hybrid_cp", "cluster=h100_ndr400", *shape, *pack, "method.rank_tokens=512"]) == 2
+    assert "method.rank_tokens=auto would work" in capsys.readouterr().err
