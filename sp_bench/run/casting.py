@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -50,11 +49,12 @@ class Casting:
         self._transport, self._streams, self._device = transport, streams, device
         self._receiving, self._staging = receiving, staging
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
-        self._rows = cache(self._find_rows)
+        # Made once, and by no lane: blocks read them too.
+        self._rows = {op: self._find_rows(op) for op in plan.ops if isinstance(op, RowCollective)}
 
     def transfer(self, index: int, op: RowCollective, holdings: Holdings) -> None:
         """Execute a transfer and store what it brings."""
-        here, cast = self._rows(op), isinstance(op, GroupCast)
+        here, cast = self._rows[op], isinstance(op, GroupCast)
         outgoing = self._cast(op, here, holdings) if cast else self._reduced(op, here, holdings)
         sends = _messages(op, self._rank, outgoing, -1 if cast else 1)
         receives = _messages(op, self._rank, self._incoming(index, op), 1 if cast else -1)
@@ -68,7 +68,7 @@ class Casting:
             for chunk, tensors in zip(op.writes, self._incoming(index, op), strict=True):
                 holdings.put(chunk, tensors)
             return []
-        holdings.put_rows(op.writes[0], self._together(op, self._buffers(index), self._rows(op)))
+        holdings.put_rows(op.writes[0], self._together(op, self._buffers(index), self._rows[op]))
         return [holdings.partials.drop(chunk) for chunk in op.reads]
 
     def _cast(self, op: RowCollective, here: _Rows, holdings: Holdings) -> list[Tensors]:
@@ -89,7 +89,7 @@ class Casting:
 
     def _incoming(self, index: int, op: RowCollective) -> list[Tensors]:
         """Where each member's rows arrive."""
-        here = self._rows(op)
+        here = self._rows[op]
         return self._split(op, self._buffers(index), here.held if isinstance(op, GroupCast) else here.of_others)
 
     def _buffers(self, index: int) -> Tensors:

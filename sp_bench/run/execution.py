@@ -107,8 +107,8 @@ class Work:
     def _find_gathered(self, op: Gathered) -> tuple[KeyRows, Windows]:
         """Return the keys of a Gathered block and its kernel calls, with keys by their position."""
         keys = keys_of(op, self.problem, self.rank)
-        order = torch.from_numpy(keys.order).to(self.device)
-        return KeyRows(order, torch.argsort(order), list(keys.counts)), self._calls(keys.regions, shared=True)
+        order, places = (torch.from_numpy(x).to(self.device) for x in (keys.order, keys.order.argsort()))
+        return KeyRows(order, places, list(keys.counts)), self._calls(keys.regions, shared=True)
 
     def _calls(self, regions: Regions, *, shared: bool = False) -> Windows:
         varlen = self.kernel.takes_varlen(self.problem.head_dim)

@@ -318,11 +318,12 @@ class Rank(TorchDispatchMode):
         return made[0] if single else tuple(made)
 
     def _in_place(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Operations that write to their first argument and return it."""
-        raw, reads = self._raw(args), [self.machine.access(x) for x in tree_leaves((args[1:], kwargs)) if _is(x)]
-        raw_kwargs = self._raw(kwargs)
-        self._append(Work(lambda: func(*raw, **raw_kwargs), reads, [self.machine.access(args[0])]))
-        return args[0]
+        """Operations that write to `out`, or else to their first argument, and return it."""
+        written = kwargs.get("out", args[0])
+        others = [x for x in tree_leaves((args, kwargs)) if _is(x) and x is not written]
+        raw, raw_kwargs, reads = self._raw(args), self._raw(kwargs), [self.machine.access(x) for x in others]
+        self._append(Work(lambda: func(*raw, **raw_kwargs), reads, [self.machine.access(written)]))
+        return written
 
     def _queue(self, func: Any, args: Any, kwargs: Any, found: Sequence[Any], *, poisoned: bool = False) -> list[Any]:
         made = [self._make(x) if isinstance(x, Tensor) else x for x in found]
