@@ -30,9 +30,9 @@ from tests.support.packs import packs
 from tests.support.seen import seen
 
 
-def dealt(method: Method, mask: Mask, n: int, seqlen: int, **shape: int) -> Problem:
-    shape = {"heads": 8, "kv_heads": 8, "head_dim": 16, **shape}
-    return method.dealt(Problem(n=n, seqlen=seqlen, mask=mask, layout=method.layout_of(mask, n), **shape))
+def dealt(method: Method, mask: Mask, n: int, seqlen: int) -> Problem:
+    layout = method.layout_of(mask, n)
+    return method.dealt(Problem(n=n, seqlen=seqlen, heads=8, kv_heads=8, head_dim=16, mask=mask, layout=layout))
 
 
 def positions(problem: Problem, chunk: int) -> np.ndarray:
