@@ -20,6 +20,8 @@ from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
+TIE = 1e-4
+"""Variants tie whose simulated times differ by less: layouts do where transfers take all of the time."""
 FUSED = "fused"
 """The word in a variant's name that says that blocks of its plans are fused."""
 
@@ -44,6 +46,11 @@ class Choice:
         return " ".join(filter(None, (self.method.variant(self.problem.n), FUSED if fused else "")))
 
     @property
+    def exact(self) -> bool:
+        """Whether no rank was taken for another one that is only nearly alike."""
+        return all(run.graph.exact for run in self.runs.values())
+
+    @property
     def total_s(self) -> float:
         """The simulated time of all phases."""
         return sum(run.makespan_s for run in self.runs.values())
@@ -53,8 +60,10 @@ def choose(request: Request) -> Choice:
     """The variant with the shortest simulated time over the request's phases.
 
     Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
-    best time so far, or that don't fit in memory, are not simulated. Cores and links are shared evenly and there is no
-    noise meanwhile, so that no variant is chosen by its random draw. The one chosen is simulated again with them.
+    best time so far, or that don't fit in memory, are not simulated. Meanwhile cores and links are shared evenly, there
+    is no noise, so that no variant is chosen by its random draw, and ranks that are nearly alike are taken for alike
+    (simulate.simulate). The one chosen is simulated again without all that. Of those that tie (TIE), one whose ranks
+    are alike is chosen: it needn't be.
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
@@ -64,6 +73,7 @@ def choose(request: Request) -> Choice:
     bounded = sorted((_bound_s(asked, choice), i) for i, choice in enumerate(planned))
     memory = request.cluster.device.memory_bytes
     best: Choice | None = None
+    exact: Choice | None = None  # the fastest whose simulation took no rank for another
     timed: list[tuple[float, int]] = []
     rows: dict[int, dict[str, Any]] = {}
     refused: RequestError | None = None
@@ -80,7 +90,7 @@ def choose(request: Request) -> Choice:
         if best and bound_s >= best.total_s:
             continue
         try:
-            here = simulated(here, asked.cluster)
+            here = simulated(here, asked.cluster, nearly_alike=len(planned) > 1)
         except RequestError as error:
             refused = error
             rows[i]["refused"] = str(error)
@@ -89,12 +99,16 @@ def choose(request: Request) -> Choice:
         timed.append((here.total_s, i))
         if best is None or here.total_s < best.total_s:
             best = here
+        if here.exact and (exact is None or here.total_s < exact.total_s):
+            exact = here
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     if len(planned) == 1:
         return best
-    if not request.cluster.is_even(best.problem.n):
-        best = _first_simulated([planned[i] for _, i in sorted(timed)], request.cluster)
+    if exact and exact.total_s <= (1 + TIE) * best.total_s:
+        best = exact
+    if best is not exact or not request.cluster.is_even(best.problem.n):
+        best = _first_simulated([best, *(planned[i] for _, i in sorted(timed))], request.cluster)
     return replace(best, candidates=[rows[i] for i in sorted(rows)])
 
 
@@ -118,9 +132,15 @@ def _first_simulated(choices: Sequence[Choice], cluster: Cluster) -> Choice:
     return simulated(last, cluster)
 
 
-def simulated(choice: Choice, cluster: Cluster) -> Choice:
-    """The choice with the simulation of its plans on a cluster. Raises RequestError if it is too large to simulate."""
-    runs = {phase: simulate(plan, choice.problem, cluster) for phase, plan in choice.plans.items()}
+def simulated(choice: Choice, cluster: Cluster, *, nearly_alike: bool = False) -> Choice:
+    """The choice with the simulation of its plans on a cluster, nearly alike ranks taken for alike if wanted.
+
+    Raises RequestError if it is too large to simulate.
+    """
+    runs = {
+        phase: simulate(plan, choice.problem, cluster, nearly_alike=nearly_alike)
+        for phase, plan in choice.plans.items()
+    }
     return replace(choice, runs=runs)
 
 

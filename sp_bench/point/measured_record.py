@@ -19,6 +19,7 @@ from sp_bench.point.timed import (
     breakdown_alone,
     cores,
     exposed,
+    host_bound,
     interface_bytes,
     memory,
     sent_per_gpu,
@@ -66,7 +67,9 @@ def outcome_of(
     samples = Samples.joined(rank.samples for rank in ranks)
     held = memory(plans.memory, ranks)
     if request.alone:
-        found: list[Part] = [timing_alone(samples), breakdown_alone(request, samples, ranks), plans.traffic, held]
+        alone, inside = timing_alone(samples), breakdown_alone(request, samples, ranks)
+        notes += host_bound(inside, alone.alone_ms_median, ranks)
+        found: list[Part] = [alone, inside, plans.traffic, held]
     else:
         machines = [rank.machine for rank in ranks]
         samples = samples.from_first_start(dict(enumerate(machines)))
@@ -74,7 +77,7 @@ def outcome_of(
         assert times.step_ms_median is not None
         inside = breakdown(request, samples, ranks) if choice else Breakdown()
         inside, remarks = exposed(inside, times.step_ms_median)
-        notes += remarks
+        notes += [*remarks, *host_bound(inside, times.step_ms_median, ranks)]
         traffic = replace(plans.traffic, comm_bytes_per_gpu=sent_per_gpu(ranks)) if choice else traffic_of_peer(ranks)
         traffic = replace(traffic, interface_bytes_per_gpu=interface_bytes(ranks, hosts))
         found = [times, cores(inside, samples, machines), traffic, held]

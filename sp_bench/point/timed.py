@@ -66,13 +66,10 @@ def timing_alone(samples: Samples) -> Timing:
 
 def breakdown(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
     """The times of blocks and transfers of plans, in the step and each alone."""
-    found = Breakdown()
-    if samples.by_rank("blocks").size:  # the replay of a graph has no times inside
+    found = _inside(samples, ranks)
+    if samples.by_rank("blocks").size:
         blocks_ms = rank_medians_ms(samples, "blocks")
-        found = replace(
-            _inside(samples, ranks),
-            rank_imbalance=float(blocks_ms.max() / blocks_ms.mean()),
-        )
+        found = replace(found, rank_imbalance=float(blocks_ms.max() / blocks_ms.mean()))
     if not request.parts:
         return found
     medians_ms = {}
@@ -92,6 +89,22 @@ def exposed(found: Breakdown, step_ms: float) -> tuple[Breakdown, list[str]]:
     note = f"exposed_comm_ms is 0: the step took {over_ms:.3g} ms less than its blocks alone, which tells how far to"
     notes = [f"{note} trust their difference"] if over_ms > 0 else []
     return replace(found, exposed_comm_ms=max(-over_ms, 0.0)), notes
+
+
+HOST_BOUND = 0.8
+"""The share of a step from which on its host time is said to bound it: the GPU may wait for what is queued."""
+
+
+def host_bound(found: Breakdown, step_ms: float | None, ranks: Sequence[RankResult]) -> list[str]:
+    """A note if ranks on GPUs take most of their step, or of their time alone, to queue it."""
+    if not any(rank.memory.device_bytes for rank in ranks) or not step_ms or not found.interpreter_ms:
+        return []
+    if (share := found.interpreter_ms / step_ms) <= HOST_BOUND:
+        return []
+    return [
+        f"host-bound: queueing the step takes {share:.0%} of it, so that it may be the host's time and not the GPU's;"
+        " cuda_graph=true replays an attention step in one launch"
+    ]
 
 
 def breakdown_alone(request: Request, samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
@@ -178,11 +191,16 @@ def interface_bytes(ranks: Sequence[RankResult], hosts: Mapping[str, Sequence[in
 
 
 def _inside(samples: Samples, ranks: Sequence[RankResult]) -> Breakdown:
-    """Blocks, kernels, folds and interpreter, each of the rank with most of it."""
-    blocks_ms, kernels_ms, folds_ms, caller_ms = (
-        rank_medians_ms(samples, part) for part in ("blocks", "kernels", "folds", "caller")
-    )
-    on_gpus = any(rank.memory.device_bytes for rank in ranks)
+    """Blocks, kernels, folds and interpreter, each of the rank with most of it.
+
+    The replay of a graph has no times inside, and a step on GPUs without parts only the caller's.
+    """
+    if not samples.by_rank("caller").size:
+        return Breakdown()
+    caller_ms, on_gpus = rank_medians_ms(samples, "caller"), any(rank.memory.device_bytes for rank in ranks)
+    if not samples.by_rank("blocks").size:
+        return Breakdown(interpreter_ms=float(caller_ms.max()))
+    blocks_ms, kernels_ms, folds_ms = (rank_medians_ms(samples, part) for part in ("blocks", "kernels", "folds"))
     return Breakdown(
         compute_ms=float(blocks_ms.max()),
         kernels_ms=float(kernels_ms.max()),

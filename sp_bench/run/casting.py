@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
 from sp_bench.plan import casts
 from sp_bench.plan.ops import GroupCast, Plan, RowCollective
 from sp_bench.plan.problem import Problem
+from sp_bench.run.blocks import Perform
+from sp_bench.run.execution import Execution
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors
 from sp_bench.run.streams import Streams
@@ -52,40 +54,74 @@ class Casting:
         # Made once, and by no lane: blocks read them too.
         self._rows = {op: self._find_rows(op) for op in plan.ops if isinstance(op, RowCollective)}
 
-    def transfer(self, index: int, op: RowCollective, holdings: Holdings) -> None:
-        """Execute a transfer and store what it brings."""
-        here, cast = self._rows[op], isinstance(op, GroupCast)
-        outgoing = self._cast(op, here, holdings) if cast else self._reduced(op, here, holdings)
-        sends = _messages(op, self._rank, outgoing, -1 if cast else 1)
+    def call(self, index: int, op: RowCollective) -> Perform:
+        """The call of transfer `index`."""
+        cast, turn = isinstance(op, GroupCast), Turn(self._ids[op.lane], index, op.group)
+        stage, staged = self._cast(op) if cast else self._reduced(op)
+        sends = _messages(op, self._rank, staged, -1 if cast else 1)
         receives = _messages(op, self._rank, self._incoming(index, op), 1 if cast else -1)
         counted_as = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
-        self._transport.exchange(Turn(self._ids[op.lane], index, op.group), receives, sends, counted_as)
-        self._streams.keep(self.pretend(index, op, holdings))
+        store = self._stored(index, op)
 
-    def pretend(self, index: int, op: RowCollective, holdings: Holdings) -> list[Tensors | None]:
-        """Take what is in the buffers for what a transfer brings. Returns the partials that were sent."""
+        def transfer(run: Execution) -> None:
+            stage(run.holdings)
+            self._transport.exchange(turn, receives, sends, counted_as)
+            self._streams.keep(store(run.holdings))
+
+        return transfer
+
+    def pretended(self, index: int, op: RowCollective) -> Perform:
+        """The call that takes what is in the buffers for what a transfer brings."""
+        store = self._stored(index, op)
+
+        def pretend(run: Execution) -> None:
+            store(run.holdings)
+
+        return pretend
+
+    def _stored(self, index: int, op: RowCollective) -> Callable[[Holdings], list[Tensors | None]]:
+        """What stores what a transfer brings, and returns the partials that were sent."""
         if isinstance(op, GroupCast):
-            for chunk, tensors in zip(op.writes, self._incoming(index, op), strict=True):
-                holdings.put(chunk, tensors)
-            return []
-        holdings.put_rows(op.writes[0], self._together(op, self._buffers(index), self._rows[op]))
-        return [holdings.partials.drop(chunk) for chunk in op.reads]
+            brought = list(zip(op.writes, self._incoming(index, op), strict=True))
 
-    def _cast(self, op: RowCollective, here: _Rows, holdings: Holdings) -> list[Tensors]:
-        """The rows of the rank's own chunk for each member."""
-        own, staged = holdings.to_send(op.own), self._staging[StagingUse(op.lane, op.tensor, "send")]
-        for rows, into in self._together(op, staged, here):
-            for x, place in zip(own, into, strict=True):
-                torch.index_select(x, 1, rows, out=place)
-        return self._split(op, staged, here.of_others)
+            def put(holdings: Holdings) -> list[Tensors | None]:
+                for chunk, tensors in brought:
+                    holdings.put(chunk, tensors)
+                return []
 
-    def _reduced(self, op: RowCollective, here: _Rows, holdings: Holdings) -> list[Tensors]:
-        """The partials of each member's rows, in the dtype that is sent."""
+            return put
+        parts = self._together(op, self._buffers(index), self._rows[op])
+
+        def put_rows(holdings: Holdings) -> list[Tensors | None]:
+            holdings.put_rows(op.writes[0], parts)
+            return [holdings.partials.drop(chunk) for chunk in op.reads]
+
+        return put_rows
+
+    def _cast(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
+        """What stages the rows of the rank's own chunk for each member, and where."""
+        here, staged = self._rows[op], self._staging[StagingUse(op.lane, op.tensor, "send")]
+        places = self._together(op, staged, here)
+
+        def stage(holdings: Holdings) -> None:
+            own = holdings.to_send(op.own)
+            for rows, into in places:
+                for x, place in zip(own, into, strict=True):
+                    torch.index_select(x, 1, rows, out=place)
+
+        return stage, self._split(op, staged, here.of_others)
+
+    def _reduced(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
+        """What stages the partials of each member's rows, in the dtype that is sent, and where."""
+        here = self._rows[op]
         parts = self._split(op, self._staging[StagingUse(op.lane, op.tensor, "send")], here.held)
-        for chunk, into, rows in zip(op.reads, parts, here.held, strict=True):
-            for x, place in zip(holdings.partials.get_rows(chunk) if rows else (), into, strict=False):
-                place.copy_(x)
-        return parts
+
+        def stage(holdings: Holdings) -> None:
+            for chunk, into, rows in zip(op.reads, parts, here.held, strict=True):
+                for x, place in zip(holdings.partials.get_rows(chunk) if rows else (), into, strict=False):
+                    place.copy_(x)
+
+        return stage, parts
 
     def _incoming(self, index: int, op: RowCollective) -> list[Tensors]:
         """Where each member's rows arrive."""

@@ -1,22 +1,21 @@
-"""The library's collectives of one plan on one rank."""
+"""The calls of the library's gathers and reductions of one plan on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from sp_bench.kernels import fold_
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
 from sp_bench.lower.staging import adds_up_on_the_way
-from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Plan, ReduceScatter
+from sp_bench.plan.ops import AllGather, Chunk, Plan, ReduceScatter
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Kind
-from sp_bench.run.dealing import Dealt
-from sp_bench.run.holdings import Holdings
-from sp_bench.run.partials import Tensors, as_shape
+from sp_bench.run.blocks import Perform
+from sp_bench.run.execution import Execution
+from sp_bench.run.partials import Tensors, as_shape, copy
 from sp_bench.run.streams import Streams
 from sp_bench.run.transport import Call, Key, Transport, Turn
 
@@ -40,69 +39,83 @@ class Collectives:
         self._receiving, self._staging = receiving, staging
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
 
-    def transfer(self, index: int, op: AllGather | ReduceScatter, holdings: Holdings) -> None:
-        """Execute a collective and store what it brings."""
-        if isinstance(op, AllGather):
-            self._gather(index, op, holdings)
-        else:
-            self._streams.keep(self._reduce(index, op, holdings))
+    def call(self, index: int, op: AllGather | ReduceScatter) -> Perform:
+        """The call of a collective, which stores what it brings."""
+        return self._gather(index, op) if isinstance(op, AllGather) else self._reduce(index, op)
 
-    def pretend(self, index: int, op: AllGather | ReduceScatter, holdings: Holdings) -> None:
-        """Take the data of an earlier execution for what a collective brings; nothing is sent."""
-        if isinstance(op, AllGather):
-            self._store(index, op, holdings)
-        else:
-            self._put(index, op, holdings)
-            for chunk in op.reads:
-                holdings.partials.drop(chunk)
+    def pretended(self, index: int, op: AllGather | ReduceScatter) -> Perform:
+        """The call that takes the data of an earlier execution for what a collective brings; it sends nothing."""
+        brought = self._brought(index, op)
 
-    def all_to_all(self, turn: Turn, op: AllToAll, dealt: Dealt, counted_as: Sequence[Key]) -> None:
-        """Exchange the pieces of an AllToAll; those of a field lie end to end."""
-        if op.group.size == 1:
-            return
-        received, sent = ([_end_to_end(pieces) for pieces in fields] for fields in (dealt.incoming, dealt.sent))
-        splits = [
-            ([x.numel() for x in into], [x.numel() for x in out])
-            for into, out in zip(dealt.incoming, dealt.sent, strict=True)
-        ]
-        for _, tensors in dealt.sends:
-            self._transport.count(tensors, counted_as)
-        self._transport.collective(turn, Call("all_to_all", op.group, received, sent, splits))
+        def pretend(run: Execution) -> None:
+            for chunk, tensors in brought:
+                run.holdings.put(chunk, tensors)
+            for chunk in op.reads if isinstance(op, ReduceScatter) else ():
+                run.holdings.partials.drop(chunk)
 
-    def _gather(self, index: int, op: AllGather, holdings: Holdings) -> None:
-        own, slot, sent = holdings.to_send(op.own), op.group.digit(self._rank), []
+        return pretend
+
+    def _gather(self, index: int, op: AllGather) -> Perform:
+        buffers, brought = self._receiving[self._lowering.receive_buffers[index]], self._brought(index, op)
+        slot = int(op.group.digit(self._rank))
+        slots, collective = [x[slot] for x in buffers], self._collective(index, op)
+
+        def gather(run: Execution) -> None:
+            sent = []
+            for x, mine in zip(run.holdings.to_send(op.own), slots, strict=True):
+                if x.shape != mine.shape:  # padded to the longest chunk, in its place among the others
+                    as_shape(mine, tuple(x.shape)).copy_(x)
+                    x = mine
+                sent.append(x)
+            collective(Call("all_gather", op.group, buffers, sent))
+            for chunk, tensors in brought:
+                run.holdings.put(chunk, tensors)
+
+        return gather
+
+    def _reduce(self, index: int, op: ReduceScatter) -> Perform:
+        sent, slot = self._staging[StagingUse(op.lane, op.tensor, "send")], int(op.group.digit(self._rank))
+        places = [(chunk, self._of_member(op, chunk, sent)) for chunk in op.reads]
+        into, brought = self._receiving[self._lowering.receive_buffers[index]], self._brought(index, op)
+        adds, collective = adds_up_on_the_way(op, self._problem, self._transport.kind), self._collective(index, op)
+        received = () if adds else self._staging[StagingUse(op.lane, op.tensor, "recv")]
+
+        def reduce(run: Execution) -> None:
+            for chunk, place in places:
+                copy(place, run.holdings.to_send(chunk))
+            if adds:
+                for x in sent:
+                    x[slot].zero_()  # the rank's own is folded from its accumulator, which is not rounded
+                collective(Call("reduce_scatter", op.group, into, sent))
+            else:
+                collective(Call("all_to_all", op.group, received, sent))
+                self._merge(op, received, into)
+            for chunk, tensors in brought:
+                run.holdings.put(chunk, tensors)
+            self._streams.keep([run.holdings.partials.drop(chunk) for chunk in op.reads])
+
+        return reduce
+
+    def _brought(self, index: int, op: AllGather | ReduceScatter) -> list[tuple[Chunk, Tensors]]:
+        """The chunks that a collective brings, and where they are."""
         buffers = self._receiving[self._lowering.receive_buffers[index]]
-        for x, buffer in zip(own, buffers, strict=True):
-            if x.shape != buffer[slot].shape:  # padded to the longest chunk, in its place among the others
-                as_shape(buffer[slot], x.shape).copy_(x)
-                x = buffer[slot]
-            sent.append(x)
-        self._do(index, op, Call("all_gather", op.group, buffers, sent))
-        self._store(index, op, holdings)
+        if isinstance(op, AllGather):
+            return [(chunk, self._of_member(op, chunk, buffers)) for chunk in op.writes]
+        own = tuple(as_shape(x, shape) for x, shape in zip(buffers, self._own_shapes(op), strict=True))
+        return [(op.writes[0], own)]
 
-    def _store(self, index: int, op: AllGather, holdings: Holdings) -> None:
-        buffers = self._receiving[self._lowering.receive_buffers[index]]
-        for chunk in op.writes:
-            holdings.put(chunk, self._of_member(op, chunk, buffers))
+    def _collective(self, index: int, op: AllGather | ReduceScatter) -> Callable[[Call], None]:
+        """What performs a collective's call, and counts its bytes."""
+        turn, transport = Turn(self._ids[op.lane], index, op.group), self._transport
+        counted_as: list[Key] = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
 
-    def _reduce(self, index: int, op: ReduceScatter, holdings: Holdings) -> list[Tensors | None]:
-        """Returns the partials that were sent."""
-        sent, slot = self._staging[StagingUse(op.lane, op.tensor, "send")], op.group.digit(self._rank)
-        for chunk in op.reads:
-            held = holdings.to_send(chunk)
-            for x, place in zip(held, self._of_member(op, chunk, sent), strict=True):
-                place.copy_(x)
-        into = self._receiving[self._lowering.receive_buffers[index]]
-        if adds_up_on_the_way(op, self._problem, self._transport.kind):
-            for x in sent:
-                x[slot].zero_()  # the rank's own is folded from its accumulator, which is not rounded
-            self._do(index, op, Call("reduce_scatter", op.group, into, sent))
-        else:
-            received = self._staging[StagingUse(op.lane, op.tensor, "recv")]
-            self._do(index, op, Call("all_to_all", op.group, received, sent))
-            self._merge(op, received, into)
-        self._put(index, op, holdings)
-        return [holdings.partials.drop(chunk) for chunk in op.reads]
+        def collective(call: Call) -> None:
+            for x, key in zip(call.sent, counted_as, strict=True):
+                piece = x if call.kind == "all_gather" else x[0]
+                transport.sent_bytes[key] += piece.nbytes * (op.group.size - 1)
+            transport.collective(turn, call)
+
+        return collective
 
     def _merge(self, op: ReduceScatter, received: Tensors, into: Tensors) -> None:
         """Merge the members' partials of this rank's chunk, in the accumulators' dtype.
@@ -124,10 +137,6 @@ class Collectives:
         for x, place, shape in zip(total, into, shapes, strict=True):
             as_shape(place, shape).copy_(x)
 
-    def _put(self, index: int, op: ReduceScatter, holdings: Holdings) -> None:
-        buffers, shapes = self._receiving[self._lowering.receive_buffers[index]], self._own_shapes(op)
-        holdings.put(op.writes[0], tuple(as_shape(x, shape) for x, shape in zip(buffers, shapes, strict=True)))
-
     def _own_shapes(self, op: ReduceScatter) -> list[tuple[int, ...]]:
         """The shapes of the tensors of this rank's chunk, one for each field."""
         tokens = self._problem.field_tokens(op.tensor.fields[0], self._rank)
@@ -139,15 +148,3 @@ class Collectives:
         tokens, slot = self._problem.field_tokens(chunk.tensor.fields[0], owner), op.group.digit(owner)
         shapes = (self._problem.field_shape(field, tokens) for field in chunk.tensor.fields)
         return tuple(as_shape(x[slot], shape) for x, shape in zip(buffers, shapes, strict=True))
-
-    def _do(self, index: int, op: AllGather | ReduceScatter, call: Call) -> None:
-        counted_as = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
-        for x, key in zip(call.sent, counted_as, strict=True):
-            piece = x if call.kind == "all_gather" else x[0]
-            self._transport.sent_bytes[key] += piece.nbytes * (op.group.size - 1)
-        self._transport.collective(Turn(self._ids[op.lane], index, op.group), call)
-
-
-def _end_to_end(pieces: Sequence[Tensor]) -> Tensor:
-    """The flat memory of pieces that lie end to end, the first of which starts it."""
-    return pieces[0].as_strided((sum(x.numel() for x in pieces),), (1,))

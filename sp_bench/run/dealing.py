@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,116 +15,141 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Field
 from sp_bench.plan.transfers import adds_up, by_heads
 from sp_bench.run.partials import Tensors
-from sp_bench.run.transport import Message
+from sp_bench.run.transport import Call, Message
 
 Pieces = list[list[Tensor]]
 """By field, then by member in the order of ranks. The pieces that travel lie end to end in one buffer."""
 
 
-class Dealt(NamedTuple):
-    """The pieces of one all-to-all."""
-
-    mine: Pieces
-    """Views of the chunk that is dealt."""
-    sent: Pieces
-    incoming: Pieces
-    places: Pieces
-    """Views of the chunk that is put together."""
-    receives: list[Message]
-    sends: list[Message]
-
-
 class Dealing:
-    """The all-to-alls of one plan on one rank."""
+    """One all-to-all of a plan on one rank. Its staging buffers are cut once; a chunk, only where it must be."""
 
-    def __init__(self, problem: Problem, rank: int, staging: Mapping[StagingUse, Tensors]) -> None:
-        self._problem, self._rank, self._staging = problem, rank, staging
+    def __init__(self, op: AllToAll, problem: Problem, rank: int, staging: Mapping[StagingUse, Tensors]) -> None:
+        self._op, self._problem, self._rank = op, problem, rank
+        self._own = int(op.group.digit(rank))
+        first = rank - self._own
+        self._runs = [problem.layout.run(first + i, problem.n, problem.seqlen) for i in range(op.group.size)]
+        """Each member's token range in the group's common chunk, end to end."""
+        self._others = [int(op.group.member(rank, shift)) for shift in range(1, op.group.size)]
+        self._sent, self._received = (self._staged(staging, use) for use in ("send", "recv"))
+        self._flat_sent = [_flat(pieces) for pieces in self._sent or ()]
+        self._flat_received = [_flat(pieces) for pieces in self._received or ()]
+        sizes = [(self._elements(field, "recv"), self._elements(field, "send")) for field in by_heads(op)]
+        self._splits = () if all(len({*each}) == 1 for pair in sizes for each in pair) else sizes
+        self._elements_sent = [sum(sent) - sent[self._own] for _, sent in sizes]
+        """Elements that go to others, by field."""
 
-    def begin(self, op: AllToAll, into: Tensors, held: Tensors) -> Dealt:
+    def collective(self, held: Tensors, into: Tensors) -> Call:
+        """The library's all-to-all of what is packed."""
+        sent = self._flat_sent or [x.view(-1) for x in held]
+        received = self._flat_received or [x.view(-1) for x in into]
+        return Call("all_to_all", self._op.group, received, sent, self._splits)
+
+    def sent_bytes(self, held: Tensors) -> list[int]:
+        """How many bytes go to others, by field."""
+        tensors = self._flat_sent or held
+        return [count * x.element_size() for count, x in zip(self._elements_sent, tensors, strict=True)]
+
+    def sends(self, held: Tensors) -> list[Message]:
+        """(rank, its tensors) for every other member to which anything goes."""
+        return self._with_others(self._sent or self._pieces(held, of_tokens=not self._op.to_heads))
+
+    def receives(self, into: Tensors) -> list[Message]:
+        """(rank, its tensors) for every other member from which anything comes."""
+        return self._with_others(self._received or self._pieces(into, of_tokens=self._op.to_heads))
+
+    @property
+    def receives_staged(self) -> bool:
+        """Whether what comes is received in a staging buffer, whatever the chunk's own tensors are."""
+        return self._received is not None
+
+    def pack(self, held: Tensors) -> None:
         """Pack what `held` has for the others: each member's heads of my tokens, or my heads of its tokens."""
-        sent, own = self.staged(op, "send"), op.group.digit(self._rank)
-        mine = self.pieces(op, held, of_tokens=not op.to_heads)
-        places = self.pieces(op, into, of_tokens=op.to_heads)
-        incoming = self.staged(op, "recv") or places
-        for field, x, staged, pieces in zip(by_heads(op), held, sent, mine, strict=True) if sent else ():
-            whole = self._side_by_side(op, field, x, of_tokens=not op.to_heads)
+        of_tokens = not self._op.to_heads
+        for field, x, staged in zip(by_heads(self._op), held, self._sent, strict=True) if self._sent else ():
+            whole = self._side_by_side(field, x, of_tokens=of_tokens)
             if whole is not None:
                 _end_to_end(staged).copy_(whole)
                 continue
-            for member, piece in enumerate(pieces):
-                if member != own:
+            for member, piece in enumerate(self._of_field(field, x, of_tokens=of_tokens)):
+                if member != self._own:
                     staged[member].copy_(piece)
-        sent = sent or mine
-        return Dealt(mine, sent, incoming, places, self.with_others(op, incoming), self.with_others(op, sent))
 
-    def end(self, op: AllToAll, into: Tensors, dealt: Dealt) -> None:
+    def unpack(self, held: Tensors, into: Tensors) -> None:
         """Put together what has arrived, and the rank's own piece, which is never rounded to the wire dtype."""
-        own, (ours, incoming, places) = op.group.digit(self._rank), (dealt.mine, dealt.incoming, dealt.places)
-        for field, tensor, mine, theirs, there in zip(by_heads(op), into, ours, incoming, places, strict=True):
-            several = adds_up(op, self._problem, field)
-            whole = self._side_by_side(op, field, tensor, of_tokens=op.to_heads)
-            if whole is not None and not several and theirs[0] is not there[0]:
-                whole.copy_(_end_to_end(theirs))  # what lies in the rank's own place is overwritten
-                there[own].copy_(mine[own])
+        op, own = self._op, self._own
+        for i, (field, tensor, x) in enumerate(zip(by_heads(op), into, held, strict=True)):
+            several, theirs = adds_up(op, self._problem, field), self._received[i] if self._received else None
+            mine = self._of_field(field, x, of_tokens=not op.to_heads, members=(own,))[0]
+            whole = self._side_by_side(field, tensor, of_tokens=op.to_heads)
+            if theirs is None or (whole is not None and not several):
+                if theirs is not None and whole is not None:
+                    whole.copy_(_end_to_end(theirs))  # what lies in the rank's own place is overwritten
+                self._of_field(field, tensor, of_tokens=op.to_heads, members=(own,))[0].copy_(mine)
                 continue
             if several:
                 tensor.zero_()
-            for member, place in enumerate(there):
-                piece = theirs[member] if member != own else mine[own]
-                if piece is not place:
-                    place.add_(piece) if several else place.copy_(piece)
+            for member, place in enumerate(self._of_field(field, tensor, of_tokens=op.to_heads)):
+                piece = theirs[member] if member != own else mine
+                place.add_(piece) if several else place.copy_(piece)
 
-    def with_others(self, op: AllToAll, pieces: Sequence[Sequence[Tensor]]) -> list[Message]:
-        """(rank, its tensors) for every other member."""
-        ranks = [int(op.group.member(self._rank, shift)) for shift in range(1, op.group.size)]
-        found = [(rank, [field[int(op.group.digit(rank))] for field in pieces]) for rank in ranks]
+    def _with_others(self, pieces: Sequence[Sequence[Tensor]]) -> list[Message]:
+        found = [(rank, [field[int(self._op.group.digit(rank))] for field in pieces]) for rank in self._others]
         return [(rank, tensors) for rank, tensors in found if tensors[0].numel()]
 
-    def staged(self, op: AllToAll, use: Literal["send", "recv"]) -> Pieces | None:
+    def _staged(self, staging: Mapping[StagingUse, Tensors], use: Literal["send", "recv"]) -> Pieces | None:
         """The staging tensors for `use`; None if the transfer needs no staging."""
-        buffers = self._staging.get(StagingUse(op.lane, op.send.tensor, use))
+        buffers = staging.get(StagingUse(self._op.lane, self._op.send.tensor, use))
         if buffers is None:
             return None
-        own = self._problem.tokens(self._rank)
-        of_members = op.to_heads == (use == "recv")
-        tokens = [len(run) if of_members else own for run in self._runs(op)]
         found = []
-        for field, x in zip(by_heads(op), buffers, strict=True):
-            shapes = [self._problem.field_shape(field, count) for count in tokens]
+        for field, x in zip(by_heads(self._op), buffers, strict=True):
+            shapes = self._shapes(field, use)
             ends = [0, *accumulate(map(prod, shapes))]
             found.append([x.view(-1)[ends[i] : ends[i + 1]].view(shape) for i, shape in enumerate(shapes)])
         return found
 
-    def pieces(self, op: AllToAll, tensors: Tensors, *, of_tokens: bool) -> Pieces:
-        """Views of each field by member: along tokens (`of_tokens`) or along heads."""
-        if of_tokens:
-            runs = self._runs(op)
-            return [[x[:, run.start : run.stop] for run in runs] for x in tensors]
-        found, members = [], range(op.group.size)
-        for field, x in zip(by_heads(op), tensors, strict=True):
-            heads = self._problem.field_heads(field)
-            firsts = [member * x.shape[2] // op.group.size for member in members]
-            found.append([x[:, :, first : first + heads] for first in firsts])
-        return found
+    def _shapes(self, field: Field, use: Literal["send", "recv"]) -> list[tuple[int, ...]]:
+        """Of each member's piece of a field."""
+        own, of_members = self._problem.tokens(self._rank), self._op.to_heads == (use == "recv")
+        return [self._problem.field_shape(field, len(run) if of_members else own) for run in self._runs]
 
-    def _side_by_side(self, op: AllToAll, field: Field, x: Tensor, *, of_tokens: bool) -> Tensor | None:
+    def _elements(self, field: Field, use: Literal["send", "recv"]) -> list[int]:
+        return [prod(shape) for shape in self._shapes(field, use)]
+
+    def _pieces(self, tensors: Tensors, *, of_tokens: bool) -> Pieces:
+        fields = zip(by_heads(self._op), tensors, strict=True)
+        return [self._of_field(field, x, of_tokens=of_tokens) for field, x in fields]
+
+    def _of_field(
+        self, field: Field, x: Tensor, *, of_tokens: bool, members: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Views of a field by member: along tokens (`of_tokens`) or along heads."""
+        members = range(self._op.group.size) if members is None else members
+        if of_tokens:
+            return [x[:, self._runs[i].start : self._runs[i].stop] for i in members]
+        heads = self._problem.field_heads(field)
+        firsts = [i * x.shape[2] // self._op.group.size for i in members]
+        return [x[:, :, first : first + heads] for first in firsts]
+
+    def _side_by_side(self, field: Field, x: Tensor, *, of_tokens: bool) -> Tensor | None:
         """A view of a field with the members first, if their pieces are alike: (members, B, S, H, D).
 
         Copied whole, it takes one kernel instead of one for each member.
         """
-        members, dim = op.group.size, 1 if of_tokens else 2
+        members, dim = self._op.group.size, 1 if of_tokens else 2
         heads = x.shape[2] if of_tokens else self._problem.field_heads(field) * members
         if x.shape[2] != heads or x.shape[dim] % members or not self._problem.is_even:
             return None
         return x.unflatten(dim, (members, -1)).movedim(dim, 0)
-
-    def _runs(self, op: AllToAll) -> list[range]:
-        """Each member's token range in the group's common chunk, end to end."""
-        problem, first = self._problem, self._rank - int(op.group.digit(self._rank))
-        return [problem.layout.run(first + i, problem.n, problem.seqlen) for i in range(op.group.size)]
 
 
 def _end_to_end(pieces: Sequence[Tensor]) -> Tensor:
     """Pieces of one shape that lie end to end, as one tensor: (members, B, S, H, D)."""
     first = pieces[0]
     return first.as_strided((len(pieces), *first.shape), (first.numel(), *first.stride()))
+
+
+def _flat(pieces: Sequence[Tensor]) -> Tensor:
+    """The flat memory of pieces that lie end to end, the first of which starts it."""
+    return pieces[0].as_strided((sum(x.numel() for x in pieces),), (1,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,15 +45,17 @@ class Engine:
         shares: SmShares | None = None,
         arena: Arena | None = None,
         words: str = "",
+        timed: bool = False,
     ) -> None:
         """Execute `plans` (by phase) as `rank` of problem.n ranks; a single rank needs no `transport`.
 
         `queues` is the stream interface of an asynchronous device; default: Cuda on a GPU, none on a CPU. With `arena`,
         memory for its buffers where the transport doesn't make them, it is the arena's. `shares` says what kernel and
-        transport were told to take of the GPU. `words` say what it computes.
+        transport were told to take of the GPU. `words` say what it computes. `timed` has a GPU mark the times of
+        kernels, folds and waits, by events; on a CPU they are always known.
         Raises RequestError if the kernel refuses the device or dtype.
         """
-        self.plans, self.problem, self.shares, self.words = plans, problem, shares, words
+        self.plans, self.problem, self.shares, self.words, self._timed = plans, problem, shares, words, timed
         chosen = isinstance(kernel, BlockKernel)
         self.kernel = kernel if chosen else choose(kernel, device.type, problem.dtype, problem.head_dim)
         self.transport = transport or GlooTransport(None)
@@ -61,6 +64,8 @@ class Engine:
         self.buffers = Borrowed(arena, self.transport, self) if arena and lent else Buffers(device, self.transport)
         self.queues = arena.queues if arena else queues or (Cuda(device) if device.type == "cuda" else None)
         """The asynchronous device; None on a CPU."""
+        kind = self.transport.kind
+        self._views = cache(lambda plan: lower(plan, problem, kind).views)
         self._executors: dict[str, Executor] = {}
         self._read: dict[str, Callable[[], Spent]] = {}
         """Time breakdowns of executors that are closed."""
@@ -126,6 +131,7 @@ class Engine:
                 self.buffers,
                 self._device,
                 self.queues,
+                timed=self._timed,
             )
         return self._executors[phase]
 
@@ -156,9 +162,6 @@ class Engine:
 
     def _slices(self, chunk: Chunk, whole: Tensors) -> Tensors:
         return tuple(one_slice(x, self.problem, chunk.tensor, chunk.heads) for x in whole)
-
-    def _views(self, plan: Plan) -> frozenset[Chunk]:
-        return lower(plan, self.problem, self.transport.kind).views
 
     def _results(self, plan: Plan) -> Saved:
         """The tensors, with all heads, that the slices of results are views of."""

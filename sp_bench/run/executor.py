@@ -1,13 +1,14 @@
 """Execute a plan on one rank: blocks and folds on one stream, each lane's transfers on a stream of its own.
 
-streams.py decides which thread or queue runs a stream and how streams wait for each other. execution.py and lanes.py
-define what each operation does; an Execution has the state of one call.
+A plan is compiled once: each operation becomes a call whose kernel windows, buffers, peers and groups are worked out
+(blocks.py, lanes.py). An execution performs these calls in order; an Execution has the tensors and times of one.
+streams.py decides which thread or queue performs a stream's calls, and how streams wait for each other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -18,13 +19,14 @@ from sp_bench.lower import lower
 from sp_bench.plan.ops import Chunk, Op, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.run.annotations import annotation
+from sp_bench.run.blocks import Blocks, Perform
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.devices import Device
-from sp_bench.run.execution import Execution, Marks, Spent, Work
+from sp_bench.run.execution import WAITS, Execution, Marks, Spent
 from sp_bench.run.holdings import LiveBytes
 from sp_bench.run.lanes import Lanes
-from sp_bench.run.partials import Tensors
-from sp_bench.run.streams import DeviceStreams, Perform, Streams, ThreadStreams
+from sp_bench.run.partials import Sums, Tensors
+from sp_bench.run.streams import DeviceStreams, Streams, ThreadStreams
 from sp_bench.run.transport import Transport
 
 
@@ -51,13 +53,21 @@ class Executor:
         buffers: Buffers,
         device: torch.device,
         queues: Device | None = None,
+        *,
+        timed: bool = False,
     ) -> None:
-        """`queues` is the stream interface of an asynchronous device; None on a CPU."""
+        """`queues` is the stream interface of an asynchronous device; None on a CPU.
+
+        `timed` marks the times of kernels, folds and waits by events of a device; on a CPU they are always known.
+        """
         lowering = lower(plan, problem, transport.kind)
-        self._plan, self._transport = plan, transport
+        self._plan, self._transport, self._device, self._buffers = plan, transport, device, buffers
+        self._on_host, self._timed = queues is None, timed or queues is None
         self._streams: Streams = DeviceStreams(plan, lowering, queues) if queues else ThreadStreams(plan, lowering)
+        self._sums = Sums(problem, rank, lowering.unsummed)
         self._lanes = Lanes(plan, lowering, problem, rank, transport, buffers, self._streams, device)
-        self._work = Work(plan, problem, rank, lowering, kernel, buffers, device, self._streams.clock)
+        self._blocks = Blocks(plan, problem, rank, kernel, self._sums, device)
+        self._programs: dict[Action, list[Perform]] = {}
         self._last_marks = Marks(self._streams.clock)
         """Those of the last execution."""
 
@@ -77,16 +87,20 @@ class Executor:
         out).
         """
         self._transport.check()
-        execution = Execution(self._work, inputs, live)
+        program = self._program(action)
+        how = {"timed": self._timed, "on_host": self._on_host, "live": live}
+        execution = Execution(inputs, self._sums, self._device, self._buffers, self._streams.clock, **how)
         self._last_marks = execution.marks
         self._lanes.given_results = results or {}
         started = time.perf_counter()
         try:
             if action is Action.COMPUTE:
-                self._run_without_lanes(execution)
+                with self._streams.execution():
+                    for call in program:  # in plan order, which satisfies every wait
+                        call(execution)
             else:
-                self._run(execution, compute=action is Action.EVERYTHING)
-            return execution.outputs()
+                self._run(program, execution, compute=action is Action.EVERYTHING)
+            return {chunk: execution.holdings.packed(chunk) for chunk in self._plan.ends_with}
         finally:
             execution.marks.caller_s = time.perf_counter() - started
             execution.close()
@@ -104,47 +118,40 @@ class Executor:
     def close(self) -> None:
         """Shut down the streams and let go of the buffers, at once: no cycle of references keeps them."""
         self._streams.close()
+        self._programs.clear()
         self._lanes.close()
-        del self._work
+        del self._blocks
 
-    # Streams
+    def _program(self, action: Action) -> list[Perform]:
+        """The calls that an action performs, one for each operation of the plan; compiled at its first execution."""
+        if action not in self._programs:
+            self._programs[action] = [self._compiled(action, index, op) for index, op in self._plan]
+        return self._programs[action]
 
-    def _run(self, execution: Execution, *, compute: bool) -> None:
-        """Run transfers concurrently with blocks; without `compute`, skip the blocks but keep their waits."""
+    def _compiled(self, action: Action, index: int, op: Op) -> Perform:
+        if not isinstance(op, Transfer):
+            return self._blocks.call(index, op, compute=action is not Action.COMMUNICATION)
+        return self._lanes.pretended(index, op) if action is Action.COMPUTE else self._lanes.call(index)
 
-        def perform(index: int, op: Op) -> None:
-            if isinstance(op, Transfer):
-                self._lanes.transfer(index, op, execution.holdings)
-            else:
-                execution.perform(index, op, compute=compute)
-
+    def _run(self, program: Sequence[Perform], execution: Execution, *, compute: bool) -> None:
+        """Perform transfers concurrently with blocks; `compute` says whether there are any."""
+        if autograd_profiler._is_profiler_enabled:
+            program = [_annotated(annotation(self._plan.phase, i), call) for i, call in enumerate(program)]
         try:
             self._lanes.begin(execution.holdings, compute=compute)
-            self._streams.run(self._annotated(perform), self._lanes.prepost)
+            self._streams.run(program, execution, self._lanes.prepost)
         except BaseException as error:
             self._transport.give_up(repr(error))
             self._streams.abandon(execution.holdings)
             raise
-        execution.end("waits_s")
+        execution.lap(WAITS)
 
-    def _annotated(self, perform: Perform) -> Perform:
-        """`perform`, in a range that names the operation if torch's profiler runs; else as it is."""
-        if not autograd_profiler._is_profiler_enabled:
-            return perform
 
-        def annotated(index: int, op: Op) -> None:
-            with autograd_profiler.record_function(annotation(self._plan.phase, index)):
-                perform(index, op)
+def _annotated(name: str, call: Perform) -> Perform:
+    """The call, in a range of torch's profiler that names its operation."""
 
-        return annotated
+    def annotated(execution: Execution) -> None:
+        with autograd_profiler.record_function(name):
+            call(execution)
 
-    def _run_without_lanes(self, execution: Execution) -> None:
-        """Run all operations but the transfers on the caller's stream, in plan order, which satisfies every wait."""
-        with self._streams.execution():
-            for index, op in self._plan:
-                if isinstance(op, Transfer):
-                    self._lanes.pretend(index, op, execution.holdings)
-                else:
-                    execution.do(op)
-                    execution.release(index)
-        execution.end("blocks_s")
+    return annotated

@@ -19,7 +19,7 @@ def operands(held: Holdings, chunks: Sequence[Chunk], pieces: Pieces) -> Tensors
     found = []
     for number, rows in pieces:
         there = held.among(chunks[number], rows)
-        found.append([tokens_of(x, there) for x in held.received(chunks[number])])
+        found.append([tokens_of(x, there) for x in held.chunks[chunks[number]]])
     return tuple(end_to_end(of_field) for of_field in zip(*found, strict=True))
 
 

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sp_bench.plan.ops import Chunk
-from sp_bench.plan.problem import Problem
-from sp_bench.run.partials import Partials, Rows, Tensors
+from sp_bench.run.partials import Partials, Rows, Sums, Tensors
 
 
 class Holdings:
     """Tensors by chunk. Lanes write received chunks, blocks and lanes read them; the plan's waits order both."""
 
-    def __init__(
-        self,
-        inputs: Mapping[Chunk, Tensors],
-        problem: Problem,
-        rank: int,
-        device: torch.device,
-        unsummed: Container[Chunk] = (),
-    ) -> None:
-        """`unsummed`: partials with a single contribution, which are kept in the compute dtype."""
-        self.partials = Partials(problem, rank, device, unsummed)
-        self._held = dict(inputs)
+    def __init__(self, inputs: Mapping[Chunk, Tensors], sums: Sums, device: torch.device) -> None:
+        self.partials = Partials(sums, device)
+        self.chunks = dict(inputs)
+        """Inputs, and what was received or bundled."""
         self._first_rows: dict[Chunk, int] = {}
         self._parts: dict[Chunk, Sequence[tuple[Tensor, Tensors]]] = {}
 
     def put(self, chunk: Chunk, tensors: Tensors, first_row: int = 0) -> None:
         """Store a chunk, or those of its rows that start at `first_row`."""
-        self._held[chunk], self._first_rows[chunk] = tensors, first_row
+        self.chunks[chunk] = tensors
+        if first_row or chunk in self._first_rows:
+            self._first_rows[chunk] = first_row
 
     def put_rows(self, chunk: Chunk, parts: Sequence[tuple[Tensor, Tensors]]) -> None:
         """Store what has come of a partial as (rows, tensors); parts may have rows in common, and one some twice."""
@@ -41,43 +35,39 @@ class Holdings:
         """Return what has come of a partial as (rows, tensors); nothing if no block was folded into it."""
         if chunk in self._parts:
             return self._parts[chunk]
-        return [(self.rows(chunk), self.received(chunk))] if self.holds(chunk) else []
+        return [(self.rows(chunk), self.chunks[chunk])] if self.holds(chunk) else []
 
     def holds(self, chunk: Chunk) -> bool:
         """Whether a chunk is an input or was received or bundled."""
-        return chunk in self._held
+        return chunk in self.chunks
 
     def drop(self, chunk: Chunk) -> None:
         """Forget a received chunk: in this execution the rank doesn't receive it."""
-        self._held.pop(chunk, None)
-
-    def received(self, chunk: Chunk) -> Tensors:
-        """Return the tensors of an input, received or bundled chunk."""
-        return self._held[chunk]
+        self.chunks.pop(chunk, None)
 
     def packed(self, chunk: Chunk) -> Tensors:
         """Return any chunk, partials included, as contiguous tensors."""
-        return self._held[chunk] if chunk in self._held else self.partials.packed(chunk)
+        return self.chunks[chunk] if chunk in self.chunks else self.partials.packed(chunk)
 
     def to_send(self, chunk: Chunk) -> Tensors:
         """Return any chunk as contiguous tensors that a lane may read."""
-        return self._held[chunk] if chunk in self._held else self.partials.to_send(chunk)
+        return self.chunks[chunk] if chunk in self.chunks else self.partials.to_send(chunk)
 
     def rows(self, chunk: Chunk) -> range:
         """Return the rows of a received chunk that are held, as indices into the whole chunk."""
         first = self._first_rows.get(chunk, 0)
-        return range(first, first + self._held[chunk][0].shape[1])
+        return range(first, first + self.chunks[chunk][0].shape[1])
 
     def among(self, chunk: Chunk, rows: Rows) -> Rows:
         """Convert row indices of the whole chunk to indices into the held rows."""
-        if not isinstance(rows, range):
-            return rows  # of a pack, whose chunks travel whole
         first = self._first_rows.get(chunk, 0)
+        if not first or not isinstance(rows, range):
+            return rows  # of a pack, whose chunks travel whole
         return range(rows.start - first, rows.stop - first)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors held now. Safe while other threads add to them."""
-        chunks = [*list(self._held.values()), *self.partials.tensors()]
+        chunks = [*list(self.chunks.values()), *self.partials.tensors()]
         return [tensor for tensors in chunks for tensor in tensors]
 
 

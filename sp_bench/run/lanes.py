@@ -1,8 +1,8 @@
-"""Execute transfers on one rank."""
+"""The calls of transfers on one rank: peers, groups, buffers and rows, worked out once for a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -13,18 +13,20 @@ from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
+from sp_bench.run.blocks import Perform
 from sp_bench.run.buffers import Buffers
 from sp_bench.run.casting import Casting
 from sp_bench.run.collectives import Collectives
 from sp_bench.run.dealing import Dealing
+from sp_bench.run.execution import Execution
 from sp_bench.run.holdings import Holdings
-from sp_bench.run.partials import Tensors, as_shape, tokens_of
+from sp_bench.run.partials import Tensors, as_shape, copy, tokens_of
 from sp_bench.run.streams import Streams
 from sp_bench.run.transport import Key, Message, NextTransfer, Transport, Turn
 
 
 class _Standing(NamedTuple):
-    """The constants of one transfer, computed once: an execution may have thousands of transfers."""
+    """The constants of one transfer."""
 
     turn: Turn
     counted_as: list[Key]
@@ -62,7 +64,7 @@ class Lanes:
         """Output tensors of transfers, allocated before the transfer runs."""
         self.given_results: Mapping[Chunk, Tensors] = {}
         """Where the caller of this execution wants outputs of transfers."""
-        self._dealing = Dealing(problem, rank, self._staging)
+        self._dealing: Callable[[AllToAll], Dealing] = cache(lambda op: Dealing(op, problem, rank, self._staging))
         self._collectives = Collectives(
             plan, lowering, problem, rank, transport, streams, self._receiving, self._staging
         )
@@ -70,7 +72,14 @@ class Lanes:
             plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, device
         )
         self._demand, self._standing = demand(plan, problem), cache(self._find_standing)
+        self.call: Callable[[int], Perform] = cache(self._find_call)
+        """The call of transfer `index`."""
+        self._held = self._find_held()
         self._untouched = cache(self._find_untouched)
+        alone = [(index, op) for index, op in plan if isinstance(op, Pass | AllToAll)]
+        self._new_specs = cache(lambda chunk: [(s.shape, getattr(torch, s.dtype)) for s in lowering.held_specs(chunk)])
+        self._ends = [(index, op) for index, op in alone if index not in lowering.receive_buffers]
+        """Transfers that bring results of the plan."""
         self._followed_by = {
             before: index
             for index, before in lowering.pipelined.items()
@@ -85,13 +94,13 @@ class Lanes:
         """
         holdings.partials.expect_untouched(self._untouched(compute))
         if self._streams.queued:
-            alone = ((i, op) for i, op in self._plan if isinstance(op, Pass | AllToAll))
-            self._results = {i: self._new(op.recv) for i, op in alone if i not in self._lowering.receive_buffers}
+            self._results = {index: self._new(op.recv) for index, op in self._ends}
 
     def close(self) -> None:
         """Let go of the buffers. No execution may follow."""
-        self._standing.cache_clear()
-        for tensors in (self._receiving, self._staging, self._results):
+        for kept in (self._standing, self._dealing, self.call):
+            kept.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+        for tensors in (self._receiving, self._staging, self._results, self._held):
             tensors.clear()
 
     def prepost(self, index: int, op: Op, beside: bool) -> bool:
@@ -105,8 +114,8 @@ class Lanes:
         if posted is None or (beside and not posted.beside):
             return False
         assert isinstance(op, Pass | AllToAll)
-        if isinstance(op, AllToAll) and (staged := self._dealing.staged(op, "recv")):
-            receives = self._dealing.with_others(op, staged)
+        if isinstance(op, AllToAll) and self._dealing(op).receives_staged:
+            receives = self._dealing(op).receives(())
         else:
             into = self._into(index, op)
             if index not in self._lowering.receive_buffers:
@@ -115,40 +124,107 @@ class Lanes:
         self._transport.prepost(self._standing(index).turn, receives)
         return True
 
-    def transfer(self, index: int, op: Transfer, holdings: Holdings) -> None:
-        """Execute a transfer and store the received chunk."""
+    def pretended(self, index: int, op: Transfer) -> Perform:
+        """The call that takes the data of an earlier execution (or zeros) for what a transfer brings; it sends none."""
         if isinstance(op, AllGather | ReduceScatter):
-            self._collectives.transfer(index, op, holdings)
-            return
+            return self._collectives.pretended(index, op)
         if isinstance(op, RowCollective):
-            self._casting.transfer(index, op, holdings)
-            return
-        into = self._into(index, op)
-        if isinstance(op, AllToAll):
-            self._all_to_all(index, op, into, holdings)
-        else:
-            self._pass(index, op, into, holdings)
-        if self._standing(index).receives:
-            self._streams.keep(self._arrived(index, op, into, holdings))
-        else:
-            self._streams.keep(self._absent(op, holdings))
+            return self._casting.pretended(index, op)
 
-    def pretend(self, index: int, op: Transfer, holdings: Holdings) -> None:
-        """Store the data of an earlier execution (or zeros) as if it had just been received; nothing is sent."""
+        here, dropped = self._standing(index), self._dropped(op)
+
+        def pretend(run: Execution) -> None:
+            if here.receives:
+                into = self._into(index, op)
+                if index not in self._lowering.receive_buffers:
+                    for tensor in into:
+                        tensor.zero_()
+                run.holdings.put(op.recv, into, here.rows.start)
+            else:
+                run.holdings.drop(op.recv)
+            if dropped is not None:
+                run.holdings.partials.drop(dropped)
+
+        return pretend
+
+    def _find_call(self, index: int) -> Perform:
+        op = self._plan.ops[index]
         if isinstance(op, AllGather | ReduceScatter):
-            self._collectives.pretend(index, op, holdings)
-            return
+            return self._collectives.call(index, op)
         if isinstance(op, RowCollective):
-            self._casting.pretend(index, op, holdings)
-            return
-        if not self._standing(index).receives:
-            self._absent(op, holdings)
-            return
-        into = self._into(index, op)
-        if index not in self._lowering.receive_buffers:
-            for tensor in into:
-                tensor.zero_()
-        self._arrived(index, op, into, holdings)
+            return self._casting.call(index, op)
+        assert isinstance(op, Pass | AllToAll)
+        here, move, streams = self._standing(index), self._move(index, op), self._streams
+        dropped = self._dropped(op)
+
+        def transfer(run: Execution) -> None:
+            held = run.holdings
+            into = here.into or self._into(index, op)
+            move(into, held)
+            if here.receives:
+                held.put(op.recv, into, here.rows.start)
+            else:
+                held.drop(op.recv)
+            if dropped is not None and (sent := held.partials.drop(dropped)) is not None:
+                streams.keep(sent)
+
+        return transfer
+
+    def _move(self, index: int, op: Pass | AllToAll) -> Callable[[Tensors, Holdings], None]:
+        """What moves the tensors of a transfer, given those that it receives into."""
+        here = self._standing(index)
+        if isinstance(op, AllToAll):
+            return self._all_to_all(index, op)
+        if not (here.receives or here.sends):
+            return lambda into, holdings: None
+        outgoing = self._outgoing(index, op) if here.sends else lambda holdings: ()
+        if here.target == self._rank:
+            return lambda into, holdings: copy(into, outgoing(holdings))
+        if (after := self._followed_by.get(index)) is not None:
+            return self._pipelined(index, op, after, outgoing)
+        return self._exchange(index, op, outgoing)
+
+    def _exchange(
+        self, index: int, op: Pass, outgoing: Callable[[Holdings], Tensors]
+    ) -> Callable[[Tensors, Holdings], None]:
+        """Messages to and from other ranks: bound to their tensors, if these are the same in every execution."""
+        here, transport, sent = self._standing(index), self._transport, self._sent(index, op)
+        landed = here.into
+        if landed is None and here.turn.landing:
+            landed = self._first_rows(here.turn.landing, op.recv, len(here.rows))
+
+        def messages(into: Tensors, out: Tensors) -> tuple[list[Message], list[Message]]:
+            return [(here.source, into)] if here.receives else [], [(here.target, out)] if here.sends else []
+
+        def exchange(into: Tensors, holdings: Holdings) -> None:
+            transport.exchange(here.turn, *messages(landed or into, outgoing(holdings)), here.counted_as)
+            if here.receives and landed is not None and landed is not into:
+                copy(into, landed)
+
+        if (here.receives and here.into is None) or (here.sends and sent is None):
+            return exchange
+        bound = transport.bind(here.turn, *messages(here.into or (), sent or ()), here.counted_as)
+        if not here.sends or sent is self._held.get(index):
+            return lambda into, holdings: bound()
+
+        def stage_and_exchange(into: Tensors, holdings: Holdings) -> None:
+            outgoing(holdings)
+            bound()
+
+        return stage_and_exchange
+
+    def _pipelined(
+        self, index: int, op: Pass, after: int, outgoing: Callable[[Holdings], Tensors]
+    ) -> Callable[[Tensors, Holdings], None]:
+        """An exchange during which transfer `after` may begin, tensor by tensor."""
+        here, transport = self._standing(index), self._transport
+
+        def exchange(into: Tensors, holdings: Holdings) -> None:
+            receive, send = (here.source, into), (here.target, outgoing(holdings))
+            next_transfer = self._next_transfer(after, op, into, holdings)
+            transport.exchange_pipelined(here.turn, receive, send, here.counted_as, next_transfer)
+
+        return exchange
 
     def _find_untouched(self, compute: bool) -> list[Chunk]:
         found = untouched_partials(self._plan, self._problem, compute=compute)
@@ -184,41 +260,13 @@ class Lanes:
     def _receives(self, index: int, op: Pass | AllToAll, into: Tensors) -> list[Message]:
         """Return the messages that a transfer receives. A rank receives nothing from itself."""
         if isinstance(op, AllToAll):
-            return self._dealing.with_others(op, self._dealing.pieces(op, into, of_tokens=op.to_heads))
+            return self._dealing(op).receives(into)
         here = self._standing(index)
         return [(here.source, into)] if here.receives and here.source != self._rank else []
 
-    def _arrived(self, index: int, op: Pass | AllToAll, tensors: Tensors, holdings: Holdings) -> Tensors | None:
-        """Store the received chunk. Returns the sent partial if it was dropped, else None."""
-        holdings.put(op.recv, tensors, self._standing(index).rows.start)
-        return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
-
-    def _absent(self, op: Pass | AllToAll, holdings: Holdings) -> Tensors | None:
-        """Forget the chunk that a transfer doesn't bring. Returns the sent partial if it was dropped, else None."""
-        holdings.drop(op.recv)
-        return None if op.send in self._plan.kept else holdings.partials.drop(op.send)
-
-    def _pass(self, index: int, op: Pass, into: Tensors, holdings: Holdings) -> None:
-        here = self._standing(index)
-        if not (here.receives or here.sends):
-            return
-        outgoing = self._outgoing(op, holdings) if here.sends else ()
-        if here.target == self._rank:
-            for buffer, tensor in zip(into, outgoing, strict=True):
-                buffer.copy_(tensor)
-            return
-        landed = into
-        if here.into is None and here.turn.landing:
-            landed = self._first_rows(here.turn.landing, op.recv, len(here.rows))
-        receive, send = (here.source, landed), (here.target, outgoing)
-        if (after := self._followed_by.get(index)) is None:
-            receives, sends = [receive] if here.receives else [], [send] if here.sends else []
-            self._transport.exchange(here.turn, receives, sends, here.counted_as)
-            for result, x in zip(into, landed, strict=True) if receives and landed is not into else ():
-                result.copy_(x)
-        else:
-            next_transfer = self._next_transfer(after, op, into, holdings)
-            self._transport.exchange_pipelined(here.turn, receive, send, here.counted_as, next_transfer)
+    def _dropped(self, op: Pass | AllToAll) -> Chunk | None:
+        """The partial that is held no longer once a transfer has sent it."""
+        return op.send if op.send.tensor.is_partial and op.send not in self._plan.kept else None
 
     def _next_transfer(self, after: int, op: Pass, into: Tensors, holdings: Holdings) -> NextTransfer:
         """Return a function giving the messages of transfer `after`, which may start while `op` receives `into`."""
@@ -228,33 +276,70 @@ class Lanes:
         def messages() -> tuple[Turn, Message, Message] | None:
             if not self._streams.ready(after):
                 return None
-            outgoing = into if then.send == op.recv else holdings.received(then.send)
+            outgoing = into if then.send == op.recv else holdings.chunks[then.send]
             return there.turn, (there.source, self._into(after, then)), (there.target, outgoing)
 
         return messages
 
-    def _all_to_all(self, index: int, op: AllToAll, into: Tensors, holdings: Holdings) -> None:
-        dealt = self._dealing.begin(op, into, holdings.to_send(op.send)[: len(into)])
-        here = self._standing(index)
-        if op.by_messages:
-            self._transport.exchange(here.turn, dealt.receives, dealt.sends, here.counted_as)
-        else:
-            self._collectives.all_to_all(here.turn, op, dealt, here.counted_as)
-        self._dealing.end(op, into, dealt)
+    def _all_to_all(self, index: int, op: AllToAll) -> Callable[[Tensors, Holdings], None]:
+        here, transport, dealing = self._standing(index), self._transport, self._dealing(op)
 
-    def _outgoing(self, op: Pass, holdings: Holdings) -> Tensors:
-        """Return the tensors to send: the chunk itself or, if rows are cut or it is cast, a staging copy."""
-        chunk, rows = op.send, rows_sent(op, self._problem, self._rank)
-        held = holdings.to_send(chunk)
-        staged = self._staging.get(StagingUse(op.lane, chunk.tensor, "pass"))
-        if staged is None:
-            return held
-        if len(rows) == held[0].shape[1] and not self._lowering.casts(chunk):
-            return held
-        staged = self._first_rows(staged, chunk, len(rows))
-        for wire, tensor in zip(staged, held, strict=True):
-            wire.copy_(tokens_of(tensor, holdings.among(chunk, rows)))
-        return staged
+        def all_to_all(into: Tensors, holdings: Holdings) -> None:
+            held = holdings.to_send(op.send)[: len(into)]
+            dealing.pack(held)
+            if op.by_messages:
+                transport.exchange(here.turn, dealing.receives(into), dealing.sends(held), here.counted_as)
+            elif op.group.size > 1:
+                for key, nbytes in zip(here.counted_as, dealing.sent_bytes(held), strict=True):
+                    transport.sent_bytes[key] += nbytes
+                transport.collective(here.turn, dealing.collective(held, into))
+            dealing.unpack(held, into)
+
+        return all_to_all
+
+    def _sent(self, index: int, op: Pass) -> Tensors | None:
+        """The tensors that a Pass sends, if they are the same in every execution: staged, or received in a buffer."""
+        if not self._standing(index).sends:
+            return None
+        if self._lowering.casts(op.send):
+            return self._staged(op, rows_sent(op, self._problem, self._rank))
+        return None if StagingUse(op.lane, op.send.tensor, "pass") in self._staging else self._held.get(index)
+
+    def _outgoing(self, index: int, op: Pass) -> Callable[[Holdings], Tensors]:
+        """What returns the tensors to send: the chunk itself or, if rows are cut or it is cast, a staging copy."""
+        chunk, rows, casts = op.send, rows_sent(op, self._problem, self._rank), self._lowering.casts(op.send)
+        if StagingUse(op.lane, chunk.tensor, "pass") not in self._staging:
+            return lambda holdings: holdings.to_send(chunk)
+        staged = self._staged(op, rows)
+
+        def stage(holdings: Holdings) -> Tensors:
+            held = holdings.to_send(chunk)
+            if len(rows) == held[0].shape[1] and not casts:
+                return held
+            if len(rows) != held[0].shape[1]:
+                held = tuple(tokens_of(x, holdings.among(chunk, rows)) for x in held)
+            copy(staged, held)
+            return staged
+
+        return stage
+
+    def _staged(self, op: Pass, rows: range) -> Tensors:
+        """The staging tensors of the rows that a Pass sends."""
+        return self._first_rows(self._staging[StagingUse(op.lane, op.send.tensor, "pass")], op.send, len(rows))
+
+    def _find_held(self) -> dict[int, Tensors]:
+        """The buffer that holds what a Pass sends on, by transfer; none for inputs, partials and results."""
+        at: dict[Chunk, Tensors] = {}
+        found: dict[int, Tensors] = {}
+        for index, op in self._plan:
+            if isinstance(op, Pass) and op.send in at:
+                found[index] = at[op.send]
+            for chunk in op.writes:
+                at.pop(chunk, None)
+            here = self._standing(index) if isinstance(op, Pass | AllToAll) else None
+            if here and here.receives and here.into is not None:
+                at[op.writes[0]] = here.into
+        return found
 
     def _first_rows(self, buffers: Tensors, chunk: Chunk, tokens: int) -> Tensors:
         """Return contiguous views of `buffers` with room for `tokens` tokens of the chunk."""
@@ -265,5 +350,4 @@ class Lanes:
         """Tensors for a chunk that outlives the plan: those that the caller gave, or new ones."""
         if chunk in self.given_results:
             return self.given_results[chunk]
-        specs = self._lowering.held_specs(chunk)
-        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device=self._device) for shape, dtype in specs)
+        return tuple([torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._new_specs(chunk)])

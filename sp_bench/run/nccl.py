@@ -19,8 +19,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,24 @@ class Part(Enum):
 _IN_WORDS = {Part.WHOLE: "", Part.NEAR: " of a node", Part.FAR: ", between nodes"}
 
 
+class _End(NamedTuple):
+    """Where a rank's messages with a peer go."""
+
+    number: int
+    """That of the communicator among those of a lane's messages."""
+    group: Any
+    place: int
+    """The peer's rank in it."""
+
+
+class _Batch(NamedTuple):
+    """Messages that one communicator takes at once."""
+
+    group: Any
+    ops: list[Any]
+    uses: set[Hashable]
+
+
 @dataclass
 class NcclTransport(Transport):
     """NCCL transport: each transfer is one batch_isend_irecv, or one collective, on a communicator of its lane.
@@ -87,6 +105,10 @@ class NcclTransport(Transport):
     registered: Registered | None = field(default=None, kw_only=True)
     """Where buffers are allocated, if they are registered with the communicators."""
     _made: dict[tuple[int, Members, Part], Any] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._end: Callable[[int, object, int | None], _End] = cache(self._find_end)
+        """Members are worked out once for each group, not in each transfer."""
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Connect the lanes' communicators, in the order in which plans use them, which is the same on all ranks."""
@@ -117,37 +139,65 @@ class NcclTransport(Transport):
         for work in self.start(turn, receives, sends, counted_as):
             work.wait()
 
+    def bind(
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> Callable[[], None]:
+        batches, counter = self._batches(turn, receives, sends), self.sent_bytes
+        sent = [(key, x.nbytes) for _, tensors in sends for x, key in zip(tensors, counted_as, strict=True)]
+
+        def exchange() -> None:
+            for key, nbytes in sent:
+                counter[key] += nbytes
+            for work in self._launched(batches):
+                work.wait()
+
+        return exchange
+
     def start(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
     ) -> list[Any]:
-        batches: dict[tuple[int, Members, Part], list[Any]] = {}
-        uses: dict[tuple[int, Members, Part], set[tuple[str, int]]] = {}
-        keys = self._parts(turn.lane, self._members(turn.group))
         for _, tensors in sends:
             self.count(tensors, counted_as)
-        messages = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
-        for operation, peer, tensors in messages:
-            key = next(key for key in keys if peer in key[1])
-            group, place = self._communicator(*key), key[1].index(peer)
-            batches.setdefault(key, []).extend(
-                dist.P2POp(operation, unmarked(_flat(x)), group=group, group_peer=place) for x in tensors
-            )
-            uses.setdefault(key, set()).add((operation.__name__, peer))
-        works = []
-        for key in reversed(keys):  # what takes longest first
-            if batches.get(key):  # torch rejects an empty batch, which is what a group of one has
-                self._before_use(key, uses[key])
-                works += dist.batch_isend_irecv(batches[key])
-        return works
+        return self._launched(self._batches(turn, receives, sends))
 
     def collective(self, turn: Turn, call: Call) -> None:
-        key = (turn.lane, self._members(call.group), Part.WHOLE)
-        group = self._communicator(*key)
-        self._before_use(key, [call.kind])
+        group = self._end(turn.lane, call.group, None).group
+        if self.timeout is not None:
+            before_use(group, {call.kind}, self.timeout)
         received, sent = ([unmarked(_flat(x)) for x in tensors] for tensors in (call.received, call.sent))
         call = call._replace(received=received, sent=sent)
         for work in begin(call, group, coalesce=True):
             work.wait()
+
+    def _batches(self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message]) -> list[_Batch]:
+        """The messages of a transfer by communicator. That which takes longest, between nodes, is the first."""
+        batches: dict[int, _Batch] = {}
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for peer, tensors in messages:
+                end = self._end(turn.lane, turn.group, peer)
+                batch = batches.setdefault(end.number, _Batch(end.group, [], set()))
+                batch.uses.add((operation.__name__, peer))
+                for x in tensors:
+                    x = unmarked(_flat(x))
+                    batch.ops.append(dist.P2POp(operation, x, group=end.group, group_peer=end.place))
+        # torch rejects an empty batch, which is what a group of one has
+        return [batches[number] for number in sorted(batches, reverse=True) if batches[number].ops]
+
+    def _launched(self, batches: Sequence[_Batch]) -> list[Any]:
+        works = []
+        for group, ops, uses in batches:
+            if self.timeout is not None:
+                before_use(group, uses, self.timeout)
+            works += dist.batch_isend_irecv(ops)
+        return works
+
+    def _find_end(self, lane: int, group: object, peer: int | None) -> _End:
+        """Where messages with a peer go; without one, where the collectives of a group go."""
+        members = self._members(group)
+        parts = self._parts(lane, members) if peer is not None else [(lane, members, Part.WHOLE)]
+        number = next(i for i, (_, ranks, _) in enumerate(parts) if peer is None or peer in ranks)
+        found = parts[number]
+        return _End(number, self._communicator(*found), 0 if peer is None else found[1].index(peer))
 
     @property
     def communicators(self) -> tuple[str, ...]:
@@ -182,10 +232,6 @@ class NcclTransport(Transport):
             self._made[key] = self.communicator(*key)
         return self._made[key]
 
-    def _before_use(self, key: tuple[int, Members, Part], uses: Iterable[Hashable]) -> None:
-        if self.timeout is not None:
-            before_use(self._made[key], uses, self.timeout)
-
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """Refuse a non-contiguous tensor: NCCL would send its raw memory, and torch doesn't check."""
@@ -202,8 +248,8 @@ def unmarked(x: torch.Tensor) -> torch.Tensor:
     holds far more than the plan. It doesn't mark memory that came by DLPack. The plan's waits order the uses of it
     (DeviceStreams).
     """
-    capsule: Any = torch._C._to_dlpack(x.detach())  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.from_dlpack(capsule)
+    torchs: Any = torch._C
+    return torchs._from_dlpack(torchs._to_dlpack(x.detach() if x.requires_grad else x))
 
 
 def refuse_several(version: tuple[Any, ...]) -> None:

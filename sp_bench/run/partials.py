@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,114 +15,161 @@ from sp_bench.kernels.contract import empty_output
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.plan.ops import Chunk
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.tensors import Tensor as ChunkTensor
 
 Tensors = tuple[Tensor, ...]
 """The fields of one chunk, in the order of its tensor's fields."""
 Rows = range | Tensor
 """Tokens of a chunk: a run of them, or (tokens,) indices, no two alike."""
+_Alike = tuple[tuple[tuple[int, ...], ...], torch.dtype, bool]
+
+
+class Sum(NamedTuple):
+    """The accumulator of a chunk, and the tokens of it that a result has."""
+
+    chunk: Chunk
+    rows: Rows
+    whole: bool
+    """Whether they are all tokens of the chunk."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the whole chunk on this rank, one per field."""
+    dtype: torch.dtype
+    """Of all fields but statistics."""
+    summed: bool
+    """Whether anything may be added to it."""
+
+    @property
+    def alike(self) -> _Alike:
+        """Equal for chunks with the same neutral element."""
+        return self.shapes, self.dtype, self.chunk.tensor.is_output
+
+
+class Sums:
+    """The accumulators of a rank, in fp32 (fp64 for fp64 problems). `unsummed` chunks stay in the compute dtype.
+
+    What is known of one is worked out once, not in each execution.
+    """
+
+    def __init__(self, problem: Problem, rank: int, unsummed: Container[Chunk] = ()) -> None:
+        self._problem, self._rank, self._unsummed = problem, rank, unsummed
+        self.of: Callable[..., Sum] = cache(self.at)
+        """`at`, for runs of rows."""
+
+    def at(self, chunk: Chunk, rows: Rows | None = None) -> Sum:
+        """The accumulator of a chunk, for results of such rows; None: all of them."""
+        problem, fields = self._problem, chunk.tensor.fields
+        tokens = problem.field_tokens(fields[0], int(chunk.owner(self._rank)))
+        rows, summed = range(tokens) if rows is None else rows, chunk not in self._unsummed
+        shapes = tuple(problem.field_shape(field, tokens) for field in fields)
+        dtype = getattr(torch, problem.accumulate_dtype if summed else problem.dtype)
+        return Sum(chunk, rows, isinstance(rows, range) and len(rows) == tokens, shapes, dtype, summed)
 
 
 class Partials:
-    """Accumulators by chunk, in fp32 (fp64 for fp64 problems). `unsummed` chunks stay in the compute dtype.
+    """The accumulators of one execution, by chunk.
 
     The first block result of a chunk becomes its accumulator, without a copy if shape and dtype allow.
     """
 
-    def __init__(self, problem: Problem, rank: int, device: torch.device, unsummed: Container[Chunk] = ()) -> None:
-        self._problem, self._rank, self._device, self._unsummed = problem, rank, device, unsummed
+    def __init__(self, sums: Sums, device: torch.device) -> None:
+        self._sums, self._device = sums, device
         self._held: dict[Chunk, Tensors] = {}
-        self._neutral: dict[tuple[ChunkTensor, torch.dtype, int], Tensors] = {}
+        self._neutral: dict[_Alike, Tensors] = {}
 
     def expect_untouched(self, chunks: Iterable[Chunk]) -> None:
         """Make the neutral elements that will be sent for these chunks: one for all that are alike."""
-        for chunk in chunks:
-            if (key := self._alike(chunk)) not in self._neutral:
-                self._neutral[key] = self._new(chunk)
+        for into in map(self._sums.of, chunks):
+            if into.alike not in self._neutral:
+                self._neutral[into.alike] = self._new(into)
 
-    def add_output(self, chunk: Chunk, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Fold (out_BSHD, lse_BHS) of the chunk's tokens `rows` into its accumulator."""
-        if chunk not in self._held and isinstance(rows, range):
-            self._held[chunk] = self._begun(chunk, rows, (out, lse))
+    def add_output(self, into: Sum, out: Tensor, lse: Tensor) -> None:
+        """Fold (out_BSHD, lse_BHS) of some tokens of a chunk into its accumulator."""
+        rows = into.rows
+        if into.chunk not in self._held and isinstance(rows, range):
+            self._held[into.chunk] = self._begun(into, rows, (out, lse))
             return
-        into_out, into_lse = self._sum(chunk)
+        into_out, into_lse = self._sum(into)
+        if into.whole:
+            fold_(into_out, into_lse, out, lse)
+            return
         here_out, here_lse = tokens_of(into_out, rows), tokens_of(into_lse, rows)
         fold_(here_out, here_lse, out, lse)
         if not isinstance(rows, range):  # these were copies
             into_out.index_copy_(1, rows, here_out)
             into_lse.index_copy_(2, rows, here_lse)
 
-    def add_gradients(self, chunk: Chunk, rows: Rows, gradients: Tensors) -> None:
-        """Add gradients_BSHD of the chunk's tokens `rows` to its accumulator."""
-        if chunk not in self._held and isinstance(rows, range):
-            self._held[chunk] = self._begun(chunk, rows, gradients)
+    def add_gradients(self, into: Sum, gradients: Tensors) -> None:
+        """Add gradients_BSHD of some tokens of a chunk to its accumulator."""
+        rows = into.rows
+        if into.chunk not in self._held and isinstance(rows, range):
+            self._held[into.chunk] = self._begun(into, rows, gradients)
             return
-        for into, gradient in zip(self._sum(chunk), gradients, strict=True):
-            if isinstance(rows, range):
-                tokens_of(into, rows).add_(gradient)
-            else:
-                into.index_add_(1, rows, gradient.to(into.dtype))
+        total = self._sum(into)
+        if isinstance(rows, range):
+            _add(total if into.whole else tuple(tokens_of(x, rows) for x in total), gradients)
+            return
+        for x, gradient in zip(total, gradients, strict=True):
+            x.index_add_(1, rows, gradient.to(x.dtype))
 
-    def _begun(self, chunk: Chunk, rows: range, part: Tensors) -> Tensors:
+    def _begun(self, into: Sum, rows: range, part: Tensors) -> Tensors:
         """A chunk's accumulator after its first result, which has its tokens `rows`: all else is neutral."""
-        tokens, dtype = self._tokens(chunk), self._dtype(chunk)
-        if len(rows) == tokens:
-            return tuple(x if x.ndim == 3 else in_dtype(x, dtype).contiguous() for x in part)
+        if into.whole:
+            return tuple([x if x.ndim == 3 else in_dtype(x, into.dtype).contiguous() for x in part])
         begun = []
-        for x in part:
-            dim, neutral, held = (2, -math.inf, x.dtype) if x.ndim == 3 else (1, 0.0, dtype)
-            shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
-            into = torch.empty(shape, dtype=held, device=self._device)
-            into.narrow(dim, rows.start, len(rows)).copy_(x)
-            for other in (range(rows.start), range(rows.stop, tokens)):
+        for x, shape in zip(part, into.shapes, strict=True):
+            dim, neutral, held = (2, -math.inf, x.dtype) if x.ndim == 3 else (1, 0.0, into.dtype)
+            made = torch.empty(shape, dtype=held, device=self._device)
+            made.narrow(dim, rows.start, len(rows)).copy_(x)
+            for other in (range(rows.start), range(rows.stop, shape[dim])):
                 if other:
-                    into.narrow(dim, other.start, len(other)).fill_(neutral)
-            begun.append(into)
+                    made.narrow(dim, other.start, len(other)).fill_(neutral)
+            begun.append(made)
         return tuple(begun)
 
-    def add_part(self, chunk: Chunk, rows: range, part: Tensors, *, alone: bool) -> None:
-        """Fold what one kernel call has of a chunk's tokens `rows`; unless `alone`, it is cut out of a larger result.
+    def add_part(self, into: Sum, part: Tensors, *, alone: bool) -> None:
+        """Fold what one kernel call has of some tokens of a chunk; unless `alone`, it is cut out of a larger result.
 
         A part of a larger one can't become the accumulator, as it would keep all of it alive.
         """
-        if not alone and chunk not in self._held and len(rows) == self._tokens(chunk):
-            uncast = (x.ndim == 3 or x.dtype == self._dtype(chunk) for x in part)
+        if not alone and into.whole and into.chunk not in self._held:
+            uncast = (x.ndim == 3 or x.dtype == into.dtype for x in part)
             part = tuple(
                 x.clone(memory_format=torch.contiguous_format) if as_is else x
                 for x, as_is in zip(part, uncast, strict=True)
             )
-        if _is_output(chunk):
-            self.add_output(chunk, rows, *part)
+        if into.chunk.tensor.is_output:
+            self.add_output(into, *part)
         else:
-            self.add_gradients(chunk, rows, part)
+            self.add_gradients(into, part)
 
     def put_rows(self, chunk: Chunk, part: Tensors) -> None:
         """Keep the whole gradient of rows of which others have the rest (plan.casts)."""
-        self._held[chunk] = tuple(in_dtype(x, self._dtype(chunk)) for x in part)
+        dtype = self._sums.of(chunk).dtype
+        self._held[chunk] = tuple(in_dtype(x, dtype) for x in part)
 
     def get_rows(self, chunk: Chunk) -> Tensors:
         """Return what `put_rows` has kept; nothing if blocks were left out."""
         return self._held.get(chunk, ())
 
-    def add(self, chunk: Chunk, rows: Rows, part: Tensors) -> None:
-        """Fold a peer's partial of the chunk's tokens `rows` into the accumulator."""
+    def add(self, into: Sum, part: Tensors) -> None:
+        """Fold a peer's partial of some tokens of a chunk into its accumulator."""
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
-        if not _is_output(chunk):
-            self._sum(chunk)
-            self.add_gradients(chunk, rows, part)
-        else:
-            out, lse = self._sum(chunk)
-            fold_(tokens_of(out, rows), tokens_of(lse, rows), *part)
+        total = self._sum(into)
+        if not into.chunk.tensor.is_output:
+            self.add_gradients(into, part)
+            return
+        if not into.whole:
+            total = tuple(tokens_of(x, into.rows) for x in total)
+        fold_(*total, *part)
 
     def get(self, chunk: Chunk) -> Tensors:
         """Return the accumulator; the neutral element if no block has written to it."""
         if chunk not in self._held:
-            self._held[chunk] = self._new(chunk)
+            self._held[chunk] = self._new(self._sums.of(chunk))
         return self._held[chunk]
 
     def packed(self, chunk: Chunk) -> Tensors:
         """Return the accumulator as contiguous tensors: a kernel's lse may have any strides."""
-        self._held[chunk] = tuple(tensor.contiguous() for tensor in self.get(chunk))
+        self._held[chunk] = tuple([tensor.contiguous() for tensor in self.get(chunk)])
         return self._held[chunk]
 
     def to_send(self, chunk: Chunk) -> Tensors:
@@ -128,10 +177,12 @@ class Partials:
 
         Nothing is allocated for a chunk that was expected to be untouched, or whose results are contiguous.
         """
-        if chunk not in self._held:
-            return self._neutral[self._alike(chunk)]
-        here = self._device.type == "cpu" or all(x.is_contiguous() for x in self._held[chunk])
-        assert here, f"{chunk} isn't contiguous, and on a GPU a lane can't allocate"
+        held = self._held.get(chunk)
+        if held is None:
+            return self._neutral[self._sums.of(chunk).alike]
+        if all(map(torch.Tensor.is_contiguous, held)):
+            return held
+        assert self._device.type == "cpu", f"{chunk} isn't contiguous, and on a GPU a lane can't allocate"
         return self.packed(chunk)
 
     def tensors(self) -> list[Tensors]:
@@ -142,28 +193,32 @@ class Partials:
         """Remove the accumulator, which was sent on, and return it; None if there was none."""
         return self._held.pop(chunk, None)
 
-    def _sum(self, chunk: Chunk) -> Tensors:
-        """Return the accumulator for an addition; asserts that the chunk is not `unsummed`."""
-        assert chunk not in self._unsummed, f"{chunk} is no sum: it may be held in a dtype too narrow for one"
-        return self.get(chunk)
+    def _sum(self, into: Sum) -> Tensors:
+        """Return the accumulator for an addition; asserts that it is a sum."""
+        assert into.summed, f"{into.chunk} is no sum: it may be held in a dtype too narrow for one"
+        return self._held.get(into.chunk) or self.get(into.chunk)
 
-    def _new(self, chunk: Chunk) -> Tensors:
+    def _new(self, into: Sum) -> Tensors:
         """The neutral element of a chunk: no keys seen, or no gradient."""
-        tokens, dtype = self._tokens(chunk), self._dtype(chunk)
-        shapes = [self._problem.field_shape(field, tokens) for field in chunk.tensor.fields]
-        if _is_output(chunk):
-            return empty_output(torch.empty(shapes[0], dtype=dtype, device=self._device))
-        return tuple(torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
+        if into.chunk.tensor.is_output:
+            return empty_output(torch.empty(into.shapes[0], dtype=into.dtype, device=self._device))
+        return tuple(torch.zeros(shape, dtype=into.dtype, device=self._device) for shape in into.shapes)
 
-    def _alike(self, chunk: Chunk) -> tuple[ChunkTensor, torch.dtype, int]:
-        return chunk.tensor, self._dtype(chunk), self._tokens(chunk)
 
-    def _tokens(self, chunk: Chunk) -> int:
-        """Return the number of tokens in the chunk on this rank."""
-        return self._problem.field_tokens(chunk.tensor.fields[0], int(chunk.owner(self._rank)))
+def _add(total: Tensors, part: Tensors) -> None:
+    """Add all fields by one call."""
+    if len(total) == 1:
+        total[0].add_(part[0])
+    else:
+        torch._foreach_add_(total, part)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _dtype(self, chunk: Chunk) -> torch.dtype:
-        return getattr(torch, self._problem.dtype if chunk in self._unsummed else self._problem.accumulate_dtype)
+
+def copy(into: Tensors, tensors: Tensors) -> None:
+    """Copy and cast all fields by one call."""
+    if len(into) == 1:
+        into[0].copy_(tensors[0])
+    else:
+        torch._foreach_copy_(into, tensors)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def tokens_of(x: Tensor, rows: Rows) -> Tensor:
@@ -175,10 +230,6 @@ def tokens_of(x: Tensor, rows: Rows) -> Tensor:
     if not isinstance(rows, range):
         return x.index_select(dim, rows)
     return x if len(rows) == x.shape[dim] else x.narrow(dim, rows.start, len(rows))
-
-
-def _is_output(chunk: Chunk) -> bool:
-    return chunk.tensor.is_output
 
 
 def as_shape(x: Tensor, shape: tuple[int, ...]) -> Tensor:

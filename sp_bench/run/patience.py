@@ -7,7 +7,7 @@ rank that hangs be noticed only after as long. Imports no torch before it is use
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -37,11 +37,15 @@ def first_timeout(timeout: timedelta) -> timedelta:
     return timeout + FIRST_USE
 
 
-def before_use(group: dist.ProcessGroup, uses: Iterable[Hashable], timeout: timedelta) -> None:
+def before_use(group: dist.ProcessGroup, uses: Set[Hashable], timeout: timedelta) -> None:
     """Set the timeout of a group's next operation: the longer one if any of its `uses` is new, such as a peer."""
-    found, uses = _used.setdefault(group, _Used()), set(uses)
-    wanted = timeout if uses <= found.opened else first_timeout(timeout)
-    found.opened |= uses
+    found = _used.get(group)
+    if found is None:
+        found = _used[group] = _Used()
+    wanted = timeout
+    if not uses <= found.opened:
+        wanted = first_timeout(timeout)
+        found.opened |= uses
     if wanted != found.timeout:
         from torch.distributed import distributed_c10d as c10d
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,8 @@ from sp_bench.plan.ops import BLOCKS, Op, Plan
 from sp_bench.run.devices import Clock, Device, HostClock
 from sp_bench.run.home import home
 
-Perform = Callable[[int, Op], None]
-"""Performs operation `index`: synchronously on a CPU, queued on the current stream on a GPU."""
+Program = Sequence[Callable[[Any], None]]
+"""The call of each operation: it performs it on a CPU, and queues it on the current stream on a GPU."""
 Prepost = Callable[[int, Op, bool], bool]
 """Posts the receives of transfer `index`, whose buffer is free, and returns whether it could. The bool says that the
 lane's previous transfer is still running."""
@@ -42,8 +42,8 @@ class Streams(ABC):
     """Whether work is queued and runs asynchronously to the caller."""
 
     @abstractmethod
-    def run(self, perform: Perform, prepost: Prepost) -> None:
-        """Perform every operation on its stream once its waits are met. Raises the error of the first to fail.
+    def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
+        """Call every operation, with the execution, on its stream once its waits are met. Raises the first's error.
 
         If work isn't queued, a lane pre-posts the receives of its current and next transfer as soon as their buffers
         are free.
@@ -95,19 +95,19 @@ class ThreadStreams(Streams):
         self._by_caller = _is_sequence(plan, lowering) and not (plan.lanes and home().transfers_first)
         self._threads = None if self._by_caller else lane_threads(len(plan.lanes))
 
-    def run(self, perform: Perform, prepost: Prepost) -> None:
+    def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
         progress = self._progress = Progress(self._streams)
         free, names = self._buffer_free, self._streams[1:]
         ahead = {lane: _Preposting(self._by_stream[lane], free, prepost, progress) for lane in names}
         if self._by_caller:
-            self._follow_all(perform, ahead, progress)
+            self._follow_all(program, execution, ahead, progress)
             return
         lanes = []
         try:
             for lane in names:
                 assert self._threads
-                lanes.append(self._threads.submit(self._lane, lane, perform, ahead[lane], progress))
-            self._follow(BLOCKS, perform, progress)
+                lanes.append(self._threads.submit(self._lane, lane, program, execution, ahead[lane], progress))
+            self._follow(BLOCKS, program, execution, progress)
             for lane in lanes:
                 lane.result()
         except BaseException as error:
@@ -115,34 +115,34 @@ class ThreadStreams(Streams):
             assert progress.cause is not None
             raise progress.cause from None
 
-    def _follow_all(self, perform: Perform, ahead: dict[str, _Preposting], progress: Progress) -> None:
+    def _follow_all(self, program: Program, execution: Any, ahead: dict[str, _Preposting], progress: Progress) -> None:
         """Perform the whole plan in its order on the calling thread."""
         with torch.no_grad():
             for index, op in self._plan:
                 if op.stream in ahead:
                     ahead[op.stream].look(index)
-                perform(index, op)
+                program[index](execution)
                 progress.end(op.stream, index)
 
-    def _lane(self, name: str, perform: Perform, ahead: _Preposting, progress: Progress) -> None:
+    def _lane(self, name: str, program: Program, execution: Any, ahead: _Preposting, progress: Progress) -> None:
         """Perform one lane's transfers. Only this thread, which may have priority, touches the lane's messages."""
         try:
             with torch.no_grad():  # grad mode is thread-local
-                for index, op in self._by_stream[name]:
+                for index, _ in self._by_stream[name]:
                     progress.wait(self._buffer_free[index])
                     ahead.look(index)
                     progress.wait(self._waits[index])
                     ahead.look(index)  # the next transfer's buffer may be free by now
-                    perform(index, op)
+                    program[index](execution)
                     progress.end(name, index)
         except BaseException as error:
             progress.fail(error)
             raise
 
-    def _follow(self, name: str, perform: Perform, progress: Progress) -> None:
-        for index, op in self._by_stream[name]:
+    def _follow(self, name: str, program: Program, execution: Any, progress: Progress) -> None:
+        for index, _ in self._by_stream[name]:
             progress.wait(self._waits[index])
-            perform(index, op)
+            program[index](execution)
             progress.end(name, index)
 
     def ready(self, index: int) -> bool:
@@ -230,6 +230,36 @@ class Progress:
 # Devices: all from one thread, in the order of the plan
 
 
+class _Turn(NamedTuple):
+    """An operation in the order of the plan."""
+
+    stream: str
+    waits: tuple[int, ...]
+    """The operations whose events its stream waits for."""
+    awaited: bool
+    """Whether any stream waits for it, so that its end is an event."""
+    lets_go: bool
+    """Whether lanes have ended with something, so that tensors may be let go."""
+
+
+def needed_waits(plan: Plan, waits: Sequence[Waits]) -> list[tuple[int, ...]]:
+    """By operation, the others that its stream must wait for; without those that follow from what it waited for."""
+    known: dict[str, dict[str, int]] = {BLOCKS: {}, **{lane: {} for lane in plan.lanes}}
+    """By stream, the last operation of each stream that has ended before its next one."""
+    at_end: list[dict[str, int]] = []
+    needed = []
+    for index, op in plan:
+        mine, found = known[op.stream], []
+        for stream, last in sorted(waits[index], key=lambda wait: -wait[1]):
+            if mine.get(stream, -1) < last:
+                found.append(last)
+                for other, at in {**at_end[last], stream: last}.items():
+                    mine[other] = max(at, mine.get(other, -1))
+        needed.append(tuple(found))
+        at_end.append(dict(mine))
+    return needed
+
+
 _abandoned: list[Any] = []
 """Tensors of failed executions. They are never freed: their transfers may still be running."""
 
@@ -259,18 +289,20 @@ class DeviceStreams(Streams):
 
     def __init__(self, plan: Plan, lowering: Lowering, device: Device) -> None:
         self.clock = self._device = device
-        self._plan, self._waits = plan, lowering.waits
+        self._waits = lowering.waits
         self._lanes = {name: device.lane(number) for number, name in enumerate(plan.lanes)}
         last = {op.stream: index for index, op in plan}
         self._last = {lane: last[lane] for lane in plan.lanes}
-        self._awaited = {wait for waits in lowering.waits for wait in waits} | set(self._last.items())
+        waits = needed_waits(plan, lowering.waits)
+        awaited = {last for of_op in waits for last in of_op} | set(self._last.values())
+        self._turns = [_Turn(op.stream, waits[i], i in awaited, bool(lowering.waits[i])) for i, op in plan]
         self._blocks: Any = None
         self._here: tuple[str, int] = (BLOCKS, -1)
         self._kept: dict[str, list[tuple[int, Any]]] = {}
 
-    def run(self, perform: Perform, prepost: Prepost) -> None:
+    def run(self, program: Program, execution: Any, prepost: Prepost) -> None:
         with self.execution():
-            self._run(perform)
+            self._run(program, execution)
 
     def ready(self, index: int) -> bool:
         """Return False: the host doesn't know what has ended on the GPU."""
@@ -285,27 +317,28 @@ class DeviceStreams(Streams):
         yield
         device.finished = device.record(self._blocks)
 
-    def _run(self, perform: Perform) -> None:
-        device, ended = self._device, {}
-        self._kept = {lane: [] for lane in self._lanes}
-        begun = device.record(self._blocks)
-        for lane in self._lanes.values():
+    def _run(self, program: Program, execution: Any) -> None:
+        device, blocks, lanes = self._device, self._blocks, self._lanes
+        self._kept = {lane: [] for lane in lanes}
+        begun, ended = device.record(blocks), [None] * len(program)
+        for lane in lanes.values():
             device.wait(lane, begun)
-        for index, op in self._plan:
-            self._here = (op.stream, index)
-            stream = self._blocks if op.stream == BLOCKS else self._lanes[op.stream]
-            for wait in self._waits[index]:
-                device.wait(stream, ended[wait])
-            if op.stream == BLOCKS:
-                self._let_go(index)
-                perform(index, op)
-            else:
+        for index, (stream_name, waits, awaited, lets_go) in enumerate(self._turns):
+            stream = blocks if stream_name == BLOCKS else lanes[stream_name]
+            for last in waits:
+                device.wait(stream, ended[last])
+            if stream_name != BLOCKS:
+                self._here = (stream_name, index)
                 with device.on(stream):
-                    perform(index, op)
-            if self._here in self._awaited:
-                ended[self._here] = device.record(stream)
-        for last in self._last.items():
-            device.wait(self._blocks, ended[last])
+                    program[index](execution)
+            else:
+                if lets_go and any(self._kept.values()):
+                    self._let_go(index)
+                program[index](execution)
+            if awaited:
+                ended[index] = device.record(stream)
+        for last in self._last.values():
+            device.wait(blocks, ended[last])
         self._kept = {}
 
     def keep(self, tensors: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -100,6 +101,12 @@ class Transport(ABC):
         Returns when they have completed or, on a GPU, once the current stream waits for them. `counted_as` has one
         key for each tensor of a message.
         """
+
+    def bind(
+        self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]
+    ) -> Callable[[], None]:
+        """`exchange` of tensors that are the same each time, with all that can be worked out once."""
+        return partial(self.exchange, turn, receives, sends, counted_as)
 
     def start(
         self, turn: Turn, receives: Sequence[Message], sends: Sequence[Message], counted_as: Sequence[Key]

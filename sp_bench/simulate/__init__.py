@@ -151,13 +151,16 @@ class Run:
         return found
 
 
-def simulate(plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bool = True) -> Run:
+def simulate(
+    plan: Plan, problem: Problem, cluster: Cluster, *, use_symmetry: bool = True, nearly_alike: bool = False
+) -> Run:
     """Run one plan on a cluster, all ranks starting together. Raises RequestError if it is too large to simulate.
 
     Where plan and cluster leave ranks that can't be told apart, one of each kind is simulated, with the same result
-    (symmetry.py); `use_symmetry=False` simulates all of them.
+    (symmetry.py); `use_symmetry=False` simulates all of them. `nearly_alike` takes ranks for alike whose blocks take
+    almost equally long, each as slow as the slowest: enough to rank variants (run.graph.exact says if it did).
     """
-    graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry)
+    graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry, nearly_alike=nearly_alike)
     solver = "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto"
     timing, tasks = settle(graph, cluster.device.transfer_slowdown, solver)
     return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks))

@@ -6,6 +6,8 @@ symmetry maps onto each other do the same at the same time. The quotient has one
 a flow loads a link's orbit as often as there are flows of its own orbit on each link of it.
 
 Candidates are the rotations of the groups that a plan names: all ranks of a ring move on by so many places.
+
+To rank variants, ranks whose blocks take almost equally long may be taken for alike: each as slow as the slowest.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ def _commutes(move: Permutation, groups: Iterable[Group | Exchange]) -> bool:
     return all(np.array_equal(move[group.member(ranks, 1)], group.member(move, 1)) for group in groups)
 
 
-def that_leave(moves: Iterable[Permutation], values: Sequence[np.ndarray]) -> list[Permutation]:
-    """The moves under which every rank's values, (n,) each, stay the same."""
-    return [move for move in moves if all(np.array_equal(x[move], x) for x in values)]
+def that_leave(moves: Iterable[Permutation], values: Iterable[np.ndarray], *, apart: float = 0.0) -> list[Permutation]:
+    """The moves under which every rank's values, (n,) each, stay the same, or differ by this share of them at most."""
+    unlike = [x for x in values if np.min(x) < (1 - apart) * np.max(x)]
+    return [move for move in moves if all(np.array_equal(x[move], x) for x in unlike)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,12 @@ class Quotient:
     """By orbit of links, how many are in it."""
     link_bytes_per_s: np.ndarray
     """The same, the rate of each of them."""
+
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        """The largest value of each orbit's ranks: (n,) -> (q,)."""
+        found = values[self.ranks]
+        np.maximum.at(found, self.orbit, values)
+        return found
 
     def paths(self, links: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(orbits, times) of the links of each orbit's flow: links (q, P), -1 for none -> (q, P) both.

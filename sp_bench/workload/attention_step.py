@@ -107,9 +107,16 @@ class AttentionStep:
             self._results[phase] = results
 
     def parts(self, phase: str) -> Mapping[str, float]:
-        """Seconds of the last execution of a phase by part; empty for a peer, and for the replay of a graph."""
+        """Seconds of the last execution of a phase by part; empty for a peer, and for the replay of a graph.
+
+        On a GPU that doesn't mark parts, only the caller's: marks are events beside each block.
+        """
         spent = self._engine.spent(phase)
-        return parts_of(spent) if spent else {}
+        if spent is None:
+            return {}
+        known = parts_of(spent)
+        marked = marks_parts(self._spec) or self._context.device.type == "cpu"
+        return known if marked else {"caller": known["caller"]}
 
     def memory(self) -> Mapping[str, int]:
         """Nothing: the attention's memory is all."""
@@ -156,10 +163,23 @@ def parts_of(spent: Spent) -> dict[str, float]:
     return {name.removesuffix("_s"): seconds for name, seconds in asdict(spent).items()}
 
 
+def marks_parts(spec: Spec) -> bool:
+    """Whether a GPU marks the times of kernels, folds and waits: of a rank alone they are what it is executed for."""
+    return spec.parts or spec.alone is not None
+
+
 def make_engine(
-    spec: Spec, problem: Problem, context: RankContext, plans: Mapping[str, Plan] | None = None
+    spec: Spec,
+    problem: Problem,
+    context: RankContext,
+    plans: Mapping[str, Plan] | None = None,
+    *,
+    timed: bool = False,
 ) -> Engine | GraphedEngine | PeerEngine:
-    """The engine of the point's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it."""
+    """The engine of the point's plans (or of `plans`), or of its peer, on `problem`. All ranks must call it.
+
+    `timed` has a GPU mark the times of kernels, folds and waits whether or not the point asks for its parts.
+    """
     if spec.peer:
         return PeerEngine(spec.peer, problem, spec.executed, context.device)
     plans = plans or spec.plans
@@ -170,7 +190,8 @@ def make_engine(
         rank, transport = spec.alone, AloneTransport()
     elif problem.n > 1:
         transport = context.transport(plans, shares.lane_ctas if shares else None)
-    engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares)
+    marked = timed or marks_parts(spec)
+    engine = Engine(plans, problem, kernel, context.device, rank=rank, transport=transport, shares=shares, timed=marked)
     return GraphedEngine(engine, engine.queues) if context.cuda_graph and engine.queues else engine
 
 

@@ -90,7 +90,7 @@ class TrainStep:
         self._states = self._trainer.states
         self._collectives = self._states.collectives
         self._calls: dict[str, list[Call]] = {}
-        engine = make_engine(spec, problem, context)
+        engine = make_engine(spec, problem, context, timed=True)
         assert isinstance(engine, Engine)
         self._attention = MarkedEngine(engine, self._clock)
         self._sent: Counter[tuple[str, ...]] = Counter()

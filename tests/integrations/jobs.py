@@ -276,7 +276,7 @@ def packings(count: int) -> dict[str, tuple[int, int]]:
 
     attention, ours = SequenceParallelAttention("ring", group=group), llama("sp_bench")
     plugin = parallel.attention(attention.mask)._engines
-    found = {}
+    found, before = {}, _alive()
     for i in range(count):
         whole = ids(seqlen=200 + i % 60)
         first = 1 + 37 * i % 191
@@ -286,7 +286,7 @@ def packings(count: int) -> dict[str, tuple[int, int]]:
         if i + 1 in (count // 2, count):
             for name, engines in (("plug-in", plugin), ("attention", attention._engines)):
                 found[f"{name}, {i + 1}"] = engines.nbytes, len(engines)
-    found["tensors"] = _alive(), count
+    found["tensors"] = _alive() - before, count
     return found
 
 

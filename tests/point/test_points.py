@@ -22,13 +22,14 @@ from sp_bench.plan.ops import Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point import Request, masks, resolve, run_points
 from sp_bench.point import choose as choosing
-from sp_bench.point.choose import DeviceMemoryError, choose
+from sp_bench.point.choose import TIE, DeviceMemoryError, choose
 from sp_bench.point.measured_record import _ran_on
 from sp_bench.point.simulated import simulate_point
 from sp_bench.point.timed import cores
 from sp_bench.records import identity
 from sp_bench.records.quantities import Breakdown, Setup
 from sp_bench.simulate import Run, simulate
+from sp_bench.simulate.graph import NEARLY
 from sp_bench.workload import GateErrors
 from tests.support.made_records import made
 
@@ -102,9 +103,9 @@ def test_noise_is_drawn_for_the_chosen_variant_alone(monkeypatch: pytest.MonkeyP
     """Variants are compared without noise, where few ranks stand for all. One that is asked for is simulated once."""
     noisy: list[bool] = []
 
-    def counted(plan: Plan, problem: Problem, cluster: Cluster) -> Run:
+    def counted(plan: Plan, problem: Problem, cluster: Cluster, **how: bool) -> Run:
         noisy.append(cluster.stragglers.jitter > 0)
-        return simulate(plan, problem, cluster)
+        return simulate(plan, problem, cluster, **how)
 
     monkeypatch.setattr(choosing, "simulate", counted)
     asked = ("method=usp", "gpus=16", "seqlen=64k")
@@ -115,6 +116,29 @@ def test_noise_is_drawn_for_the_chosen_variant_alone(monkeypatch: pytest.MonkeyP
     noisy.clear()
     alone = choose(point(*asked, "method.ulysses=2", "method.layout=striped", "stragglers.jitter=0.05"))
     assert noisy == [True, True] and alone.candidates is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "in_full"),
+    [(("method=ring", "gpus=64", "seqlen=256k"), 0), (("method=mesh", "gpus=64", "seqlen=1M"), 2)],
+    ids=["layouts that tie", "tiles"],
+)
+def test_few_ranks_are_simulated_to_rank_variants(
+    asked: tuple[str, ...], in_full: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of a node at most for each of its GPUs. All ranks of a variant only if they differ and it is chosen."""
+    kinds: list[int] = []
+
+    def counted(plan: Plan, problem: Problem, cluster: Cluster, **how: bool) -> Run:
+        run = simulate(plan, problem, cluster, **how)
+        kinds.append(run.graph.quotient.ranks.size)
+        return run
+
+    monkeypatch.setattr(choosing, "simulate", counted)
+    found = choose(point(*asked))
+    assert len(kinds) >= 4 and sum(each > 8 for each in kinds) == in_full
+    ranked_ms = min(row["step_ms"] for row in found.candidates or [] if row["step_ms"])
+    assert found.exact and found.total_s * 1e3 == pytest.approx(ranked_ms, rel=NEARLY if in_full else TIE)
 
 
 STRIPED = "method.layout=striped"

@@ -22,7 +22,7 @@ from sp_bench.run.sharding import positions, shard
 from sp_bench.run.transport import Transport
 from tests.run.queued import Hazard, Machine, Rank, Stuck, Wires
 from tests.run.symmetric import SymmetricMemories
-from tests.support.bounds import bounds
+from tests.support.bounds import too_far
 from tests.support.problems import mask_of
 
 Carried = Callable[[Rank], AbstractContextManager[Transport]]
@@ -93,9 +93,9 @@ class Execution:
             found = self.run(plans)
         except (Hazard, Stuck) as error:
             return f"{type(error).__name__}: {error}"
-        most = bounds(self.problem, inputs(self.problem))
         errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact(self.problem), strict=True)]
-        return ", ".join(f"{n} is off by {e:.1e}" for n, e in zip(NAMES, errors, strict=True) if not e <= most[n])
+        wrong = too_far(self.problem, inputs(self.problem), dict(zip(NAMES, errors, strict=True)))
+        return ", ".join(f"{name} is off by {error:.1e}" for name, error in wrong.items())
 
 
 def inputs(problem: Problem) -> list[Tensor]:

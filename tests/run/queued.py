@@ -30,6 +30,8 @@ from sp_bench.run.transport import Call, Message, Transport, Turn
 STREAMS_PER_RANK = 8
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero"}
 """Operations whose results the caller would have to wait for."""
+OF_LISTS = {"_foreach_add_", "_foreach_copy_"}
+"""Operations that write to the tensors of a list and return nothing."""
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 POISON = 0xFF
 """Floating-point numbers of such bytes are NaN."""
@@ -307,6 +309,9 @@ class Rank(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         assert name not in WAITING, f"the caller waits for the device: {name}"
+        if name in OF_LISTS:
+            self._in_place(func, args, kwargs)
+            return None
         returned = [r.alias_info for r in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in returned):
             return func(*args, **kwargs)  # a view
@@ -319,10 +324,12 @@ class Rank(TorchDispatchMode):
 
     def _in_place(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """Operations that write to `out`, or else to their first argument, and return it."""
-        written = kwargs.get("out", args[0])
-        others = [x for x in tree_leaves((args, kwargs)) if _is(x) and x is not written]
-        raw, raw_kwargs, reads = self._raw(args), self._raw(kwargs), [self.machine.access(x) for x in others]
-        self._append(Work(lambda: func(*raw, **raw_kwargs), reads, [self.machine.access(written)]))
+        rest = {key: x for key, x in kwargs.items() if key != "out"}
+        written, read = (kwargs["out"], (args, rest)) if "out" in kwargs else (args[0], (args[1:], rest))
+        raw, raw_kwargs = self._raw(args), self._raw(kwargs)
+        reads = [self.machine.access(x) for x in tree_leaves(read) if _is(x)]
+        writes = [self.machine.access(x) for x in tree_leaves(written)]
+        self._append(Work(lambda: func(*raw, **raw_kwargs), reads, writes))
         return written
 
     def _queue(self, func: Any, args: Any, kwargs: Any, found: Sequence[Any], *, poisoned: bool = False) -> list[Any]:

@@ -68,7 +68,7 @@ def nodes_of(n: int) -> list[int]:
     return [0, 2] if n > 2 and n % 2 == 0 else [0]
 
 
-@pytest.mark.parametrize(("n", "every"), [(2, False), *(exhaustive(n, True) for n in (2, 3, 4, 6))])
+@pytest.mark.parametrize(("n", "every"), [(2, False), exhaustive(6, False), *(exhaustive(n, True) for n in (2, 3, 4))])
 def test_every_method_is_exact(n: int, every: bool) -> None:
     """In every variant, or in one; in one node and beyond, from one to the next another order of the devices' work."""
     kinds = itertools.cycle([("float64", ""), ("bfloat16", ""), ("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -98,7 +98,7 @@ def test_lanes_take_no_more_sms_than_they_were_given(node: int) -> None:
 def test_kernels_that_don_t_fit_together_deadlock_without_launch_order() -> None:
     """The order in which ranks launch is one, so that with it SMs can be too few and nothing hangs."""
     short = on_nccl(SEVERAL_LANES, lane_ctas=8, sms=8)
-    unordered = [replace(short, order=order, in_launch_order=False).wrong() for order in range(5)]
+    unordered = [replace(short, order=order, in_launch_order=False).wrong() for order in range(8)]
     assert any("the watchdog: rank" in wrong and "was not started" in wrong for wrong in unordered)
     assert all(replace(short, order=order).wrong() == "" for order in range(5))
 

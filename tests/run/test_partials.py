@@ -14,7 +14,7 @@ from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.ops import Attend, AttendBackward
 from sp_bench.plan.problem import Problem
-from sp_bench.run.partials import Partials
+from sp_bench.run.partials import Partials, Sums
 
 TOKENS, CPU = 6, torch.device("cpu")
 ROWS = [range(TOKENS), range(2), range(1, TOKENS), range(2, 4)]
@@ -44,14 +44,15 @@ def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
 def test_the_first_output_is_where_its_rows_are_and_all_else_is_neutral(dtype: str, rows: range) -> None:
     p = problem(dtype)
     op = next(op for op in build("ring", {}).plan(p, "forward", COMPUTE_BOUND).ops if isinstance(op, Attend))
-    partials, before, after = Partials(p, 0, CPU), rows.start, TOKENS - rows.stop
+    sums, before, after = Sums(p, 0), rows.start, TOKENS - rows.stop
+    partials = Partials(sums, CPU)
     out, lse = random(2, len(rows), 2, 4, dtype=dtype), random(2, len(rows), 2).transpose(1, 2)
-    partials.add_output(op.o, rows, out, lse)
+    partials.add_output(sums.of(op.o, rows), out, lse)
     held_out, held_lse = partials.get(op.o)
     wanted = torch.nn.functional.pad(out.float(), (0, 0, 0, 0, before, after))
     assert held_out.dtype == torch.float32 and torch.equal(held_out, wanted)
     assert torch.equal(held_lse, torch.nn.functional.pad(lse, (before, after), value=-math.inf))
-    partials.add_output(op.o, range(TOKENS), torch.zeros(2, TOKENS, 2, 4), torch.full((2, 2, TOKENS), -math.inf))
+    partials.add_output(sums.of(op.o), torch.zeros(2, TOKENS, 2, 4), torch.full((2, 2, TOKENS), -math.inf))
     assert torch.equal(partials.get(op.o)[0], wanted), "a part that saw no key changes nothing"
 
 
@@ -61,13 +62,14 @@ def test_the_first_output_is_where_its_rows_are_and_all_else_is_neutral(dtype: s
 def test_the_first_gradients_are_summed_with_zeros_and_are_nobody_elses(dtype: str, rows: range, alone: bool) -> None:
     p = problem(dtype)
     op = next(op for op in build("ring", {}).plan(p, "backward", COMPUTE_BOUND).ops if isinstance(op, AttendBackward))
-    partials = Partials(p, 0, CPU)
+    sums = Sums(p, 0)
+    partials = Partials(sums, CPU)
     whole = random(2, TOKENS + 1, 2, 4, dtype=dtype)
     part = whole[:, : len(rows)] if not alone else whole[:, : len(rows)].clone()
     before = whole.clone()
-    partials.add_part(op.dkv, rows, (part, 2 * part), alone=alone)
+    partials.add_part(sums.of(op.dkv, rows), (part, 2 * part), alone=alone)
     for held, x in zip(partials.get(op.dkv), (part, 2 * part), strict=True):
         wanted = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, rows.start, TOKENS - rows.stop))
         assert held.dtype == torch.float32 and held.is_contiguous() and torch.equal(held, wanted)
-    partials.add_part(op.dkv, range(TOKENS), tuple(torch.ones(2, TOKENS, 2, 4) for _ in range(2)), alone=True)
+    partials.add_part(sums.of(op.dkv), tuple(torch.ones(2, TOKENS, 2, 4) for _ in range(2)), alone=True)
     assert torch.equal(whole, before), "a larger result is left as it was"

@@ -23,7 +23,7 @@ def test_a_timeout_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(c10d, "_set_pg_timeout", lambda timeout, group: told.append((timeout, group)))
     one, other, long = Group(), Group(), first_timeout(SHORT)
     for group, uses in ((one, "a"), (one, "b"), (one, "ab"), (other, "a"), (one, "a"), (one, "ac"), (one, "c")):
-        before_use(group, uses, SHORT)  # pyright: ignore[reportArgumentType]
+        before_use(group, set(uses), SHORT)  # pyright: ignore[reportArgumentType]
     assert told == [(long, one), (SHORT, one), (long, other), (long, one), (SHORT, one)]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +22,9 @@ from sp_bench.plan.method import PHASES
 from sp_bench.run import executor, streams
 from sp_bench.run.buffers import Arena
 from sp_bench.run.engine import Engine
-from sp_bench.run.holdings import Holdings
-from sp_bench.run.lanes import Lanes
 from sp_bench.run.one_sided import DATA, FREE, Signal
 from sp_bench.run.sharding import shard
+from sp_bench.run.streams import needed_waits
 from sp_bench.run.symmetric_memory import SymmetricMemory
 from tests.run.executions import CPU, Execution, LikeAGpus, fitting, four, inputs, small
 from tests.run.queued import Event, Hazard, Machine, Rank, Stream, Wires
@@ -175,19 +174,21 @@ def test_neutral_partials_are_made_before_anything_is_queued(
     monkeypatch: pytest.MonkeyPatch, action: executor.Action
 ) -> None:
     """Made in a lane they would wait for all blocks that were queued before."""
-    inside: list[int] = []
-    transfer, make = Lanes.transfer, Rank._make
+    inside: list[Stream] = []
+    on_lane, make = Rank.on, Rank._make
 
-    def watched(self: Lanes, index: int, op: Any, holdings: Holdings) -> None:
-        inside.append(index)
-        transfer(self, index, op, holdings)
+    @contextmanager
+    def watched(self: Rank, stream: Stream) -> Iterator[None]:
+        inside.append(stream)
+        with on_lane(self, stream):
+            yield
         inside.pop()
 
     def made(self: Rank, like: Tensor) -> Tensor:
         assert not inside, "a lane allocates"
         return make(self, like)
 
-    monkeypatch.setattr(Lanes, "transfer", watched)
+    monkeypatch.setattr(Rank, "on", watched)
     monkeypatch.setattr(Rank, "_make", made)
     execution = NOTHING_TO_SEND
     problem, plans = execution.method.dealt(execution.problem), execution.plans
@@ -221,7 +222,7 @@ def test_an_execution_begins_and_ends_with_the_caller_s_stream(monkeypatch: pyte
     execution = fitting(build("ulysses", {}), shared_key_heads)
     lanes = {phase: len(plan.lanes) for phase, plan in execution.plans.items()}
     dealt = execution.method.dealt(execution.problem)
-    inside = {phase: sum(map(len, lower(plan, dealt).waits)) for phase, plan in execution.plans.items()}
+    inside = {p: sum(map(len, needed_waits(plan, lower(plan, dealt).waits))) for p, plan in execution.plans.items()}
     # A backward's first wait is for the forward's end.
     total = sum(2 * lanes[phase] + inside[phase] for phase in PHASES) + 1
     left_out = range(lanes["forward"]) if end == "first" else range(total - lanes["backward"], total)

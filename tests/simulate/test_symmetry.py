@@ -9,13 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sp_bench.cli.compose import Composer
 from sp_bench.cluster import Cluster
 from sp_bench.methods import build
 from sp_bench.plan import Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.layout import LAYOUTS
 from sp_bench.plan.method import PHASES
+from sp_bench.point.choose import variants
+from sp_bench.point.request import resolve
 from sp_bench.simulate import Run, simulate
+from sp_bench.simulate.graph import NEARLY
 from tests.support.clusters import NETWORKS, on_network, split_problem
 from tests.support.marks import exhaustive
 from tests.support.problems import all_methods, of_each_name
@@ -83,6 +87,23 @@ def test_never_where_ranks_differ() -> None:
     assert ranks_simulated("ring", 16, on_network("nodes", links={"nic": {0: 0.5}})) == 16
     assert ranks_simulated("ring", 16, on_network("nodes", jitter=0.1)) == 16
     assert ranks_simulated("ring", 16, on_network("nodes", ranks={3: 1.0})) == 4
+
+
+def test_ranks_that_are_nearly_alike() -> None:
+    """Zigzag blocks of half the queries and of half the keys differ a little; each rank is as slow as the slowest."""
+    asked = ["method=ring", "method.layout=zigzag", "cluster=h100_ndr400", "gpus=16", "seqlen=512k"]
+    request = resolve(Composer().compose(asked))
+    (choice,) = variants(request, [request.method])
+    for plan in choice.plans.values():
+        alike, whole = (simulate(plan, choice.problem, request.cluster, nearly_alike=x) for x in (True, False))
+        assert (alike.graph.exact, whole.graph.exact) == (False, True)
+        assert (alike.graph.quotient.ranks.size, whole.graph.quotient.ranks.size) == (8, 16)
+        assert whole.makespan_s <= alike.makespan_s <= whole.makespan_s * (1 + NEARLY)
+        assert (alike.work_s >= whole.work_s).all()
+    far = build("ring", {"layout": "contiguous"}).plan(
+        p := split_problem(16, "contiguous", causal=True), "forward", COMPUTE_BOUND
+    )
+    assert simulate(far, p, on_network("nodes"), nearly_alike=True).graph.quotient.ranks.size == 16
 
 
 def test_the_quotient_counts_every_rank_and_link_once() -> None:

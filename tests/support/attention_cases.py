@@ -6,9 +6,9 @@ Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from sp_bench.plan import CostProfile, Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.mask import CAUSAL, Mask
-from tests.support.bounds import bounds
+from tests.support.bounds import too_far
 from tests.support.problems import mask_of
 from tests.support.seen import seen
 
@@ -212,10 +212,9 @@ def difference(got: Tensor, wanted: Tensor) -> Difference:
 DTYPES = ("float64", "float32", "bfloat16")
 
 
-@cache
-def bounds_of(case: Case) -> dict[str, float]:
-    """The largest relative L2 errors of out, dq, dk and dv that pass: what roundings can make on the case's inputs."""
-    return bounds(case.whole, case.inputs(case.seqlen))
+def wrong_in(case: Case, errors: Mapping[str, float]) -> dict[str, float]:
+    """Those relative L2 errors of out, dq, dk and dv that roundings can't make on the case's inputs."""
+    return too_far(case.whole, case.inputs(case.seqlen), errors)
 
 
 def relative(shares: Iterable[Difference]) -> float:

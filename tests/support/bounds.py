@@ -24,14 +24,21 @@ FLOORS = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
 """Relative L2 errors that always pass, a few roundings of the dtype, or of sums in it."""
 
 
-def bounds(problem: Problem, inputs: Sequence[Tensor]) -> dict[str, float]:
-    """The largest relative L2 errors of out, dq, dk and dv on a whole sequence's (q, k, v, dout).
+def too_far(
+    problem: Problem,
+    inputs: Sequence[Tensor],
+    errors: Mapping[str, float],
+    floors: Mapping[str, float] = FLOORS,
+) -> dict[str, float]:
+    """Those relative L2 errors of out, dq, dk and dv that roundings can't make on a whole sequence's (q, k, v, dout).
 
-    In the compute dtype, or in the wire's if that is narrower.
+    Roundings of the compute dtype, or of the wire's if that is narrower. They are worked out where an error is above
+    the floor, which few are.
     """
     dtype = max(problem.dtype, problem.wire_dtype, key=UNIT_ROUNDOFF.__getitem__)
-    possible = roundings(problem, inputs)
-    return {name: max(FLOORS[dtype], UNIT_ROUNDOFF[dtype] * possible[name]) for name in NAMES}
+    suspects = {name: error for name, error in errors.items() if not error <= floors[dtype]}  # NaN is one
+    possible = roundings(problem, inputs) if suspects else {}
+    return {name: error for name, error in suspects.items() if not error <= UNIT_ROUNDOFF[dtype] * possible[name]}
 
 
 def roundings(problem: Problem, inputs: Sequence[Tensor]) -> Mapping[str, float]:

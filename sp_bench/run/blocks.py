@@ -1,0 +1,327 @@
+"""The calls of blocks, folds and bundles: what they read, compute and accumulate, worked out once for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+
+from sp_bench.kernels import BlockKernel
+from sp_bench.kernels.pieces import Pieces, calls
+from sp_bench.kernels.row_sums import projection, row_sums
+from sp_bench.plan.casts import keys_of
+from sp_bench.plan.dataflow import row_sums_released
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Gathered, Op, Place, Plan, RowSums
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import RegionKind, Regions
+from sp_bench.plan.union import Pieces as UnionPieces
+from sp_bench.plan.union import kernel_calls
+from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
+from sp_bench.run.fused import cut, end_to_end, operands
+from sp_bench.run.holdings import Holdings
+from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
+
+Perform = Callable[[Execution], None]
+"""Performs an operation of a plan: at once on a CPU, queued on the current stream on a GPU."""
+
+
+_Take = Callable[[Holdings, Tensors], Tensors]
+"""Takes rows out of the tensors of a chunk."""
+
+
+class Window(NamedTuple):
+    """The rows of a block that one kernel call computes."""
+
+    q: Rows
+    kv: Rows
+    kind: RegionKind | Pieces
+    """Never STRICT."""
+
+
+class Blocks:
+    """Makes the calls of a plan's blocks, folds and bundles on one rank."""
+
+    def __init__(
+        self, plan: Plan, problem: Problem, rank: int, kernel: BlockKernel, sums: Sums, device: torch.device
+    ) -> None:
+        self._problem, self._rank, self._kernel, self._sums, self._device = problem, rank, kernel, sums, device
+        self._windows: Callable[[Place, Place], list[Window]] = cache(self._find_windows)
+        self._released = row_sums_released(plan)
+
+    def call(self, index: int, op: Op, *, compute: bool) -> Perform:
+        """The call of operation `index`; without `compute` it only waits, as a Join does, but for bundles."""
+        do = self._bound(op) if compute or isinstance(op, Bundle) else None
+        released = self._released.get(index)
+        if not released:
+            return do or _nothing
+
+        def do_and_release(run: Execution) -> None:
+            if do is not None:
+                do(run)
+            for chunk in released:
+                run.holdings.drop(chunk)
+
+        return do_and_release
+
+    def _bound(self, op: Op) -> Perform | None:
+        match op:
+            case Attend():
+                return self._attend(op)
+            case AttendBackward():
+                return self._attend_backward(op)
+            case Gathered():
+                return self._gathered(op)
+            case Fused():
+                return self._fused(op)
+            case Fold():
+                return self._fold(op)
+            case RowSums():
+                return self._row_sums(op)
+            case Bundle():
+                return self._bundle(op)
+        return None
+
+    def _attend(self, op: Attend) -> Perform | None:
+        windows, kv = self._windows(op.q.place, op.kv.place), op.kv
+        forward = self._forward(op.q, op.o, windows, partial(self._take, kv))
+
+        def attend(run: Execution) -> None:
+            run.lap(WAITS)
+            forward(run, run.holdings.chunks[kv])
+
+        return attend if windows else None  # without any the chunks may not have been sent
+
+    def _attend_backward(self, op: AttendBackward) -> Perform | None:
+        windows, kv = self._windows(op.odoq.place, op.kv.place), op.kv
+        into = [self._sums.at(op.dkv, window.kv) for window in windows]
+        backward = self._backward(op.odoq, op.dq, windows, partial(self._take, kv))
+
+        def attend_backward(run: Execution) -> None:
+            run.lap(WAITS)
+            held = run.holdings
+            add = held.partials.add_gradients
+            backward(run, held.chunks[kv], lambda window, dkv: add(into[window], dkv))
+
+        return attend_backward if windows else None
+
+    def _forward(
+        self, q_chunk: Chunk, o: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
+    ) -> Callable[[Execution, Tensors], None]:
+        """What computes and folds O of some windows, given the keys and values that `take` takes rows out of."""
+        kernel = self._kernel
+        bound = [(self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(o, w.q)) for w in windows]
+
+        def forward(run: Execution, of_kv: Tensors) -> None:
+            held = run.holdings
+            of_q = held.chunks[q_chunk]
+            for take_q, take_kv, kind, into in bound:
+                (q,), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
+                run.lap(REST)
+                if isinstance(kind, Pieces):
+                    out, lse = kernel.forward_pieces(q, k, v, kind)
+                else:
+                    out, lse = kernel.forward(q, k, v, kind)
+                run.lap(KERNELS)
+                run.see(out, lse)
+                held.partials.add_output(into, out, lse)
+                run.lap(FOLDS)
+
+        return forward
+
+    def _backward(
+        self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
+    ) -> Callable[[Execution, Tensors, Callable[[int, Tensors], None]], None]:
+        """What computes and adds dQ of some windows. What it is given last adds (dk, dv) of a window, by its number."""
+        kernel = self._kernel
+        bound = [
+            (number, self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(dq_chunk, w.q))
+            for number, w in enumerate(windows)
+        ]
+
+        def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None]) -> None:
+            held = run.holdings
+            of_q = held.chunks[q_chunk]
+            for number, take_q, take_kv, kind, into in bound:
+                (q, out, dout, lse), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
+                run.lap(REST)
+                if isinstance(kind, Pieces):
+                    dq, dk, dv = kernel.backward_pieces(dout, q, k, v, out, lse, kind)
+                else:
+                    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, kind)
+                run.lap(KERNELS)
+                run.see(dq, dk, dv)
+                held.partials.add_gradients(into, (dq,))
+                add(number, (dk, dv))
+                run.lap(FOLDS)
+
+        return backward
+
+    def _gathered(self, op: Gathered) -> Perform | None:
+        keys = keys_of(op, self._problem, self._rank)
+        windows = self._calls(keys.regions, shared=True)
+        if not windows:
+            return None
+        # Place by position -> place as they lie, member by member, and the inverse.
+        order, places = (torch.from_numpy(x).to(self._device) for x in (keys.order, keys.order.argsort()))
+        own, (query,), counts = op.keys[0].index == 0, op.queries, list(keys.counts)
+
+        def by_position(held: Holdings) -> Tensors:
+            parts = zip(*(held.chunks[chunk] for chunk in op.keys), strict=True)
+            return tuple(x if own else x.index_select(1, order) for x in map(end_to_end, parts))
+
+        if op.forward:
+            forward = self._forward(query, op.blocks[0].writes[0], windows, _rows_of)
+
+            def gathered(run: Execution) -> None:
+                run.lap(WAITS)
+                forward(run, by_position(run.holdings))
+
+            return gathered
+        dq, *dkv = op.writes
+        backward, dtype = self._backward(query, dq, windows, _rows_of), getattr(torch, self._problem.accumulate_dtype)
+        into = [self._sums.at(dkv[0], window.kv) for window in windows] if own else []
+
+        def gathered_backward(run: Execution) -> None:
+            run.lap(WAITS)
+            held, kv = run.holdings, by_position(run.holdings)
+            if own:
+                backward(run, kv, lambda window, part: held.partials.add_gradients(into[window], part))
+                return
+            sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
+            backward(run, kv, lambda window, part: _add_rows(sums, windows[window].kv, part))
+            by_member = zip(*(x.index_select(1, places).split(counts, dim=1) for x in sums), strict=True)
+            for chunk, part in zip(dkv, by_member, strict=True):
+                held.partials.put_rows(chunk, part)
+            run.lap(FOLDS)
+
+        return gathered_backward
+
+    def _take(self, chunk: Chunk, rows: Rows) -> _Take:
+        """What takes rows out of the tensors of a chunk."""
+        if self._sums.at(chunk, rows).whole:
+            return _as_they_are
+
+        def take(held: Holdings, tensors: Tensors) -> Tensors:
+            there = held.among(chunk, rows)
+            return tuple([tokens_of(x, there) for x in tensors])
+
+        return take
+
+    def _fused(self, op: Fused) -> Perform | None:
+        found = kernel_calls(op, self._problem, self._rank)
+        into = {chunk: block.writes for block in op.blocks for chunk in block.reads}
+
+        def sums(side: int, chunks: Sequence[Chunk], pieces: UnionPieces) -> list[Sum]:
+            return [self._sums.at(into[chunks[number]][side], rows) for number, rows in pieces]
+
+        bound = [(call, sums(0, op.queries, call.q), [] if op.forward else sums(1, op.keys, call.kv)) for call in found]
+
+        def fused(run: Execution) -> None:
+            run.lap(WAITS)
+            held, kernel = run.holdings, self._kernel
+            for call, of_queries, of_keys in bound:
+                queries, (k, v) = operands(held, op.queries, call.q), operands(held, op.keys, call.kv)
+                run.lap(REST)
+                if op.forward:
+                    results = kernel.forward(queries[0], k, v, call.kind)
+                    sides = [(call.q, of_queries, results)]
+                else:
+                    q, out, dout, lse = queries
+                    results = kernel.backward(dout, q, k, v, out, lse, call.kind)
+                    sides = [(call.q, of_queries, results[:1]), (call.kv, of_keys, results[1:])]
+                run.lap(KERNELS)
+                run.see(*queries, k, v, *results)
+                for pieces, totals, of_side in sides:
+                    _fold_parts(held, pieces, totals, of_side)
+                run.lap(FOLDS)
+
+        return fused if bound else None
+
+    def _fold(self, op: Fold) -> Perform:
+        part, into, sums = op.part, op.into, self._sums
+
+        def fold(run: Execution) -> None:
+            held = run.holdings
+            if found := held.parts(part):
+                run.lap(WAITS)
+                for rows, tensors in found:
+                    total = sums.of(into, rows) if isinstance(rows, range) else sums.at(into, rows)
+                    held.partials.add(total, tensors)
+                run.lap(FOLDS)
+
+        return fold
+
+    def _bundle(self, op: Bundle) -> Perform:
+        def bundle(run: Execution) -> None:
+            run.holdings.put(op.into, _by_name(run.holdings, op))
+
+        return bundle
+
+    def _row_sums(self, op: RowSums) -> Perform:
+        (part,) = op.parts
+
+        def sums(run: Execution) -> None:
+            held = run.holdings
+            if not held.holds(part):  # no block here needs it
+                return
+            run.lap(WAITS)
+            by_name = dict(zip((f.name for f in part.tensor.fields), held.chunks[part], strict=True))
+            if "out" in by_name:
+                by_name["delta"] = row_sums(by_name["out"], by_name["dout"])
+            else:
+                by_name["out"] = projection(by_name["dout"], by_name["delta"])
+            held.put(op.into, tuple(by_name[field.name] for field in op.into.tensor.fields))
+            run.lap(FOLDS)
+
+        return sums
+
+    def _find_windows(self, q: Place, kv: Place) -> list[Window]:
+        """The kernel calls of a block."""
+        blocks = self._problem.blocks
+        regions = blocks.regions_of(blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank))))
+        if self._problem.mask.sends_unseen:
+            return [Window(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]
+        return self._calls(regions)
+
+    def _calls(self, regions: Regions, *, shared: bool = False) -> list[Window]:
+        varlen = self._kernel.takes_varlen(self._problem.head_dim)
+        found = calls(regions, self._device, varlen=varlen, shared=shared)
+        return [Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind) for c in found]
+
+
+def _rows_of(rows: Rows) -> _Take:
+    """What takes rows out of tensors that are no chunk's."""
+    return lambda held, tensors: tuple([tokens_of(x, rows) for x in tensors])
+
+
+def _add_rows(sums: Tensors, rows: Rows, gradients: Tensors) -> None:
+    """Add gradients_BSHD of some rows to their sums."""
+    for into, x in zip(sums, gradients, strict=True):
+        if isinstance(rows, range):
+            tokens_of(into, rows).add_(x)
+        else:
+            into.index_add_(1, rows, x.to(into.dtype))
+
+
+def _nothing(run: Execution) -> None:
+    """Do nothing: it only waits."""
+
+
+def _as_they_are(held: Holdings, tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def _fold_parts(held: Holdings, pieces: UnionPieces, totals: Sequence[Sum], results: Tensors) -> None:
+    """Fold the parts of a kernel call's results into the accumulators of their chunks."""
+    parts = zip(*(cut(x, pieces) for x in results), strict=True)
+    for total, part in zip(totals, parts, strict=True):
+        held.partials.add_part(total, part, alone=len(pieces) == 1)
+
+
+def _by_name(held: Holdings, op: Bundle) -> Tensors:
+    """The fields of what a bundle makes, from those of its parts."""
+    parts = [(part.tensor.fields, held.chunks[part]) for part in op.parts]
+    by_name = {field.name: x for fields, tensors in parts for field, x in zip(fields, tensors, strict=True)}
+    return tuple(by_name[field.name] for field in op.into.tensor.fields)
