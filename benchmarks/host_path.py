@@ -38,6 +38,7 @@ from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import Block, Plan, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.run import nccl, transport
+from sp_bench.run.devices import HostClock
 from sp_bench.run.engine import Engine, Saved
 from sp_bench.run.executor import Action
 from sp_bench.run.nccl import NcclTransport
@@ -75,7 +76,7 @@ class StubKernel(BlockKernel):
 
 
 @dataclass
-class StubDevice:
+class StubDevice(HostClock):
     """A device that does nothing (run.devices.Device), and counts what is asked of it."""
 
     finished: Any = None
@@ -102,28 +103,16 @@ class StubDevice:
         self.asked["mark"] += 1
         return 0.0
 
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def delay(self) -> None:
-        """Do nothing."""
-
-    def machine_s(self, mark: float) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
     def capture(self, queue: Callable[[], Any]) -> tuple[None, Any]:
         return None, queue()
 
     def replay(self, graph: None) -> None:
-        """Do nothing."""
+        """Do nothing: capture has called what it would queue."""
 
 
 class _Work:
     def wait(self) -> None:
-        """Return."""
+        """Return at once: nothing was sent."""
 
 
 def _batch(ops: Sequence[Any]) -> list[_Work]:

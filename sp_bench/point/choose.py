@@ -20,8 +20,6 @@ from sp_bench.simulate import Run, simulate
 from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
-TIE = 1e-4
-"""Variants tie whose simulated times differ by less: layouts do where transfers take all of the time."""
 FUSED = "fused"
 """The word in a variant's name that says that blocks of its plans are fused."""
 
@@ -62,8 +60,7 @@ def choose(request: Request) -> Choice:
     Variants are simulated in order of a lower bound on their time (simulate.bounds). Those whose bound is above the
     best time so far, or that don't fit in memory, are not simulated. Meanwhile cores and links are shared evenly, there
     is no noise, so that no variant is chosen by its random draw, and ranks that are nearly alike are taken for alike
-    (simulate.simulate). The one chosen is simulated again without all that. Of those that tie (TIE), one whose ranks
-    are alike is chosen: it needn't be.
+    (simulate.simulate). The one chosen is simulated again without all that.
     Raises DeviceMemoryError if no variant fits, RequestError if those that fit are too large to simulate.
     """
     assert isinstance(request.method, Method), "a peer has no plans to choose among"
@@ -73,7 +70,6 @@ def choose(request: Request) -> Choice:
     bounded = sorted((_bound_s(asked, choice), i) for i, choice in enumerate(planned))
     memory = request.cluster.device.memory_bytes
     best: Choice | None = None
-    exact: Choice | None = None  # the fastest whose simulation took no rank for another
     timed: list[tuple[float, int]] = []
     rows: dict[int, dict[str, Any]] = {}
     refused: RequestError | None = None
@@ -99,16 +95,12 @@ def choose(request: Request) -> Choice:
         timed.append((here.total_s, i))
         if best is None or here.total_s < best.total_s:
             best = here
-        if here.exact and (exact is None or here.total_s < exact.total_s):
-            exact = here
     if best is None:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     if len(planned) == 1:
         return best
-    if exact and exact.total_s <= (1 + TIE) * best.total_s:
-        best = exact
-    if best is not exact or not request.cluster.is_even(best.problem.n):
-        best = _first_simulated([best, *(planned[i] for _, i in sorted(timed))], request.cluster)
+    if not best.exact or not request.cluster.is_even(best.problem.n):
+        best = _first_simulated([planned[i] for _, i in sorted(timed)], request.cluster)
     return replace(best, candidates=[rows[i] for i in sorted(rows)])
 
 

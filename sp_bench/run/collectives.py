@@ -105,7 +105,7 @@ class Collectives:
         return [(op.writes[0], own)]
 
     def _collective(self, index: int, op: AllGather | ReduceScatter) -> Callable[[Call], None]:
-        """What performs a collective's call, and counts its bytes."""
+        """Return the function that performs a collective's call and counts its bytes."""
         turn, transport = Turn(self._ids[op.lane], index, op.group), self._transport
         counted_as: list[Key] = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
 

@@ -110,7 +110,7 @@ class Dealing:
         return found
 
     def _shapes(self, field: Field, use: Literal["send", "recv"]) -> list[tuple[int, ...]]:
-        """Of each member's piece of a field."""
+        """The shape of each member's piece of a field."""
         own, of_members = self._problem.tokens(self._rank), self._op.to_heads == (use == "recv")
         return [self._problem.field_shape(field, len(run) if of_members else own) for run in self._runs]
 

@@ -130,7 +130,6 @@ class Lanes:
             return self._collectives.pretended(index, op)
         if isinstance(op, RowCollective):
             return self._casting.pretended(index, op)
-
         here, dropped = self._standing(index), self._dropped(op)
 
         def pretend(run: Execution) -> None:
@@ -171,7 +170,7 @@ class Lanes:
         return transfer
 
     def _move(self, index: int, op: Pass | AllToAll) -> Callable[[Tensors, Holdings], None]:
-        """What moves the tensors of a transfer, given those that it receives into."""
+        """Return the call that moves the tensors of a transfer, given those that it receives into."""
         here = self._standing(index)
         if isinstance(op, AllToAll):
             return self._all_to_all(index, op)
@@ -306,7 +305,7 @@ class Lanes:
         return None if StagingUse(op.lane, op.send.tensor, "pass") in self._staging else self._held.get(index)
 
     def _outgoing(self, index: int, op: Pass) -> Callable[[Holdings], Tensors]:
-        """What returns the tensors to send: the chunk itself or, if rows are cut or it is cast, a staging copy."""
+        """Return the call for the tensors to send: the chunk or, if rows are cut or it is cast, a staging copy."""
         chunk, rows, casts = op.send, rows_sent(op, self._problem, self._rank), self._lowering.casts(op.send)
         if StagingUse(op.lane, chunk.tensor, "pass") not in self._staging:
             return lambda holdings: holdings.to_send(chunk)

@@ -20,6 +20,7 @@ from sp_bench.plan.regions import RegionKind
 from sp_bench.run.engine import Engine
 from sp_bench.run.sharding import positions, shard
 from sp_bench.run.transport import Transport
+from sp_bench.workload.exactness import NAMES
 from tests.run.queued import Hazard, Machine, Rank, Stuck, Wires
 from tests.run.symmetric import SymmetricMemories
 from tests.support.bounds import too_far
@@ -28,7 +29,6 @@ from tests.support.problems import mask_of
 Carried = Callable[[Rank], AbstractContextManager[Transport]]
 """The transport of a rank, within which it is to be used."""
 
-NAMES = ("out", "dq", "dk", "dv")
 CPU = torch.device("cpu")
 
 

@@ -11,7 +11,7 @@ from sp_bench.methods.mesh import tiles
 from sp_bench.methods.mesh_lean import ORDERS
 from sp_bench.methods.tasp import TASP
 from tests.run import jobs
-from tests.support.attention_cases import DTYPES, HEADS, Case, of_one_batch_entry, relative, together, wrong_in
+from tests.support.attention_cases import DTYPES, HEADS, Case, errors_of, of_one_batch_entry, together, wrong_in
 from tests.support.problems import divisors
 from tests.support.ranks import SIZES, Ranks
 
@@ -140,8 +140,7 @@ def measure(ranks: Ranks, cases: Iterable[Case]) -> dict[Case, dict[str, float]]
     answers = ranks.run(jobs.find_differences, list(cases))
     errors = {}
     for case in answers[0]:
-        by_tensor = zip(*(answer[case] for answer in answers[: case.n]), strict=True)
-        errors[case] = dict(zip(("out", "dq", "dk", "dv"), map(relative, by_tensor), strict=True))
+        errors[case] = errors_of(answer[case] for answer in answers[: case.n])
     return errors
 
 

@@ -12,9 +12,8 @@ from sp_bench import account
 from sp_bench.methods import REGISTRY
 from sp_bench.plan.documents import Documents
 from sp_bench.plan.method import PHASES
-from sp_bench.workload.exactness import NAMES
 from tests.run import jobs
-from tests.support.attention_cases import Case, relative, wrong_in
+from tests.support.attention_cases import Case, errors_of, wrong_in
 from tests.support.marks import exhaustive
 from tests.support.problems import divisors
 from tests.support.ranks import Ranks
@@ -53,8 +52,7 @@ def test_they_are_exact_and_send_what_is_counted(n: int, ranks: Ranks) -> None:
     answers = (ranks.run(job, cases(n)) for job in (jobs.find_differences, jobs.find_sent))
     by_rank = list(zip(*answers, strict=True))[:n]
     for case in cases(n):
-        errors = [relative(shares) for shares in zip(*(found[case] for found, _ in by_rank), strict=True)]
-        assert not wrong_in(case, dict(zip(NAMES, errors, strict=True))), case
+        assert not wrong_in(case, errors_of(found[case] for found, _ in by_rank)), case
         volumes = [account.volume(case.built.plan(case.problem, p, case.costs), case.problem) for p in PHASES]
         total = 0
         for rank, (_, sent) in enumerate(by_rank):

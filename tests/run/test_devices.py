@@ -25,9 +25,8 @@ from sp_bench.run.nccl import NcclTransport, Part, transport_for
 from sp_bench.run.patience import first_timeout
 from sp_bench.run.sms import most_ctas
 from sp_bench.run.transport import AloneTransport, GlooTransport, Turn
-from sp_bench.workload.exactness import NAMES
 from tests.run import device_jobs
-from tests.support.attention_cases import Case, of_each_method, of_one_batch_entry, relative, wrong_in
+from tests.support.attention_cases import Case, errors_of, of_each_method, of_one_batch_entry, wrong_in
 from tests.support.marks import NEEDS_A_GPU, exhaustive
 from tests.support.problems import all_methods, splittable_problem
 from tests.support.ranks import Ranks
@@ -50,8 +49,7 @@ def cases(n: int, dtype: str = "float32", wire: str = "") -> list[Case]:
 
 def assert_exact(wanted: Iterable[Case], answers: list[dict[Case, Any]]) -> None:
     for case in wanted:
-        errors = [relative(shares) for shares in zip(*(answer[case] for answer in answers[: case.n]), strict=True)]
-        assert not wrong_in(case, dict(zip(NAMES, errors, strict=True))), case
+        assert not wrong_in(case, errors_of(answer[case] for answer in answers[: case.n])), case
 
 
 TRANSPORTS = (

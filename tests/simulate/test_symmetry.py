@@ -100,9 +100,8 @@ def test_ranks_that_are_nearly_alike() -> None:
         assert (alike.graph.quotient.ranks.size, whole.graph.quotient.ranks.size) == (8, 16)
         assert whole.makespan_s <= alike.makespan_s <= whole.makespan_s * (1 + NEARLY)
         assert (alike.work_s >= whole.work_s).all()
-    far = build("ring", {"layout": "contiguous"}).plan(
-        p := split_problem(16, "contiguous", causal=True), "forward", COMPUTE_BOUND
-    )
+    p = split_problem(16, "contiguous", causal=True)
+    far = build("ring", {"layout": "contiguous"}).plan(p, "forward", COMPUTE_BOUND)
     assert simulate(far, p, on_network("nodes"), nearly_alike=True).graph.quotient.ranks.size == 16
 
 

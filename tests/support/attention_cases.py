@@ -6,7 +6,7 @@ Shape legend: B batch, S tokens, H heads, K kv_heads, D head_dim; tensors of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from sp_bench.plan import CostProfile, Method, Problem
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.mask import CAUSAL, Mask
+from sp_bench.workload.exactness import NAMES
 from tests.support.bounds import too_far
 from tests.support.problems import mask_of
 from tests.support.seen import seen
@@ -210,6 +211,11 @@ def difference(got: Tensor, wanted: Tensor) -> Difference:
 
 
 DTYPES = ("float64", "float32", "bfloat16")
+
+
+def errors_of(by_rank: Iterable[Sequence[Difference]]) -> dict[str, float]:
+    """The relative L2 errors of out, dq, dk and dv, from each rank's shares of them."""
+    return dict(zip(NAMES, map(relative, zip(*by_rank, strict=True)), strict=True))
 
 
 def wrong_in(case: Case, errors: Mapping[str, float]) -> dict[str, float]:
