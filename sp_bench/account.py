@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,11 +16,12 @@ import numpy as np
 
 from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
+from sp_bench.plan.casts import seen_by
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Pass, Plan, RowSums, Transfer
+from sp_bench.plan.ops import Block, Bundle, Chunk, Collective, Fused, Gathered, Op, Pass, Plan, RowSums, Transfer
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
 from sp_bench.plan.tensors import DKV, DO, DQ, KV, OUT, Kind, O, Q, Tensor, named
 from sp_bench.plan.transfers import messages, peers
@@ -307,11 +308,11 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     neutral = {chunk.tensor: chunk not in unsummed for chunk in untouched_partials(plan, problem)}
     standing += sum(held_bytes(tensor, summed) for tensor, summed in neutral.items())
     change = np.zeros(len(plan.ops) + 2, np.int64)
-    released = _released(plan, lowering)
+    released, of_rows = _released(plan, lowering), _bytes_of_rows(plan, problem, unsummed)
     for value in flow.first_use:
         if value.chunk not in elsewhere:
             last, summed = flow.last_use[value], value.chunk not in unsummed
-            size = held_bytes(value.chunk.tensor, summed)
+            size = of_rows[value.chunk] if value.chunk in of_rows else held_bytes(value.chunk.tensor, summed)
         elif value.chunk in made:
             last = flow.last_use[value]
             last = len(plan.ops) if isinstance(plan.ops[last], Transfer) else last
@@ -325,7 +326,9 @@ def _moving_bytes(plan: Plan, problem: Problem) -> int:
     for index, op in plan:
         if isinstance(op, Block):
             result[index] = sum(map(result_bytes, _fresh(op, index, flow, problem, lowering)))
-        if isinstance(op, Fused):
+        if isinstance(op, Gathered):
+            result[index] += _ordered_bytes(op, problem)
+        elif isinstance(op, Fused):
             result[index] += _joined_bytes(op, index, problem, lowering)
     copied = [c for c in plan.outputs if c not in lowering.views and (sliced or c.tensor.is_partial)]
     narrow = problem.dtype != problem.accumulate_dtype
@@ -356,13 +359,47 @@ def _released(plan: Plan, lowering: Lowering) -> dict[int, int]:
     return released | {index: end for lane in pending.values() for index in lane}
 
 
+def _bytes_of_rows(plan: Plan, problem: Problem, unsummed: Container[Chunk]) -> dict[Chunk, int]:
+    """Bytes of the partials of rows that GroupCasts brought: all of a Gathered block's together, for the first."""
+    found: dict[Chunk, int] = {}
+    for op in plan.ops:
+        if not isinstance(op, Gathered):
+            continue
+        partials = [chunk for chunk in op.writes if chunk.tensor.of_keys and chunk.index]
+        for chunk in partials:
+            summed, first = chunk not in unsummed, chunk == partials[0]
+            each = sum(problem.token_bytes(field, wire=False, summed=summed) for field in chunk.tensor.fields)
+            found[chunk] = _most_rows(op, problem) * each if first else 0
+    return found
+
+
+def _of_others(op: Op) -> bool:
+    """Whether it is a Gathered block with others' keys."""
+    return isinstance(op, Gathered) and op.keys[0].index > 0
+
+
+def _most_rows(op: Gathered, problem: Problem) -> int:
+    """How many key rows a Gathered block reads on the rank where it reads most."""
+    return max(seen_by(op, problem, rank)[1] for rank in range(0, problem.n, problem.layout.head_parallel))
+
+
+def _ordered_bytes(op: Gathered, problem: Problem) -> int:
+    """Bytes of the keys in order of position, and backward of their gradients: all but the rank's own are copied."""
+    if not _of_others(op):
+        return 0
+    tensors = {op.keys[0].tensor, *(chunk.tensor for chunk in op.writes if chunk.tensor.of_keys)}
+    each = sum(problem.token_bytes(field, wire=False) for tensor in tensors for field in tensor.fields)
+    return _most_rows(op, problem) * each
+
+
 def _fresh(op: Block, index: int, flow: Dataflow, problem: Problem, lowering: Lowering) -> list[Chunk]:
     """The chunks of which a kernel returns a tensor that doesn't become the held chunk."""
     as_held = problem.dtype == problem.accumulate_dtype and not problem.blocks.narrows
-    cut = _cut(op) if isinstance(op, Fused) else frozenset()
+    cut = _cut(op) if isinstance(op, Fused) and not isinstance(op, Gathered) else frozenset()
+    written = [chunk for chunk in op.writes if not (_of_others(op) and chunk.tensor.of_keys)]  # _ordered_bytes
     return [
         chunk
-        for chunk in op.writes
+        for chunk in written
         if chunk in cut or (chunk not in lowering.unsummed and not (as_held and flow.starts(index, chunk)))
     ]
 

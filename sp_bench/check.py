@@ -37,12 +37,16 @@ from sp_bench.plan.ops import (
     Chunk,
     Fold,
     Fused,
+    Gathered,
+    GroupCast,
+    GroupReduce,
     Join,
     Op,
     Pass,
     Plan,
     PlanError,
     ReduceScatter,
+    RowCollective,
     RowSums,
     Transfer,
 )
@@ -95,6 +99,8 @@ class _Facts:
     """The last operation that added to each partial."""
     kept: tuple[Chunk, ...] = ()
     """Chunks that the forward keeps for the backward."""
+    of_rows: dict[Chunk, Chunk] = field(default_factory=dict)
+    """The queries that decide which rows there are of a chunk that a GroupCast brought, or of its partial."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
     visible: np.ndarray = field(init=False)
@@ -249,6 +255,7 @@ def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> Non
     _one_slice(facts, where, (op.send, op.recv))
     if op.send.tensor != op.recv.tensor:
         raise PlanError(f"{where}: sends {op.send.tensor} where the peer receives {op.recv.tensor}")
+    _whole(facts, (op.send,), where)
     partial = op.send.tensor.is_partial
     if partial and op.send in facts.kept:
         raise PlanError(f"{where}: sends {op.send} on, which is kept")
@@ -315,7 +322,7 @@ def _all_to_all(facts: _Facts, op: AllToAll, where: str) -> None:
             del facts.blocks[op.send]
 
 
-def _home_of_all(op: AllGather | ReduceScatter, where: str) -> None:
+def _home_of_all(op: AllGather | ReduceScatter | RowCollective, where: str) -> None:
     if not isinstance(op.own.home, Group) or op.own.home.size < 2 or op.own.index or op.own.is_arriving:
         raise PlanError(f"{where}: {op.own} is not a rank's own chunk among those of its group")
 
@@ -327,14 +334,58 @@ def _all_gather(facts: _Facts, op: AllGather, where: str) -> None:
     _one_slice(facts, where, (op.own,))
     _placed(facts, op.own, where)
     for u, chunk in enumerate(op.writes, 1):
+        facts.of_rows.pop(chunk, None)
         facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, u)]
         facts.rows.pop(chunk, None)
         _placed(facts, chunk, where)
 
 
+def _group_cast(facts: _Facts, op: GroupCast, where: str) -> None:
+    _rows_of_members(facts, op, where, KV)
+    _placed(facts, op.own, where)
+    for u, chunk in zip(op.members, op.writes, strict=True):
+        facts.content[chunk] = facts.content[op.own][op.group.member(facts.ranks, u)]
+        facts.of_rows[chunk] = op.queries
+        facts.rows.pop(chunk, None)
+        _placed(facts, chunk, where)
+
+
+def _rows_of_members(facts: _Facts, op: RowCollective, where: str, tensor: Tensor) -> None:
+    """It must be about keys, of members other than the rank itself, and rows that the rank's own queries see."""
+    _home_of_all(op, where)
+    if op.tensor.by_tokens is not tensor:
+        raise PlanError(f"{where}: {op.tensor} has no rows for a {type(op).__name__}")
+    if not op.members or len({u % op.group.size for u in op.members} - {0}) < len(op.members):
+        raise PlanError(f"{where}: the members {op.members} are not others of {op.group.size}, each once")
+    if op.queries.index or (op.queries.owner(facts.ranks) != facts.ranks).any():
+        raise PlanError(f"{where}: {op.queries} are not the rank's own queries")
+    _one_slice(facts, where, (op.own,))
+
+
+def _group_reduce(facts: _Facts, op: GroupReduce, where: str) -> None:
+    _rows_of_members(facts, op, where, DKV)
+    for chunk in op.reads:
+        held = facts.of_rows.pop(chunk, None)
+        if held is None or held.place != op.queries.place:
+            raise PlanError(f"{where}: {chunk} is not of the rows that {op.queries} sees")
+    _reduced(facts, op, op.members, where)
+
+
+def _whole(facts: _Facts, chunks: Iterable[Chunk], where: str) -> None:
+    """Only a Gathered block, or a GroupReduce, can read chunks of which only some rows are there."""
+    if found := [chunk for chunk in chunks if chunk in facts.of_rows]:
+        raise PlanError(f"{where}: of {found[0]} only the rows are there that {facts.of_rows[found[0]]} sees")
+
+
 def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: str) -> None:
     _home_of_all(op, where)
-    arriving = op.own.arriving()
+    _whole(facts, op.reads, where)
+    _reduced(facts, op, range(1, op.group.size), where)
+
+
+def _reduced(facts: _Facts, op: ReduceScatter | GroupReduce, members: Iterable[int], where: str) -> None:
+    """The partials of the members, #u, come to the owner."""
+    (arriving,) = op.writes
     if not op.tensor.is_partial:
         raise PlanError(f"{where}: {op.tensor} is no partial")
     if kept := [chunk for chunk in op.reads if chunk in facts.kept]:
@@ -344,7 +395,7 @@ def _reduce_scatter(facts: _Facts, op: ReduceScatter, where: str) -> None:
     _one_slice(facts, where, (op.own,))
     facts.blocks.pop(arriving, None)
     total = facts.partial(arriving)
-    for u, chunk in enumerate(op.reads, 1):
+    for u, chunk in zip(members, op.reads, strict=True):
         # What the owner gets from the rank `u` behind it, which has it as its own #u.
         part = facts.blocks.pop(chunk)[op.group.member(facts.ranks, -u)]
         facts.rows.pop(chunk, None)
@@ -395,6 +446,11 @@ def _count_block(facts: _Facts, into: Chunk, counterpart: Ranks, part: int, visi
 
 
 def _attend(facts: _Facts, op: Attend, where: str) -> None:
+    _whole(facts, op.reads, where)
+    _folded(facts, op, where)
+
+
+def _folded(facts: _Facts, op: Attend, where: str) -> None:
     _tensors(facts, where, (op.q, op.kv, op.o), (Q, KV, O))
     q, kv, visible = _operands(facts, op.q, op.kv, where)
     _serves(facts, op.o, q, where)
@@ -403,6 +459,11 @@ def _attend(facts: _Facts, op: Attend, where: str) -> None:
 
 
 def _attend_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
+    _whole(facts, op.reads, where)
+    _folded_backward(facts, op, where)
+
+
+def _folded_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
     _tensors(facts, where, (op.odoq, op.kv, op.dq, op.dkv), (ODOQ, KV, DQ, DKV))
     q, kv, visible = _operands(facts, op.odoq, op.kv, where)
     _serves(facts, op.dq, q, where)
@@ -421,6 +482,22 @@ def _fused(facts: _Facts, op: Fused, where: str) -> None:
         raise PlanError(f"{where}: mixes slices of heads")
     for block in op.blocks:
         _RULES[type(block)](facts, block, where)
+
+
+def _gathered(facts: _Facts, op: Gathered, where: str) -> None:
+    """Its keys must be the rank's own, or rows that all its queries are asked for."""
+    if len(op.queries) > 1 or len(op.blocks) != len(op.keys) or len({chunk.heads for chunk in op.keys}) > 1:
+        raise PlanError(f"{where}: is not a block of one query chunk with each of its key chunks")
+    for block in op.blocks:
+        rows = facts.of_rows.get(block.kv)
+        if block.kv.index and (rows is None or rows.place != block.q.place):
+            raise PlanError(f"{where}: the rows of {block.kv} that {block.q} sees were not cast")
+        if isinstance(block, Attend):
+            _folded(facts, block, where)
+        else:
+            if block.kv.index:
+                facts.of_rows[block.dkv] = block.q
+            _folded_backward(facts, block, where)
 
 
 def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: str) -> tuple[Ranks, Ranks, np.ndarray]:
@@ -455,6 +532,7 @@ def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
 
 
 def _fold(facts: _Facts, op: Fold, where: str) -> None:
+    _whole(facts, (op.part, op.into), where)
     if not op.part.is_arriving or op.part.tensor != op.into.tensor or op.into.is_arriving:
         raise PlanError(f"{where}: folds {op.part} into {op.into}")
     _serves(facts, op.into, facts.content[op.part], where)
@@ -477,6 +555,9 @@ _RULES: dict[type[Op], Callable] = {
     Attend: _attend,
     AttendBackward: _attend_backward,
     Fused: _fused,
+    Gathered: _gathered,
+    GroupCast: _group_cast,
+    GroupReduce: _group_reduce,
     AllToAll: _all_to_all,
     AllGather: _all_gather,
     ReduceScatter: _reduce_scatter,

@@ -11,9 +11,9 @@ from sp_bench import draw
 from sp_bench.account import volume
 from sp_bench.describe import PAPERS_VOLUMES, counted_volumes, describe, main, methods_table
 from sp_bench.methods import REGISTRY
-from sp_bench.plan import Attend
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Block
 from sp_bench.plan.tensors import Q
 from sp_bench.point.backing import known
 from tests.support.problems import all_methods, splittable_problem
@@ -48,7 +48,7 @@ def test_every_slice_of_the_heads_has_its_tile(capsys: pytest.CaptureFixture[str
         plan = method.plan(problem, "forward", COMPUTE_BOUND)
         tiles = draw.block_steps(plan)
         assert len(tiles) == dealt.head_slices
-        assert (tiles >= 0).sum() == sum(isinstance(op, Attend) for op in plan.ops)
+        assert (tiles >= 0).sum() == sum(len(op.blocks) for op in plan.ops if isinstance(op, Block))
     assert main(["method=mesh", "gpus=4", "method.tile=[2,2]", "method.schedule=searched", "method.slices=2"]) == 0
     assert capsys.readouterr().out.count("heads/1\n      Q# \\ KV#") == len(PHASES)
 

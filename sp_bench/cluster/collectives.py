@@ -26,7 +26,7 @@ from sp_bench.cluster.topology import FullMesh, Network
 from sp_bench.lower import TransportKind
 from sp_bench.lower.staging import adds_up_on_the_way
 from sp_bench.plan.groups import UP, Group
-from sp_bench.plan.ops import AllGather, AllToAll, Collective, ReduceScatter
+from sp_bench.plan.ops import AllGather, AllToAll, Collective, ReduceScatter, RowCollective
 from sp_bench.plan.problem import Problem
 
 PAT_RATE = 0.75
@@ -63,7 +63,9 @@ def algorithm(
     op: Collective, problem: Problem, network: Network, transport: TransportKind, sent_bytes: int
 ) -> Algorithm | None:
     """The algorithm of that transport's library for `sent_bytes` of each rank; None for a message between each pair."""
-    if isinstance(op, AllToAll) or (isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, problem, transport)):
+    if isinstance(op, AllToAll | RowCollective):
+        return None
+    if isinstance(op, ReduceScatter) and not adds_up_on_the_way(op, problem, transport):
         return None
     if not transport.adds:
         return _hops(op, network)

@@ -18,7 +18,7 @@ from sp_bench.cluster.kernel_table import KernelTable, Rates
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.documents import PackBlocks
 from sp_bench.plan.problem import DTYPE_BYTES, Problem
-from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.plan.regions import Region, RegionKind, stacks
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.reading import Count, NotNegative, Positive, Section, figure, read
 
@@ -219,6 +219,25 @@ class DeviceCosts:
         """Seconds of kernel calls, one for each region."""
         return sum(self._region_s(problem, phase, region) for region in regions)
 
+    def pieces_s(self, problem: Problem, phase: str, regions: Iterable[Region]) -> float:
+        """Seconds of regions that kernels for variable lengths take together, as few calls as there can be.
+
+        A call takes as long as its pieces, each at the rate of its size with a device that the others fill too; and
+        longer by what was measured of such calls (KernelTable.variable).
+        """
+        table, batch_heads = self._table(problem), problem.batch * problem.block_heads
+        flops_of_pair, total_s = FLOPS_PER_PAIR[phase] * batch_heads * problem.head_dim, 0.0
+        for call in stacks(regions, lambda region: region.kind, shared=True):
+            mask = "full" if call[0].kind is RegionKind.FULL else "causal"
+            outer = [len(region.q if phase == "forward" else region.kv) for region in call]
+            whole, seconds = sum(outer), 0.0
+            for region, tokens in zip(call, outer, strict=True):
+                heads = batch_heads * max(1, round(whole / tokens))
+                sizes = (_two_digits(len(region.q)), _two_digits(len(region.kv)), _two_digits(heads))
+                seconds += flops_of_pair * region.pairs / _piece_rate(table, phase, mask, *sizes, problem.dtype)
+            total_s += self.launch_s + seconds / table.variable.get(f"{phase}_{mask}", 1.0)
+        return total_s
+
     def _pack_s(self, problem: Problem, phase: str, blocks: PackBlocks) -> np.ndarray:
         """A block of many documents is one call of a kernel for variable lengths, at the rate of its mean piece."""
         found, batch_heads = np.zeros(blocks.classes), problem.batch * problem.block_heads
@@ -325,6 +344,18 @@ def _pack_rates(
         mask = "causal" if triangles else "full"
         rates.append(table.flops_per_s(phase, mask, q, kv, batch_heads=count * batch_heads, dtype=dtype))
     return there, np.array(rates)[kind]
+
+
+@lru_cache(maxsize=1 << 16)
+def _piece_rate(
+    table: KernelTable | Padded, phase: str, mask: str, q_tokens: int, kv_tokens: int, batch_heads: int, dtype: str
+) -> float:
+    return table.flops_per_s(phase, mask, q_tokens, kv_tokens, batch_heads=batch_heads, dtype=dtype)
+
+
+def _two_digits(tokens: int) -> int:
+    """A whole number to about two digits."""
+    return tokens if tokens < 128 else tokens >> (shift := tokens.bit_length() - 7) << shift
 
 
 def _rounded(tokens: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ and above that have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sp_bench.cluster.kernel_table import KernelTable
@@ -46,6 +46,11 @@ class Padded:
     def smallest(self) -> int:
         """The smallest block, in tokens, that all figures cover."""
         return max(table.smallest for table in self.tables)
+
+    @property
+    def variable(self) -> Mapping[str, float]:
+        """As of the kernel's first figures (KernelTable.variable)."""
+        return self.tables[0].variable
 
     def flops_per_s(
         self, phase: str, mask: str, q_tokens: int, kv_tokens: int, *, batch_heads: int, dtype: str

@@ -18,6 +18,7 @@ A device has any number of tables, each for one kernel, head_dim and set of dtyp
         backward_full: {512x512: 404, 512x1024: 440}  #   or by queries x keys, every pair of some sizes
         forward_causal: ...                           # square blocks only
         backward_causal: ...
+        variable: {forward_full: 0.95, ...}   # of a call for variable lengths, to the rates of its pieces; default: 1
 
 Between points a table is linear in log(tokens), or bilinear if it has pairs; outside them it is constant. Rates of
 causal blocks with `causal_order: ascending` are constant as they are given, not in full waves (below). If a table has
@@ -43,10 +44,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, field
 
 from sp_bench.cluster.waves import CausalOrder, Waves
-from sp_bench.errors import RequestError
+from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.problem import Problem
 from sp_bench.reading import Count, Positive, Section, figure
@@ -81,9 +82,15 @@ class Rates(Section, frozen=True, kw_only=True):
     forward_causal: Points
     backward_full: Points
     backward_causal: Points
+    variable: dict[str, Annotated[Positive, figure(0.05, 5, "times the rates of a call's pieces")]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Raises RequestError for blocks that can't be interpolated: a causal one not square, or a pair missing."""
+        for name in self.variable:
+            if name not in RATES:
+                raise unknown("variable", name, RATES)
         for name in RATES:
             known = self.points(name)
             if all(q == kv for q, kv in known):
@@ -156,6 +163,8 @@ class KernelTable:
     """None: rates don't depend on the number of thread blocks."""
     rates: Mapping[str, Curve | Surface]
     """TFLOP/s in full waves, by `phase_mask`, such as forward_causal."""
+    variable: Mapping[str, float]
+    """The rate of a call for variable lengths over those of its pieces, by `phase_mask`; 1 where it is missing."""
 
     @classmethod
     def build(cls, name: str, rates: Rates, sms: int | None) -> Self:
@@ -177,6 +186,7 @@ class KernelTable:
             smallest=max(min(min(pair) for pair in known) for known in points.values()),
             waves=waves,
             rates={rate: _shape(known) for rate, known in points.items()},
+            variable=rates.variable,
         )
 
     def fits(self, problem: Problem) -> bool:

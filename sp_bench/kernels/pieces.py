@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sp_bench.plan.regions import Region, RegionKind
+from sp_bench.plan.regions import Region, RegionKind, stacks
 
 SMALL = 16
 """Regions of at most so many queries and keys are worth a copy into a batch; a kernel is busy with larger ones."""
@@ -22,7 +22,8 @@ SMALL = 16
 
 @dataclass(frozen=True)
 class Pieces:
-    """Regions of one kind, FULL or CAUSAL, no two with a common query or key. UPPER ones are gathered backwards."""
+    """Regions of one kind, FULL or CAUSAL, with copies of rows that two have in common. UPPER ones are gathered
+    backwards."""
 
     regions: tuple[Region, ...]
     device: torch.device
@@ -70,25 +71,18 @@ class Pieces:
         return torch.tensor([index for run in runs for index in run], device=self.device)
 
 
-def calls(regions: Iterable[Region], device: torch.device, *, varlen: bool) -> list[Region | Pieces]:
+def calls(
+    regions: Iterable[Region], device: torch.device, *, varlen: bool, shared: bool = False
+) -> list[Region | Pieces]:
     """The kernel calls of a block: several regions as one where that pays, without STRICT ones.
 
-    `varlen` says that the kernel takes pieces of different sizes.
+    `varlen` says that the kernel takes pieces of different sizes, `shared` that those may have rows in common, of which
+    each gets a copy, if their results are added.
     """
-    groups: dict[object, list[list[Region]]] = {}
-    for region in sorted((region.plain for region in regions), key=lambda region: (region.q.start, region.kv.start)):
+
+    def alike(region: Region) -> object:
         small = max(len(region.q), len(region.kv)) <= SMALL
-        alike = region.kind if varlen else (region.kind, len(region.q), len(region.kv)) if small else region
-        stacks = groups.setdefault(alike, [])
-        for stack in stacks:
-            if stack[-1].q.stop <= region.q.start and all(_apart(region.kv, other.kv) for other in stack):
-                stack.append(region)
-                break
-        else:
-            stacks.append([region])
-    found = [stack for stacks in groups.values() for stack in stacks]
+        return region.kind if varlen else (region.kind, len(region.q), len(region.kv)) if small else region
+
+    found = stacks(regions, alike, shared=shared and varlen)
     return [Pieces(tuple(stack), device) if len(stack) > 1 else stack[0] for stack in found]
-
-
-def _apart(one: range, other: range) -> bool:
-    return one.stop <= other.start or other.stop <= one.start

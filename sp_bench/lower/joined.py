@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan.fuse import Slots
-from sp_bench.plan.ops import Chunk, Fused, Plan
+from sp_bench.plan.ops import Chunk, Fused, Gathered, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import ReceiveBuffer, schedule
 from sp_bench.plan.tensors import Kind, Tensor
@@ -20,10 +20,11 @@ def side_by_side_rows(plan: Plan, transport: TransportKind) -> tuple[tuple[Recei
     """
     if transport.lands:
         return ()
-    read = {c[0].tensor for op in plan.ops if isinstance(op, Fused) for c in (op.queries, op.keys) if len(c) > 1}
+    fused = [op for op in plan.ops if isinstance(op, Fused) and not isinstance(op, Gathered)]
+    read = {c[0].tensor for op in fused for c in (op.queries, op.keys) if len(c) > 1}
     rows: dict[Tensor, list[ReceiveBuffer]] = {}
     for buffer in dict.fromkeys(schedule(plan).receive_buffers.values()):
-        if buffer.tensor in read and not buffer.arriving and buffer.chunks == 1:
+        if buffer.tensor in read and not buffer.arriving and buffer.chunks == 1 and not buffer.of_rows:
             rows.setdefault(buffer.tensor, []).append(buffer)
     return tuple(tuple(sorted(row)) for row in rows.values() if len(row) > 1)
 
@@ -33,7 +34,7 @@ def read_in_place(plan: Plan, transport: TransportKind) -> frozenset[tuple[int, 
     slots, found = Slots(plan), set[tuple[int, bool]]()
     shared = {buffer for row in side_by_side_rows(plan, transport) for buffer in row}
     for index, op in plan if shared else ():
-        if isinstance(op, Fused):
+        if isinstance(op, Fused) and not isinstance(op, Gathered):
             found |= {
                 (index, keys) for keys in (False, True) if _in_line(slots, index, op.keys if keys else op.queries)
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from sp_bench.lower.early import PrepostedReceive, pipelined_sends, preposted_receives
@@ -14,15 +14,17 @@ from sp_bench.lower.staging import (
     chunk_specs,
     held_specs,
     packed_bytes,
+    rows_specs,
     side_by_side,
     sliced_in_place,
     staging_buffers,
     unsummed_partials,
 )
 from sp_bench.lower.transports import NCCL, TransportKind
-from sp_bench.plan.ops import AllToAll, Chunk, Plan
+from sp_bench.plan.casts import received
+from sp_bench.plan.ops import AllToAll, Chunk, Plan, RowCollective
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.schedule import ReceiveBuffer, Waits, schedule
+from sp_bench.plan.schedule import ReceiveBuffer, Schedule, Waits, schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class Lowering:
     """{transfer: the transfer before it on its lane}, where the first begins, tensor by tensor, during the second."""
     rows: tuple[tuple[ReceiveBuffer, ...], ...] = ()
     """Receive buffers that lie side by side in one allocation, in order (lower.joined)."""
+    rows_received: Mapping[ReceiveBuffer, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    """Shape and dtype of the tensors of buffers for rows."""
     in_place: frozenset[tuple[int, bool]] = frozenset()
     """(fused block, whether its keys) whose chunks on that side lie end to end in their buffers."""
 
@@ -60,6 +64,8 @@ class Lowering:
 
     def received_specs(self, buffer: ReceiveBuffer) -> tuple[TensorSpec, ...]:
         """Shape and dtype of the tensors of a receive buffer, one per field; several chunks are side by side."""
+        if buffer.of_rows:
+            return self.rows_received[buffer]
         specs = chunk_specs(self.problem, buffer.tensor, wire=buffer.arriving)
         return specs if buffer.chunks == 1 else side_by_side(specs, buffer.chunks)
 
@@ -101,6 +107,17 @@ def lower(plan: Plan, problem: Problem, transport: TransportKind = NCCL) -> Lowe
             preposted=preposted_receives(plan, order, staging) if transport.preposts else {},
             pipelined=pipelined_sends(plan, order) if transport.pipelines else {},
             rows=side_by_side_rows(plan, transport),
+            rows_received=_rows_received(plan, problem, order),
             in_place=read_in_place(plan, transport),
         )
     return found[problem, transport]
+
+
+def _rows_received(plan: Plan, problem: Problem, order: Schedule) -> dict[ReceiveBuffer, tuple[TensorSpec, ...]]:
+    """The tensors of each buffer for rows: as many rows as the transfer with most of those that share it."""
+    found: dict[ReceiveBuffer, tuple[TensorSpec, ...]] = {}
+    for index, op in plan:
+        if isinstance(op, RowCollective):
+            buffer = order.receive_buffers[index]
+            found[buffer] = max(found.get(buffer, ()), rows_specs(problem, op, received))
+    return found

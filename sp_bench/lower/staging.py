@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sp_bench.lower.transports import TransportKind
+from sp_bench.plan import casts
 from sp_bench.plan.dataflow import Value, dataflow
-from sp_bench.plan.ops import AllToAll, Block, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
+from sp_bench.plan.ops import AllToAll, Block, Chunk, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Kind, Tensor
 from sp_bench.plan.transfers import adds_up, by_heads, piece_bytes
@@ -28,8 +29,8 @@ class StagingUse(NamedTuple):
     tensor: Tensor
     """The tensor that the transfer sends."""
     use: Literal["send", "recv", "pass", "land"]
-    """send: pieces that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows that a Pass
-    casts or cuts out and sends; land: a result of the plan as peers write it (TransportKind.lands)."""
+    """send: pieces, or rows, that a collective packs and sends; recv: pieces that it receives and unpacks; pass: rows
+    that a Pass casts or cuts out and sends; land: a result of the plan as peers write it (TransportKind.lands)."""
 
 
 StagingBuffers = Mapping[StagingUse, tuple[TensorSpec, ...]]
@@ -99,6 +100,9 @@ def staging_buffers(
             found[StagingUse(op.lane, op.tensor, "send")] = of_all
             if not adds_up_on_the_way(op, problem, transport):
                 found[StagingUse(op.lane, op.tensor, "recv")] = of_all
+        elif isinstance(op, RowCollective):
+            use = StagingUse(op.lane, op.tensor, "send")
+            found[use] = max(found.get(use, ()), rows_specs(problem, op, casts.sent))
         elif isinstance(op, Pass):
             if op.against or needs_cast(op.tensor, op.send not in unsummed):
                 found[StagingUse(op.lane, op.tensor, "pass")] = sent_as(op.tensor)
@@ -110,6 +114,14 @@ def staging_buffers(
 def chunk_specs(problem: Problem, tensor: Tensor, *, wire: bool) -> tuple[TensorSpec, ...]:
     """Shape and dtype of each field of the largest chunk, on the wire or held."""
     return tuple(TensorSpec(problem.field_shape(f), problem.field_dtype(f, wire=wire)) for f in tensor.fields)
+
+
+def rows_specs(
+    problem: Problem, op: RowCollective, count: Callable[[RowCollective, Problem, int], Any]
+) -> tuple[TensorSpec, ...]:
+    """Shape and dtype of each field of the rows that the rank with most of them has, by a count of plan.casts."""
+    rows = max(int(count(op, problem, rank)) for rank in range(problem.n))
+    return tuple(TensorSpec(problem.field_shape(f, rows), problem.field_dtype(f, wire=True)) for f in op.tensor.fields)
 
 
 def held_specs(problem: Problem, chunk: Chunk, unsummed: Container[Chunk]) -> tuple[TensorSpec, ...]:

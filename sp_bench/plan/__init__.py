@@ -1,9 +1,13 @@
 """The plan vocabulary: all that a method imports from the suite. Pure Python, no torch."""
 
 from sp_bench.errors import RequestError, unknown
+from sp_bench.plan.casts import members_seen, rows_seen_elsewhere
 from sp_bench.plan.costs import CostProfile
+from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
-from sp_bench.plan.method import CollectiveMethod, Method, ScheduleTime, Sized
+from sp_bench.plan.layout import Layout
+from sp_bench.plan.mask import Mask
+from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized
 from sp_bench.plan.ops import (
     AllToAll,
     Attend,
@@ -11,6 +15,9 @@ from sp_bench.plan.ops import (
     Bundle,
     Chunk,
     Fold,
+    Gathered,
+    GroupCast,
+    GroupReduce,
     Join,
     Line,
     Op,
@@ -34,6 +41,7 @@ from sp_bench.plan.row_sums import send_row_sums, without_o
 from sp_bench.plan.tensors import DKV, DO, DOQ, DQ, KV, ODOQ, OUT, O, Q, Tensor
 
 __all__ = [
+    "DEALERS",
     "DKV",
     "DO",
     "DOQ",
@@ -41,6 +49,7 @@ __all__ = [
     "DQ",
     "KV",
     "ODOQ",
+    "OPEN_LAYOUTS",
     "OUT",
     "UP",
     "AllToAll",
@@ -50,12 +59,18 @@ __all__ = [
     "Chunk",
     "CollectiveMethod",
     "CostProfile",
+    "Dealt",
     "Exchange",
     "Fold",
+    "Gathered",
     "Grid",
     "Group",
+    "GroupCast",
+    "GroupReduce",
     "Join",
+    "Layout",
     "Line",
+    "Mask",
     "Method",
     "O",
     "Op",
@@ -72,11 +87,13 @@ __all__ = [
     "divisors",
     "inner",
     "line_of",
+    "members_seen",
     "outer",
     "receive_next",
     "reduce_next",
     "reduce_scatter",
     "return_home",
+    "rows_seen_elsewhere",
     "send_row_sums",
     "unknown",
     "without_o",

@@ -6,6 +6,11 @@ zigzag_documents   every document is cut into 2n pieces, and chunk i gets pieces
 whole_documents    no document is cut: the one with most work first, each to the chunk with the least so far (LPT)
 blocks             the sequence is cut into equal blocks, which are dealt in turn, those with most work first, to
                    all chunks and back again (like the PTRR load balancer of PyTorch's context parallelism)
+balanced           the sequence is cut into equal blocks; those with most work first, each goes to the chunk with the
+                   least work so far of those that lack blocks, so that all get as many (MagiAttention's dispatch)
+hybrid             each document goes to a sub-group of neighbouring chunks: the smallest power of two of them with at
+                   most so many tokens each; those of many chunks and most work first, each to the sub-group with least
+                   work so far. Inside it is zigzag (Megatron's hybrid context parallelism). Chunks differ in tokens
 """
 
 from __future__ import annotations
@@ -23,6 +28,13 @@ from sp_bench.plan.layout import Layout, Positions, piece
 
 BLOCKS_EACH = 16
 """How many blocks a chunk gets from the dealer `blocks`."""
+EVEN = 1.005
+"""The dealer `balanced` takes the largest blocks with which the busiest chunk has at most this multiple of the mean."""
+EVEN_ENOUGH, MOST_CUTS = 1.03, 16
+"""Sub-groups of the dealer `hybrid` grow until the busiest chunk has at most this multiple of the mean, or documents of
+a 16th of a chunk are cut."""
+FOR_ANY = ("zigzag_documents", "whole_documents", "blocks")
+"""The dealers that every method of any layout takes."""
 
 
 class Pack(Protocol):
@@ -37,7 +49,7 @@ class Pack(Protocol):
     @property
     def work_of_documents(self) -> np.ndarray: ...
 
-    def sees(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+    def work_before(self, positions: np.ndarray) -> np.ndarray: ...
 
     def __hash__(self) -> int: ...
 
@@ -48,6 +60,8 @@ class Deal:
 
     mask: Pack
     dealer: str
+    block_tokens: int | None = None
+    """Tokens of a block that is dealt, at most; None: as the dealer has it."""
 
     def __call__(self, chunk: int, chunks: int, seqlen: int) -> Positions:
         """The positions of one chunk of `chunks`, ascending."""
@@ -55,11 +69,11 @@ class Deal:
 
     def all(self, chunks: int) -> tuple[Positions, ...]:
         """The positions of every chunk."""
-        return _dealt(self.mask, self.dealer, chunks)
+        return _dealt(self, chunks)
 
     def tokens(self, chunks: int) -> np.ndarray:
         """The tokens of every chunk: (chunks,)."""
-        return _tokens(self.mask, self.dealer, chunks)
+        return _tokens(self, chunks)
 
 
 @dataclass(frozen=True)
@@ -97,13 +111,13 @@ class Dealt(Layout):
 
 
 @lru_cache(maxsize=32)
-def _dealt(mask: Pack, dealer: str, chunks: int) -> tuple[Positions, ...]:
-    return tuple(_joined(runs) for runs in DEALERS[dealer](mask, chunks))
+def _dealt(deal: Deal, chunks: int) -> tuple[Positions, ...]:
+    return tuple(_joined(runs) for runs in DEALERS[deal.dealer](deal, chunks))
 
 
 @lru_cache(maxsize=32)
-def _tokens(mask: Pack, dealer: str, chunks: int) -> np.ndarray:
-    return np.array([sum(map(len, runs)) for runs in _dealt(mask, dealer, chunks)])
+def _tokens(deal: Deal, chunks: int) -> np.ndarray:
+    return np.array([sum(map(len, runs)) for runs in _dealt(deal, chunks)])
 
 
 def _joined(runs: list[range]) -> Positions:
@@ -122,10 +136,10 @@ def _documents(mask: Pack) -> list[range]:
     return [range(end - length, end) for end, length in zip(ends, mask.lengths, strict=True)]
 
 
-def _zigzag_documents(mask: Pack, chunks: int) -> list[list[range]]:
+def _zigzag_documents(deal: Deal, chunks: int) -> list[list[range]]:
     dealt: list[list[range]] = [[] for _ in range(chunks)]
     turn = 0
-    for document in _documents(mask):
+    for document in _documents(deal.mask):
         base, longer = divmod(len(document), 2 * chunks)
         start = document.start
         for index in range(2 * chunks if base else longer):
@@ -136,8 +150,8 @@ def _zigzag_documents(mask: Pack, chunks: int) -> list[list[range]]:
     return dealt
 
 
-def _whole_documents(mask: Pack, chunks: int) -> list[list[range]]:
-    dealt: list[list[range]] = [[] for _ in range(chunks)]
+def _whole_documents(deal: Deal, chunks: int) -> list[list[range]]:
+    mask, dealt = deal.mask, [list[range]() for _ in range(chunks)]
     least = [(0, 0, chunk) for chunk in range(chunks)]
     documents, work = _documents(mask), mask.work_of_documents
     for index in np.lexsort((-np.array(mask.lengths), -work)):
@@ -147,22 +161,89 @@ def _whole_documents(mask: Pack, chunks: int) -> list[list[range]]:
     return dealt
 
 
-def _blocks(mask: Pack, chunks: int) -> list[list[range]]:
-    count = min(BLOCKS_EACH * chunks, mask.seqlen)
-    count -= count % chunks if count > chunks else 0
-    dealt: list[list[range]] = [[] for _ in range(chunks)]
-    blocks = [piece(index, count, mask.seqlen) for index in range(count)]
-    first, stop = mask.sees(np.arange(mask.seqlen))
-    work = np.add.reduceat(stop - first, [block.start for block in blocks])
+def _blocks(deal: Deal, chunks: int) -> list[list[range]]:
+    seqlen, dealt = deal.mask.seqlen, [list[range]() for _ in range(chunks)]
+    each = -(-seqlen // (deal.block_tokens * chunks)) if deal.block_tokens else BLOCKS_EACH
+    blocks, work = _cut(deal.mask, each * chunks, chunks)
     for index, block in enumerate(np.argsort(-work, kind="stable")):
         turn, place = divmod(index, chunks)
         dealt[chunks - 1 - place if turn % 2 else place].append(blocks[block])
     return dealt
 
 
-DEALERS: dict[str, Callable[[Pack, int], list[list[range]]]] = {
+def _cut(mask: Pack, count: int, chunks: int) -> tuple[list[range], np.ndarray]:
+    """About `count` equal blocks of the sequence, a multiple of `chunks` if there are that many, and their work."""
+    count = min(count, mask.seqlen)
+    count -= count % chunks if count > chunks else 0
+    blocks = [piece(index, count, mask.seqlen) for index in range(count)]
+    return blocks, np.diff(mask.work_before(np.array([*(block.start for block in blocks), mask.seqlen])))
+
+
+def _balanced(deal: Deal, chunks: int) -> list[list[range]]:
+    seqlen = deal.mask.seqlen
+    if deal.block_tokens:
+        return _least_first(*_cut(deal.mask, -(-seqlen // (deal.block_tokens * chunks)) * chunks, chunks), chunks)[0]
+    best, least = [list[range]()], np.inf
+    each = 1
+    while each == 1 or (least > EVEN and each <= BLOCKS_EACH and each * chunks <= seqlen):
+        dealt, imbalance = _least_first(*_cut(deal.mask, each * chunks, chunks), chunks)
+        if imbalance < least:
+            best, least = dealt, imbalance
+        each *= 2
+    return best
+
+
+def _least_first(blocks: list[range], work: np.ndarray, chunks: int) -> tuple[list[list[range]], float]:
+    """The blocks of each chunk, as many for all, and the busiest chunk's work over the mean."""
+    dealt, room = [list[range]() for _ in range(chunks)], -(-len(blocks) // chunks)
+    least = [(0, chunk) for chunk in range(chunks)]
+    full: list[int] = []
+    for block in np.argsort(-work, kind="stable"):
+        done, chunk = heapq.heappop(least)
+        dealt[chunk].append(blocks[block])
+        done += int(work[block])
+        if len(dealt[chunk]) < room:
+            heapq.heappush(least, (done, chunk))
+        else:
+            full.append(done)
+    busiest = max([*full, *(done for done, _ in least)])
+    return dealt, busiest * chunks / max(int(work.sum()), 1)
+
+
+def _hybrid(deal: Deal, chunks: int) -> list[list[range]]:
+    if deal.block_tokens:
+        return _in_sub_groups(deal.mask, chunks, deal.block_tokens)[0]
+    best, least, tokens = [list[range]()], np.inf, -(-2 * deal.mask.seqlen // chunks)
+    while tokens and least > EVEN_ENOUGH:  # larger sub-groups are more even, and send more
+        dealt, imbalance = _in_sub_groups(deal.mask, chunks, tokens)
+        if imbalance < least:
+            best, least = dealt, imbalance
+        tokens = tokens // 2 if tokens > deal.mask.seqlen // (MOST_CUTS * chunks) else 0
+    return best
+
+
+def _in_sub_groups(mask: Pack, chunks: int, tokens: int) -> tuple[list[list[range]], float]:
+    """The pieces of each chunk, of documents in sub-groups with so many tokens a chunk, and the imbalance."""
+    dealt, load = [list[range]() for _ in range(chunks)], np.zeros(chunks)
+    documents, work, most = _documents(mask), mask.work_of_documents, chunks.bit_length() - 1
+    sizes = np.array([1 << min((-(-length // tokens) - 1).bit_length(), most) for length in mask.lengths])
+    for index in np.lexsort((-work, -sizes)):
+        size, document = int(sizes[index]), documents[index]
+        groups = load[: chunks // size * size].reshape(-1, size)
+        first = int(groups.max(axis=1).argmin()) * size
+        load[first : first + size] += work[index] / size
+        for number in range(2 * size):
+            part = piece(number, 2 * size, len(document))
+            to = first + min(number, 2 * size - 1 - number)
+            dealt[to].append(range(document.start + part.start, document.start + part.stop))
+    return dealt, float(load.max() / load.mean())
+
+
+DEALERS: dict[str, Callable[[Deal, int], list[list[range]]]] = {
     "zigzag_documents": _zigzag_documents,
     "whole_documents": _whole_documents,
     "blocks": _blocks,
+    "balanced": _balanced,
+    "hybrid": _hybrid,
 }
-"""The layouts that know the documents of a pack: (pack, chunks) -> the runs of positions of each chunk."""
+"""The layouts that know the documents of a pack: (deal, chunks) -> the runs of positions of each chunk."""

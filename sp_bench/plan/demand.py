@@ -23,6 +23,8 @@ from sp_bench.plan.ops import (
     Bundle,
     Chunk,
     Fold,
+    GroupCast,
+    GroupReduce,
     Pass,
     Plan,
     ReduceScatter,
@@ -62,7 +64,7 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
                 wanted[index][op.target(np.arange(plan.n))] if isinstance(op, Pass) and index in wanted else everyone
             )
             for chunk in op.reads:
-                if chunk.tensor.is_partial:
+                if chunk.tensor.is_partial and not isinstance(op, GroupReduce):  # which sends rows that there are
                     found[chunk] = found.get(chunk, nobody) | (sends & ~touched.get(chunk, nobody))
                     touched[chunk] = touched.get(chunk, nobody) if chunk in plan.kept else nobody
             touched |= dict.fromkeys(op.writes, everyone)
@@ -105,7 +107,7 @@ def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
         elif isinstance(op, Bundle):
             for part in op.parts:
                 want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
-        elif isinstance(op, AllToAll | AllGather):  # the library's collectives bring everything
+        elif isinstance(op, AllToAll | AllGather | GroupCast):  # what is there is sent
             want(op.reads[0], np.ones(plan.n, bool))
         elif isinstance(op, Pass) and not op.tensor.is_partial:
             found[index] = wanted.pop(op.recv, np.zeros(plan.n, bool))
@@ -125,7 +127,7 @@ def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
                     filled[chunk] = filled.get(chunk, none) | visible(block)
         elif isinstance(op, Pass) and op.tensor.is_partial:
             filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
-        elif isinstance(op, ReduceScatter):
+        elif isinstance(op, ReduceScatter | GroupReduce):
             filled |= {op.own.arriving(): np.ones(plan.n, bool)}
         elif isinstance(op, Fold):
             found[index] = filled.pop(op.part, none)

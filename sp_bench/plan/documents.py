@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from sp_bench.errors import RequestError, unknown
-from sp_bench.plan.dealers import DEALERS, Deal, Dealt
+from sp_bench.plan.dealers import DEALERS, FOR_ANY, Deal, Dealt
 from sp_bench.plan.intervals import pair_counts, regions_between
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
 from sp_bench.plan.mask import CAUSAL, FULL, Blocks, Mask, Part
@@ -124,8 +124,20 @@ class Packed(Mask):
 
     @cached_property
     def _work_of_documents(self) -> np.ndarray:
-        first, stop = self.sees(np.arange(self.seqlen))
-        return np.add.reduceat(stop - first, self.edges[:-1])
+        return np.diff(self.work_before(self.edges))
+
+    def work_before(self, positions: np.ndarray) -> np.ndarray:
+        """(query, key) pairs of all queries before each position, which may be the end: (positions,)."""
+        if self.windowed:
+            first, stop = self.sees(np.arange(self.seqlen))
+            return np.append(0, np.cumsum(stop - first))[positions]
+        lengths = np.diff(self.edges)
+        whole = np.append(0, np.cumsum(lengths * (lengths + 1) // 2 if self.causal else lengths**2))
+        document = np.searchsorted(self.edges, positions, side="right") - 1
+        before = positions - self.edges[document]
+        return whole[document] + (
+            before * (before + 1) // 2 if self.causal else before * np.append(lengths, 0)[document]
+        )
 
     def refuse(self, seqlen: int) -> None:
         """Raise RequestError unless the documents fill the sequence."""
@@ -149,7 +161,7 @@ class Packed(Mask):
         It leaves no rank without a token where another layout gives all of them some.
         Raises RequestError for an unknown name; its message has the nearest one.
         """
-        among = [*(among or (*LAYOUTS, *DEALERS))]
+        among = [*(among or (*LAYOUTS, *FOR_ANY))]
         if name == "auto":
             layouts = {each: self.layout(each) for each in among}
             among = [each for each, it in layouts.items() if it.gives_all_work(n, self.seqlen)] or among

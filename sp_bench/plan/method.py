@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 
 from sp_bench.errors import RequestError, unknown, unknown_key
 from sp_bench.plan.costs import CostProfile
-from sp_bench.plan.dealers import DEALERS
+from sp_bench.plan.dealers import DEALERS, FOR_ANY
 from sp_bench.plan.fuse import fuse
 from sp_bench.plan.layout import LAYOUTS, Layout
 from sp_bench.plan.mask import Mask
@@ -46,6 +46,8 @@ class Method(ABC):
     formula: ClassVar[Mapping[str, str]]
     """By phase, the mean payload that a GPU sends, in chunks of N/n tokens x heads * head_dim elements: an expression
     in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
+    counts_rows: ClassVar[bool] = False
+    """Whether the closed form holds under packs of documents, too."""
     limit: ClassVar[str] = "any number"
     """The most GPUs that it can use, in words."""
 
@@ -62,7 +64,12 @@ class Method(ABC):
     @classmethod
     def dealings(cls) -> tuple[str, ...]:
         """The layouts that it supports, with those of documents: a method of any layout takes any dealing."""
-        return (*cls.layouts, *(DEALERS if set(cls.layouts) == set(LAYOUTS) else ()))
+        return (*cls.layouts, *(FOR_ANY if set(cls.layouts) == set(LAYOUTS) else ()))
+
+    @classmethod
+    def dealings_for_auto(cls) -> tuple[str, ...]:
+        """Those of its `dealings` that layout=auto tries on a pack."""
+        return cls.dealings()
 
     @classmethod
     def build(cls, options: Mapping[str, object]) -> Self:

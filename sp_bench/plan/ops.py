@@ -21,8 +21,8 @@ from sp_bench.plan.tensors import Field, Tensor
 
 __all__ = [
     "BLOCKS", "AllGather", "AllToAll", "Attend", "AttendBackward", "Block", "Bundle", "Chunk", "Collective", "Fold",
-    "Fused", "Join", "Line", "Op", "Pass", "Place", "Plan", "PlanError", "ReduceScatter", "Steps", "Transfer", "inner",
-    "outer",
+    "Fused", "Gathered", "GroupCast", "GroupReduce", "Join", "Line", "Op", "Pass", "Place", "Plan", "PlanError",
+    "ReduceScatter", "RowCollective", "Steps", "Transfer", "inner", "outer",
 ]  # fmt: skip
 
 BLOCKS = "blocks"
@@ -192,6 +192,66 @@ class ReduceScatter(_OfHome):
 
 
 @dataclass(frozen=True)
+class _OfRows(_OfHome):
+    """A collective that moves those rows of key chunks that queries see (plan.casts): a message to each member."""
+
+    members: tuple[int, ...]
+    """The chunks #u that a rank has to do with, as seen from it; #0 is not among them."""
+    queries: Chunk
+    """The rank's queries, which decide which rows: all of them are of this chunk."""
+
+    @property
+    def of_members(self) -> tuple[Chunk, ...]:
+        """Their chunks."""
+        return tuple(self.own.at(u) for u in self.members)
+
+
+@dataclass(frozen=True)
+class GroupCast(_OfRows):
+    """Each rank receives, of the chunks #u of its `members`, the rows that its queries see.
+
+    Source: MagiAttention (github SandAI-org/MagiAttention). Only a Gathered block reads what came.
+    """
+
+    @property
+    def reads(self) -> tuple[Chunk, ...]:
+        return (self.own,)
+
+    @cached_property
+    def writes(self) -> tuple[Chunk, ...]:
+        return self.of_members
+
+    def __str__(self) -> str:
+        return f"GroupCast[{self.lane}] {self.own} to ranks whose {self.queries} sees it, {_listed(self.members)}"
+
+
+@dataclass(frozen=True)
+class GroupReduce(_OfRows):
+    """The way back: partials of the rows that a GroupCast brought go to their owners, where they arrive as one.
+
+    The rows of several members may be the same. The owner adds all of them.
+    """
+
+    arrival: int = 1
+    """The number of the chunk that arrives (Chunk.arrival)."""
+
+    @cached_property
+    def reads(self) -> tuple[Chunk, ...]:
+        return self.of_members
+
+    @property
+    def writes(self) -> tuple[Chunk, ...]:
+        return (self.own.arriving(self.arrival),)
+
+    def __str__(self) -> str:
+        return f"GroupReduce[{self.lane}] {self.own} from ranks whose {self.queries} saw it, {_listed(self.members)}"
+
+
+def _listed(members: tuple[int, ...]) -> str:
+    return f"#{members[0]}" if len(members) == 1 else f"#{members[0]}..#{members[-1]}"
+
+
+@dataclass(frozen=True)
 class Attend:
     """One block forward: attention of chunk `q` to chunk `kv`, folded into the accumulator `o`."""
 
@@ -291,6 +351,14 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Gathered(Fused):
+    """Blocks of one query chunk with all key rows that GroupCasts brought, or with the rank's own: in few calls.
+
+    The keys are put in the order of their positions, so that those of a document are one run (plan.casts).
+    """
+
+
+@dataclass(frozen=True)
 class Fold:
     """Merge an arrived partial into the accumulator `into`: weighted by the lse for an output, a sum for a gradient."""
 
@@ -362,7 +430,8 @@ class Join:
         return "Join"
 
 
-Collective = AllToAll | AllGather | ReduceScatter
+RowCollective = GroupCast | GroupReduce
+Collective = AllToAll | AllGather | ReduceScatter | RowCollective
 Transfer = Pass | Collective
 Block = Attend | AttendBackward | Fused
 Op = Transfer | Block | Fold | Bundle | Join

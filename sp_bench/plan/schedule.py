@@ -9,7 +9,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sp_bench.plan.dataflow import Dataflow, Value, dataflow
-from sp_bench.plan.ops import BLOCKS, AllGather, Chunk, Join, Plan, Transfer
+from sp_bench.plan.ops import BLOCKS, AllGather, Chunk, Join, Plan, RowCollective, Transfer
 from sp_bench.plan.tensors import Tensor
 
 Values = tuple[Value, ...]
@@ -26,6 +26,8 @@ class ReceiveBuffer(NamedTuple):
     """Whether it is for peers' partials, which it holds in the wire dtype."""
     chunks: int = 1
     """How many chunks it holds, side by side: those of all members of an all-gather."""
+    of_rows: bool = False
+    """Whether it is for rows of several members of a group, one behind the other: the most that it ever has."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,15 @@ def _receive_buffers(plan: Plan, flow: Dataflow) -> tuple[dict[int, ReceiveBuffe
     buffers: dict[int, ReceiveBuffer] = {}
     before: dict[int, Values] = {}
     ends_with = set(plan.ends_with)
-    occupied: dict[tuple[Tensor, bool, int], list[tuple[int, ReceiveBuffer, Values]]] = {}
-    """For each kind of buffer, (tensor, arriving, chunks), a heap by the last use of the values in it."""
+    occupied: dict[tuple[Tensor, bool, int, bool], list[tuple[int, ReceiveBuffer, Values]]] = {}
+    """For each kind of buffer, (tensor, arriving, chunks, of_rows), a heap by the last use of the values in it."""
     made = 0
     for index, op in plan:
         if not isinstance(op, Transfer) or not op.writes or op.writes[0] in ends_with:
             continue
         first, values = op.writes[0], flow.writes[index]
-        kind = (first.tensor, first.is_arriving, op.group.size if isinstance(op, AllGather) else 1)
+        size = op.group.size if isinstance(op, AllGather) else 1
+        kind = (first.tensor, first.is_arriving, size, isinstance(op, RowCollective))
         heap = occupied.setdefault(kind, [])
         if heap and heap[0][0] < index:
             _, buffers[index], before[index] = heapq.heappop(heap)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from sp_bench.plan.casts import rows_moved
 from sp_bench.plan.groups import Exchange, Group
-from sp_bench.plan.ops import AllToAll, Collective, Pass, Transfer
+from sp_bench.plan.ops import AllToAll, Collective, GroupCast, Pass, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Field, Tensor
 
@@ -18,6 +19,8 @@ def peers(op: Transfer) -> list[tuple[Group | Exchange, int]]:
     A collective counts as a message to each other member. Which way its bytes take on a network is that network's
     algorithm (cluster.collectives); it sends as many.
     """
+    if isinstance(op, RowCollective):
+        return [(op.group, -u if isinstance(op, GroupCast) else u) for u in op.members]
     if isinstance(op, Collective):
         return [(op.group, shift) for shift in range(1, op.group.size)]
     return [(op.group, op.shift)]
@@ -35,6 +38,9 @@ def messages(op: Transfer, problem: Problem, rank, wanted=None) -> list[Mapping[
             tokens = problem.tokens(rank if op.to_heads else group.member(rank, shift))
             found.append({f.name: tokens * problem.token_bytes(f, wire=True) for f in by_heads(op)})
         return found
+    if isinstance(op, RowCollective):
+        each = [rows_moved(op, problem, rank, u) for u in op.members]
+        return [{name: rows * size for name, size in _token_bytes(problem, op.tensor).items()} for rows in each]
     if isinstance(op, Collective):
         # The library wants equal pieces: shorter chunks are padded to the longest, which usually has a token more.
         return [{f.name: problem.field_bytes(f, wire=True) for f in op.tensor.fields}] * (op.group.size - 1)

@@ -13,7 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
-from sp_bench.plan.ops import Fused, Plan
+from sp_bench.plan.ops import Fused, Gathered, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.request import Request
 from sp_bench.simulate import Run, simulate
@@ -39,7 +39,8 @@ class Choice:
     @property
     def variant(self) -> str:
         """The method's variant in a few words, with whether blocks are fused; empty if there is nothing to say."""
-        fused = any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
+        ops = (op for plan in self.plans.values() for op in plan.ops)
+        fused = any(isinstance(op, Fused) and not isinstance(op, Gathered) for op in ops)
         return " ".join(filter(None, (self.method.variant(self.problem.n), FUSED if fused else "")))
 
     @property
@@ -151,12 +152,12 @@ def _too_large(request: Request, least: int) -> DeviceMemoryError:
 def _dealings(method: Method, problem: Problem) -> list[Problem]:
     """The problem in every layout that may be the fastest, where that is to be chosen.
 
-    `search` is all that the method takes; `auto` is those that give all ranks equal work, or all if the mask doesn't
-    know.
+    `search` is all that the method takes; `auto` is those that give all ranks equal work, or what the method has
+    for packs.
     """
     auto, balanced = method.layout == "auto", problem.mask.balanced
     if method.layout == "search" or (auto and not balanced):
-        names = method.dealings()
+        names = method.dealings() if method.layout == "search" else method.dealings_for_auto()
     else:
         names = balanced if auto and problem.n > 1 else ()
     found = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -11,19 +11,24 @@ import torch
 from sp_bench.kernels import BlockKernel
 from sp_bench.kernels.pieces import Pieces, calls
 from sp_bench.kernels.row_sums import projection, row_sums
+from sp_bench.plan.casts import keys_of
 from sp_bench.plan.dataflow import row_sums_released
-from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Op, Place, Plan, RowSums
+from sp_bench.plan.ops import Attend, AttendBackward, Bundle, Chunk, Fold, Fused, Gathered, Op, Place, Plan, RowSums
 from sp_bench.plan.problem import Problem
-from sp_bench.plan.regions import RegionKind
+from sp_bench.plan.regions import RegionKind, Regions
 from sp_bench.plan.union import Pieces as UnionPieces
 from sp_bench.plan.union import kernel_calls
 from sp_bench.run.execution import FOLDS, KERNELS, REST, WAITS, Execution
-from sp_bench.run.fused import cut, operands
+from sp_bench.run.fused import cut, end_to_end, operands
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Rows, Sum, Sums, Tensors, tokens_of
 
 Perform = Callable[[Execution], None]
 """Performs an operation of a plan: at once on a CPU, queued on the current stream on a GPU."""
+
+
+_Take = Callable[[Holdings, Tensors], Tensors]
+"""Takes rows out of the tensors of a chunk."""
 
 
 class Window(NamedTuple):
@@ -66,6 +71,8 @@ class Blocks:
                 return self._attend(op)
             case AttendBackward():
                 return self._attend_backward(op)
+            case Gathered():
+                return self._gathered(op)
             case Fused():
                 return self._fused(op)
             case Fold():
@@ -77,17 +84,39 @@ class Blocks:
         return None
 
     def _attend(self, op: Attend) -> Perform | None:
-        kernel, q_chunk, kv_chunk = self._kernel, op.q, op.kv
-        windows = [
-            (self._take(q_chunk, rows), self._take(kv_chunk, columns), kind, self._sums.at(op.o, rows))
-            for rows, columns, kind in self._windows(op.q.place, op.kv.place)
-        ]
+        windows, kv = self._windows(op.q.place, op.kv.place), op.kv
+        forward = self._forward(op.q, op.o, windows, partial(self._take, kv))
 
         def attend(run: Execution) -> None:
             run.lap(WAITS)
+            forward(run, run.holdings.chunks[kv])
+
+        return attend if windows else None  # without any the chunks may not have been sent
+
+    def _attend_backward(self, op: AttendBackward) -> Perform | None:
+        windows, kv = self._windows(op.odoq.place, op.kv.place), op.kv
+        into = [self._sums.at(op.dkv, window.kv) for window in windows]
+        backward = self._backward(op.odoq, op.dq, windows, partial(self._take, kv))
+
+        def attend_backward(run: Execution) -> None:
+            run.lap(WAITS)
             held = run.holdings
-            of_q, of_kv = held.chunks[q_chunk], held.chunks[kv_chunk]
-            for take_q, take_kv, kind, into in windows:
+            add = held.partials.add_gradients
+            backward(run, held.chunks[kv], lambda window, dkv: add(into[window], dkv))
+
+        return attend_backward if windows else None
+
+    def _forward(
+        self, q_chunk: Chunk, o: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
+    ) -> Callable[[Execution, Tensors], None]:
+        """What computes and folds O of some windows, given the keys and values that `take` takes rows out of."""
+        kernel = self._kernel
+        bound = [(self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(o, w.q)) for w in windows]
+
+        def forward(run: Execution, of_kv: Tensors) -> None:
+            held = run.holdings
+            of_q = held.chunks[q_chunk]
+            for take_q, take_kv, kind, into in bound:
                 (q,), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
                 if isinstance(kind, Pieces):
@@ -99,26 +128,22 @@ class Blocks:
                 held.partials.add_output(into, out, lse)
                 run.lap(FOLDS)
 
-        return attend if windows else None  # without any the chunks may not have been sent
+        return forward
 
-    def _attend_backward(self, op: AttendBackward) -> Perform | None:
-        kernel, q_chunk, kv_chunk, sum_of = self._kernel, op.odoq, op.kv, self._sums.at
-        windows = [
-            (
-                self._take(q_chunk, rows),
-                self._take(kv_chunk, columns),
-                kind,
-                sum_of(op.dq, rows),
-                sum_of(op.dkv, columns),
-            )
-            for rows, columns, kind in self._windows(op.odoq.place, op.kv.place)
+    def _backward(
+        self, q_chunk: Chunk, dq_chunk: Chunk, windows: Sequence[Window], take: Callable[[Rows], _Take]
+    ) -> Callable[[Execution, Tensors, Callable[[int, Tensors], None]], None]:
+        """What computes and adds dQ of some windows. What it is given last adds (dk, dv) of a window, by its number."""
+        kernel = self._kernel
+        bound = [
+            (number, self._take(q_chunk, w.q), take(w.kv), w.kind, self._sums.at(dq_chunk, w.q))
+            for number, w in enumerate(windows)
         ]
 
-        def attend_backward(run: Execution) -> None:
-            run.lap(WAITS)
+        def backward(run: Execution, of_kv: Tensors, add: Callable[[int, Tensors], None]) -> None:
             held = run.holdings
-            of_q, of_kv = held.chunks[q_chunk], held.chunks[kv_chunk]
-            for take_q, take_kv, kind, into_dq, into_dkv in windows:
+            of_q = held.chunks[q_chunk]
+            for number, take_q, take_kv, kind, into in bound:
                 (q, out, dout, lse), (k, v) = take_q(held, of_q), take_kv(held, of_kv)
                 run.lap(REST)
                 if isinstance(kind, Pieces):
@@ -127,13 +152,53 @@ class Blocks:
                     dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, kind)
                 run.lap(KERNELS)
                 run.see(dq, dk, dv)
-                held.partials.add_gradients(into_dq, (dq,))
-                held.partials.add_gradients(into_dkv, (dk, dv))
+                held.partials.add_gradients(into, (dq,))
+                add(number, (dk, dv))
                 run.lap(FOLDS)
 
-        return attend_backward if windows else None
+        return backward
 
-    def _take(self, chunk: Chunk, rows: Rows) -> Callable[[Holdings, Tensors], Tensors]:
+    def _gathered(self, op: Gathered) -> Perform | None:
+        keys = keys_of(op, self._problem, self._rank)
+        windows = self._calls(keys.regions, shared=True)
+        if not windows:
+            return None
+        # Place by position -> place as they lie, member by member, and the inverse.
+        order, places = (torch.from_numpy(x).to(self._device) for x in (keys.order, keys.order.argsort()))
+        own, (query,), counts = op.keys[0].index == 0, op.queries, list(keys.counts)
+
+        def by_position(held: Holdings) -> Tensors:
+            parts = zip(*(held.chunks[chunk] for chunk in op.keys), strict=True)
+            return tuple(x if own else x.index_select(1, order) for x in map(end_to_end, parts))
+
+        if op.forward:
+            forward = self._forward(query, op.blocks[0].writes[0], windows, _rows_of)
+
+            def gathered(run: Execution) -> None:
+                run.lap(WAITS)
+                forward(run, by_position(run.holdings))
+
+            return gathered
+        dq, *dkv = op.writes
+        backward, dtype = self._backward(query, dq, windows, _rows_of), getattr(torch, self._problem.accumulate_dtype)
+        into = [self._sums.at(dkv[0], window.kv) for window in windows] if own else []
+
+        def gathered_backward(run: Execution) -> None:
+            run.lap(WAITS)
+            held, kv = run.holdings, by_position(run.holdings)
+            if own:
+                backward(run, kv, lambda window, part: held.partials.add_gradients(into[window], part))
+                return
+            sums = tuple(torch.zeros_like(x, dtype=dtype) for x in kv)
+            backward(run, kv, lambda window, part: _add_rows(sums, windows[window].kv, part))
+            by_member = zip(*(x.index_select(1, places).split(counts, dim=1) for x in sums), strict=True)
+            for chunk, part in zip(dkv, by_member, strict=True):
+                held.partials.put_rows(chunk, part)
+            run.lap(FOLDS)
+
+        return gathered_backward
+
+    def _take(self, chunk: Chunk, rows: Rows) -> _Take:
         """What takes rows out of the tensors of a chunk."""
         if self._sums.at(chunk, rows).whole:
             return _as_they_are
@@ -175,13 +240,15 @@ class Blocks:
         return fused if bound else None
 
     def _fold(self, op: Fold) -> Perform:
-        part, into, sum_of = op.part, op.into, self._sums.of
+        part, into, sums = op.part, op.into, self._sums
 
         def fold(run: Execution) -> None:
             held = run.holdings
-            if held.holds(part):  # else no block was folded into it
+            if found := held.parts(part):
                 run.lap(WAITS)
-                held.partials.add(sum_of(into, held.rows(part)), held.chunks[part])
+                for rows, tensors in found:
+                    total = sums.of(into, rows) if isinstance(rows, range) else sums.at(into, rows)
+                    held.partials.add(total, tensors)
                 run.lap(FOLDS)
 
         return fold
@@ -216,8 +283,26 @@ class Blocks:
         regions = blocks.regions_of(blocks.of(int(q.owner(self._rank)), int(kv.owner(self._rank))))
         if self._problem.mask.sends_unseen:
             return [Window(region.q, region.kv, region.kind) for region in (region.plain for region in regions)]
-        found = calls(regions, self._device, varlen=self._kernel.takes_varlen(self._problem.head_dim))
+        return self._calls(regions)
+
+    def _calls(self, regions: Regions, *, shared: bool = False) -> list[Window]:
+        varlen = self._kernel.takes_varlen(self._problem.head_dim)
+        found = calls(regions, self._device, varlen=varlen, shared=shared)
         return [Window(c.queries, c.keys, c) if isinstance(c, Pieces) else Window(c.q, c.kv, c.kind) for c in found]
+
+
+def _rows_of(rows: Rows) -> _Take:
+    """What takes rows out of tensors that are no chunk's."""
+    return lambda held, tensors: tuple([tokens_of(x, rows) for x in tensors])
+
+
+def _add_rows(sums: Tensors, rows: Rows, gradients: Tensors) -> None:
+    """Add gradients_BSHD of some rows to their sums."""
+    for into, x in zip(sums, gradients, strict=True):
+        if isinstance(rows, range):
+            tokens_of(into, rows).add_(x)
+        else:
+            into.index_add_(1, rows, x.to(into.dtype))
 
 
 def _nothing(run: Execution) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +19,23 @@ class Holdings:
         self.chunks = dict(inputs)
         """Inputs, and what was received or bundled."""
         self._first_rows: dict[Chunk, int] = {}
+        self._parts: dict[Chunk, Sequence[tuple[Tensor, Tensors]]] = {}
 
     def put(self, chunk: Chunk, tensors: Tensors, first_row: int = 0) -> None:
         """Store a chunk, or those of its rows that start at `first_row`."""
         self.chunks[chunk] = tensors
         if first_row or chunk in self._first_rows:
             self._first_rows[chunk] = first_row
+
+    def put_rows(self, chunk: Chunk, parts: Sequence[tuple[Tensor, Tensors]]) -> None:
+        """Store what has come of a partial as (rows, tensors); parts may have rows in common, and one some twice."""
+        self._parts[chunk] = parts
+
+    def parts(self, chunk: Chunk) -> Sequence[tuple[Rows, Tensors]]:
+        """Return what has come of a partial as (rows, tensors); nothing if no block was folded into it."""
+        if chunk in self._parts:
+            return self._parts[chunk]
+        return [(self.rows(chunk), self.chunks[chunk])] if self.holds(chunk) else []
 
     def holds(self, chunk: Chunk) -> bool:
         """Whether a chunk is an input or was received or bundled."""

@@ -10,11 +10,12 @@ import torch
 
 from sp_bench.lower import Lowering, StagingUse
 from sp_bench.plan.demand import demand, untouched_partials
-from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, Transfer
+from sp_bench.plan.ops import AllGather, AllToAll, Chunk, Op, Pass, Plan, ReduceScatter, RowCollective, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.transfers import rows_sent
 from sp_bench.run.blocks import Perform
 from sp_bench.run.buffers import Buffers
+from sp_bench.run.casting import Casting
 from sp_bench.run.collectives import Collectives
 from sp_bench.run.dealing import Dealing
 from sp_bench.run.execution import Execution
@@ -66,6 +67,9 @@ class Lanes:
         self._dealing: Callable[[AllToAll], Dealing] = cache(lambda op: Dealing(op, problem, rank, self._staging))
         self._collectives = Collectives(
             plan, lowering, problem, rank, transport, streams, self._receiving, self._staging
+        )
+        self._casting = Casting(
+            plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, device
         )
         self._demand, self._standing = demand(plan, problem), cache(self._find_standing)
         self.call: Callable[[int], Perform] = cache(self._find_call)
@@ -124,6 +128,8 @@ class Lanes:
         """The call that takes the data of an earlier execution (or zeros) for what a transfer brings; it sends none."""
         if isinstance(op, AllGather | ReduceScatter):
             return self._collectives.pretended(index, op)
+        if isinstance(op, RowCollective):
+            return self._casting.pretended(index, op)
         here, dropped = self._standing(index), self._dropped(op)
 
         def pretend(run: Execution) -> None:
@@ -144,6 +150,8 @@ class Lanes:
         op = self._plan.ops[index]
         if isinstance(op, AllGather | ReduceScatter):
             return self._collectives.call(index, op)
+        if isinstance(op, RowCollective):
+            return self._casting.call(index, op)
         assert isinstance(op, Pass | AllToAll)
         here, move, streams = self._standing(index), self._move(index, op), self._streams
         dropped = self._dropped(op)

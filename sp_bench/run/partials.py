@@ -141,16 +141,25 @@ class Partials:
         else:
             self.add_gradients(into, part)
 
+    def put_rows(self, chunk: Chunk, part: Tensors) -> None:
+        """Keep the whole gradient of rows of which others have the rest (plan.casts)."""
+        dtype = self._sums.of(chunk).dtype
+        self._held[chunk] = tuple(in_dtype(x, dtype) for x in part)
+
+    def get_rows(self, chunk: Chunk) -> Tensors:
+        """Return what `put_rows` has kept; nothing if blocks were left out."""
+        return self._held.get(chunk, ())
+
     def add(self, into: Sum, part: Tensors) -> None:
         """Fold a peer's partial of some tokens of a chunk into its accumulator."""
         # It lies in a receive buffer, so unlike a block's result it can't become the accumulator.
         total = self._sum(into)
+        if not into.chunk.tensor.is_output:
+            self.add_gradients(into, part)
+            return
         if not into.whole:
             total = tuple(tokens_of(x, into.rows) for x in total)
-        if into.chunk.tensor.is_output:
-            fold_(*total, *part)
-        else:
-            _add(total, part)
+        fold_(*total, *part)
 
     def get(self, chunk: Chunk) -> Tensors:
         """Return the accumulator; the neutral element if no block has written to it."""

@@ -11,10 +11,12 @@ from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
 from sp_bench.lower.joined import copied_bytes
+from sp_bench.plan.casts import seen_by
 from sp_bench.plan.dataflow import dataflow
 from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Fused, Place, Plan
+from sp_bench.plan.ops import Block, Chunk, Fused, Gathered, Place, Plan
 from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import rows_in
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
 
@@ -32,9 +34,12 @@ class BlockCosts:
         # A plan has thousands of operations, of few kinds.
         self._of_places, self._fold_s = cache(self._find_of_places), cache(self._find_fold_s)
         self._owner = cache(self._find_owner)
+        self._gathered_s, self._gathered_folds_s = cache(self._find_gathered_s), cache(self._find_gathered_folds_s)
 
     def kernels_s(self, index: int, op: Block, ranks: np.ndarray) -> np.ndarray:
         """Seconds of the kernel calls of operation `index`, with copies of what lies apart: (ranks,)."""
+        if isinstance(op, Gathered):
+            return self._gathered_s(op)[ranks]
         if isinstance(op, Fused):
             in_place = ((index, False) in self._lowering.in_place, (index, True) in self._lowering.in_place)
             return self._by_union(op, ranks, lambda calls: self._calls_s(op, calls, in_place))
@@ -43,6 +48,8 @@ class BlockCosts:
     def folds_s(self, index: int, op: Block, ranks: np.ndarray, merged: Container[Chunk] = ()) -> np.ndarray:
         """Seconds of folding its results into all chunks but those that are `merged` already: (ranks,)."""
         into = [chunk for chunk in op.writes if chunk not in merged]
+        if isinstance(op, Gathered):
+            return self._gathered_folds_s(index, op)[ranks]
         if isinstance(op, Fused):
             fresh = {chunk for chunk in into if self._flow.starts(index, chunk)}
             return self._by_union(op, ranks, lambda calls: sum(self._folds_of(op, calls, c, c in fresh) for c in into))
@@ -60,6 +67,35 @@ class BlockCosts:
         everyone = np.arange(self._problem.n)
         found = [self.kernels_s(index, op, everyone)]
         return [*found, self.folds_s(index, op, everyone)] if isinstance(op, Fused) else found
+
+    def _find_gathered_s(self, op: Gathered) -> np.ndarray:
+        """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,).
+
+        Ranks that split a chunk's heads have the same calls.
+        """
+        problem, phase, degree = self._problem, self._plan.phase, self._problem.layout.head_parallel
+        row_bytes = sum(problem.token_bytes(field, wire=False) for field in op.keys[0].tensor.fields)
+        row_bytes *= (op.keys[0].index > 0) * (1 if phase == "forward" else 2)  # the rank's own lie in order; dKV, too
+        found = []
+        for rank in range(0, problem.n, degree):
+            regions, rows = seen_by(op, problem, rank)
+            kernels_s = self._device.pieces_s(problem, phase, regions)
+            found.append(kernels_s + self._device.copy_s(rows * row_bytes) if regions else 0.0)
+        return np.repeat(found, degree)
+
+    def _find_gathered_folds_s(self, index: int, op: Gathered) -> np.ndarray:
+        """Seconds of folding what its calls have of queries that see a key, and of the rank's own keys: (n,)."""
+        problem, degree, found = self._problem, self._problem.layout.head_parallel, []
+        for rank in range(0, problem.n, degree):
+            regions, _ = seen_by(op, problem, rank)
+            total_s = 0.0
+            for chunk in (chunk for chunk in op.writes if regions and not chunk.index):
+                runs = [region.kv if chunk.tensor.of_keys else region.q for region in regions]
+                share = rows_in(runs) / problem.block_tokens
+                first = self._flow.starts(index, chunk)
+                total_s += self._device.fold_s(problem, chunk.tensor, first=first, share=share, sliced=True)
+            found.append(total_s)
+        return np.repeat(found, degree)
 
     def of_owners_s(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
         """Seconds of the kernel calls of blocks of chunks with these owners."""
@@ -124,7 +160,7 @@ def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
     everyone, total_s = np.arange(problem.n), np.zeros(problem.n)
     by_home = dict[tuple[Group | Grid, Group | Grid], list[tuple[int, int]]]()
     for index, op in plan:
-        if isinstance(op, Fused):
+        if isinstance(op, Fused):  # Gathered ones among them
             total_s += costs.kernels_s(index, op, everyone)
         elif isinstance(op, Block):
             by_home.setdefault((op.q.home, op.kv.home), []).append((op.q.index, op.kv.index))

@@ -30,6 +30,7 @@ from sp_bench.plan.ops import (
     Pass,
     Plan,
     ReduceScatter,
+    RowCollective,
     Transfer,
 )
 from sp_bench.plan.problem import Problem
@@ -200,6 +201,8 @@ class _Builder:
         """At most how many rows of tasks a transfer takes."""
         if not isinstance(op, Collective):
             return 1
+        if isinstance(op, RowCollective):
+            return len(op.members) + 1
         way = self._algorithm(op)
         return collectives.rows_of(way, op.group) if way else op.group.size
 
@@ -318,6 +321,9 @@ class _Builder:
         self.wires[index] = self.effects.on_wire(each, by_library=not by_messages(op))
         for path, message, wire in zip(paths, each, self.wires[index], strict=True):
             # The lane casts or packs what it sends before it posts it.
+            if isinstance(op, RowCollective):  # no message without rows
+                sends = message.bytes > 0
+                receives = sends[path.source]
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
             posted_there = (np.where(sends, ended[path.target], ended) for ended in expecting)
             deps = [*before, *posted_there, *begun]
@@ -329,7 +335,7 @@ class _Builder:
             if np.any(wire.later_bytes):
                 self.later.append(([tasks[-1]], wire.later_bytes, over))
             arrived.append(np.where(receives, tasks[-1][path.source], tasks[-1]))
-        if isinstance(op, AllToAll | ReduceScatter):  # what arrived is unpacked or merged: one thing to wait for
+        if isinstance(op, AllToAll | ReduceScatter | RowCollective):  # one thing to wait for, unpacked or merged
             return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
         return [*tasks, *arrived]
 

@@ -13,9 +13,24 @@ import numpy as np
 
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering
+from sp_bench.plan import casts
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange
-from sp_bench.plan.ops import AllGather, AllToAll, Block, Chunk, Fold, Op, Pass, Plan, ReduceScatter, RowSums, Transfer
+from sp_bench.plan.ops import (
+    AllGather,
+    AllToAll,
+    Block,
+    Chunk,
+    Fold,
+    GroupReduce,
+    Op,
+    Pass,
+    Plan,
+    ReduceScatter,
+    RowCollective,
+    RowSums,
+    Transfer,
+)
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, share_sent
@@ -72,6 +87,10 @@ class OperationCosts:
             return self._device.copy_s(self._lowering.packed_bytes(op)[0])
         if isinstance(op, AllGather):
             return 0.0
+        if isinstance(op, RowCollective):  # rows are gathered, and cast where they have to be
+            row_bytes = sum(self._problem.token_bytes(field, wire=True) for field in op.tensor.fields)
+            rows = np.asarray(casts.sent(op, self._problem, ranks))
+            return _of_each(rows, lambda count: self._device.copy_s(count * row_bytes))
         if isinstance(op, ReduceScatter):
             by_field = messages(op, self._problem, 0)[0] if op.group.size > 1 else {}
             return (op.group.size - 1) * self._device.copy_s(sum(by_field.values()))
@@ -83,8 +102,10 @@ class OperationCosts:
         whole = sum(self._problem.field_bytes(field, wire=True) for field in op.tensor.fields)
         return cast_s + (op.target(ranks) == ranks) * self._device.copy_s(whole)
 
-    def arrived_s(self, op: AllToAll | ReduceScatter, arrivals: int) -> float:
+    def arrived_s(self, op: AllToAll | ReduceScatter | RowCollective, arrivals: int) -> float:
         """Seconds of unpacking what an all-to-all brought, or of merging the arrivals of a reduce-scatter."""
+        if isinstance(op, RowCollective):
+            return 0.0
         if isinstance(op, AllToAll):
             return self._device.copy_s(self._lowering.packed_bytes(op)[1])
         return arrivals * self._device.fold_s(self._problem, op.tensor, arriving=True)
@@ -123,6 +144,8 @@ class OperationCosts:
         if index not in self._brought:
             return np.ones(ranks.size)
         hop = self._brought[index]
+        if isinstance(hop, GroupReduce):  # rows of several members, of which some may be the same
+            return np.asarray(casts.received(hop, self._problem, ranks)) / self._problem.block_tokens
         return np.asarray(share_sent(hop, self._problem, hop.source(ranks)))
 
     def _find_cast_s(self, tensor: Tensor, summed: bool, share: float = 1.0) -> float:
@@ -138,15 +161,17 @@ class OperationCosts:
         return np.where(cast_s > 0, cast_s, np.where(sent < held, copy_s, 0.0))
 
 
-def _brought(plan: Plan) -> dict[int, Pass]:
+def _brought(plan: Plan) -> dict[int, Pass | GroupReduce]:
     """By fold or transfer, the transfer that brought its operand, where that may have sent only some rows of it."""
-    brings, found = dict[Chunk, Pass](), dict[int, Pass]()
+    brings, found = dict[Chunk, Pass | GroupReduce](), dict[int, Pass | GroupReduce]()
     for index, op in plan:
         operand = op.part if isinstance(op, Fold) else op.send if isinstance(op, Pass) else None
-        if operand and (hop := brings.get(operand)) and hop.against:
+        if operand and (hop := brings.get(operand)) and (isinstance(hop, GroupReduce) or hop.against):
             found[index] = hop
         if isinstance(op, Pass):
             brings[op.recv] = op
+        elif isinstance(op, GroupReduce):
+            brings[op.writes[0]] = op
     return found
 
 

@@ -91,6 +91,9 @@ CHOSEN = (
     f"method=mesh mask=document data=short method.layout=zigzag_documents {H100}",
     f"method=ring mask=document data=short method.layout=whole_documents {H100}",
     f"method=all_gather mask=document data=short method.layout=blocks {H100}",
+    f"method=group_cast mask=document data=magi_attention {H100} kv_heads=8 method.layout=balanced",
+    f"method=group_cast method.ulysses=2 method.stages=2 {H100} kv_heads=8 method.layout=zigzag",
+    f"method=hybrid_cp mask=document data=magi_attention {H100} kv_heads=8 method.layout=hybrid",
     f"method=mesh mask=window window=[16383,0] method.layout=contiguous {H100}",
     f"method=ring mask=chunked chunk=64k method.layout=zigzag {H100}",
 )

@@ -33,7 +33,7 @@ from sp_bench.plan import (
 from sp_bench.plan.costs import COMPUTE_BOUND
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
-from sp_bench.plan.ops import Collective, Transfer
+from sp_bench.plan.ops import Collective, GroupCast, RowCollective, Transfer
 from sp_bench.plan.tensors import KV, O, Q
 from sp_bench.plan.transfers import messages, peers, rows_sent
 from tests.support.problems import all_methods, small_problem, splittable_problem
@@ -183,6 +183,20 @@ def dense_rows(op: Pass, problem: Problem, rank: int) -> int:
     return seeing or problem.local_seqlen
 
 
+def row_bytes(op: RowCollective, problem: Problem) -> int:
+    return sum(problem.token_bytes(field, wire=True) for field in op.tensor.fields)
+
+
+def dense_keys(problem: Problem, reader: int, owner: int) -> int:
+    """How many keys of the owner's layout chunk some query of the reader's sees."""
+    degree = problem.layout.head_parallel
+    queries, keys = (
+        np.concatenate(problem.layout.ranges(rank // degree, problem.n // degree, problem.seqlen))
+        for rank in (reader, owner)
+    )
+    return int((keys <= queries.max()).sum()) if problem.mask == CAUSAL else keys.size
+
+
 def received(op: Transfer, problem: Problem) -> np.ndarray:
     """Bytes that the ranks on the lines send to those on the columns, by what each receives: (n, n)."""
     sent = np.zeros((problem.n, problem.n), np.int64)
@@ -192,6 +206,12 @@ def received(op: Transfer, problem: Problem) -> np.ndarray:
                 sum(problem.field_bytes(field, wire=True) for field in op.recv.tensor.by_heads.fields) // op.group.size
             )
             sent[[op.group.member(rank, shift) for shift in range(1, op.group.size)], rank] = heads
+        elif isinstance(op, RowCollective):
+            for u in op.members:
+                cast = isinstance(op, GroupCast)
+                other = int(op.group.member(rank, u if cast else -u))
+                reader, owner = (rank, other) if cast else (other, rank)
+                sent[other, rank] = dense_keys(problem, reader, owner) * row_bytes(op, problem)
         elif isinstance(op, Collective):
             others = [op.group.member(rank, shift) for shift in range(1, op.group.size)]
             sent[others, rank] = problem.chunk_bytes(op.tensor, wire=True)

@@ -31,7 +31,7 @@ def variants(n: int) -> list[Case]:
 
 def others(n: int) -> list[Case]:
     """Every method but ring, all_gather, tasp and mesh with whole heads, in every variant. u ranks split 2u heads."""
-    cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q")]
+    cases = [Case(n=n, method=method) for method in ("striped", "zigzag", "pass_q", "hybrid_cp")]
     cases += [
         Case(n=n, method=method, options=(("inner", inner),))
         for inner in divisors(n)
@@ -45,6 +45,10 @@ def others(n: int) -> list[Case]:
     for u in divisors(n):
         cases += [
             Case(n=n, method=method, heads=2 * u, options=(("ulysses", u),)) for method in ("usp", "ulysses_all_gather")
+        ]
+        cast = [stages for stages in (1, 2, 4) if stages == 1 or stages < n // u]
+        cases += [
+            Case(n=n, method="group_cast", heads=2 * u, options=(("ulysses", u), ("stages", stages))) for stages in cast
         ]
         inner = [w for w in divisors(n // u) if w < n // u or u == n]
         cases += [Case(n=n, method="loongtrain", heads=2 * u, options=(("ulysses", u), ("inner", w))) for w in inner]

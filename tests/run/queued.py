@@ -323,12 +323,14 @@ class Rank(TorchDispatchMode):
         return made[0] if single else tuple(made)
 
     def _in_place(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Operations that write to their first argument and return it."""
-        raw, reads = self._raw(args), [self.machine.access(x) for x in tree_leaves((args[1:], kwargs)) if _is(x)]
-        raw_kwargs = self._raw(kwargs)
-        writes = [self.machine.access(x) for x in tree_leaves(args[0])]
+        """Operations that write to `out`, or else to their first argument, and return it."""
+        rest = {key: x for key, x in kwargs.items() if key != "out"}
+        written, read = (kwargs["out"], (args, rest)) if "out" in kwargs else (args[0], (args[1:], rest))
+        raw, raw_kwargs = self._raw(args), self._raw(kwargs)
+        reads = [self.machine.access(x) for x in tree_leaves(read) if _is(x)]
+        writes = [self.machine.access(x) for x in tree_leaves(written)]
         self._append(Work(lambda: func(*raw, **raw_kwargs), reads, writes))
-        return args[0]
+        return written
 
     def _queue(self, func: Any, args: Any, kwargs: Any, found: Sequence[Any], *, poisoned: bool = False) -> list[Any]:
         made = [self._make(x) if isinstance(x, Tensor) else x for x in found]

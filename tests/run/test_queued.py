@@ -109,6 +109,8 @@ MUTATED = [
     ("all_gather", {"stride": 2}),
     ("pass_q", {}),
     ("double_ring", {"inner": 2}),
+    ("group_cast", {"ulysses": 1, "stages": 2}),
+    ("hybrid_cp", {}),
 ]
 
 

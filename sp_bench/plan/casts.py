@@ -1,0 +1,229 @@
+"""Casts: which rows of a key chunk the queries of another chunk see, and what is computed with them.
+
+A GroupCast moves just these rows. The rows that a rank gets from several others lie behind each other, in the order of
+the operation's members. A Gathered block reads them in the order of their positions: there a query sees one run of
+neighbouring keys, whoever sent them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from sp_bench.plan.documents import Documents, Packed
+from sp_bench.plan.intervals import regions_between
+from sp_bench.plan.layout import Layout
+from sp_bench.plan.mask import CAUSAL
+from sp_bench.plan.ops import Chunk, Gathered, GroupCast, GroupReduce, RowCollective
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import Regions, by_keys
+
+
+class Segments(NamedTuple):
+    """Runs of positions that one chunk owns and that a chunk's queries see all or none of. (segments,) each."""
+
+    start: np.ndarray
+    """The first position."""
+    tokens: np.ndarray
+    owner: np.ndarray
+    """The chunk."""
+    row: np.ndarray
+    """The first position as a row of its chunk."""
+
+
+class Keys(NamedTuple):
+    """The key rows of a Gathered block on one rank."""
+
+    order: np.ndarray
+    """Their order by position: place in it -> place among the rows as they lie, member by member. (keys,)"""
+    counts: tuple[int, ...]
+    """How many rows there are of each key chunk."""
+    regions: Regions
+    """What the rank's queries see of them, with keys by their place in the order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Casts:
+    """The rows that chunks need of each other, under one mask and layout."""
+
+    pack: Packed
+    """The mask; one document, if it is of a whole sequence."""
+    layout: Layout
+    chunks: int
+    _found: dict[tuple[int, tuple[int, ...]], tuple[Regions, int]] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Rows of each key chunk that queries of each chunk see: (chunks, chunks), by query and key chunk."""
+        found, there = np.zeros((self.chunks, self.chunks), np.int64), self._segments
+        order = np.argsort(there.owner, kind="stable")
+        first = np.flatnonzero(np.diff(there.owner[order], prepend=-1))
+        seen = self._seen[:, order] * there.tokens[order]
+        found[:, there.owner[order][first]] = np.add.reduceat(seen, first, axis=1)
+        return found
+
+    def rows(self, queries: int, keys: int) -> np.ndarray:
+        """The rows of one key chunk that queries of a chunk see, ascending."""
+        here = self._segments_of(queries, keys)
+        return _runs(self._segments.row[here], self._segments.tokens[here])
+
+    def keys(self, queries: int, members: Sequence[int]) -> Keys:
+        """The rows that queries of a chunk see of several key chunks, as they lie behind each other."""
+        here = [self._segments_of(queries, member) for member in members]
+        all_of, there = np.concatenate(here), self._segments
+        positions = _runs(there.start[all_of], there.tokens[all_of])
+        order = np.argsort(positions, kind="stable")
+        first, stop = self.pack.sees(self._positions(queries))
+        positions = positions[order]
+        regions = regions_between(np.searchsorted(positions, first), np.searchsorted(positions, stop))
+        return Keys(order, tuple(int(there.tokens[each].sum()) for each in here), regions)
+
+    def seen(self, queries: int, members: tuple[int, ...]) -> tuple[Regions, int]:
+        """The regions of `keys` and how many rows there are, found once."""
+        if (queries, members) not in self._found:
+            keys = self.keys(queries, members)
+            self._found[queries, members] = keys.regions, keys.order.size
+        return self._found[queries, members]
+
+    def _positions(self, chunk: int) -> np.ndarray:
+        runs = self.layout.ranges(chunk, self.chunks, self.pack.seqlen)
+        return np.concatenate([np.zeros(0, int), *(np.arange(run.start, run.stop, run.step) for run in runs)])
+
+    def _segments_of(self, queries: int, keys: int) -> np.ndarray:
+        return np.flatnonzero(self._seen[queries] & (self._segments.owner == keys))
+
+    @cached_property
+    def _intervals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Each run of positions of a chunk: (chunk, start, stop), and what its queries see, which is a run too."""
+        found = [
+            (chunk, at.start, at.stop)
+            for chunk in range(self.chunks)
+            for run in self.layout.ranges(chunk, self.chunks, self.pack.seqlen)
+            for at in ([run] if run.step == 1 else [range(p, p + 1) for p in run])
+        ]
+        chunk, start, stop = np.array(found, np.int64).T
+        return chunk, start, stop, self.pack.sees(start)[0], self.pack.sees(stop - 1)[1]
+
+    @cached_property
+    def _segments(self) -> Segments:
+        chunk, start, _, first, last = self._intervals
+        starts = np.unique(np.concatenate([start, first, last]))
+        starts = starts[starts < self.pack.seqlen]
+        tokens = np.diff(np.append(starts, self.pack.seqlen))
+        by_start = np.argsort(start)
+        owner = chunk[by_start][np.searchsorted(start[by_start], starts, side="right") - 1]
+        order = np.argsort(owner, kind="stable")
+        before = np.cumsum(tokens[order]) - tokens[order]
+        row = np.empty_like(before)
+        begins = np.flatnonzero(np.diff(owner[order], prepend=-1))
+        row[order] = before - np.repeat(before[begins], np.diff(np.append(begins, order.size)))
+        return Segments(starts, tokens, owner, row)
+
+    @cached_property
+    def _seen(self) -> np.ndarray:
+        """Whether a query of each chunk sees a segment: (chunks, segments)."""
+        chunk, _, _, first, last = self._intervals
+        starts = self._segments.start
+        change = np.zeros((self.chunks, starts.size + 1), np.int32)
+        np.add.at(change, (chunk, np.searchsorted(starts, first)), 1)
+        np.add.at(change, (chunk, np.searchsorted(starts, last)), -1)
+        return change[:, :-1].cumsum(axis=1) > 0
+
+
+def casts(problem: Problem) -> Casts:
+    """The rows that the chunks of a problem need of each other."""
+    mask = problem.mask
+    pack = mask if isinstance(mask, Packed) else Documents((problem.seqlen,), causal=mask is CAUSAL)
+    return _casts(pack, problem.layout, problem.n // problem.layout.head_parallel)
+
+
+@lru_cache(maxsize=32)
+def _casts(pack: Packed, layout: Layout, chunks: int) -> Casts:
+    return Casts(pack, layout, chunks)
+
+
+def rows_seen_elsewhere(problem: Problem) -> int:
+    """Key rows that chunks see in other chunks, all together: what a group cast moves, for each head."""
+    counts = casts(problem).counts
+    return int(counts.sum() - counts.trace())
+
+
+def members_seen(problem: Problem, own: Chunk) -> set[int]:
+    """The chunks #u, other than its own, of which queries of any rank see rows."""
+    ranks, degree, counts = np.arange(problem.n), problem.layout.head_parallel, casts(problem).counts
+    others = range(1, own.home.size)
+    return {u for u in others if counts[ranks // degree, own.home.member(ranks, u) // degree].any()}
+
+
+def rows_moved(op: RowCollective, problem: Problem, rank, member: int):
+    """How many rows one or an array of ranks sends in the message that has to do with the member #u.
+
+    In a GroupCast that goes to the rank whose #u it is itself, in a GroupReduce to the owner of #u.
+    """
+    return rows_from(op, problem, rank if isinstance(op, GroupReduce) else op.group.member(rank, -member), member)
+
+
+def rows_from(op: RowCollective, problem: Problem, rank, member: int):
+    """How many rows of the member #u one or an array of ranks has."""
+    degree = problem.layout.head_parallel
+    return casts(problem).counts[rank // degree, op.group.member(rank, member) // degree]
+
+
+def rows_to(op: RowCollective, problem: Problem, rank: int, member: int) -> np.ndarray:
+    """The rows of its own chunk that the rank whose #u it is has."""
+    degree = problem.layout.head_parallel
+    return casts(problem).rows(int(op.group.member(rank, -member)) // degree, rank // degree)
+
+
+def rows_held(op: RowCollective, problem: Problem, rank):
+    """How many rows one or an array of ranks has of the chunks of all members."""
+    return sum(rows_from(op, problem, rank, u) for u in op.members)
+
+
+def rows_owned(op: RowCollective, problem: Problem, rank):
+    """How many rows of its own chunk the members have of one or an array of ranks, all together."""
+    return sum(rows_from(op, problem, op.group.member(rank, -u), u) for u in op.members)
+
+
+def keys_of(op: Gathered, problem: Problem, rank: int) -> Keys:
+    """The key rows of a Gathered block on one rank, and its regions as its kernels take them."""
+    keys = _keys(casts(problem), *_chunks(op, problem, rank))
+    return keys if op.forward else keys._replace(regions=tuple(by_keys(keys.regions)))
+
+
+@lru_cache(maxsize=16)
+def _keys(found: Casts, queries: int, members: tuple[int, ...]) -> Keys:
+    return found.keys(queries, members)  # forward and backward have the same
+
+
+def seen_by(op: Gathered, problem: Problem, rank: int) -> tuple[Regions, int]:
+    """The regions of a Gathered block on one rank (keys_of), and how many key rows it reads."""
+    regions, rows = casts(problem).seen(*_chunks(op, problem, rank))
+    return regions if op.forward else tuple(by_keys(regions)), rows
+
+
+def _chunks(op: Gathered, problem: Problem, rank: int) -> tuple[int, tuple[int, ...]]:
+    """The query chunk and the key chunks of a Gathered block."""
+    degree = problem.layout.head_parallel
+    members = tuple(int(chunk.owner(rank)) // degree for chunk in op.keys)
+    return int(op.queries[0].owner(rank)) // degree, members
+
+
+def received(op: RowCollective, problem: Problem, rank):
+    """How many rows one or an array of ranks receives in all."""
+    return rows_held(op, problem, rank) if isinstance(op, GroupCast) else rows_owned(op, problem, rank)
+
+
+def sent(op: RowCollective, problem: Problem, rank):
+    """How many rows one or an array of ranks sends in all."""
+    return rows_owned(op, problem, rank) if isinstance(op, GroupCast) else rows_held(op, problem, rank)
+
+
+def _runs(start: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The whole numbers of runs, one run behind the other."""
+    ends = np.cumsum(tokens)
+    return np.repeat(start - (ends - tokens), tokens) + np.arange(int(tokens.sum()))

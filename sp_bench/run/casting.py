@@ -1,0 +1,159 @@
+"""GroupCasts and GroupReduces of one plan on one rank: rows of key chunks, in a message to each member."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
+from sp_bench.plan import casts
+from sp_bench.plan.ops import GroupCast, Plan, RowCollective
+from sp_bench.plan.problem import Problem
+from sp_bench.run.blocks import Perform
+from sp_bench.run.execution import Execution
+from sp_bench.run.holdings import Holdings
+from sp_bench.run.partials import Tensors
+from sp_bench.run.streams import Streams
+from sp_bench.run.transport import Message, Transport, Turn
+
+
+class _Rows(NamedTuple):
+    """What a rank owns or has of its members' chunks, in the order of the members."""
+
+    owned: torch.Tensor
+    """The rows of its own chunk that others have, one member behind the other: (rows,)."""
+    of_others: tuple[int, ...]
+    """How many of them each member has."""
+    held: tuple[int, ...]
+    """How many rows the rank has of each member's chunk."""
+
+
+class Casting:
+    """Rows are gathered into a staging buffer and received into another one, one member behind the other."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        lowering: Lowering,
+        problem: Problem,
+        rank: int,
+        transport: Transport,
+        streams: Streams,
+        receiving: Mapping[ReceiveBuffer, Tensors],
+        staging: Mapping[StagingUse, Tensors],
+        device: torch.device,
+    ) -> None:
+        self._plan, self._lowering, self._problem, self._rank = plan, lowering, problem, rank
+        self._transport, self._streams, self._device = transport, streams, device
+        self._receiving, self._staging = receiving, staging
+        self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
+        # Made once, and by no lane: blocks read them too.
+        self._rows = {op: self._find_rows(op) for op in plan.ops if isinstance(op, RowCollective)}
+
+    def call(self, index: int, op: RowCollective) -> Perform:
+        """The call of transfer `index`."""
+        cast, turn = isinstance(op, GroupCast), Turn(self._ids[op.lane], index, op.group)
+        stage, staged = self._cast(op) if cast else self._reduced(op)
+        sends = _messages(op, self._rank, staged, -1 if cast else 1)
+        receives = _messages(op, self._rank, self._incoming(index, op), 1 if cast else -1)
+        counted_as = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
+        store = self._stored(index, op)
+
+        def transfer(run: Execution) -> None:
+            stage(run.holdings)
+            self._transport.exchange(turn, receives, sends, counted_as)
+            self._streams.keep(store(run.holdings))
+
+        return transfer
+
+    def pretended(self, index: int, op: RowCollective) -> Perform:
+        """The call that takes what is in the buffers for what a transfer brings."""
+        store = self._stored(index, op)
+
+        def pretend(run: Execution) -> None:
+            store(run.holdings)
+
+        return pretend
+
+    def _stored(self, index: int, op: RowCollective) -> Callable[[Holdings], list[Tensors | None]]:
+        """What stores what a transfer brings, and returns the partials that were sent."""
+        if isinstance(op, GroupCast):
+            brought = list(zip(op.writes, self._incoming(index, op), strict=True))
+
+            def put(holdings: Holdings) -> list[Tensors | None]:
+                for chunk, tensors in brought:
+                    holdings.put(chunk, tensors)
+                return []
+
+            return put
+        parts = self._together(op, self._buffers(index), self._rows[op])
+
+        def put_rows(holdings: Holdings) -> list[Tensors | None]:
+            holdings.put_rows(op.writes[0], parts)
+            return [holdings.partials.drop(chunk) for chunk in op.reads]
+
+        return put_rows
+
+    def _cast(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
+        """What stages the rows of the rank's own chunk for each member, and where."""
+        here, staged = self._rows[op], self._staging[StagingUse(op.lane, op.tensor, "send")]
+        places = self._together(op, staged, here)
+
+        def stage(holdings: Holdings) -> None:
+            own = holdings.to_send(op.own)
+            for rows, into in places:
+                for x, place in zip(own, into, strict=True):
+                    torch.index_select(x, 1, rows, out=place)
+
+        return stage, self._split(op, staged, here.of_others)
+
+    def _reduced(self, op: RowCollective) -> tuple[Callable[[Holdings], None], list[Tensors]]:
+        """What stages the partials of each member's rows, in the dtype that is sent, and where."""
+        here = self._rows[op]
+        parts = self._split(op, self._staging[StagingUse(op.lane, op.tensor, "send")], here.held)
+
+        def stage(holdings: Holdings) -> None:
+            for chunk, into, rows in zip(op.reads, parts, here.held, strict=True):
+                for x, place in zip(holdings.partials.get_rows(chunk) if rows else (), into, strict=False):
+                    place.copy_(x)
+
+        return stage, parts
+
+    def _incoming(self, index: int, op: RowCollective) -> list[Tensors]:
+        """Where each member's rows arrive."""
+        here = self._rows[op]
+        return self._split(op, self._buffers(index), here.held if isinstance(op, GroupCast) else here.of_others)
+
+    def _buffers(self, index: int) -> Tensors:
+        return self._receiving[self._lowering.receive_buffers[index]]
+
+    def _together(self, op: RowCollective, buffers: Tensors, here: _Rows) -> list[tuple[torch.Tensor, Tensors]]:
+        """(rows of the rank's own chunk, what others have of them): all at once, if one batch entry allows it."""
+        if self._problem.batch == 1:
+            return [(here.owned, self._split(op, buffers, [sum(here.of_others)])[0])]
+        return list(zip(here.owned.split(here.of_others), self._split(op, buffers, here.of_others), strict=True))
+
+    def _split(self, op: RowCollective, buffers: Tensors, counts: Sequence[int]) -> list[Tensors]:
+        """The fields of so many rows of each member, one member behind the other: views."""
+        found = []
+        for field, x in zip(op.tensor.fields, buffers, strict=True):
+            shapes = [self._problem.field_shape(field, rows) for rows in counts]
+            ends = [0, *accumulate(map(prod, shapes))]
+            found.append([x.view(-1)[a:b].view(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)])
+        return list(zip(*found, strict=True))
+
+    def _find_rows(self, op: RowCollective) -> _Rows:
+        mine = [casts.rows_to(op, self._problem, self._rank, u) for u in op.members]
+        held = [casts.rows_from(op, self._problem, self._rank, u) for u in op.members]
+        index = torch.cat([torch.from_numpy(rows) for rows in mine]).to(self._device)
+        return _Rows(index, tuple(map(len, mine)), tuple(map(int, held)))
+
+
+def _messages(op: RowCollective, rank: int, parts: Sequence[Tensors], way: int) -> list[Message]:
+    """(peer, tensors) for each member of which there are rows."""
+    peers = (int(op.group.member(rank, way * u)) for u in op.members)
+    return [(peer, tensors) for peer, tensors in zip(peers, parts, strict=True) if tensors[0].numel()]

@@ -1,0 +1,191 @@
+"""Group casts and sub-groups of ranks: who gets which rows, and how even the work is."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sp_bench import account
+from sp_bench.__main__ import main
+from sp_bench.check import check_all
+from sp_bench.methods import build
+from sp_bench.packing import Histogram
+from sp_bench.plan import Method
+from sp_bench.plan.casts import casts, keys_of
+from sp_bench.plan.costs import COMPUTE_BOUND
+from sp_bench.plan.documents import Documents, Packed
+from sp_bench.plan.mask import CAUSAL, FULL, Mask
+from sp_bench.plan.method import PHASES
+from sp_bench.plan.ops import Gathered, GroupCast
+from sp_bench.plan.problem import Problem
+from sp_bench.plan.regions import Region, RegionKind, by_keys, rows_in, stacks
+from sp_bench.reading import read
+from sp_bench.resources import CONF
+from tests.support.packs import packs
+from tests.support.seen import seen
+
+
+def dealt(method: Method, mask: Mask, n: int, seqlen: int) -> Problem:
+    layout = method.layout_of(mask, n)
+    return method.dealt(Problem(n=n, seqlen=seqlen, heads=8, kv_heads=8, head_dim=16, mask=mask, layout=layout))
+
+
+def positions(problem: Problem, chunk: int) -> np.ndarray:
+    chunks = problem.n // problem.layout.head_parallel
+    runs = problem.layout.ranges(chunk, chunks, problem.seqlen)
+    return np.concatenate([np.zeros(0, int), *map(np.array, runs)]).astype(int)
+
+
+METHODS = [("group_cast", {"ulysses": u, "stages": s}) for u, s in ((1, 1), (1, 3), (2, 2))] + [("hybrid_cp", {})]
+methods = st.sampled_from(METHODS)
+
+
+@given(pack=packs(), n=st.sampled_from([4, 6, 8]), method=methods)
+def test_what_is_sent_is_each_row_that_is_seen_once(pack: Packed, n: int, method: tuple) -> None:
+    """The rows, their number and their bytes, against a dense mask. Every plan is proven."""
+    built = build(*method)
+    problem = dealt(built, pack, n, pack.seqlen)
+    visible, degree = seen(pack), problem.layout.head_parallel
+    chunks, total = n // degree, 0
+    for q in range(chunks):
+        for kv in range(chunks):
+            rows = np.flatnonzero(visible[np.ix_(positions(problem, q), positions(problem, kv))].any(axis=0))
+            np.testing.assert_array_equal(casts(problem).rows(q, kv), rows)
+            assert casts(problem).counts[q, kv] == rows.size
+            total += rows.size * (q != kv)
+    plans = {phase: built.plan(problem, phase, COMPUTE_BOUND) for phase in PHASES}
+    check_all(plans, problem)
+    for phase, plan in plans.items():
+        sent = account.volume(plan, problem).sent_bytes
+        row = 4 * problem.head_dim * problem.kv_heads // degree
+        assert sum(v for (lane, *_), v in sent.items() if lane == "kv") == pytest.approx(total * degree * row / n)
+        assert account.volume(plan, problem).payload_bytes == pytest.approx(built.bytes_sent(problem, phase))
+
+
+@given(pack=packs(), n=st.sampled_from([1, 3, 8]), method=methods)
+def test_gathered_blocks_have_every_pair_once(pack: Packed, n: int, method: tuple) -> None:
+    n += n % dict(method[1]).get("ulysses", 1)
+    problem = dealt(build(*method), pack, n, pack.seqlen)
+    for phase in PHASES:
+        plan, visible = build(*method).plan(problem, phase, COMPUTE_BOUND), seen(pack)
+        for rank in range(n):
+            mine, degree = positions(problem, rank // problem.layout.head_parallel), problem.layout.head_parallel
+            computed = np.zeros(visible.shape, int)
+            for op in (op for op in plan.ops if isinstance(op, Gathered)):
+                keys = keys_of(op, problem, rank)
+                owners = [int(chunk.owner(rank)) // degree for chunk in op.keys]
+                rows = [positions(problem, kv)[casts(problem).rows(rank // degree, kv)] for kv in owners]
+                there = np.concatenate(rows)[keys.order]
+                assert (np.diff(there) > 0).all()
+                for region in keys.regions:
+                    computed[np.ix_(mine[region.q], there[region.kv])] += dense(region)
+            np.testing.assert_array_equal(computed[mine], visible[mine])
+
+
+def dense(region: Region) -> np.ndarray:
+    ones = np.ones((len(region.q), len(region.kv)), int)
+    kinds = {RegionKind.FULL: ones, RegionKind.CAUSAL: np.tril(ones), RegionKind.UPPER: np.triu(ones)}
+    return kinds[region.kind]
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "share"),
+    [(FULL, "contiguous", 1), (CAUSAL, "contiguous", Fraction(1, 2)), (CAUSAL, "zigzag", Fraction(3, 4))],
+)
+@pytest.mark.parametrize(("name", "u"), [("group_cast", 1), ("group_cast", 2), ("hybrid_cp", 1)])
+def test_share_of_a_whole_sequence(name: str, u: int, mask: Mask, layout: str, share: Fraction) -> None:
+    """c of the header's formulas."""
+    method = build(name, {"layout": layout, **({"ulysses": u} if name == "group_cast" else {})})
+    problem = dealt(method, mask, 8, 64)
+    assert method.symbols(problem)["c"] == share
+
+
+def magi_attention(gpus: int, seed: int = 0) -> Documents:
+    config = yaml.safe_load((CONF / "data" / "magi_attention.yaml").read_text())
+    return Documents(tuple(read(Histogram, config, "data").lengths_in(8192 * gpus, seed)))
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 256])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_work_is_even_and_tokens_are_equal(gpus: int, seed: int) -> None:
+    """In MagiAttention's own setting: the busiest rank has at most 1.05 of the mean."""
+    pack = magi_attention(gpus, seed)
+    for u in (1, 8):
+        problem = dealt(build("group_cast", {"ulysses": u, "stages": 1}), pack, gpus, pack.seqlen)
+        plan = build("group_cast", {"ulysses": u, "stages": 1}).plan(problem, "forward", COMPUTE_BOUND)
+        assert account.work_imbalance(plan, problem) <= 1.05
+        assert np.ptp(problem.layout.chunk_tokens(np.arange(gpus // u), gpus // u, pack.seqlen)) <= 16
+
+
+def test_chunks_are_as_long_as_is_asked_for() -> None:
+    pack = magi_attention(16)
+    problem = dealt(build("group_cast", {"ulysses": 1, "stages": 1, "chunk": 1024}), pack, 16, pack.seqlen)
+    starts = {run.start % 1024 for chunk in range(16) for run in problem.layout.ranges(chunk, 16, pack.seqlen)}
+    assert starts == {0}
+
+
+def test_sub_groups_are_powers_of_two_of_neighbours() -> None:
+    pack = Documents((40, 30, 9, 8, 8, 3, 2, 1, 1, 1))
+    problem = dealt(build("hybrid_cp", {"rank_tokens": 10}), pack, 8, pack.seqlen)
+    edges, found = np.cumsum((0, *pack.lengths)), []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        ranks = [r for r in range(8) if ((positions(problem, r) >= start) & (positions(problem, r) < stop)).any()]
+        tokens = [((positions(problem, r) >= start) & (positions(problem, r) < stop)).sum() for r in ranks]
+        assert ranks == list(range(ranks[0], ranks[0] + len(ranks))) and ranks[0] % len(ranks) == 0
+        assert max(tokens) <= 10 + 1
+        found.append(len(ranks))
+    assert found == [4, 4, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+@given(pack=packs(), n=st.sampled_from([2, 5, 8]))
+def test_sub_groups_have_all_tokens_once(pack: Packed, n: int) -> None:
+    problem = dealt(build("hybrid_cp", {}), pack, n, pack.seqlen)
+    everyone = np.concatenate([positions(problem, rank) for rank in range(n)])
+    np.testing.assert_array_equal(np.sort(everyone), np.arange(pack.seqlen))
+
+
+def test_stages_divide_the_other_groups() -> None:
+    problem = dealt(build("group_cast", {"ulysses": 2, "stages": 3}), CAUSAL, 16, 64)
+    plan = build("group_cast", {"ulysses": 2, "stages": 3}).plan(problem, "forward", COMPUTE_BOUND)
+    assert [op.members for op in plan.ops if isinstance(op, GroupCast)] == [(1, 2), (3, 4), (5, 6, 7)]
+
+
+STAIRS = [Region(RegionKind.FULL, range(4 * i, 4 * i + 4), range(10 * (i + 1))) for i in range(3)]
+
+
+def test_stairs_are_cut_along_their_keys() -> None:
+    assert by_keys(STAIRS) == [Region(RegionKind.FULL, range(4 * i, 12), range(10 * i, 10 * i + 10)) for i in range(3)]
+    assert len(stacks(STAIRS, lambda region: region.kind)) == 3
+    assert len(stacks(STAIRS, lambda region: region.kind, shared=True)) == 1
+    assert rows_in(region.kv for region in STAIRS) == 30
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("method.stages=9", "method.stages=7 or less, or auto, would work"),
+        ("method.stages=0", "an integer of at least 1"),
+        ("method.chunk=half", "must be auto or an integer"),
+        ("method.chunk=64", "chunks of a pack are dealt by the layouts balanced and blocks alone"),
+        ("method.ulysses=3", "one of 1, 2, 4, 8 would work"),
+        ("method.layout=hybird", "hybrid"),
+        ("method.layout=balanced", "or mask=document, would work"),
+    ],
+)
+def test_bad_options_of_group_cast(capsys: pytest.CaptureFixture[str], option: str, said: str) -> None:
+    shape = ["gpus=8", "seqlen=4k", "heads=8", "kv_heads=8", "mode=simulate", "logger=none"]
+    assert main(["method=group_cast", "cluster=h100_ndr400", *shape, option]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["auto", "zigzag"])
+def test_sub_groups_are_refused_where_there_are_none(capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    shape = ["gpus=8", "seqlen=4k", "heads=8", "mode=simulate", "logger=none", f"method.layout={layout}"]
+    pack = ["mask=document", "data=short"] if layout == "zigzag" else []
+    assert main(["method=hybrid_cp", "cluster=h100_ndr400", *shape, *pack, "method.rank_tokens=512"]) == 2
+    assert "method.rank_tokens=auto would work" in capsys.readouterr().err
