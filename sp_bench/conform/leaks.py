@@ -16,7 +16,7 @@ from sp_bench.measure.memory import resident_bytes
 
 WARM_UP, CALLS, ROUNDS = 3, 5, 3
 """Calls before memory is read, and between readings. An allocator may grow once; a leak grows in every round."""
-NEW_SHAPES, SHAPE_ROUNDS = 16, 2
+NEW_SHAPES, SHAPE_ROUNDS = 16, 3
 """The same where each call has a new shape. Keeping what belongs to so many shapes is no leak."""
 STRIDE = 13
 """Between the lengths of calls that follow each other, in steps of the length."""
