@@ -29,7 +29,7 @@ def example() -> str:
     """The output of the README's command, indented as code. Run ids, which change with the code, are left open."""
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
-        code = sp_bench([*COMMAND.split()[3:], "mode=simulate", "logger=none", f"results_dir={folder}"])
+        code = sp_bench([*COMMAND.split()[3:], "mode=simulate", f"results_dir={folder}"])
     assert code == 0
     text = re.sub(r"\S+/[0-9a-f]{16}\.json", "results/<run_id>.json", printed.getvalue())
     # mode=simulate makes a machine with GPUs print the same.

@@ -78,8 +78,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session", autouse=True)
 def no_user_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No cluster files of whoever runs the tests."""
+    """No cluster files of whoever runs the tests, nor their W&B."""
     with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("configuration")))
         yield
 

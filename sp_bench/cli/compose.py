@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.implementation import Implementation
 from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.loggers import logger_by_default
 from sp_bench.loggers.wandb_client import WandbSettings
 from sp_bench.reading import has_key, keys_at
 from sp_bench.resources import CONF, conf_folders
@@ -69,8 +70,13 @@ class Composer(ExitStack):
         return list(itertools.product(*(values for _, values in axes)))
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The resolved config of one point. Raises RequestError for an unknown choice of a group, or nested key."""
+        """The resolved config of one point; its logger, unless chosen, is wandb where its keys or variables are set.
+
+        Raises RequestError for an unknown choice of a group, or nested key."""
         parsed = [self._parsed(override) for override in overrides]
+        if not any(override.key_or_group == "logger" for override in parsed):
+            its_keys = any(override.key_or_group.startswith("logger.") for override in parsed)
+            parsed.append(self._parsed("logger=wandb" if its_keys else f"logger={logger_by_default()}"))
         for override in parsed:
             if override.key_or_group in self.groups():
                 self._check(override, str(override.value()))

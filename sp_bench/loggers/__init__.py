@@ -6,7 +6,9 @@ package imports no wandb; a process of its own does (`wandb_writer`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from sp_bench.errors import unknown
@@ -14,7 +16,18 @@ from sp_bench.loggers.logger import Logger
 from sp_bench.loggers.wandb_client import WandbLogger, WandbSettings
 from sp_bench.reading import read
 
-__all__ = ["Logger", "open_logger"]
+__all__ = ["Logger", "logger_by_default", "open_logger"]
+
+ASKS = ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_MODE")
+"""Variables of W&B that ask for it: with one of them set and wandb installed it is the default logger."""
+
+
+def logger_by_default() -> str:
+    """The name of the logger of a point that names none."""
+    asked = any(os.environ.get(name) for name in ASKS) and os.environ.get("WANDB_MODE") != "disabled"
+    spec = find_spec("wandb") if asked else None
+    # A folder with W&B's runs is named wandb too: Python takes it for a package, without a file.
+    return "wandb" if spec and spec.origin else "none"
 
 
 def open_logger(settings: Mapping[str, Any]) -> Logger:
@@ -26,6 +39,8 @@ def open_logger(settings: Mapping[str, Any]) -> Logger:
     options = {key: value for key, value in settings.items() if key != "name"}
     match settings.get("name"):
         case "none":
+            return Logger()
+        case "wandb" if options.get("mode") == "disabled":
             return Logger()
         case "wandb":
             return WandbLogger(read(WandbSettings, options, "logger"))

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sp_bench import records
+from sp_bench import loggers, records
+from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.loggers import open_logger
 from sp_bench.loggers.wandb_client import WandbLogger
@@ -245,7 +247,7 @@ def _runs(pid: int) -> bool:
     [
         ({"name": "wandbb"}, "did you mean wandb"),
         ({"name": None}, "known: none, wandb"),
-        ({"mode": "disabled"}, "logger.mode=disabled"),
+        ({"mode": "dryrun"}, "logger.mode=dryrun"),
         ({"timeout_s": 0}, "logger.timeout_s=0"),
         ({"proyect": "p"}, "logger.proyect: there is no such key; did you mean logger.project"),
     ],
@@ -266,3 +268,29 @@ def test_importing_loggers_is_light():
     root = Path(__file__).parents[2]
     answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "set()"
+
+
+def composed_logger(*overrides: str) -> dict[str, Any]:
+    with Composer() as composer:
+        return composer.compose(overrides)["logger"]
+
+
+def test_wandb_is_for_those_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By its variables where it is installed, or by a key of the logger."""
+    monkeypatch.setattr(loggers, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
+    assert composed_logger() == {"name": "none"}
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    (tmp_path / "wandb").mkdir()
+    assert composed_logger() == {"name": "none"}, "a folder of W&B's runs is no wandb"
+    (tmp_path / "wandb" / "__init__.py").touch()
+    PathFinder.invalidate_caches()
+    assert composed_logger().items() >= {"name": "wandb", "project": "theirs", "mode": "offline"}.items()
+    assert composed_logger("logger=none") == {"name": "none"}
+    assert composed_logger("logger.project=mine").items() >= {"name": "wandb", "project": "mine"}.items()
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert composed_logger()["mode"] == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert composed_logger() == {"name": "none"}
+    with open_logger({**composed_logger("logger=wandb"), "dir": str(tmp_path)}) as logger:
+        logger.log(tmp_path / "none.json")
+        assert not isinstance(logger, WandbLogger)
