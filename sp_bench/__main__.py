@@ -9,6 +9,7 @@ the hardware it asks for; otherwise it is simulated, and the output says so.
 
   -m, --multirun    values may be comma-separated lists: one point for each combination, one table at the end
   --config-dir DIR  a folder with your own method/, cluster/ ..., in addition to conf/
+  --all             print every quantity and variant; without it, those of a first screen
   --json            print the records to stdout, one JSON object a line, and all else to stderr
   --cfg             print the composed config and run nothing
   -h, --help        print this text
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def answer(arguments: list[str]) -> int:
     """Run the command line in a process that drives already; return the exit code."""
-    flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg", "--json")}
+    flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg", "--json", "--all")}
     if flags & {"-h", "--help"}:
         print((__doc__ or "") + _keys())
         return 0
@@ -42,7 +43,7 @@ def answer(arguments: list[str]) -> int:
     try:
         own, overrides = _config_dir([a for a in arguments if a not in flags])
         sweep = bool(flags & {"-m", "--multirun"})
-        return _run(overrides, own, sweep=sweep, show_config="--cfg" in flags, as_json="--json" in flags)
+        return _run(overrides, own, flags, sweep=sweep)
     except RequestError as error:
         print(f"sp_bench: {error}", file=sys.stderr)
         return 2
@@ -70,18 +71,20 @@ def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
     own, rest = config_dir(arguments)
     for argument in rest:
         if argument.startswith("-"):
-            raise RequestError(argument, "there is no such flag", "known: -m, --config-dir DIR, --json, --cfg, --help")
+            raise RequestError(
+                argument, "there is no such flag", "known: -m, --config-dir DIR, --all, --json, --cfg, --help"
+            )
         if argument.partition("=")[0].partition(".")[0] in ("sweep", "slurm"):
             raise RequestError(argument, "is for job arrays", f"python -m slurm.sweep {argument} would work")
     return own, rest
 
 
-def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bool, as_json: bool) -> int:
+def _run(overrides: list[str], own: Path | None, flags: set[str], *, sweep: bool) -> int:
     from sp_bench.cli.compose import Composer
 
     with Composer(own) as composer:
         configs = [composer.compose(point) for point in composer.points(overrides, sweep=sweep)]
-        if show_config:
+        if "--cfg" in flags:
             import yaml
 
             print("---\n".join(yaml.safe_dump(config, sort_keys=False) for config in configs), end="")
@@ -97,10 +100,11 @@ def _run(overrides: list[str], own: Path | None, *, sweep: bool, show_config: bo
     with open_logger({"dir": str(folder), **configs[0]["logger"]}) as logger:
         from sp_bench.cli.session import run_point, run_sweep
 
+        shown = {"as_json": "--json" in flags, "every": "--all" in flags}
         if sweep:
-            code = run_sweep(configs, folder, logger, as_json=as_json)
+            code = run_sweep(configs, folder, logger, **shown)
         else:
-            code = run_point(configs[0], baseline, folder, logger, as_json=as_json)
+            code = run_point(configs[0], baseline, folder, logger, **shown)
         if warning := logger.close():
             print(f"sp_bench: {warning}", file=sys.stderr)
     return code

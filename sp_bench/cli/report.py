@@ -1,13 +1,16 @@
-"""Print outcomes: a point in full beside its baseline, or a sweep as one table."""
+"""Print outcomes: a point beside its baseline, or a sweep as one table. What is asked for most fits a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -25,14 +28,22 @@ FEWEST_CORE_MS, SHORTEST_MS = 500.0, 200.0
 not shown: the kernel's ticks are too coarse, or barriers weigh too much."""
 KINDS = ("parameters", "gradients", "optimizer", "activations", "attention", "gathered", "loss")
 """The kinds of memory of a training step."""
-WIDTH = 10_000
-"""Characters of a line if the output is not a terminal: more than any line has."""
+ONE, SEVERAL = 80, 100
+"""The most characters of a line of a point that is printed by itself, and of several side by side or in rows."""
+VARIANT_LINES = 3
+"""The most lines that a point's variants take, unless all are asked for."""
 
 
 def make_console(*, beside_data: bool = False) -> Console:
-    """A console without markup, which wraps no lines if its output is a file. `beside_data`: it prints to stderr."""
+    """A console without markup, at most as wide as several points. `beside_data`: it prints to stderr.
+
+    If the output is not a terminal, it is as wide as $COLUMNS says.
+    """
     output = sys.stderr if beside_data else sys.stdout
-    return Console(file=output, width=None if output.isatty() else WIDTH, markup=False, highlight=False)
+    known = output.isatty() or "COLUMNS" in os.environ
+    console = Console(file=output, width=None if known else SEVERAL, markup=False, highlight=False)
+    console.width = min(console.width, SEVERAL)
+    return console
 
 
 def print_json(records: Sequence[Record]) -> None:
@@ -96,7 +107,7 @@ def _median(record: Record) -> str:
     text = f"{number(record.step_ms_median, 5)} ms"
     digits = 4 if record.measured else 3
     if ends := interval(record).ends:
-        text += f"  [{', '.join(number(end, digits) for end in ends)}]"
+        text += f" [{', '.join(number(end, digits) for end in ends)}]"
     return text
 
 
@@ -122,9 +133,15 @@ def ratio(over: Record, under: Record) -> str:
     return f"{value:.{places}f}x"
 
 
+def _largest_error(record: Record) -> str:
+    """The largest of the errors that are known."""
+    errors = (record.err_out, record.err_dq, record.err_dk, record.err_dv, record.err_loss, record.err_gradient)
+    known = [error for error in errors if error is not None]
+    return f"{max(known):.1e} at most" if known else "-"
+
+
 def _errors(record: Record) -> str:
-    of_attention = _together(record.err_out, record.err_dq, record.err_dk, record.err_dv)
-    return of_attention or _together(record.err_loss, record.err_gradient) or "- (nothing was executed)"
+    return _together(record.err_out, record.err_dq, record.err_dk, record.err_dv) or "-"
 
 
 def _timed_errors(record: Record) -> str:
@@ -142,7 +159,7 @@ def _expected(record: Record) -> str:
     if record.comm_bytes_expected is None:
         return "-"
     equal = "=" if record.comm_bytes_expected == record.comm_bytes_per_gpu else "NOT EQUAL to the count"
-    return f"{amount(record.comm_bytes_expected)}  {equal}"
+    return f"{amount(record.comm_bytes_expected)} {equal}"
 
 
 def _over_bound(record: Record) -> str:
@@ -156,7 +173,7 @@ def _over_least(record: Record) -> str:
 def _share_of_sent(record: Record, bound: float | None) -> str:
     if bound is None or record.comm_bytes_per_gpu is None:
         return "-"
-    return amount(bound) + (f"  ({over_least(record, bound)} sent)" if bound else "")
+    return amount(bound) + (f" ({over_least(record, bound)} sent)" if bound else "")
 
 
 def over_least(record: Record, least: float | None) -> str:
@@ -168,10 +185,19 @@ def over_least(record: Record, least: float | None) -> str:
 
 
 def _bound(record: Record) -> str:
-    if not record.bound_ms or not record.step_ms_median:
-        return "-"
-    over = record.step_ms_median / record.bound_ms
-    return f"{number(record.bound_ms, 4)} ms, by {record.bound_by}  (step {over:.2f}x)"
+    return f"{number(record.bound_ms, 4)} ms, by {record.bound_by}" if record.bound_ms else "-"
+
+
+def _over_time_bound(record: Record) -> str:
+    return f"{record.step_ms_median / record.bound_ms:.2f}x" if record.bound_ms and record.step_ms_median else "-"
+
+
+def _validation(record: Record) -> str:
+    """How far measurements like the point are from simulations; what they are of is a line of its own."""
+    known = record.validation or "-"
+    return (
+        known.partition(": ")[2].partition(" (")[0] if record.validation_error is not None else known.partition(" (")[0]
+    )
 
 
 def _milliseconds(time_ms: float | None, digits: int = 4) -> str:
@@ -181,7 +207,7 @@ def _milliseconds(time_ms: float | None, digits: int = 4) -> str:
 def _share(part_ms: float | None, record: Record) -> str:
     if part_ms is None or not record.step_ms_median:
         return _milliseconds(part_ms) if record.alone_ranks else "-"
-    return f"{number(part_ms, 4)} ms  ({part_ms / record.step_ms_median:.0%})"
+    return f"{number(part_ms, 4)} ms ({part_ms / record.step_ms_median:.0%})"
 
 
 def _cores(record: Record) -> str:
@@ -196,7 +222,7 @@ def _cores(record: Record) -> str:
         return "-"
     alone = ""
     if blocks_ms is not None and transfers_ms is not None:
-        alone = f"  (for blocks alone {blocks_ms / window_ms:.2f}, for transfers alone {transfers_ms / window_ms:.2f})"
+        alone = f" (for blocks alone {blocks_ms / window_ms:.2f}, for transfers alone {transfers_ms / window_ms:.2f})"
     return f"{cores_ms / window_ms:.2f}{alone}"
 
 
@@ -209,96 +235,153 @@ def _imbalance(record: Record) -> str:
     """The busiest rank's work over the mean, and the least that it can be."""
     if record.work_imbalance is None:
         return "-"
-    return f"{record.work_imbalance:.3f} of the mean  (at least {record.work_imbalance_lower_bound or 1:.3f})"
+    return f"{record.work_imbalance:.3f} of the mean (at least {record.work_imbalance_lower_bound or 1:.3f})"
 
 
-ROWS: tuple[tuple[str, Callable[[Record], str]], ...] = (
-    ("mode", lambda r: {"measure": "measured", "alone": "measured, ranks alone", "simulate": "SIMULATED"}[r.mode]),
-    ("status", lambda r: r.status if r.status == "ok" else f"{r.status}: {r.error}"),
-    ("layout, variant", lambda r: f"{r.layout}, {variant(r)}"),
-    ("documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"),
-    ("work of the busiest rank", lambda r: _imbalance(r) if r.documents or r.window else "-"),
-    ("step, median [95% interval]", lambda r: _median(r) if r.measured else "-"),
-    ("step [two of three points]", lambda r: "-" if r.measured else _median(r)),
-    ("  validation", lambda r: r.validation or "-"),
-    ("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
-    ("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
-    ("  update", lambda r: _milliseconds(r.update_ms_median, 5)),
-    ("throughput", lambda r: f"{number(r.tokens_per_s, 4)} tokens/s, {number(r.iters_per_s, 4)} iter/s"),
-    ("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
-    ("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
-    ("alone, with copies for transfers", lambda r: _milliseconds(r.alone_ms_median)),
-    ("compute, busiest rank", lambda r: _share(r.compute_ms, r)),
-    ("  kernels", lambda r: _milliseconds(r.kernels_ms)),
-    ("  folds", lambda r: _milliseconds(r.folds_ms)),
-    ("  interpreter", lambda r: _milliseconds(r.interpreter_ms)),
-    ("  blocks alone", lambda r: _share(r.compute_only_ms_median, r)),
-    ("  transfers alone", lambda r: _share(r.communication_only_ms_median, r)),
-    ("cores busy", _cores),
-    ("attention", lambda r: _share(r.attention_ms, r)),
-    ("  waiting for transfers", lambda r: _share(r.attention_exposed_ms, r)),
-    ("matrix products and the rest", lambda r: _share(r.dense_ms, r)),
-    ("head and loss", lambda r: _share(r.loss_ms, r)),
-    ("gradients and parameters moved", lambda r: _share(r.gradient_sync_ms, r)),
-    ("sums over tensor-parallel GPUs", lambda r: _share(r.tensor_sum_ms or None, r)),
-    ("optimizer", lambda r: _share(r.optimizer_ms, r)),
-    ("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
-    ("exposed communication", lambda r: _share(r.exposed_comm_ms, r)),
-    ("bound", _bound),
-    ("sent by each GPU, counted", lambda r: amount(r.comm_bytes_per_gpu)),
-    ("  by the links' counters", lambda r: amount(r.interface_bytes_per_gpu)),
-    ("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
-    ("  closed form", _expected),
-    ("  lower bound (payload)", _over_bound),
-    ("    with any split of heads", _over_least),
-    ("peak memory of the attention", lambda r: "-" if r.model else amount(r.peak_mem_bytes_max)),
-    ("  from the plans", lambda r: "-" if r.model else amount(r.peak_mem_bytes_expected)),
-    ("peak memory of the step", lambda r: amount(r.peak_mem_bytes_max) if r.model else "-"),
-    *((f"  {kind}", partial(_held, kind=kind)) for kind in KINDS),
-    ("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
-    ("error against fp64 (out, dq, dk, dv)", _errors),
-    ("  of rows of what was timed", _timed_errors),
+class Row(NamedTuple):
+    """A row of a point's table."""
+
+    name: str
+    cell: Callable[[Record], str]
+    always: bool = False
+    """Whether it is printed though not all rows are asked for."""
+
+
+ROWS = (
+    Row("layout, variant", lambda r: f"{r.layout}, {variant(r)}", always=True),
+    Row(
+        "documents", lambda r: f"{r.documents:,}, the longest of {r.longest_document:,} tokens" if r.documents else "-"
+    ),
+    Row("work of the busiest rank", lambda r: _imbalance(r) if r.documents or r.window else "-"),
+    Row(
+        "mode",
+        lambda r: {"measure": "measured", "alone": "measured, ranks alone", "simulate": "SIMULATED"}[r.mode],
+        True,
+    ),
+    Row("status", lambda r: r.status, always=True),
+    Row("validation", _validation, always=True),
+    Row("error against fp64", _largest_error, always=True),
+    Row("  out, dq, dk, dv", _errors),
+    Row("  loss, gradient", lambda r: _together(r.err_loss, r.err_gradient) or "-"),
+    Row("  of rows of what was timed", _timed_errors),
+    Row("step [95% interval]", lambda r: _median(r) if r.measured else "-", always=True),
+    Row("step [two of three]", lambda r: "-" if r.measured else _median(r), always=True),
+    Row("  forward", lambda r: _milliseconds(r.forward_ms_median, 5)),
+    Row("  backward", lambda r: _milliseconds(r.backward_ms_median, 5)),
+    Row("  update", lambda r: _milliseconds(r.update_ms_median, 5)),
+    Row("alone, with copies", lambda r: _milliseconds(r.alone_ms_median), always=True),
+    Row("throughput", lambda r: f"{number(r.tokens_per_s, 4)} tokens/s, {number(r.iters_per_s, 4)} iter/s"),
+    Row("model FLOP/s for each GPU", lambda r: f"{number(r.tflops_per_gpu, 4)} TFLOP/s"),
+    Row("MFU", lambda r: "- (peak not known)" if r.mfu is None else f"{r.mfu:.1%}"),
+    Row("bound", _bound, always=True),
+    Row("  step over it", _over_time_bound),
+    Row("compute, busiest rank", lambda r: _share(r.compute_ms, r)),
+    Row("  kernels", lambda r: _milliseconds(r.kernels_ms)),
+    Row("  folds", lambda r: _milliseconds(r.folds_ms)),
+    Row("  interpreter", lambda r: _milliseconds(r.interpreter_ms)),
+    Row("  blocks alone", lambda r: _share(r.compute_only_ms_median, r)),
+    Row("  transfers alone", lambda r: _share(r.communication_only_ms_median, r)),
+    Row("cores busy", _cores),
+    Row("attention", lambda r: _share(r.attention_ms, r)),
+    Row("  waiting for transfers", lambda r: _share(r.attention_exposed_ms, r)),
+    Row("matrix products and the rest", lambda r: _share(r.dense_ms, r)),
+    Row("head and loss", lambda r: _share(r.loss_ms, r)),
+    Row("gradients and parameters moved", lambda r: _share(r.gradient_sync_ms, r)),
+    Row("sums over tensor-parallel GPUs", lambda r: _share(r.tensor_sum_ms or None, r)),
+    Row("optimizer", lambda r: _share(r.optimizer_ms, r)),
+    Row("loss, first and last step", lambda r: f"{r.losses[0]:.6g}, {r.losses[-1]:.6g}" if r.losses else "-"),
+    Row("exposed communication", lambda r: _share(r.exposed_comm_ms, r), always=True),
+    Row("sent by each GPU", lambda r: amount(r.comm_bytes_per_gpu), always=True),
+    Row("  lower bound", _over_bound, always=True),
+    Row("    with any split of heads", _over_least),
+    Row("  of it lse", lambda r: amount(r.comm_bytes_statistics)),
+    Row("  closed form", _expected),
+    Row("  by the links' counters", lambda r: amount(r.interface_bytes_per_gpu)),
+    Row("peak memory", lambda r: amount(r.peak_mem_bytes_max), always=True),
+    Row("  from the plans", lambda r: "-" if r.model else amount(r.peak_mem_bytes_expected)),
+    *(Row(f"  {kind}", partial(_held, kind=kind)) for kind in KINDS),
+    Row("  growth of resident memory", lambda r: amount(r.peak_rss_growth_bytes_max)),
 )
-"""The rows of a point's table: their names, and the cell of a record."""
+"""The rows of a point's table, in the order of a reader's questions: what was asked, how far to trust it, the step,
+what bounds it, exposed communication, bytes, memory."""
 ALONE_ONLY = {"  kernels", "  folds", "  interpreter"}
 """Rows of ranks that were measured alone."""
-NOT_ALONE = {"throughput", "model FLOP/s for each GPU", "MFU", "error against fp64 (out, dq, dk, dv)"}
+NOT_ALONE = {"throughput", "model FLOP/s for each GPU", "MFU"}
 """Rows of all other records."""
+NOTHING = {"-", "ok"}
+"""Cells of which a row isn't printed if it has no other, unless all are asked for."""
 
 
-def print_points(console: Console, outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Print a point and its baseline side by side, with timelines and the candidates for its variant.
+def print_points(console: Console, outcomes: Sequence[Outcome], folder: Path, *, every: bool = False) -> None:
+    """Print a point and its baseline side by side, with timelines and the best variants; `every` row and variant.
 
     The timelines are those beside the records in `folder`.
     """
-    first = outcomes[0].record
-    table = Table(title=title(first), title_justify="left", title_style="bold")
-    table.add_column("")
-    for outcome in outcomes:
-        table.add_column(outcome.record.method, style="bold" if outcome is outcomes[0] else "", overflow="fold")
-    for name, cell in ROWS:
-        records = [outcome.record for outcome in outcomes]
-        cells = ["-" if name in (NOT_ALONE if r.alone_ranks else ALONE_ONLY) else cell(r) for r in records]
-        if set(cells) != {"-"}:
-            table.add_row(name, *cells)
-    table.add_row(f"speed-up over {outcomes[-1].record.method}", *(speed_up(o.record, outcomes) for o in outcomes))
-    console.print(table)
-    print_notes(console, [outcome.record for outcome in outcomes])
-    for record in (outcome.record for outcome in outcomes if outcome.record.status == "ok"):
-        if timeline := read_timeline(folder / f"{record.run_id}.json"):
+    console.width = min(console.width, SEVERAL if len(outcomes) > 1 else ONE)
+    records = [outcome.record for outcome in outcomes]
+    console.print(title(records[0]), style="bold")
+    columns = _point_columns(records, outcomes, every=every)
+    if _width(columns) <= console.width:
+        console.print(_table(columns, left=columns))
+    else:
+        names = columns.pop("")
+        for method, cells in columns.items():
+            rows = [(name, cell) for name, cell in zip(names, cells, strict=True) if cell != "-"]
+            table = Table("", method)
+            for row in rows:
+                table.add_row(*row)
+            table.columns[1].overflow = "fold"
+            console.print(table)
+    if every:
+        for said in dict.fromkeys(f"{r.method}, validation: {r.validation}" for r in records if r.validation):
+            console.print(said)
+    print_errors(console, records)
+    print_notes(console, records, [speed_up(record, outcomes) for record in records])
+    for record in records:
+        if record.status == "ok" and (timeline := read_timeline(folder / f"{record.run_id}.json")):
             print_timeline(console, record.method, timeline)
-    print_candidates(console, first)
+    print_candidates(console, records[0], every=every)
+
+
+def _point_columns(records: Sequence[Record], outcomes: Sequence[Outcome], *, every: bool) -> dict[str, list[str]]:
+    """The names of rows and, of each record, its cells; two of one method are numbered."""
+    rows = []
+    for name, cell, always in ROWS:
+        cells = ["-" if name in (NOT_ALONE if r.alone_ranks else ALONE_ONLY) else cell(r) for r in records]
+        if (every and set(cells) != {"-"}) or (always and not set(cells) <= NOTHING):
+            rows.append((name, *cells))
+    if len(records) > 1:
+        rows.append((f"speed-up over {records[-1].method}", *(speed_up(record, outcomes) for record in records)))
+    methods = [record.method for record in records]
+    heads = [m if methods.count(m) == 1 else f"{m} {i + 1}" for i, m in enumerate(methods)]
+    return dict(zip(["", *heads], map(list, zip(*rows, strict=True)), strict=True))
+
+
+def print_errors(console: Console, records: Sequence[Record]) -> None:
+    """Print why records are not ok."""
+    for record in records:
+        if record.status != "ok":
+            where = f"{record.method}, {record.gpus} GPUs, seqlen {tokens(record.seqlen)}"
+            console.print(f"{where}: {record.status}: {record.error}")
 
 
 def speed_up(record: Record, outcomes: Sequence[Outcome]) -> str:
-    """The speed-up over the last outcome, marked if their intervals overlap, or one of them has none."""
+    """The speed-up over the last outcome with its interval, marked if it may be none, or if it has no interval.
+
+    The ends are those of one step over the other ends of the other: 1 is between them where the steps' intervals
+    overlap.
+    """
     last = outcomes[-1].record
     if not record.step_ms_median or not last.step_ms_median:
         return "-"
-    if record is not last and _not_validated(record, last):
-        return f"{ratio(last, record)}  (not validated)"
-    close = "not told apart: the intervals overlap" if record.measured else "too close to call"
-    return f"{ratio(last, record)}  ({close})" if _overlap(record, last) else ratio(last, record)
+    if record is last:
+        return ratio(last, record)
+    if _not_validated(record, last):
+        return f"{ratio(last, record)} (not validated)"
+    text, ends, last_ends = ratio(last, record), interval(record).ends, interval(last).ends
+    if ends and last_ends:
+        text += f" [{last_ends[0] / ends[1]:.3g}, {last_ends[1] / ends[0]:.3g}]"
+    return text + " ~" * _overlap(record, last)
 
 
 def _overlap(one: Record, other: Record) -> bool:
@@ -306,37 +389,47 @@ def _overlap(one: Record, other: Record) -> bool:
     return one is not other and interval(one).overlaps(interval(other))
 
 
-def print_notes(console: Console, records: Sequence[Record]) -> None:
-    """Print each note of the records once, and what the intervals of simulated steps are."""
+def print_notes(console: Console, records: Sequence[Record], cells: Sequence[str]) -> None:
+    """Print each note of the records once, what their intervals are, and what marks in `cells` mean."""
+    if any(cell.endswith("~") for cell in cells):
+        console.print("~: not told apart, or too close to call: the intervals overlap")
+    if any(cell.endswith("?") for cell in cells):
+        console.print("?: not validated: no measurements like one of the two say how far its simulation is off")
     if any(not r.measured and r.step_ms_median and interval(r).backed for r in records):
-        console.print("[ ] of a simulated step: two of three measurements like it are within (row or field validation)")
+        console.print("[ ] of a simulated step: two of three measurements like it are within")
     for note in dict.fromkeys(note for record in records for note in record.notes or ()):
         console.print(f"note: {note}")
 
 
-def print_candidates(console: Console, record: Record) -> None:
-    """Print the variant that was chosen, and the others with their times."""
+def print_candidates(console: Console, record: Record, *, every: bool) -> None:
+    """Print the variant that was chosen and the next best with their times, or `every` one in the order of search."""
     candidates = record.candidates
     if not candidates or record.status != "ok":
         return
-    cells, dealings = [], len({row.get("layout") for row in candidates})
-    for row in candidates:
+    known = [row for row in candidates if row["step_ms"] is not None]
+    shown = candidates if every else sorted(known, key=lambda row: row["step_ms"])
+    dealings, cells = len({row.get("layout") for row in candidates}), []
+    for row in shown:
         time = f"{number(row['step_ms'], 4)}" if row["step_ms"] is not None else f">= {number(row['bound_ms'], 4)}"
         time = row.get("refused") or time
         here = (row["variant"] or None, row.get("layout", record.layout)) == (record.variant, record.layout)
-        mark = "*" if here else ""
         names = [row["variant"], row["layout"] if dealings > 1 else ""]
-        cells.append(f"{' '.join(filter(None, names))}{mark} {time}")
-    console.print(
-        f"\n{record.variant or record.layout}: the shortest simulated step of {len(candidates)} variants, in ms (>=: a "
-        f"bound on its time is above the best already):\n  {',  '.join(cells)}",
-    )
+        cells.append(f"{' '.join(filter(None, names))}{'*' * here} {time}")
+    bounds = " (>=: its bound is above the best)" if every and len(known) < len(candidates) else ""
+    head = f"variants: {len(candidates)}, the fastest in ms{bounds}: "
+    if every:
+        head = f"variants in ms{bounds}: "
+    for count in range(len(cells), 0, -1):
+        lines = textwrap.wrap(head + ", ".join(cells[:count]), console.width)
+        if every or len(lines) <= VARIANT_LINES:
+            console.print("\n" + "\n".join(lines))
+            return
 
 
-def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print a sweep as one table with a row for each point; if it is too wide, as several with numbered rows.
+def print_sweep(console: Console, outcomes: Sequence[Outcome], *, every: bool = False) -> None:
+    """Print a sweep as one table with a row for each point; `every` column, if necessary in several tables.
 
-    Values that all points share are printed once, above.
+    Values that all points share are printed once, above. Columns for which there is no room are named.
     """
     best = _best(outcomes)
     points = {name: [cell(o.record) for o in outcomes] for name, cell in POINT_COLUMNS}
@@ -345,24 +438,29 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
         "step": [_median(o.record) for o in outcomes],
         "/ best": [_against(o.record, best.get(_problem(o.record))) for o in outcomes],
         **{name: [cell(o.record) for o in outcomes] for name, cell in FIGURE_COLUMNS},
-        "status": [o.record.status + " (reused)" * o.reused for o in outcomes],
     }
     said = ", ".join(f"{name} {cell}" for name, cell in shared.items() if cell != "-")
     count = "1 point" if len(outcomes) == 1 else f"{len(outcomes)} points, all"
     console.print(f"{count}: {said}" if said else f"{len(outcomes)} points")
+    status = [o.record.status + " (reused)" * o.reused for o in outcomes]
     columns = {name: cells for name, cells in points.items() if name not in shared}
     columns |= {name: cells for name, cells in figures.items() if set(cells) != {"-"}}
+    columns |= {"status": status} if every or {o.record.status for o in outcomes} != {"ok"} else {}
+    if not every:
+        kept = {name: cells for name, cells in columns.items() if name not in WHERE_THERE_IS_ROOM}
+        for name in WHERE_THERE_IS_ROOM:
+            if name in columns and _width(kept | {name: columns[name]}) <= console.width:
+                kept[name] = columns[name]
+        left_out = ", ".join(name for name in columns if name not in kept)
+        columns = {name: cells for name, cells in columns.items() if name in kept}
     for fitting in _that_fit(columns, console.width):
         console.print(_table(fitting), crop=False)
-    if any(_overlap(o.record, best[_problem(o.record)]) for o in outcomes if o.record.step_ms_median):
-        console.print("~: not told apart from the best, or too close to call: the intervals overlap")
-    if any(cell.endswith("?") for cell in figures["/ best"]):
-        console.print("?: not validated: no measurements like one of the two say how far its simulation is off")
-    print_notes(console, [outcome.record for outcome in outcomes])
-    for record in (outcome.record for outcome in outcomes):
-        if record.status != "ok":
-            where = f"{record.method}, {record.gpus} GPUs, seqlen {tokens(record.seqlen)}"
-            console.print(f"{where}: {record.status}: {record.error}")
+    if not every and left_out:
+        console.print(f"--all prints these too: {left_out}")
+    if reused := sum(outcome.reused for outcome in outcomes):
+        console.print(f"reused: {reused} of {len(outcomes)} points, whose records were there (reuse=false runs them)")
+    print_notes(console, [outcome.record for outcome in outcomes], figures["/ best"])
+    print_errors(console, [outcome.record for outcome in outcomes])
 
 
 POINT_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
@@ -372,6 +470,8 @@ POINT_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("seqlen", lambda r: tokens(r.seqlen)),
     ("shape", shape),
     ("layout", lambda r: r.layout or "-"),
+    ("workload", lambda r: model_in_words(vars(r)) or r.workload),
+    ("cluster", lambda r: r.cluster),
     ("mode", lambda r: r.mode),
 )
 """The columns that describe a point."""
@@ -382,13 +482,19 @@ FIGURE_COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
     ("MFU", lambda r: "-" if r.mfu is None else f"{r.mfu:.1%}"),
     ("sent/GPU", lambda r: amount(r.comm_bytes_per_gpu)),
     ("least, own split", lambda r: amount(r.comm_bytes_lower_bound)),
-    ("/ least, any split", lambda r: over_least(r, r.comm_bytes_least)),
-    ("exposed", lambda r: _share(r.exposed_comm_ms, r)),
+    ("/ least", lambda r: over_least(r, r.comm_bytes_least)),
+    ("exposed", lambda r: _share(r.exposed_comm_ms, r).partition("(")[2].rstrip(")") or "-"),
+    ("exposed ms", lambda r: number(r.exposed_comm_ms, 4)),
     ("peak mem", lambda r: amount(r.peak_mem_bytes_max)),
 )
 """The columns with a point's results, except the step. Ratios are over what all points of a problem share: the least
-with a method's own split of heads is not among it, and stands in bytes."""
-LEFT = ("method", "variant", "shape", "layout", "mode", "status")
+with any split of heads, unlike that with a method's own, and stands in bytes."""
+WHERE_THERE_IS_ROOM = (
+    *("exposed", "peak mem", "/ least", "sent/GPU", "MFU", "tokens/s", "fwd ms", "bwd ms", "exposed ms"),
+    "least, own split",
+)
+"""The columns that are left out of a table that would be too wide, those that matter most first."""
+LEFT = ("method", "variant", "shape", "layout", "workload", "cluster", "mode", "status")
 """Columns that are aligned to the left."""
 Columns = Mapping[str, Sequence[str]]
 """The cells of each column, by its name."""
@@ -410,11 +516,11 @@ def _that_fit(columns: Columns, width: int) -> Iterator[Columns]:
         yield fitting
 
 
-def _table(columns: Columns) -> Table:
-    """A table as wide as its columns, so that no cell is wrapped or cut."""
+def _table(columns: Columns, left: Container[str] = LEFT) -> Table:
+    """A table as wide as its columns, so that no cell is wrapped or cut; `left` are aligned to the left."""
     table = Table(width=_width(columns))
     for name in columns:
-        table.add_column(name, justify="left" if name in LEFT else "right")
+        table.add_column(name, justify="left" if name in left else "right")
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table

@@ -22,11 +22,17 @@ from sp_bench.records import Record
 
 
 def run_point(
-    config: Mapping[str, Any], baseline: Mapping[str, Any] | None, folder: Path, logger: Logger, *, as_json: bool
+    config: Mapping[str, Any],
+    baseline: Mapping[str, Any] | None,
+    folder: Path,
+    logger: Logger,
+    *,
+    as_json: bool,
+    every: bool,
 ) -> int:
     """Run a point beside its baseline; return the exit code. Raises RequestError if the point can't be served.
 
-    `as_json` prints the records to stdout, one a line, and all else to stderr.
+    `as_json` prints the records to stdout, one a line, and all else to stderr. `every` prints all quantities.
     """
     console = report.make_console(beside_data=as_json)
     requests = [resolve(config, launched())]
@@ -39,7 +45,7 @@ def run_point(
     try:
         outcomes = _run(console, requests, folder, logger, reuse=_reuse(config, sweep=False))
     except NotWritten as error:
-        report.print_points(console, error.outcomes, folder)
+        report.print_points(console, error.outcomes, folder, every=every)
         print(f"sp_bench: {error}", file=sys.stderr)
         return 1
     if outcomes[0].record.status == "unsupported":
@@ -47,14 +53,15 @@ def run_point(
         return 2
     if as_json:
         report.print_json([outcome.record for outcome in outcomes])
-    report.print_points(console, outcomes, folder)
-    console.print(f"\nrecords: {', '.join(str(folder / f'{o.record.run_id}.json') for o in outcomes)}")
+    report.print_points(console, outcomes, folder, every=every)
+    paths = (str(folder / f"{outcome.record.run_id}.json") for outcome in outcomes)
+    console.print(f"\nrecords: {', '.join(paths)}", soft_wrap=True)
     failed = [o for o in outcomes if o.record.status not in ("ok", "unsupported")]
     return 1 if failed else 0
 
 
-def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger, *, as_json: bool) -> int:
-    """Run all points and print one table; return the exit code. `as_json` is as in run_point.
+def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger, *, as_json: bool, every: bool) -> int:
+    """Run all points and print one table; return the exit code. `as_json` and `every` are as in run_point.
 
     A point that can't be served is a row of its own; in a launch, points with another number of ranks are left out.
     Raises RequestError if no point can be served.
@@ -81,13 +88,13 @@ def run_sweep(configs: Sequence[Mapping[str, Any]], folder: Path, logger: Logger
     try:
         rows = _run(console, requests, folder, logger, reuse=_reuse(configs[0], sweep=True))
     except NotWritten as error:
-        report.print_sweep(console, error.outcomes)
+        report.print_sweep(console, error.outcomes, every=every)
         print(f"sp_bench: {error}", file=sys.stderr)
         return 1
     if as_json:
         report.print_json([outcome.record for outcome in rows])
-    report.print_sweep(console, rows)
-    console.print(f"records: {folder}/")
+    report.print_sweep(console, rows, every=every)
+    console.print(f"records: {folder}/", soft_wrap=True)
     return 0 if all(o.record.status in ("ok", "unsupported") for o in rows) else 1
 
 

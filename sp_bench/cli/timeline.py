@@ -8,13 +8,13 @@ from rich.text import Text
 from sp_bench import draw
 from sp_bench.records.timeline import MeasuredTimeline, SimulatedTimeline, Timeline
 
-BAR, NAME, FRAME = 88, 12, 5
-"""Characters of a bar (fewer on a narrow console), of the name before it, and of the frame around both."""
+NAME, FRAME = 12, 5
+"""Characters of the name before a bar, and of the frame around both."""
 
 
 def print_timeline(console: Console, method: str, timeline: Timeline) -> None:
     """Print bars. Simulated: arrivals, blocks and waits of one rank. Measured: each rank's mean step."""
-    width = max(1, min(BAR, console.width - NAME - FRAME))
+    width = max(1, console.width - NAME - FRAME)
     about, bars = _simulated(timeline, width) if isinstance(timeline, SimulatedTimeline) else _measured(timeline, width)
     console.print(Text.assemble("\n", (method, "bold"), about))
     for name, bar in bars.items():

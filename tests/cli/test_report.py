@@ -12,11 +12,11 @@ import pytest
 from sp_bench.__main__ import main
 from sp_bench.advise.candidates import answer
 from sp_bench.cli import report
-from sp_bench.cli.report import WIDTH, make_console, print_points, print_sweep
+from sp_bench.cli.report import ONE, ROWS, SEVERAL, make_console, print_points, print_sweep
 from sp_bench.point import Outcome
 from tests.support.made_records import made
 
-FIGURES = ["33.125 ms  [32.62, 33.38]", "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "7.75 ms  (23%)", "7.654 MB"]
+FIGURES = ["33.125 ms [32.62, 33.38]", "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "23%", "7.75", "7.654 MB"]
 """The figures of `outcome("mesh", 33.125)`, in their order, but for the status."""
 POINT = ["4x2", "8", "64k", "32x128 causal bf16", "striped", "measure"]
 """What it is, beside its method."""
@@ -36,14 +36,17 @@ MESH, RING = outcome("mesh", 33.125), outcome("ring", 44.5)
 OTHER = outcome("ring", 44.5, variant="1x16", gpus=16, seqlen=2**17, layout="zigzag", dtype="float32", mode="simulate")
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], width: int | None = None) -> list[str]:
-    """The lines of a sweep in a file, or on a terminal of a width."""
+def printed(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], width: int = 10_000, *, every: bool = True
+) -> list[str]:
+    """The lines of a sweep on a terminal of a width, by default wider than any."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     console = make_console()
-    assert console.width == WIDTH
-    console.width = width or WIDTH
-    print_sweep(console, outcomes)
+    assert console.width == SEVERAL
+    console.width = width
+    print_sweep(console, outcomes, every=every)
     assert isinstance(sys.stdout, io.StringIO)
     return [line.rstrip() for line in sys.stdout.getvalue().splitlines()]
 
@@ -79,17 +82,18 @@ def test_no_terminal_is_too_narrow(monkeypatch: pytest.MonkeyPatch, width: int) 
 
 def test_points_that_share_nothing_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, [OTHER, MESH])
-    assert lines[0] == "2 points"
+    assert lines[0] == "2 points, all: workload attention, cluster h100_ndr400"
     assert cells_of(lines, "mesh") == [[*POINT, *FIGURES, "ok"]]
 
 
 def test_what_all_points_share_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, [RING, outcome("ring", 33.125, gpus=16, layout=None, reused=True)])
-    assert lines[0] == "2 points, all: variant 4x2, seqlen 64k, shape 32x128 causal bf16, mode measure"
+    here = "workload attention, cluster h100_ndr400, mode measure"
+    assert lines[0] == f"2 points, all: variant 4x2, seqlen 64k, shape 32x128 causal bf16, {here}"
     assert "┃ method ┃ gpus ┃ layout  ┃" in lines[2]
     assert [row[-1] for row in cells_of(lines, "ring")] == ["ok", "ok (reused)"]
     alone = printed(monkeypatch, [outcome("ring", 44.5, layout=None, variant=None)])
-    assert alone[0] == "1 point: gpus 8, seqlen 64k, shape 32x128 causal bf16, mode measure"
+    assert alone[0] == f"1 point: gpus 8, seqlen 64k, shape 32x128 causal bf16, {here}"
 
 
 def test_a_column_of_ratios_has_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +106,7 @@ def test_a_column_of_ratios_has_one_bound(monkeypatch: pytest.MonkeyPatch) -> No
     cells = {name: [rows[0][head.index(name) - 1] for rows in (cells_of(lines, m) for m in ("ring", "ulysses"))]
              for name in head if name != "method"}  # fmt: skip
     ratios = {name: values for name, values in cells.items() if name.startswith("/")}
-    assert ratios["/ least, any split"] == ["4.00x", "4.00x"]
+    assert ratios["/ least"] == ["4.00x", "4.00x"]
     assert all(len({value.rstrip(" ~") for value in values}) == 1 for values in ratios.values())
     assert cells["least, own split"] == ["4 MB", "5 MB"]
 
@@ -119,7 +123,7 @@ def test_all_methods_of_a_problem_have_one_least(mask: list[str]) -> None:
 def test_timelines_fit(
     point: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "WIDTH", 60)
+    monkeypatch.setenv("COLUMNS", "60")
     assert main([*point, "baseline=null", "logger=none", f"results_dir={tmp_path}"]) == 0
     bars = [line for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert len(bars) >= 2 and {len(line) for line in bars} == {60}
@@ -153,10 +157,93 @@ def test_brackets_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_that_are_not_known_are_dashes_in_their_places() -> None:
-    cell = dict(report.ROWS)["  of rows of what was timed"]
+    cells = {row.name: row.cell for row in ROWS}
+    cell = cells["  of rows of what was timed"]
     assert cell(made(mode="measure", err_timed_out=1e-7, err_timed_dk=3e-7)) == "1.0e-07, -, 3.0e-07, -"
     assert cell(made(mode="measure", err_timed_seqlen=64)) == "- (none were compared)"
     assert cell(made(mode="measure")) == "-"
-    gate = dict(report.ROWS)["error against fp64 (out, dq, dk, dv)"]
+    gate = cells["  out, dq, dk, dv"]
     assert gate(made(mode="measure", err_out=1e-7)) == "1.0e-07, -, -, -"
-    assert gate(made(mode="measure", err_loss=1e-7, err_gradient=2e-7)) == "1.0e-07, 2.0e-07"
+    trained = made(mode="measure", err_loss=1e-7, err_gradient=2e-7)
+    assert cells["  loss, gradient"](trained) == "1.0e-07, 2.0e-07"
+    assert cells["error against fp64"](trained) == "2.0e-07 at most"
+
+
+TRAINING = ["model=llama3_8b", "gpus=8", "seqlen=64k"]
+
+
+@pytest.mark.parametrize(
+    ("point", "columns"),
+    [
+        (["gpus=16", "seqlen=64k"], 80),
+        (["gpus=16", "seqlen=64k"], None),
+        (["gpus=16", "seqlen=64k", "baseline=null"], None),
+        (TRAINING, 80),
+        (["-m", "method=ring,usp,mesh", "gpus=8", "seqlen=64k", "cluster=h100_ndr400,b200"], None),
+        (["-m", "method=ring,usp,mesh", "gpus=8", "seqlen=64k", "cluster=h100_ndr400,b200"], 80),
+    ],
+)
+def test_the_first_screen(
+    point: list[str], columns: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One table of at most 12 rows, and no line wider than the terminal, or than 80 or 100 characters in a file."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*point, f"results_dir={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if not line.startswith("records: ")]
+    assert max(map(len, shown)) <= (columns or (ONE if "baseline=null" in point else SEVERAL))
+    assert sum(line.startswith("┏") for line in lines) == 1
+    assert 5 <= sum(line.startswith("│") for line in lines) <= 12
+    variants = next((i for i, line in enumerate(lines) if line.startswith("variants: ")), None)
+    assert "-m" in point or (variants is not None and "" in lines[variants + 1 : variants + 4])
+
+
+def rows_of(lines: list[str]) -> dict[str, list[str]]:
+    """The cells of each row of a point's tables, stacked ones joined."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        if line.startswith("│"):
+            name, *cells = (cell.strip() for cell in line.split("│")[1:-1])
+            found.setdefault(name, []).extend(cells)
+    return found
+
+
+def test_a_narrow_terminal_has_methods_one_below_the_other_and_all_prints_the_same_cells_and_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for columns, *more in (("100",), ("52",), ("100", "--all")):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main([*more, "gpus=16", "seqlen=128k", f"results_dir={tmp_path}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert sum(line.startswith("┏") for line in lines) == (2 if columns == "52" else 1)
+        tables[columns, *more] = rows_of(lines)
+    first, narrow, every = tables.values()
+    assert narrow == first and first.items() <= every.items()
+    assert {"MFU", "throughput", "forward", "closed form", "with any split of heads"} <= every.keys() - first.keys()
+    assert list(first)[:4] == ["layout, variant", "mode", "validation", "step [two of three]"]
+    assert list(first)[4:] == [
+        *("bound", "exposed communication", "sent by each GPU", "lower bound", "peak memory", "speed-up over ring")
+    ]
+    assert first["validation"][0] == "not validated" and first["validation"][1].startswith("median ")
+    assert first["speed-up over ring"][0].endswith("(not validated)")
+
+
+def test_what_a_table_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What matters most has what room there is, and a point that failed has its status."""
+    lines = printed(monkeypatch, [OTHER, MESH, outcome("usp", 44.5, status="oom", error="of 8 GB")], 100, every=False)
+    (row,) = cells_of(lines, "mesh")
+    assert row == [*POINT, "33.125 ms [32.62, 33.38]", "1.00x", "ok"]
+    left_out = "--all prints these too: fwd ms, bwd ms, tokens/s, sent/GPU, exposed, exposed ms, peak mem"
+    assert left_out in lines and lines[-1].startswith("usp, 8 GPUs, seqlen 64k: oom: of 8 GB")
+
+
+def test_a_measured_speed_up_has_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = outcome("ring", 33.5)
+    assert report.speed_up(MESH.record, [MESH, RING]) == "1.34x [1.32, 1.37]"
+    assert report.speed_up(MESH.record, [MESH, near]) == "1.01x [0.989, 1.03] ~"
+    lines = printed(monkeypatch, [MESH, near], 100, every=False)
+    assert "~: not told apart, or too close to call: the intervals overlap" in lines

@@ -177,10 +177,10 @@ def test_command_line_record_explorer_and_advice_agree(overrides: str, tmp_path:
     record = records.read(path)
     low, high = record.step_ms_validated_low, record.step_ms_validated_high
     assert interval(record).ends == (None if low is None else (low, high))
-    cells = {name.strip(): cell(record) for name, cell in ROWS}
-    assert cells["step, median [95% interval]"] == "-"
+    cells = {row.name.strip(): row.cell(record) for row in ROWS}
+    assert cells["step [95% interval]"] == "-"
     ends = "" if low is None or high is None else f"  [{number(low)}, {number(high)}]"
-    assert cells["step [two of three points]"] == f"{number(record.step_ms_median, 5)} ms{ends}"
+    assert cells["step [two of three]"] == f"{number(record.step_ms_median, 5)} ms{ends}"
     assert ("not validated" in cells["validation"]) == (low is None)
     found = columns.columns({path: record})
     explored = [found[side]["step_ms_median"][0] for side in ("low", "high")]
@@ -256,11 +256,11 @@ def test_a_speed_up_has_the_digits_that_its_steps_leave_it(error: float | None, 
 
 def test_steps_with_common_times_are_too_close_to_call() -> None:
     fast, near, far = (Outcome(step(ms, 0.05)) for ms in (10.0, 10.9, 11.2))
-    assert speed_up(fast.record, [fast, near]) == "1.09x  (too close to call)"
-    assert speed_up(fast.record, [fast, far]) == "1.12x"
+    assert speed_up(fast.record, [fast, near]) == "1.09x [0.986, 1.2] ~"
+    assert speed_up(fast.record, [fast, far]) == "1.12x [1.01, 1.24]"
     for one, other in ((None, None), (0.05, None), (None, 0.05)):
         unknown = [Outcome(step(ms, error)) for ms, error in ((10.0, one), (30.0, other))]
-        assert speed_up(unknown[0].record, unknown) == "3.0x  (not validated)"
+        assert speed_up(unknown[0].record, unknown) == "3.0x (not validated)"
         assert speed_up(unknown[1].record, unknown) == "1.00x", "over itself"
 
 
