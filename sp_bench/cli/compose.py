@@ -28,6 +28,9 @@ from sp_bench.resources import CONF, conf_folders
 SECTIONS = {"cluster": ClusterSection, "implementation": Implementation, "logger": WandbSettings}
 """Groups whose keys can be set even if the chosen file lacks them."""
 
+SEQLEN, SEQLEN_HERE = 2**20, 2**10
+"""The sequence length that is meant where none is given, and that on this machine, whose measurement takes seconds."""
+
 
 class Composer(ExitStack):
     """Composes configs from conf/ and similar folders: the user's, and `own`. Use it as a context manager."""
@@ -98,6 +101,8 @@ class Composer(ExitStack):
             what = str(error).splitlines()[0]
             raise RequestError(" ".join(overrides), what, "a plain value would work") from None
         assert isinstance(resolved, dict)
+        if resolved["seqlen"] is None:
+            resolved["seqlen"] = SEQLEN_HERE if resolved["cluster"].get("this_machine") is True else SEQLEN
         return {str(key): value for key, value in resolved.items()}
 
     def baseline(self, config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any] | None:

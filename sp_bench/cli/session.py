@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from sp_bench.cli import report
@@ -18,6 +19,7 @@ from sp_bench.launch import RankCountError, launched
 from sp_bench.loggers import Logger
 from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points, work_of
 from sp_bench.point.request import unsupported
+from sp_bench.point.simulations import simulation_of
 from sp_bench.records import Record
 
 
@@ -136,14 +138,65 @@ def _run(
         if not outcome.reused:
             logger.log(folder / f"{outcome.record.run_id}.json")
 
-    with _bar(console, work_of(requests)) as advance:
+    _say_duration([request for request in requests if isinstance(request, Request)])
+    with _bar(work_of(requests)) as advance:
         return run_points(requests, folder=folder, reuse=reuse, progress=advance, finished=log)
 
 
+def _say_duration(requests: Sequence[Request]) -> None:
+    """Print to stderr about how long points that are measured on CPUs will take, by their cluster's kernel rates.
+
+    Blocks alone are timed in turn with the step. What transfers and starting take isn't known before.
+    """
+    seconds, unknown = 0.0, 0
+    for request in requests:
+        if request.mode == "simulate" or request.devices.kind != "cpu":
+            continue
+        try:
+            steps = (request.warmup + request.iters) * (1 + request.parts) + 1
+            seconds += steps * simulation_of(request).least_compute_s(request)
+        except (RequestError, AttributeError):  # a peer has no plans, and not every cluster the rates of a model
+            unknown += 1
+    if seconds:
+        more = f", and {unknown} points whose time isn't known" if unknown else ""
+        print(f"about {_duration(seconds)} of blocks at {requests[0].cluster.name}'s rates{more}", file=sys.stderr)
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.2g} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.0f} h"
+    )
+
+
+SAID_EVERY_S = 20.0
+"""Seconds between two lines about progress where there is no terminal for a bar."""
+
+
 @contextlib.contextmanager
-def _bar(console: Console, steps: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar, on a terminal only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("benchmark steps", total=steps)
-        yield lambda done: progress.advance(task, done)
+def _bar(steps: int) -> Iterator[Callable[[int], None]]:
+    """Progress on stderr, with the time left: a bar on a terminal, else a line now and then."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    console = Console(stderr=True)
+    began_s: float | None = None  # when the first step did: starting ranks says nothing of the others
+    said_s = time.monotonic()
+    with Progress(
+        TextColumn("{task.description}"), *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task, done = progress.add_task("benchmark steps", total=steps), 0
+
+        def advance(more: int) -> None:
+            nonlocal began_s, done, said_s
+            progress.advance(task, more)
+            now_s = time.monotonic()
+            began_s = began_s or now_s
+            if done and not console.is_terminal and now_s - said_s > SAID_EVERY_S:
+                left = _duration((now_s - began_s) / done * (steps - done))
+                print(f"{done} of {steps} benchmark steps, about {left} left", file=sys.stderr)
+                said_s = now_s
+            done += more
+
+        yield advance

@@ -40,6 +40,8 @@ REAPED_S = 30.0
 """Seconds until the exit code of a dead rank is known at the latest, on a loaded machine."""
 
 
+BUSY = 0.05
+"""Cores that a silent rank uses at least if it computes: then it may be slow, and not hung."""
 PRELOADED = ["sp_bench.measure.job"]
 """Modules that are imported once, in the server that ranks are forked from."""
 
@@ -163,14 +165,15 @@ class RankPool:
         answers: dict[int, Any] = {}
         errors: dict[int, tuple[str, Exception | None]] = {}
         connecting: set[int] = set()
-        deadline = time.monotonic() + self.timeout_s
+        began_s, last = time.monotonic(), "it had made no progress before"
+        deadline, steps = began_s + self.timeout_s, 0
         while len(answers) + len(errors) < self.n:
             pending = [rank for rank in range(self.n) if rank not in answers and rank not in errors]
             ready = wait([self._pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
             if not ready:
                 if errors:
                     break
-                raise self._blame_hang(pending)
+                raise self._blame_hang(pending, last)
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # pyright: ignore[reportArgumentType]
                 kind, value = self._receive(rank)
@@ -178,6 +181,9 @@ class RankPool:
                     connecting = connecting | {rank} if kind == "connecting" else connecting - {rank}
                     deadline = time.monotonic() + self.timeout_s + (CONNECT_S if connecting else 0)
                     reported[rank] = value
+                    steps += rank == 0 and kind == "step"
+                    if steps:
+                        last = f"the last progress was step {steps}, begun after {time.monotonic() - began_s:.0f} s"
                     if rank == 0 and progress and kind == "step":
                         progress(value)
                 elif kind == "answer":
@@ -200,16 +206,20 @@ class RankPool:
             reason = exit_reason(self._processes[rank].exitcode, self._oom_kills)
             raise RankFailure(rank, f"died: {reason}") from None
 
-    def _blame_hang(self, pending: list[int]) -> RankHang:
+    def _blame_hang(self, pending: list[int], last: str) -> RankHang:
         """Dump every silent rank. One that waits for a transfer is a victim, any other the cause."""
         dumps = self._dumps(pending)
         frozen = [rank for rank, found in dumps.items() if not found.stack]
         busy = [rank for rank, found in dumps.items() if found.stack and not found.waits_for_others]
-        silent = f"no rank has answered for {self.timeout_s:g} s"
+        silent = f"no rank has answered for {self.timeout_s:g} s; {last}"
         if frozen:
             return RankHang(frozen[0], f"hangs: its process is stopped or does not react ({silent})", dumps)
         if busy:
-            return RankHang(busy[0], f"hangs ({silent}) in {dumps[busy[0]].stack[0]}", dumps)
+            found, why = dumps[busy[0]], f"hangs ({silent}) in {dumps[busy[0]].stack[0]}"
+            if (found.core_share or 0) > BUSY:
+                why += f". It computes, on {found.core_share:.2f} cores, so it may be slow and not hung: "
+                why += f"a shorter seqlen, or timeout_s={10 * self.timeout_s:g}, tells"
+            return RankHang(busy[0], why, dumps)
         return RankHang(None, f"{silent}; all of ranks {pending} wait for each other", dumps)
 
     def _dumps(self, ranks: list[int]) -> dict[int, ThreadDump]:

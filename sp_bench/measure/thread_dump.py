@@ -52,6 +52,8 @@ class ThreadDump:
     stacks: list[str]
     """The stacks of all threads, in lines as faulthandler writes them."""
     threads: list[Thread]
+    core_share: float | None = None
+    """The mean number of cores that the rank was busy on while it was asked; None if that isn't known."""
 
     @property
     def waits_for_others(self) -> bool:
@@ -82,15 +84,18 @@ def dumping(path: Path) -> Iterator[None]:
 
 def dump(ranks: Sequence[tuple[int, Path]]) -> list[ThreadDump]:
     """The dump of each process, given its pid and the `path` of its `dumping`. All are asked at once."""
+    before, began_s = [_core_s(threads_of(pid)) for pid, _ in ranks], time.monotonic()
     for asked_by in ASKED_BY.values():
         for pid, _ in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, asked_by)
         time.sleep(ANSWER_S)
-    found = []
-    for pid, path in ranks:
+    found, took_s = [], time.monotonic() - began_s
+    for (pid, path), core_s in zip(ranks, before, strict=True):
         frames = [line.strip() for line in _lines(_file(path, "main")) if line.strip().startswith("File ")]
-        found.append(ThreadDump(frames, _lines(_file(path, "all")), threads_of(pid)))
+        threads = threads_of(pid)
+        share = max(0.0, _core_s(threads) - core_s) / took_s if threads else None
+        found.append(ThreadDump(frames, _lines(_file(path, "all")), threads, share))
     return found
 
 
@@ -98,6 +103,10 @@ def threads_of(pid: int) -> list[Thread]:
     """The threads of a process, the main one first; empty on systems other than Linux, or if the process has ended."""
     tasks = sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name))
     return [found for task in tasks if (found := _thread(task))]
+
+
+def _core_s(threads: Sequence[Thread]) -> float:
+    return sum(thread.core_s for thread in threads)
 
 
 def as_json(dumps: Mapping[int, ThreadDump]) -> dict[str, Any]:

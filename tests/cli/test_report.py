@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 
 from sp_bench.__main__ import main
 from sp_bench.advise.candidates import answer
-from sp_bench.cli import report
+from sp_bench.cli import report, session
+from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import ONE, ROWS, SEVERAL, make_console, print_points, print_sweep
 from sp_bench.point import Outcome
 from tests.support.made_records import made
+from tests.support.points import point
 
 FIGURES = ["33.125 ms [32.62, 33.38]", "1.00x", "11.25", "33.5", "54,321", "7.658 kB", "23%", "7.75", "7.654 MB"]
 """The figures of `outcome("mesh", 33.125)`, in their order, but for the status."""
@@ -247,3 +250,31 @@ def test_a_measured_speed_up_has_an_interval(monkeypatch: pytest.MonkeyPatch) ->
     assert report.speed_up(MESH.record, [MESH, near]) == "1.01x [0.989, 1.03] ~"
     lines = printed(monkeypatch, [MESH, near], 100, every=False)
     assert "~: not told apart, or too close to call: the intervals overlap" in lines
+
+
+def test_a_measurement_says_before_and_meanwhile_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before by the cluster's rates, whose square the length is; meanwhile by the steps that are done."""
+    local = ["cluster=local", "device=cpu", "gpus=2", "method=ring", "iters=10"]
+    session._say_duration([point(*local, f"seqlen={seqlen}") for seqlen in ("1k",)])
+    session._say_duration([point(*local, f"seqlen={seqlen}") for seqlen in ("64k",)])
+    session._say_duration([point("gpus=8", "seqlen=64k")])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2, "what is simulated takes no time"
+    short, long = (re.fullmatch(r"about ([\d.]+) (s|h) of blocks at local's rates", line) for line in lines)
+    assert short and long and (short[2], long[2]) == ("s", "h")
+    now_s = iter((0.0, 5.0, 45.0, 46.0))
+    monkeypatch.setattr(session.time, "monotonic", lambda: next(now_s, 46.0))
+    with session._bar(11) as advance:
+        for _ in range(3):
+            advance(1)
+    said = "1 of 11 benchmark steps, about 6.7 min left"
+    assert capsys.readouterr().err.splitlines() == [said.replace("6.7", "7")]
+
+
+def test_this_machine_has_a_short_sequence_by_default() -> None:
+    with Composer() as composer:
+        assert composer.compose(["cluster=local"])["seqlen"] == 2**10
+        assert composer.compose(["cluster=local", "seqlen=4k"])["seqlen"] == "4k"
+        assert composer.compose([])["seqlen"] == 2**20

@@ -183,6 +183,8 @@ def test_a_rank_that_hangs(how: str, others: str) -> None:
     assert how == "stop" or "jobs.py" in str(failure), "where it hangs"
     assert isinstance(failure, RankHang)
     assert how != "spin" or failure.dumps[jobs.BAD].threads[0].core_s > 0
+    assert how != "spin" or "so it may be slow and not hung: a shorter seqlen, or timeout_s=" in str(failure)
+    assert "it had made no progress before" in str(failure)
 
 
 @pytest.mark.exhaustive
@@ -212,6 +214,8 @@ def test_a_stopped_rank_is_nowhere() -> None:
 def test_a_rank_that_hangs_after_it_reported() -> None:
     failure = failure_of("sleep", "barrier", timeout_s=SHORT_S, reports=3)
     assert (failure.rank, "hangs" in str(failure)) == (jobs.BAD, True)
+    assert f"no rank has answered for {SHORT_S:g} s; the last progress was step 3, begun after" in str(failure)
+    assert "may be slow" not in str(failure), "it sleeps"
 
 
 def test_an_interrupt_ends_the_ranks() -> None:
