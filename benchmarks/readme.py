@@ -1,18 +1,22 @@
-"""python -m benchmarks.readme writes the README's example, the output of its command, and docs/readme.svg."""
+"""python -m benchmarks.readme writes the README's examples, the output of their commands, and docs/readme.svg."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import re
+import os
 import sys
 import tempfile
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import seaborn as sns
 
 from sp_bench.__main__ import main as sp_bench
+from sp_bench.advise.__main__ import heading
+from sp_bench.advise.candidates import answer
 from sp_bench.cli.compose import Composer
 from sp_bench.errors import RequestError
 from sp_bench.point import resolve
@@ -21,27 +25,45 @@ from sp_bench.resources import ROOT
 
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "readme.svg"
 COMMAND = "python -m sp_bench method=mesh gpus=256"
+ADVISE = "python -m sp_bench.advise gpus=8 seqlen=128k model=llama3_8b cluster=a100_hdr200"
 METHODS = ("ring", "tokenring", "startrail", "ulysses", "usp", "mesh")
 GPUS = (32, 64, 128, 256, 512, 1024)
 
 
-def example() -> str:
-    """The output of the README's command, indented as code. Run ids, which change with the code, are left open."""
+def table() -> str:
+    """The README's first table: what its command prints in a terminal of 80 columns, up to the timelines."""
     printed = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
-        code = sp_bench([*COMMAND.split()[3:], "mode=simulate", f"results_dir={folder}"])
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "80"
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+            code = sp_bench([*COMMAND.split()[3:], "mode=simulate", f"results_dir={folder}"])
+    finally:
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
     assert code == 0
-    text = re.sub(r"\S+/[0-9a-f]{16}\.json", "results/<run_id>.json", printed.getvalue())
-    # mode=simulate makes a machine with GPUs print the same.
-    text = text.replace("not measured: mode=simulate asks for it, and", "not measured: this machine has 0 GPUs, and")
-    return "".join(f"    {line}".rstrip() + "\n" for line in [f"$ {COMMAND}", *text.splitlines()])
+    # mode=simulate makes a machine with GPUs print the same, with another reason, in the lines before the title.
+    text = printed.getvalue().partition("\n\n")[0]
+    lines = text[text.index("256 GPUs on") :].splitlines()
+    return block(COMMAND, lines)
 
 
-def shown() -> str:
-    """The example in the README, from its command to the end of the code."""
+def advice() -> str:
+    """The README's first answer: what advise says is the fastest, and by what figures."""
+    found = answer(ADVISE.split()[3:])
+    said, figures = heading(found)[2], heading(found)[-1]
+    return block(ADVISE, [*textwrap.wrap(said, 80), *textwrap.wrap(figures, 80)])
+
+
+def block(command: str, lines: Sequence[str]) -> str:
+    """A fenced block of a command and what it prints."""
+    return "\n".join(["```console", f"$ {command}", *(line.rstrip() for line in lines), "```"])
+
+
+def shown(command: str) -> str:
+    """The block of a command in the README."""
     text = README.read_text()
-    start = text.index(f"    $ {COMMAND}\n")
-    return text[start : re.compile(r"^(?=\S)", re.MULTILINE).search(text, start).start()].rstrip() + "\n"  # pyright: ignore[reportOptionalMemberAccess]
+    start = text.index(f"```console\n$ {command}\n")
+    return text[start : text.index("\n```", start) + 4]
 
 
 def mfu_by_gpus() -> dict[str, list[float | None]]:
@@ -79,8 +101,9 @@ def draw(mfu: dict[str, list[float | None]], path: Path) -> None:
 
 
 def main() -> int:
-    """Write the example and the picture."""
-    README.write_text(README.read_text().replace(shown(), example()))
+    """Write the examples and the picture."""
+    for command, made in ((COMMAND, table), (ADVISE, advice)):
+        README.write_text(README.read_text().replace(shown(command), made()))
     draw(mfu_by_gpus(), PICTURE)
     return 0
 
