@@ -38,6 +38,7 @@ def run_point(
     """
     console = report.make_console(beside_data=as_json)
     requests = [resolve(config, launched())]
+    console.width = min(console.width, report.SEVERAL if baseline else report.ONE)
     if baseline:
         try:
             requests.append(resolve(baseline, launched()))
