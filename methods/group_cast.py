@@ -67,7 +67,7 @@ class GroupCastAttention(USP):
 
     name: ClassVar[str] = "group_cast"
     colour: ClassVar[str] = "#1f4e5f"
-    marker: ClassVar[str] = "h"
+    marker: ClassVar[str] = "$g$"
     citation: ClassVar[str] = "Tao and Huang 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
     counts_rows: ClassVar[bool] = True

@@ -58,7 +58,7 @@ class HybridCP(Method):
 
     name: ClassVar[str] = "hybrid_cp"
     colour: ClassVar[str] = "#8a9a2b"
-    marker: ClassVar[str] = "p"
+    marker: ClassVar[str] = "$h$"
     citation: ClassVar[str] = "Megatron-LM 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
     counts_rows: ClassVar[bool] = True

@@ -137,7 +137,7 @@ class Casts:
 def casts(problem: Problem) -> Casts:
     """The rows that the chunks of a problem need of each other."""
     mask = problem.mask
-    pack = mask if isinstance(mask, Packed) else Documents((problem.seqlen,), causal=mask is CAUSAL)
+    pack = mask if isinstance(mask, Packed) else Documents((problem.seqlen,), causal=mask == CAUSAL)
     return _casts(pack, problem.layout, problem.n // problem.layout.head_parallel)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -103,6 +104,12 @@ def test_share_of_a_whole_sequence(name: str, u: int, mask: Mask, layout: str, s
     method = build(name, {"layout": layout, **({"ulysses": u} if name == "group_cast" else {})})
     problem = dealt(method, mask, 8, 64)
     assert method.symbols(problem)["c"] == share
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_ranks_get_a_copy_of_the_problem_and_cast_the_same_rows(mask: Mask) -> None:
+    problem = dealt(build("group_cast", {"ulysses": 1}), mask, 4, 64)
+    assert np.array_equal(casts(pickle.loads(pickle.dumps(problem))).counts, casts(problem).counts)
 
 
 def magi_attention(gpus: int, seed: int = 0) -> Documents:

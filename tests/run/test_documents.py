@@ -102,7 +102,7 @@ def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks, all_variants: 
             for turn, case in enumerate(everything(n))
             for layout in REGISTRY[case.method].layouts
         ]
-        plain = [_by_messages(case) for case in (every[::5] if all_variants else of_each_method(every, 6 - n, n))]
+        plain = [_as_packed(case) for case in (every[::5] if all_variants else of_each_method(every, 6 - n, n))]
         packed = [replace(case, pack=Documents((case.seqlen,))) for case in plain]
         answers = ranks.run(jobs.results, [*plain, *packed])
         for one, other in zip(plain, packed, strict=True):
@@ -110,11 +110,11 @@ def test_one_document_is_the_causal_run_bit_for_bit(ranks: Ranks, all_variants: 
                 assert all(map(torch.equal, answer[one], answer[other])), f"{one}: differs as a pack"
 
 
-def _by_messages(case: Case) -> Case:
-    """The case with point-to-point transfers for collectives, as gathers go under a pack: folds have an order."""
-    if "collectives" not in REGISTRY[case.method].options():
-        return case
-    return replace(case, options=tuple({**dict(case.options), "collectives": "messages"}.items()))
+def _as_packed(case: Case) -> Case:
+    """The case with the transfers of a pack: point-to-point ones, whose folds have an order, and of whole chunks."""
+    there = REGISTRY[case.method].options()
+    packed = {name: value for name, value in (("collectives", "messages"), ("trim", False)) if name in there}
+    return replace(case, options=tuple({**dict(case.options), **packed}.items()))
 
 
 def test_short_documents_that_are_dealt_whole_send_nothing(ranks: Ranks) -> None:

@@ -193,7 +193,7 @@ def reference(seqlen: int, kv_heads: int, dtype: str, mask: Mask, heads: int = H
     q_BHSD, k_BHSD, v_BHSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in leaves)
     with sdpa_kernel(SDPBackend.MATH):
         visible = torch.from_numpy(seen(mask)) if isinstance(mask, Packed) else None
-        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, visible, is_causal=mask is CAUSAL).transpose(1, 2)
+        out = scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, visible, is_causal=mask == CAUSAL).transpose(1, 2)
     return Results(out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 

@@ -226,9 +226,9 @@ def shares(runs: Runs) -> Section:
         **values,
         saved=derived(lambda low: 1 - low, least(ring.values())),
         dealing=min(ring, key=lambda d: ring[d].known),
-        by_dealing="; ".join(f"{d} | % | .1f" for d in DEALINGS),
+        by_dealing="; ".join(f"{d} | % | .1f" for d in by_dealing),
         rows=[
-            [m, packed[m, DEALINGS[0]].variant or "", whole[m].times(MB), *(share[m, d].times(100) for d in DEALINGS)]
+            [m, packed[m, DEALINGS[0]].variant or "", whole[m].times(MB), *(share[m, d].times(100) for d in by_dealing)]
             for m in VARIANTS
         ],
     )
