@@ -47,14 +47,18 @@ def script(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> str:
 
 def array(settings: Settings, tasks: Iterable[Task]) -> str:
     """sbatch's --array option: the numbers of tasks, and how many may run at a time, such as 0-3,7%2."""
+    return in_short(task.number for task in tasks) + (f"%{settings.most_at_once}" if settings.most_at_once else "")
+
+
+def in_short(numbers: Iterable[int]) -> str:
+    """Numbers as SLURM writes them, such as 0-3,7."""
     runs: list[list[int]] = []
-    for number in sorted(task.number for task in tasks):
+    for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    numbers = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return numbers + (f"%{settings.most_at_once}" if settings.most_at_once else "")
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:
