@@ -20,6 +20,30 @@ def scripts(sweep: Sweep) -> dict[int, str]:
     return {gpus: script(sweep, gpus, tasks) for gpus, tasks in by_gpus(sweep.tasks).items()}
 
 
+def summary(sweep: Sweep) -> str:
+    """What would be submitted, in words: tasks, points, nodes, the most GPU hours, account; and a container's needs."""
+    settings, groups = sweep.settings, by_gpus(sweep.tasks)
+    points = sum(len(task.points) for task in sweep.tasks)
+    most = max(map(settings.nodes, groups))
+    found = f"{len(groups)} job arrays, {len(sweep.tasks)} tasks, {points} points; up to {most} nodes a task"
+    if limit_s := seconds(settings.time):
+        hours = sum(gpus * len(tasks) for gpus, tasks in groups.items()) * limit_s / 3600
+        found += f"; at most {hours:.4g} GPU hours, if each task takes its {settings.time}"
+    found += f"; account {settings.account or 'by default'}, partition {settings.partition or 'by default'}"
+    if settings.container:
+        found += f"; the image needs what {ROOT} imports: it is mounted and needs no install, its dependencies do"
+    return found
+
+
+def seconds(limit: str) -> int | None:
+    """The seconds of a time limit hours:minutes:seconds; None for another form."""
+    parts = limit.split(":")
+    if len(parts) != 3 or not all(map(str.isdigit, parts)):
+        return None
+    hours, minutes, rest = map(int, parts)
+    return 3600 * hours + 60 * minutes + rest
+
+
 def write(sweep: Sweep) -> None:
     """Write the scripts into the sweep's folder."""
     for gpus, text in scripts(sweep).items():

@@ -12,7 +12,7 @@ from sp_bench.slurm import queue
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.points import Task
 from sp_bench.slurm.queue import TaskState
-from sp_bench.slurm.scripts import TERM_S, in_short
+from sp_bench.slurm.scripts import TERM_S, in_short, seconds
 
 STARTS_BY_ITSELF = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}
 """Reasons for which a task waits until SLURM starts it."""
@@ -191,12 +191,8 @@ def _ids(states: Sequence[TaskState]) -> list[str]:
 
 def _twice(limit: str) -> str:
     """Twice a time limit of the form hours:minutes:seconds; of another form a word to replace."""
-    parts = limit.split(":")
-    if len(parts) != 3 or not all(map(str.isdigit, parts)):
-        return "LONGER"
-    hours, minutes, seconds = map(int, parts)
-    total = 2 * (3600 * hours + 60 * minutes + seconds)
-    return f"{total // 3600:02d}:{total // 60 % 60:02d}:{total % 60:02d}"
+    total = 2 * (seconds(limit) or 0)
+    return f"{total // 3600:02d}:{total // 60 % 60:02d}:{total % 60:02d}" if total else "LONGER"
 
 
 def _count(number: int, what: str) -> str:

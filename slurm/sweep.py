@@ -7,7 +7,7 @@ changes what that file fixes or sweeps. Every point is resolved first; a point t
 once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes one of its keys.
 
   --config-dir DIR  a folder with your own sweep/, slurm/, cluster/ ..., in addition to conf/
-  --dry-run         print the scripts; write and submit nothing
+  --dry-run         print the scripts, and on stderr points, nodes, the most GPU hours, account; submit nothing
   --wait            follow the jobs until none is left: a line whenever a point changes its state
   --watch           the same as a view in the terminal: finished, running, pending and failed points, and the time left
   status DIR        print how many points are done, running, pending, failed; and for tasks that don't run SLURM's state
@@ -69,6 +69,7 @@ def _answer(words: list[str], own: Path | None, *, dry: bool, wait: bool, live: 
             print(f"slurm.sweep: unsupported, {count} points: {error}", file=sys.stderr)
         if dry:
             print("\n".join(scripts.scripts(sweep).values()), end="")
+            print(f"slurm.sweep: {scripts.summary(sweep)}", file=sys.stderr)
             return 0
         queue.refuse_without_slurm(sweep.settings)
         sweep.write(refused)
