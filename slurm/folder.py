@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from sp_bench.errors import RequestError
 from sp_bench.reading import read
 from sp_bench.records import Record
 from sp_bench.slurm.points import Point, Refused, Task, numbered
-from sp_bench.slurm.settings import Settings
+from sp_bench.slurm.settings import Settings, changed
 
 FINISHED = {"ok": "done", "unsupported": "unsupported"}
 """The statuses of points that are not run again, and the states that a sweep shows for them."""
@@ -83,6 +83,13 @@ class Sweep:
         except OSError as error:
             rule = f"can't be made ({error.strerror})"
             raise RequestError(f"folder={self.folder}", rule, "folder=results/NAME would work") from None
+
+    def with_settings(self, changes: Sequence[str]) -> Sweep:
+        """The sweep with changed settings, such as time=04:00:00, which its folder keeps. Raises RequestError."""
+        settings = changed(msgspec.to_builtins(self.settings), changes)
+        content = json.loads((self.folder / "sweep.json").read_text())
+        _write(self.folder / "sweep.json", content | {"settings": msgspec.to_builtins(settings)})
+        return replace(self, settings=settings)
 
     @property
     def records(self) -> Path:

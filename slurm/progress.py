@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sp_bench.records import Record
@@ -26,6 +26,8 @@ class Progress:
     running: Sequence[Task]
     left_s: float | None
     """The seconds that are left at the rate of the last tasks; None before two tasks have finished."""
+    in_slurm: Mapping[int, queue.TaskState]
+    """What SLURM says of tasks, by number; it forgets those that have ended."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -46,21 +48,23 @@ class Progress:
 
 def progress(sweep: Sweep, now_s: float | None = None) -> Progress:
     """The progress of a sweep, at `now_s` seconds since the epoch. Raises SlurmError if SLURM does not answer."""
-    waiting, running = queue.waiting_and_running(sweep.settings, list(sweep.jobs))
+    in_slurm = queue.tasks(sweep.settings, list(sweep.jobs))
+    running = {number for number, said in in_slurm.items() if said.runs}
     by_gpus: dict[int, Counter[str]] = {}
     for point in sweep.refused:
         record = sweep.record(point)
         by_gpus.setdefault(record.gpus if record else 0, Counter())["unsupported"] += 1
     for task in sweep.tasks:
-        in_slurm = "running" if task.number in running else "pending" if task.number in waiting else "failed"
+        said = in_slurm.get(task.number)
+        state = "pending" if said and said.waits else "running" if said and said.runs else "failed"
         counts = by_gpus.setdefault(task.gpus, Counter())
         for point in task.points:
             record = sweep.record(point)
-            counts[FINISHED.get(record.status, in_slurm) if record else in_slurm] += 1
-    found = Progress(dict(sorted(by_gpus.items())), [t for t in sweep.tasks if t.number in running], None)
-    to_do = found.counts["running"] + found.counts["pending"]
+            counts[FINISHED.get(record.status, state) if record else state] += 1
+    to_do = sum(counts["running"] + counts["pending"] for counts in by_gpus.values())
     left_s = _left_s(_finishes(sweep), to_do, time.time() if now_s is None else now_s)
-    return Progress(found.by_gpus, found.running, left_s)
+    at_work = [task for task in sweep.tasks if task.number in running]
+    return Progress(dict(sorted(by_gpus.items())), at_work, left_s, in_slurm)
 
 
 def failures(sweep: Sweep) -> Iterator[Record]:

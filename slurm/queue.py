@@ -1,17 +1,52 @@
-"""SLURM's queue: sbatch, squeue and scancel."""
+"""SLURM's queue: sbatch, squeue, sacct and scancel."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sp_bench.errors import RequestError
 from sp_bench.slurm.settings import Settings
 
 QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-"""States of squeue in which a task waits. In all other states that squeue shows, it runs."""
+"""States in which a task waits."""
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+ENDED |= {"REVOKED", "TIMEOUT"}
+"""States in which it is over. In all others it runs."""
+SQUEUE = ("ArrayJobID", "ArrayTaskID", "State", "exit_code", "restartcnt", "TimeLeft")
+SACCT = ("JobID", "State", "ExitCode", "ElapsedRaw", "TimelimitRaw", "Reason")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskState:
+    """What SLURM says of an array task."""
+
+    job: int
+    number: int
+    """The task's number in its array and in the sweep."""
+    state: str
+    """SLURM's own word, such as PENDING."""
+    reason: str
+    """SLURM's own word; None where it gives none."""
+    exit_code: int = 0
+    """Of the script; -15 if signal 15 ended it."""
+    restarts: int = 0
+    left_s: float | None = None
+    """Seconds of the time limit that are left; None if it has none."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits in the queue."""
+        return self.state in QUEUED
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs, or is being cleaned up."""
+        return not self.waits and self.state not in ENDED
 
 
 class SlurmError(RequestError):
@@ -28,18 +63,65 @@ def submit(settings: Settings, script: Path, array: str) -> int:
     return int(_output(settings, "sbatch", "--parsable", f"--array={array}", str(script)).split(";")[0])
 
 
-def waiting_and_running(settings: Settings, jobs: Sequence[int]) -> tuple[set[int], set[int]]:
-    """The numbers of the jobs' array tasks that wait, and of those that run. Raises SlurmError."""
-    waiting: set[int] = set()
-    running: set[int] = set()
+def tasks(settings: Settings, jobs: Sequence[int]) -> dict[int, TaskState]:
+    """The state of the jobs' array tasks by number, in the newest job of each: those that wait, run, or ended lately.
+
+    Raises SlurmError.
+    """
     if not jobs:
-        return waiting, running
-    # squeue --jobs fails for jobs that have ended.
-    lines = _output(settings, "squeue", "--noheader", "--array", "--user", str(os.getuid()), "--format=%F %K %T")
-    for job, task, state in (line.split() for line in lines.splitlines()):
-        if int(job) in jobs and task.isdigit():
-            (waiting if state in QUEUED else running).add(int(task))
-    return waiting, running
+        return {}
+    # squeue --jobs fails for jobs that it has forgotten.
+    fields = ",".join(f"{field}:24" for field in SQUEUE) + ",Reason:256"
+    command = ("squeue", "--noheader", "--array", "--states=all", "--user", str(os.getuid()), f"--Format={fields}")
+    found: dict[int, TaskState] = {}
+    for line in _output(settings, *command).splitlines():
+        job, number, state, status, restarts, left, reason = line.split(maxsplit=len(SQUEUE))
+        if int(job) not in jobs or not number.isdigit():
+            continue
+        if (before := found.get(int(number))) is None or before.job < int(job):
+            found[int(number)] = TaskState(
+                job=int(job),
+                number=int(number),
+                state=state,
+                reason=reason.strip(),
+                exit_code=os.waitstatus_to_exitcode(int(status)),
+                restarts=int(restarts),
+                left_s=_seconds(left),
+            )
+    return found
+
+
+def accounted(settings: Settings, jobs: Sequence[int]) -> Iterator[TaskState]:
+    """The jobs' array tasks that have ended, by the cluster's accounting; none where it keeps none."""
+    command = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(map(str, jobs))}")
+    try:
+        lines = _output(settings, *command, f"--format={','.join(SACCT)}").splitlines()
+    except SlurmError:
+        return
+    for line in lines:
+        name, state, code, elapsed_s, limit_min, reason = line.split("|")
+        job, _, number = name.partition("_")
+        if number.isdigit():
+            status, _, signal = code.partition(":")
+            yield TaskState(
+                job=int(job),
+                number=int(number),
+                state=state.split()[0],  # CANCELLED by 1000
+                reason=reason,
+                exit_code=-int(signal) if int(signal) else int(status),
+                left_s=60.0 * int(limit_min) - int(elapsed_s) if limit_min.isdigit() else None,
+            )
+
+
+def _seconds(left: str) -> float | None:
+    """Seconds from squeue's days-hours:minutes:seconds; INVALID is beyond the limit."""
+    if left == "INVALID":
+        return 0.0
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
 
 
 def cancel(settings: Settings, jobs: Sequence[int]) -> None:

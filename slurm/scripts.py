@@ -20,6 +20,30 @@ def scripts(sweep: Sweep) -> dict[int, str]:
     return {gpus: script(sweep, gpus, tasks) for gpus, tasks in by_gpus(sweep.tasks).items()}
 
 
+def summary(sweep: Sweep) -> str:
+    """What would be submitted, in words: tasks, points, nodes, the most GPU hours, account; and a container's needs."""
+    settings, groups = sweep.settings, by_gpus(sweep.tasks)
+    points = sum(len(task.points) for task in sweep.tasks)
+    most = max(map(settings.nodes, groups))
+    found = f"{len(groups)} job arrays, {len(sweep.tasks)} tasks, {points} points; up to {most} nodes a task"
+    if limit_s := seconds(settings.time):
+        hours = sum(gpus * len(tasks) for gpus, tasks in groups.items()) * limit_s / 3600
+        found += f"; at most {hours:.4g} GPU hours, if each task takes its {settings.time}"
+    found += f"; account {settings.account or 'by default'}, partition {settings.partition or 'by default'}"
+    if settings.container:
+        found += f"; the image needs what {ROOT} imports: it is mounted and needs no install, its dependencies do"
+    return found
+
+
+def seconds(limit: str) -> int | None:
+    """The seconds of a time limit hours:minutes:seconds; None for another form."""
+    parts = limit.split(":")
+    if len(parts) != 3 or not all(map(str.isdigit, parts)):
+        return None
+    hours, minutes, rest = map(int, parts)
+    return 3600 * hours + 60 * minutes + rest
+
+
 def write(sweep: Sweep) -> None:
     """Write the scripts into the sweep's folder."""
     for gpus, text in scripts(sweep).items():
@@ -47,14 +71,18 @@ def script(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> str:
 
 def array(settings: Settings, tasks: Iterable[Task]) -> str:
     """sbatch's --array option: the numbers of tasks, and how many may run at a time, such as 0-3,7%2."""
+    return in_short(task.number for task in tasks) + (f"%{settings.most_at_once}" if settings.most_at_once else "")
+
+
+def in_short(numbers: Iterable[int]) -> str:
+    """Numbers as SLURM writes them, such as 0-3,7."""
     runs: list[list[int]] = []
-    for number in sorted(task.number for task in tasks):
+    for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    numbers = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return numbers + (f"%{settings.most_at_once}" if settings.most_at_once else "")
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _options(sweep: Sweep, gpus: int, tasks: Sequence[Task]) -> list[str]:

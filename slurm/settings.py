@@ -68,7 +68,11 @@ def load(name: str, changes: Sequence[str] = (), own: Path | None = None) -> Set
     known = conf_files("slurm", own)
     if name not in known:
         raise unknown("slurm", name, known)
-    config: dict[str, Any] = yaml.safe_load(known[name].read_text())
+    return changed(yaml.safe_load(known[name].read_text()), changes)
+
+
+def changed(config: dict[str, Any], changes: Sequence[str]) -> Settings:
+    """The settings of a file's content, or of settings as plain values, with changes. Raises RequestError."""
     for change in changes:
         path, _, text = change.partition("=")
         section, _, key = path.rpartition(".")

@@ -1,17 +1,18 @@
 """python -m slurm.sweep sweep=NAME [slurm=NAME] [folder=DIR] [key=value,... ...] [--config-dir DIR] [--dry-run]
                       [--wait | --watch]
-python -m slurm.sweep status | resume | cancel DIR [--wait | --watch]
+python -m slurm.sweep status | resume | cancel DIR [slurm.KEY=value ...] [--wait | --watch]
 
 Submits the points of conf/sweep/NAME.yaml as job arrays, one for each number of GPUs. key=value or key=value,value
 changes what that file fixes or sweeps. Every point is resolved first; a point that can't be served gets its record at
 once. slurm=NAME is a file of conf/slurm/, and slurm.time=00:10:00 changes one of its keys.
 
   --config-dir DIR  a folder with your own sweep/, slurm/, cluster/ ..., in addition to conf/
-  --dry-run         print the scripts; write and submit nothing
+  --dry-run         print the scripts, and on stderr points, nodes, the most GPU hours, account; submit nothing
   --wait            follow the jobs until none is left: a line whenever a point changes its state
   --watch           the same as a view in the terminal: finished, running, pending and failed points, and the time left
-  status DIR        print how many points are done, running, pending, failed
-  resume DIR        submit the missing points
+  status DIR        print how many points are done, running, pending, failed; and for tasks that don't run SLURM's state
+                    and reason, exit code, log and the next command
+  resume DIR        submit the missing points; slurm.time=04:00:00 or other slurm.KEY=value for these and later ones
   cancel DIR        cancel the jobs; finished points are kept
 
 Nothing is asked of the machine that submits, which may have no GPU and no torch.
@@ -68,17 +69,25 @@ def _answer(words: list[str], own: Path | None, *, dry: bool, wait: bool, live: 
             print(f"slurm.sweep: unsupported, {count} points: {error}", file=sys.stderr)
         if dry:
             print("\n".join(scripts.scripts(sweep).values()), end="")
+            print(f"slurm.sweep: {scripts.summary(sweep)}", file=sys.stderr)
             return 0
         queue.refuse_without_slurm(sweep.settings)
         sweep.write(refused)
         scripts.write(sweep)
         submit_missing(sweep)
     else:
-        command, folder = words[0], Path(words[1] if len(words) == 2 else "")
+        command, folder, changes = words[0], Path(words[1] if len(words) > 1 else ""), words[2:]
         if command not in ("status", "resume", "cancel"):
             raise unknown("command", command, ["status", "resume", "cancel"])
+        for word in changes:
+            if command != "resume" or not word.startswith("slurm.") or "=" not in word:
+                raise RequestError(word, f"is none of {command}'s", "resume DIR slurm.time=04:00:00 would work")
         sweep = Sweep.read(folder)
         if command == "resume":
+            _refuse_other_code(sweep)
+            if changes:
+                sweep = sweep.with_settings([word.removeprefix("slurm.") for word in changes])
+                scripts.write(sweep)
             submit_missing(sweep)
         elif command == "cancel":
             queue.cancel(sweep.settings, list(sweep.jobs))
@@ -86,8 +95,7 @@ def _answer(words: list[str], own: Path | None, *, dry: bool, wait: bool, live: 
         return watching.watch(sweep)
     if wait:
         return watching.follow(sweep)
-    print(progress(sweep).line)
-    watching.print_failures(sweep)
+    watching.print_all(sweep, progress(sweep))
     return 0
 
 
@@ -126,14 +134,18 @@ def asked_for(words: list[str], folder: Path | None = None) -> tuple[Sweep, list
 
 def submit_missing(sweep: Sweep) -> None:
     """Submit all tasks with missing points that are not in the queue. Raises RequestError."""
-    if sweep.code_version != records.code_version():
-        rule = "was made with another version of the code, and a sweep has one"
-        raise RequestError(str(sweep.folder), rule, "a new folder=, or that version, would work")
-    queued = set.union(*queue.waiting_and_running(sweep.settings, list(sweep.jobs)))
+    in_slurm = queue.tasks(sweep.settings, list(sweep.jobs))
+    queued = {number for number, said in in_slurm.items() if said.waits or said.runs}
     todo = [task for task in sweep.tasks if sweep.missing(task) and task.number not in queued]
     for gpus, tasks in by_gpus(todo).items():
         array = scripts.array(sweep.settings, tasks)
         sweep.add_job(queue.submit(sweep.settings, scripts.path_of(sweep, gpus), array), tasks)
+
+
+def _refuse_other_code(sweep: Sweep) -> None:
+    if sweep.code_version != records.code_version():
+        rule = "was made with another version of the code, and a sweep has one"
+        raise RequestError(str(sweep.folder), rule, "a new folder=, or that version, would work")
 
 
 if __name__ == "__main__":

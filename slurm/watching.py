@@ -13,8 +13,8 @@ from rich.text import Text
 
 from sp_bench.slurm import queue
 from sp_bench.slurm.folder import Sweep
-from sp_bench.slurm.points import Task
 from sp_bench.slurm.progress import STATES, Progress, failures, progress
+from sp_bench.slurm.stopped import described, stopped
 
 POLL_S = 2.0
 PATIENCE_S = 300.0
@@ -24,23 +24,29 @@ MOST_LINES = 5
 COLOURS = {"done": "green", "running": "cyan", "pending": "dim", "failed": "red", "unsupported": "dim"}
 
 
-def print_failures(sweep: Sweep) -> None:
-    """Print the error of each point that failed. A point that SLURM ended has a log and no record."""
-    for line in _failed(sweep):
-        print(line)
+def print_all(sweep: Sweep, found: Progress) -> None:
+    """Print the states of points, why tasks don't run and what to do, and the error of each point that failed."""
+    print("\n".join([found.line, *_not_running(sweep, found)]), flush=True)
+
+
+def _not_running(sweep: Sweep, found: Progress) -> list[str]:
+    """The lines on tasks that don't run, and on points with an error. A point that SLURM ended has a log only."""
+    return [line for stop in stopped(sweep, found.in_slurm) for line in stop.lines] + _failed(sweep)
 
 
 def follow(sweep: Sweep) -> int:
     """Print the states of points whenever they change, until no job is left; return the exit code, 0 if all are done.
 
-    Raises RequestError if the controller has been silent for PATIENCE_S.
+    What waits and won't start by itself is printed as soon as SLURM says so. Raises RequestError if the controller has
+    been silent for PATIENCE_S.
     """
     printed = ""
 
     def show(found: Progress, silent_s: float) -> None:
         nonlocal printed
-        if found.line != printed:
-            print(printed := found.line, flush=True)
+        stuck = [line for stop in stopped(sweep, found.in_slurm) if stop.stuck for line in stop.lines]
+        if (text := "\n".join([found.line, *stuck])) != printed:
+            print(printed := text, flush=True)
 
     return _end(sweep, _until_over(sweep, show))
 
@@ -76,7 +82,8 @@ def _until_over(sweep: Sweep, show: Callable[[Progress, float], None]) -> Progre
 
 
 def _end(sweep: Sweep, last: Progress) -> int:
-    print_failures(sweep)
+    for line in _not_running(sweep, last):
+        print(line)
     print(f"records: {sweep.records}")
     return 1 if last.counts["failed"] else 0
 
@@ -87,9 +94,10 @@ def view(sweep: Sweep, found: Progress, silent_s: float = 0.0) -> RenderableType
     finished = counts["done"] + counts["unsupported"]
     head = Text.assemble((sweep.name, "bold"), f"  {finished} of {counts.total()} points finished, {_left(found)}")
     parts: list[RenderableType] = [head, ProgressBar(counts.total(), finished, width=60), _states(found)]
-    parts += [Text(f"running: {_described(task)}", style="cyan") for task in found.running[:MOST_LINES]]
+    parts += [Text(f"running: {described(task)}", style="cyan") for task in found.running[:MOST_LINES]]
     if more := found.running[MOST_LINES:]:
         parts.append(Text(f"and {len(more)} more tasks"))
+    parts += [Text("\n".join(stop.lines), style="yellow") for stop in stopped(sweep, found.in_slurm) if not stop.waits]
     failed = _failed(sweep)
     parts += [Text(line, style="red", overflow="ellipsis", no_wrap=True) for line in failed[-MOST_LINES:]]
     if silent_s > 2 * POLL_S:
@@ -125,12 +133,6 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     hours = minutes // 60
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def _described(task: Task) -> str:
-    config = task.points[0].config
-    methods = ", ".join(dict.fromkeys(point.config["method"]["name"] for point in task.points))
-    return f"{methods} on {task.gpus} GPUs, seqlen {config['seqlen']}, {str(config['phase']).replace('_', ' + ')}"
 
 
 def _failed(sweep: Sweep) -> list[str]:

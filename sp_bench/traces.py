@@ -6,8 +6,10 @@ Its keys are those of python -m sp_bench; iters and warmup count as there.
 Without `run`, traces are read, .json or .json.gz, and compared with the simulator: each operation of the plan, how long
 it took and how long it was simulated to take; then the step with the cluster's figures, and with figures fitted to the
 traced operations. Operations are found by their names, which every execution of a plan has under torch's profiler, that
-of SequenceParallelAttention in your own training too. NCCL's kernels are listed. In a trace of other code, which names
-no operation, they are taken in order for the transfers of the plan of point=: the method of ours with its algorithm.
+of SequenceParallelAttention in your own training too. Of any trace with kernels of a GPU, whosever code that was, each
+rank's busy time by stream, the overlap of communication and compute, and the exposed communication of each collective
+are printed, and NCCL's kernels listed. In a trace of other code, which names no operation, they are taken in order for
+the transfers of the plan of point=: the method of ours with its algorithm.
 
   point=null   the point of the traces, if it is not in a DIR with them: a point.json, or a record of python -m sp_bench
   rank=null    the rank of a single FILE that doesn't say it
@@ -45,10 +47,12 @@ from sp_bench.point.measured import spec_of
 from sp_bench.reading import Natural, read
 from sp_bench.tracing.compared import BLOCKS, Row, compared, refit, steps
 from sp_bench.tracing.kineto import Collective, Trace, read_trace
+from sp_bench.tracing.streams import lines
 
 DEFAULTS: dict[str, Any] = {"point": None, "rank": None, "out": None, "rows": 20}
 POINT = "point.json"
 LABEL = 60
+NO_PLAN = "no operation of a plan is named in these traces: with point=, NCCL's kernels are compared with its plan"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,18 +97,21 @@ def _run(arguments: list[str]) -> int:
 
 
 def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
-    traces, point = _traces(options, paths)
+    files, point = _files(options, paths)
+    if point is None and options["rank"] is None:
+        return _unmatched(files)
+    traces = _by_rank(options, files)
+    for rank, trace in traces.items():
+        _print_streams(f"rank {rank}", trace)
     collectives = [one for trace in traces.values() for one in trace.collectives]
     if collectives:
         print("\n".join(_nccl_lines(collectives)))
     named = any(trace.ops for trace in traces.values())
     if not named and not (point and collectives):
-        print("no operation of a plan is named in these traces: with point=, NCCL's kernels are compared with its plan")
+        print(NO_PLAN)
         return 0
     if point is None:
-        raise RequestError(
-            "point=null", "the traces don't say what was run", f"point=DIR/{POINT}, or a record, would work"
-        )
+        raise _no_point()
     request = _request(point)
     rows, choice = compared(request, traces)
     name = Path(options["out"]).stem if options["out"] else "refit"
@@ -125,8 +132,32 @@ def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
     return 0
 
 
-def _traces(options: Mapping[str, Any], paths: Sequence[Path]) -> tuple[dict[int, Trace], Path | None]:
-    """The traces by rank, and the file of their point. Raises RequestError for files that are none, or say no rank."""
+def _print_streams(label: str, trace: Trace) -> None:
+    if trace.kernels:
+        print("\n".join(lines(label, trace.kernels)))
+
+
+def _unmatched(files: Sequence[Path]) -> int:
+    """Print what traces say without a point. Raises RequestError if they name a plan's operations, which need one."""
+    traces = {file: read_trace(file) for file in files}
+    for file, trace in traces.items():
+        _print_streams(file.name if trace.rank is None else f"rank {trace.rank} ({file.name})", trace)
+    if collectives := [one for trace in traces.values() for one in trace.collectives]:
+        print("\n".join(_nccl_lines(collectives)))
+    if any(trace.ops for trace in traces.values()):
+        raise _no_point()
+    print(NO_PLAN)
+    return 0
+
+
+def _no_point() -> RequestError:
+    return RequestError(
+        "point=null", "the traces don't say what was run", f"point=DIR/{POINT}, or a record, would work"
+    )
+
+
+def _files(options: Mapping[str, Any], paths: Sequence[Path]) -> tuple[list[Path], Path | None]:
+    """The traces' files, and the file of their point. Raises RequestError for none."""
     point = Path(options["point"]) if options["point"] else None
     files: list[Path] = []
     for path in paths:
@@ -140,6 +171,11 @@ def _traces(options: Mapping[str, Any], paths: Sequence[Path]) -> tuple[dict[int
             files.append(path)
     if not files:
         raise RequestError("no file", "a trace is needed", "python -m sp_bench.traces FILE would work")
+    return files, point
+
+
+def _by_rank(options: Mapping[str, Any], files: Sequence[Path]) -> dict[int, Trace]:
+    """The traces by rank. Raises RequestError for files that are none, or say no rank."""
     given, found = options["rank"], {}
     for file in files:
         trace = read_trace(file)
@@ -149,7 +185,7 @@ def _traces(options: Mapping[str, Any], paths: Sequence[Path]) -> tuple[dict[int
         if rank in found:
             raise RequestError(str(file), f"is a second trace of rank {rank}", "one trace of each rank would work")
         found[rank] = replace(trace, rank=rank)
-    return found, point
+    return found
 
 
 def _request(point: Path) -> Request:

@@ -12,6 +12,7 @@ from typing import Any
 
 from sp_bench.errors import RequestError
 from sp_bench.run.annotations import Mark, marked
+from sp_bench.tracing.streams import Kernel, kernels
 
 ON_GPU, ON_HOST = "gpu_user_annotation", "user_annotation"
 """Kineto's categories of a range: the kernels launched in it, and the range itself."""
@@ -50,6 +51,8 @@ class Trace:
     """The executions of each operation of a plan, in order; empty for a peer's code."""
     collectives: Sequence[Collective]
     """In the order of their start."""
+    kernels: Sequence[Kernel] = ()
+    """All that ran on GPUs."""
 
 
 def read_trace(path: Path) -> Trace:
@@ -62,7 +65,7 @@ def read_trace(path: Path) -> Trace:
         rule = f"is no trace of torch's profiler ({type(error).__name__}: {error})"
         raise RequestError(str(path), rule, "what export_chrome_trace writes, .json or .json.gz, would work") from None
     rank = (content.get("distributedInfo") or {}).get("rank")
-    return Trace(rank=rank, ops=_ops(events), collectives=_collectives(events))
+    return Trace(rank=rank, ops=_ops(events), collectives=_collectives(events), kernels=kernels(events))
 
 
 def _ops(events: Sequence[Mapping[str, Any]]) -> dict[Mark, list[Sample]]:

@@ -17,6 +17,16 @@ GOLDEN = Path(__file__).parent / "golden"
 SMALL = ["cluster=local", "seqlen=240k", "mask=causal", "logger=none"]
 
 
+SUMMARIES = {
+    "modules": r"slurm.sweep: 2 job arrays, 2 tasks, \d+ points; up to 4 nodes a task; at most 80 GPU hours, "
+    "if each task takes its 02:00:00; account my_account, partition gpu\n",
+    "containers": r"slurm.sweep: 1 job arrays, 1 tasks, \d+ points; up to 2 nodes a task; at most 24 GPU hours, "
+    r"if each task takes its 02:00:00; account ours, partition batch; the image needs .*\n",
+    "testcluster": r"slurm.sweep: 3 job arrays, 6 tasks, 30 points; up to 1 nodes a task; at most 4.667 GPU hours, "
+    "if each task takes its 00:10:00; account by default, partition by default\n",
+}
+
+
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     """The scripts that would be submitted, with the checkout's own folder written as /suite; and what is said."""
     assert main([*arguments, "folder=/sweeps/one", "--dry-run"]) == 0
@@ -36,7 +46,7 @@ def test_scripts(name: str, arguments: list[str], capsys: pytest.CaptureFixture[
     """They are as in golden/: arrays by GPUs, each with its own nodes, tasks and GPUs a node."""
     out, err = dry_run(capsys, *arguments)
     assert out == (GOLDEN / f"{name}.sbatch").read_text()
-    assert not err
+    assert re.fullmatch(SUMMARIES[name], err), err
     assert not Path("/sweeps").exists()
 
 

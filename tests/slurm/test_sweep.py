@@ -109,11 +109,12 @@ def test_folders_that_are_refused(
 class Run:
     """A sweep of ring and mesh on 2 and 4 ranks at two lengths, and on more ranks than there are tokens."""
 
-    def __init__(self, box: SlurmBox, folder: Path, gpus: str = "2,4,2048") -> None:
+    def __init__(self, box: SlurmBox, folder: Path, *changes: str, gpus: str = "2,4,2048") -> None:
         self.box, self.folder = box, folder
-        keys = ["method=ring,mesh", f"gpus={gpus}", "seqlen=512,1k", "heads=4", "iters=10", f"folder={folder}"]
-        settings = [f"slurm.variables.SLURM_CONF={box.conf}", f"slurm.python={sys.executable}", "slurm.most_at_once=1"]
-        assert main(["sweep=cpu_methods", *keys, *settings]) == 0
+        keys = {"method": "ring,mesh", "gpus": gpus, "seqlen": "512,1k", "heads": "4", "iters": "10"}
+        keys |= {"folder": str(folder), "slurm.variables.SLURM_CONF": str(box.conf), "slurm.python": sys.executable}
+        keys |= {"slurm.most_at_once": "1"} | dict(change.split("=", 1) for change in changes)
+        assert main(["sweep=cpu_methods", *(f"{key}={value}" for key, value in keys.items())]) == 0
         self.sweep = Sweep.read(folder)
 
     def running(self) -> dict[str, int]:
@@ -188,7 +189,7 @@ def test_a_sweep_that_is_cancelled(box: SlurmBox, tmp_path: Path, capsys: pytest
     wait_for(lambda: len(processes_of(run.folder)) >= 6, "two tasks to run")
     assert main(["cancel", str(run.folder), "--wait"]) == 1
     assert "12 points: 0 done, 0 running, 0 pending, 8 failed, 4 unsupported" in capsys.readouterr().out
-    assert queue.waiting_and_running(run.sweep.settings, list(run.sweep.jobs)) == (set(), set())
+    assert {said.state for said in queue.tasks(run.sweep.settings, list(run.sweep.jobs)).values()} == {"CANCELLED"}
     wait_for(lambda: not processes_of(run.folder), "its processes to end")
     assert not [path for path in (run.folder / "logs").iterdir() if "Traceback" in path.read_text()]
 
@@ -242,6 +243,89 @@ def test_an_array_by_hand(box: SlurmBox, tmp_path: Path) -> None:
     found = [(r.method, r.gpus, r.seqlen, r.status, r.nodes) for r in records.read_all(tmp_path / "results")]
     said = "".join(path.read_text() for path in (tmp_path / "results").glob("*.txt"))
     assert sorted(found) == [(m, 2, s, "ok", 2) for m in ("mesh", "ring") for s in (128, 256)], said
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.exhaustive
+def test_tasks_that_do_not_run(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held, preempted and cancelled or requeued, of a drained node: each says so, and goes on as it says."""
+    run = Run(
+        box, tmp_path / "sweep", "seqlen=256,512,1k,2k", "slurm.most_at_once=null", "slurm.sbatch=[--hold]", gpus="2"
+    )
+    (job,) = run.sweep.jobs
+    box.run("scontrol", "update", "nodename=n3", "state=drain", "reason=a fan")
+    try:
+        for number, (partition, node) in enumerate((("cancelled", "n1"), ("requeued", "n2"), ("box", "n3"))):
+            box.run("scontrol", "update", f"jobid={job}_{number}", f"partition={partition}", f"reqnodelist={node}")
+            box.run("scontrol", "release", f"{job}_{number}")
+        wait_for(lambda: len(run.running()) == 2, "two to run")
+        for node in ("n1", "n2"):
+            urgent = ["--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null", "--wrap=true"]
+            box.run("sbatch", *urgent)
+        wait_for(lambda: not run.running(), "them to be preempted")
+        time.sleep(3)  # the scheduler looks at the drained node's again
+        capsys.readouterr()
+        assert main(["status", str(run.folder)]) == 0
+        said = capsys.readouterr().out
+    finally:
+        box.run("scontrol", "update", "nodename=n3", "state=resume")
+    print(said)
+    assert said.startswith("8 points: 0 done, 0 running, 6 pending, 2 failed, 0 unsupported\n")
+    resume = f"python -m slurm.sweep resume {run.folder}"
+    for name, why, then in (
+        (f"{job}_0", "PREEMPTED", resume),
+        (f"{job}_1", "PENDING (BeginTime), requeued 1x", "nothing, SLURM starts it"),
+        (f"{job}_2", "PENDING (ReqNodeNotAvail, UnavailableNodes:n3)", "sinfo --list-reasons"),
+        (f"{job}_3", "PENDING (JobHeldUser)", f"scontrol release {job}_3"),
+    ):
+        assert re.search(
+            rf"^{re.escape(why)}.*: 1 task, 2 points\n  {name}: .*\n(  log: .*\n.*\n)?  next: {re.escape(then)}",
+            said,
+            re.M,
+        ), why
+    assert re.search(rf"log:  {run.folder}/logs/{job}_0.txt\n +.*DUE TO PREEMPTION", said)
+    box.run("scontrol", "update", f"jobid={job}_1", "starttime=now")
+    box.run("scancel", f"{job}_2", f"{job}_3")
+    wait_for(lambda: not run.sweep.missing(run.sweep.tasks[1]), "the requeued task to be done, with no resume")
+    assert main(["resume", str(run.folder), "slurm.sbatch=[]"]) == 0
+    assert [*run.sweep.jobs.values()][1:] == [[0, 2, 3]]
+    assert main(["cancel", str(run.folder), "--wait"]) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_task_at_its_time_limit(box: SlurmBox, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["method=ring", "seqlen=16k", "iters=1000", "slurm.time=00:01:00"]
+    run = Run(box, tmp_path / "sweep", *keys, gpus="2")
+    assert main(["status", str(run.folder), "--wait"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"TIMEOUT|FAILED .*, within 90 s of its time limit", said)
+    assert f"next: python -m slurm.sweep resume {run.folder} slurm.time=00:02:00" in said
+
+
+@pytest.mark.exhaustive
+def test_a_task_that_is_killed_for_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By SLURM's own watch; cgroups, where its state would be OUT_OF_MEMORY, can't be written in a container."""
+    watched = (
+        "JobAcctGatherType=jobacct_gather/linux\nJobAcctGatherFrequency=task=1\nJobAcctGatherParams=OverMemoryKill\n"
+    )
+    template = tmp_path / "slurm.conf"
+    template.write_text(testcluster.SLURM_CONF.read_text().replace("CR_Core\n", f"CR_Core_Memory\n{watched}"))
+    monkeypatch.setattr(testcluster, "SLURM_CONF", template)
+    own = SlurmBox(tmp_path / "own", hosts=[testcluster.Host(name="m1")])
+    own.up()
+    try:
+        run = Run(own, tmp_path / "sweep", "method=ring", "seqlen=512", "slurm.mem=60", gpus="2")
+        assert main(["status", str(run.folder), "--wait"]) == 1
+        said = capsys.readouterr().out
+        assert re.search(r"FAILED .*, killed for its memory: 1 task, 1 point", said), said
+        assert f"next: python -m slurm.sweep resume {run.folder} slurm.mem=0" in said
+        assert main(["resume", str(run.folder), "slurm.mem=0"]) == 0
+        assert "MinMemoryNode=0" in own.run("scontrol", "show", "job", str(max(run.sweep.jobs)))
+    finally:
+        own.down()
+    assert str(Sweep.read(run.folder).settings.mem) == "0"
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -163,6 +163,35 @@ def test_nccls_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert lines[-1][:5] == ["no", "operation", "of", "a", "plan"]
 
 
+def on(stream: int, name: str, ts: float, dur: float, cat: str = "kernel") -> dict[str, Any]:
+    return event(name, ts, dur, cat, device=0, stream=stream)
+
+
+def test_any_trace_says_how_much_communication_is_exposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks at 0-100 and 150-200; sends at 50-160, of which 100-150 is bare; an all-gather at 180-220, bare from 200,
+    beside the copy at 205-215, which isn't compute; two kernels side by side count once."""
+    events = [on(7, "gemm", 0, 100), on(8, "gemm", 20, 30), on(7, "flash", 150, 50)]
+    events += [on(20, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 50, 110)]
+    events += [on(20, "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclWork*)", 180, 40)]
+    events += [on(7, "Memcpy DtoD (Device -> Device)", 205, 10, "gpu_memcpy"), event("aten::mm", 0, 999, "cpu_op")]
+    for rank in (0, 1):
+        written(tmp_path / f"r{rank}.json", events, distributedInfo={"rank": rank})
+    written(tmp_path / "unranked.json", events[:1])
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    text = [line.strip() for line in out.splitlines()]
+    assert text.count("overlapped: 0.08 ms, 53.3% of communication") == 2
+    assert text.count("exposed: 0.07 ms, 31.8% of the span") == 2
+    assert text.count("compute: 0.15 ms, 68.2% of the span") == 2
+    cells = [line.split() for line in text]
+    assert cells.count(["SendRecv", "1", "0.11", "0.05"]) == cells.count(["AllGather", "1", "0.04", "0.02"]) == 2
+    assert cells.count(["7", "compute+copies", "3", "0.16", "73%"]) == 2
+    assert cells.count(["8", "compute", "1", "0.03", "14%"]) == 2
+    assert [line.partition(":")[0] for line in text if "from the first kernel" in line] == [
+        "rank 0 (r0.json)", "rank 1 (r1.json)", "unranked.json",
+    ]  # fmt: skip
+
+
 KERNELS = {AllGather: "AllGather_RING_LL", ReduceScatter: "ReduceScatter_Sum_bf16_RING_LL"}
 
 
