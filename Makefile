@@ -48,6 +48,8 @@ format: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing sp_bench with torch and its tools into $(VENV): about $$(grep -c == $(CONSTRAINTS)) packages, 3 GB," \
+	    "of which some minutes pass in silence. Once: afterwards make is ready at once."
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 

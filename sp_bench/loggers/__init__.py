@@ -6,6 +6,7 @@ package imports no wandb; a process of its own does (`wandb_writer`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,14 @@ def open_logger(settings: Mapping[str, Any]) -> Logger:
     """The logger that `settings` (conf/logger/*.yaml) describe: its `name`, and the fields of `WandbSettings`.
 
     Open it before the benchmark computes: wandb takes a second to load meanwhile. Raises RequestError for an unknown
-    logger, an unknown key or an invalid value.
+    logger, an unknown key or an invalid value. WANDB_MODE=disabled is no logger.
     """
     options = {key: value for key, value in settings.items() if key != "name"}
     match settings.get("name"):
         case "none":
+            return Logger()
+        case "wandb" if os.environ.get("WANDB_MODE") == "disabled":
+            read(WandbSettings, options, "logger")
             return Logger()
         case "wandb":
             return WandbLogger(read(WandbSettings, options, "logger"))
