@@ -306,12 +306,22 @@ def _overlap(one: Record, other: Record) -> bool:
     return one is not other and interval(one).overlaps(interval(other))
 
 
-def print_notes(console: Console, records: Sequence[Record]) -> None:
-    """Print each note of the records once, and what the intervals of simulated steps are."""
+def print_notes(console: Console, records: Sequence[Record], *, numbered: bool = False) -> None:
+    """Print each note of the records once, and what the intervals of simulated steps are.
+
+    A note that only some of a sweep's records have names their rows, if they are `numbered` from 1.
+    """
     if any(not r.measured and r.step_ms_median and interval(r).backed for r in records):
         console.print("[ ] of a simulated step: two of three measurements like it are within (row or field validation)")
-    for note in dict.fromkeys(note for record in records for note in record.notes or ()):
-        console.print(f"note: {note}")
+    with_note: dict[str, list[str]] = {}
+    for number, record in enumerate(records, start=1):
+        for note in record.notes or ():
+            with_note.setdefault(note, []).append(str(number))
+    for note, rows in with_note.items():
+        of = (
+            "" if len(rows) == len(records) else f" of row{'s' * (len(rows) > 1)} {', '.join(rows)}" if numbered else ""
+        )
+        console.print(f"note{of}: {note}")
 
 
 def print_candidates(console: Console, record: Record) -> None:
@@ -358,7 +368,7 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome]) -> None:
         console.print("~: not told apart from the best, or too close to call: the intervals overlap")
     if any(cell.endswith("?") for cell in figures["/ best"]):
         console.print("?: not validated: no measurements like one of the two say how far its simulation is off")
-    print_notes(console, [outcome.record for outcome in outcomes])
+    print_notes(console, [outcome.record for outcome in outcomes], numbered=True)
     for record in (outcome.record for outcome in outcomes):
         if record.status != "ok":
             where = f"{record.method}, {record.gpus} GPUs, seqlen {tokens(record.seqlen)}"
