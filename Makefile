@@ -20,6 +20,8 @@ bench: $(VENV)/ready
 # Nine ranks keep all cores busy. Beside them others, and they themselves, take several times as long.
 test: LESS := and not exhaustive
 test test-all: $(VENV)/ready
+	@echo "$@: the tests of ranks, one after the other, then the rest on $(WORKERS) workers. On two cores one run" \
+	    "took 43 minutes; a dot is a test, and '$(RUN) pytest tests/plan' runs those of one folder."
 	$(RUN) pytest -m 'ranks $(LESS)' && ok=true || ok=false; \
 	$(RUN) pytest -n $(WORKERS) -m 'not ranks $(LESS)' && $$ok
 
@@ -48,6 +50,8 @@ format: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing sp_bench with torch and its tools into $(VENV): about $$(grep -c == $(CONSTRAINTS)) packages, 3 GB," \
+	    "of which some minutes pass in silence. Once: afterwards make is ready at once."
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 

@@ -1,42 +1,36 @@
-"""python -m sp_bench [-m] [--config-dir DIR] key=value ...
-
-Runs one point of the sequence-parallel attention benchmark beside a baseline. The point is measured if this machine has
-the hardware it asks for; otherwise it is simulated, and the output says so.
-
-  python -m sp_bench method=mesh gpus=256
-  python -m sp_bench method=mesh gpus=4 cluster=local seqlen=8k heads=8 head_dim=64 dtype=float32
-  python -m sp_bench -m method=ring,mesh gpus=32,64,128,256
-
-  -m, --multirun    values may be comma-separated lists: one point for each combination, one table at the end
-  --config-dir DIR  a folder with your own method/, cluster/ ..., in addition to conf/
-  --all             print every quantity and variant; without it, those of a first screen
-  --json            print the records to stdout, one JSON object a line, and all else to stderr
-  --cfg             print the composed config and run nothing
-  -h, --help        print this text
-
-Exit codes: 0 ok, 2 a request that can't be served, 143 ended by SIGTERM, 1 anything else.
-
-Keys, with their defaults (conf/config.yaml), then the choices of each group (conf/<group>/):
-"""
+"""`sp-bench` and python -m sp_bench: a point, a sweep, or one of the commands (sp_bench.cli.commands)."""
 
 from __future__ import annotations
 
+import difflib
 import sys
 from pathlib import Path
+
+FLAGS = ("-m", "--multirun", "--all", "--json", "--cfg", "-h", "--help")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code. Under srun or torchrun, rank 0 runs it, the others are its ranks."""
+    from sp_bench.cli.commands import COMMANDS
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else ""
+    if name == "help":
+        return _help(arguments[1:])
+    if name in COMMANDS and name != "run":
+        return COMMANDS[name].run(arguments[1:])
     from sp_bench.cli.drive import drive
 
-    return drive(lambda: answer(sys.argv[1:] if argv is None else argv))
+    return drive(lambda: answer(arguments[name == "run" :]))
 
 
 def answer(arguments: list[str]) -> int:
-    """Run the command line in a process that drives already; return the exit code."""
-    flags = {a for a in arguments if a in ("-m", "--multirun", "-h", "--help", "--cfg", "--json", "--all")}
+    """Run points in a process that drives already; return the exit code."""
+    flags = {a for a in arguments if a in FLAGS}
     if flags & {"-h", "--help"}:
-        print((__doc__ or "") + _keys())
+        from sp_bench.cli.help import overview
+
+        print(overview())
         return 0
     from sp_bench.errors import RequestError
 
@@ -52,30 +46,34 @@ def answer(arguments: list[str]) -> int:
         return 1
 
 
-def _keys() -> str:
-    from sp_bench.resources import CONF
+def _help(words: list[str]) -> int:
+    """Print what is known of keys, groups and commands, or all keys; return the exit code."""
+    from sp_bench.cli.commands import COMMANDS
+    from sp_bench.cli.help import all_keys, explained
+    from sp_bench.errors import RequestError
 
-    defaults, _, keys = (CONF / "config.yaml").read_text().partition("\n\n")
-    groups = [
-        f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}"
-        for group in sorted(CONF.iterdir())
-        if list(group.glob("*.yaml")) and f"- {group.name}:" in defaults
-    ]
-    return "\n".join(("", keys.strip(), "", *groups))
+    if words and words[0] in COMMANDS:
+        return main([words[0], "--help"])
+    try:
+        print("\n\n".join(map(explained, words)) or all_keys())
+    except RequestError as error:
+        print(f"sp_bench: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _config_dir(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    from sp_bench.cli.arguments import config_dir
-    from sp_bench.errors import RequestError
+    from sp_bench.cli.arguments import config_dir, refuse_flags
+    from sp_bench.cli.commands import COMMANDS
+    from sp_bench.errors import RequestError, unknown
 
     own, rest = config_dir(arguments)
+    refuse_flags(rest, ["--config-dir", *FLAGS])
     for argument in rest:
-        if argument.startswith("-"):
-            raise RequestError(
-                argument, "there is no such flag", "known: -m, --config-dir DIR, --all, --json, --cfg, --help"
-            )
         if argument.partition("=")[0].partition(".")[0] in ("sweep", "slurm"):
-            raise RequestError(argument, "is for job arrays", f"python -m slurm.sweep {argument} would work")
+            raise RequestError(argument, "is for job arrays", f"sp-bench sweep {argument} would work")
+    if rest and difflib.get_close_matches(rest[0], COMMANDS, n=1, cutoff=0.7):
+        raise unknown("command", rest[0], COMMANDS)
     return own, rest
 
 

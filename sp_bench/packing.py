@@ -52,10 +52,22 @@ class File(Data, frozen=True, kw_only=True, tag="file"):
 
     def lengths_in(self, seqlen: int, seed: int) -> list[int]:
         try:
-            words = re.split(r"[\s,]+", Path(self.path).read_text().strip())
+            lines = Path(self.path).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"data.path={self.path}", f"can't be read: {error}", "a text file would work") from None
-        return read(Given, words, f"data.path={self.path}")
+        return [
+            self._length(word, number)
+            for number, line in enumerate(lines, start=1)
+            for word in re.split(r"[\s,]+", line)
+            if word
+        ]
+
+    def _length(self, word: str, line: int) -> int:
+        try:
+            return int(word) if word.isdecimal() and int(word) else read(Tokens, word, "length")
+        except RequestError:
+            rule = "is no length; they are whole numbers of at least 1, apart by spaces, commas or new lines"
+            raise RequestError(f"{self.path}, line {line}: {word}", rule, "1000 or 8k would work") from None
 
 
 class Equal(Data, frozen=True, kw_only=True, tag="equal"):

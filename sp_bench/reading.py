@@ -6,6 +6,7 @@ of a number, a `description` for error messages, and `examples` of valid values.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -191,7 +192,8 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
     """The error for the user: the path of the invalid value, the rule, and what would work."""
     place = _PLACE.fullmatch(str(error))
     assert place
-    keys, value = _culprit(error, kind, value, re.findall(r"\.([^.\[]+)|\[(.+?)\]", place["path"] or ""))
+    found = re.findall(r"\.([^.\[]+)|\[(.+?)\]", place["path"] or "")
+    keys, value = _culprit(error, kind, value, found)
     info, dotted = _info(kind), path
     for key in keys:
         section = _section(info, value)
@@ -199,6 +201,11 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
             known = [str(member.tag) for member in _members(info) if isinstance(member, inspect.StructType)]
             return unknown(_dot(dotted, key), _text(value[key]), known)
         info, value, dotted = _below(section or info, key)[0], value[key], _dot(dotted, key)
+    if len(found) == len(keys) + 1 and isinstance(value, list):
+        lists = [member for member in _members(info) if isinstance(member, inspect.ListType)]
+        if lists and len(lists) == len(_members(info)):  # of a pair, say, all are named together
+            index = int(found[-1][1])
+            info, value, dotted = lists[0].item_type, value[index], f"{dotted}[{index}]"
     if isinstance(error.__cause__, RequestError):
         return error.__cause__.under(dotted) if dotted else error.__cause__
     section = _section(info, value)
@@ -208,13 +215,23 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, path: str)
             return unknown_key(_dot(dotted, name[1]), [_dot(dotted, known) for known in names])
         needed = ", ".join(field.encode_name for field in section.fields if field.required)
         return RequestError(_dot(dotted, name[1]), "is missing", f"all of {needed} are needed")
-    members, would_work = _members(info), " or ".join(f"{dotted}={example}" for example in _examples(info))
+    members, would_work = _members(info), " or ".join(f"{dotted}={example}" for example in _would_work(info, value))
     if len(members) == 1 and isinstance(members[0], inspect.LiteralType) and isinstance(value, str):
         return unknown(dotted, value, map(str, members[0].values))
     if place["of_a_key"]:
         table = next(member for member in members if isinstance(member, inspect.DictType))
         info, value = table.key_type, next(iter(value))
     return RequestError(f"{dotted}={_text(value)}", f"must be {_words(info)}", f"{would_work} would work")
+
+
+def _would_work(info: inspect.Type, value: Any) -> list[Any]:
+    """Valid values in place of an invalid one: the whole number that a count such as 1e6 is, else the examples."""
+    examples = _examples(info)
+    if any(isinstance(member, inspect.IntType) for member in _members(info)) and isinstance(value, float | str):
+        with contextlib.suppress(ValueError, OverflowError):
+            if (number := float(value)) == int(number) >= 1:
+                return [int(number), *(["1M (1048576)"] if "1M" in examples else [])]
+    return examples
 
 
 def _dot(path: str, key: Any) -> str:

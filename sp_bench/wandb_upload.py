@@ -3,7 +3,7 @@
 Writes a W&B run for each record in the folders and below, as a benchmark with logger=wandb does. Records that W&B has
 already (by <run_id>.wandb.json) are skipped. A record that has changed since is written again, with the same id.
 
-  mode=offline       offline: for `wandb sync` later; online
+  mode=offline       offline: for `wandb sync` later; online. $WANDB_MODE is its default, and disabled does nothing
   project=sp_bench
   entity=null        null: the account's default
   group=null         null: the sweep that the record was made in
@@ -56,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _upload(arguments: list[str]) -> int:
+    if os.environ.get("WANDB_MODE") == "disabled":
+        print("nothing was written or sent: WANDB_MODE=disabled")
+        return 0
     try:
         folders, settings = _asked_for(arguments)
         todo, before = _to_do(folders, settings)
@@ -63,10 +66,12 @@ def _upload(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("sp_bench.wandb_upload: interrupted; started again, it goes on from here", file=sys.stderr)
         return 1
-    where = f", in {Path(settings.dir) / 'wandb'}" if settings.mode == "offline" else ""
-    print(f"written: {done.written} of {len(todo)} runs, {settings.mode}, project {settings.project}{where}")
+    runs, offline = Path(settings.dir) / "wandb", settings.mode == "offline"
+    print(f"written: {done.written} of {len(todo)} runs, {settings.mode}, project {settings.project}")
     if before:
-        print(f"skipped: {before}, which W&B has")
+        print(f"skipped: {before}, {'written offline before' if offline else 'which W&B has'}")
+    if offline:
+        print(f"nothing was sent: `wandb sync {runs}/offline-run-*` sends them, or mode=online")
     if done.stopped:
         print(f"sp_bench.wandb_upload: {done.stopped}", file=sys.stderr)
     return 1 if done.stopped or done.failed else 0
@@ -106,7 +111,8 @@ def _asked_for(arguments: Sequence[str]) -> tuple[list[Path], WandbSettings]:
             "no folder", "there is nothing to upload", "python -m sp_bench.wandb_upload results would work"
         )
     values: dict[str, Any] = {"dir": str(folders[0]), "timeout_s": TIMEOUT_S}
-    values |= {key: None if value == "null" else value for key, value in given.items()}
+    values |= {"mode": mode} if (mode := os.environ.get("WANDB_MODE")) in ("offline", "online") else {}
+    values |= {key: None if value in ("null", "none") else value for key, value in given.items()}
     with contextlib.suppress(TypeError, ValueError):  # `read` refuses what is no number
         values["timeout_s"] = float(values["timeout_s"])
     return folders, read(WandbSettings, values, "logger")

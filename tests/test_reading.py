@@ -68,7 +68,7 @@ def test_whole_numbers_have_units(text: Any, number: int) -> None:
     [
         ({"ports": 0}, "box.ports=0: must be a whole number of at least 1; box.ports=8 would work"),
         ({"ports": True}, "box.ports=true: must be a whole number of at least 1; box.ports=8 would work"),
-        ({"ports": 2.0}, "box.ports=2.0: must be a whole number of at least 1; box.ports=8 would work"),
+        ({"ports": 2.0}, "box.ports=2.0: must be a whole number of at least 1; box.ports=2 would work"),
         ({"ports": "8q"}, "box.ports=8q: must be a whole number of at least 1; box.ports=8 would work"),
         ({"cores": "all"}, "box.cores=all: must be a whole number of at least 1, or auto; box.cores=8 would work"),
         ({"colour": "gren"}, "box.colour=gren: there is no such colour; did you mean green? known: green, red"),

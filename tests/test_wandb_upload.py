@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sp_bench import records, wandb_upload
+from sp_bench.loggers import Logger, open_logger
 from tests.support.made_records import columns, made
 from tests.support.wandb_runs import FAKE, read_runs, shadow_wandb
 
@@ -68,10 +69,26 @@ def uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Uploads:
 def test_each_record_is_uploaded_once(uploads: Uploads, capsys: pytest.CaptureFixture[str]):
     assert uploads() == 0
     assert uploads.runs() == ["a", "b", "c"]
-    assert "written: 3 of 3 runs, offline, project sp_bench" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "written: 3 of 3 runs, offline, project sp_bench" in said
+    assert f"nothing was sent: `wandb sync {uploads.folder}/wandb/offline-run-*` sends them" in said
     assert uploads() == 0
     assert uploads.runs() == []
-    assert "skipped: 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "skipped: 3, written offline before" in said
+    assert "W&B has" not in said
+
+
+def test_wandb_mode_holds(uploads: Uploads, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """WANDB_MODE=disabled writes nothing, whoever asks; otherwise it is the mode unless another is asked for."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert uploads("mode=online") == 0
+    assert uploads.runs() == []
+    assert capsys.readouterr().out == "nothing was written or sent: WANDB_MODE=disabled\n"
+    assert type(open_logger({"name": "wandb"})) is Logger
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert uploads() == 0
+    assert uploads.runs() == ["a online sp_bench", "b online sp_bench", "c online sp_bench"]
 
 
 def test_a_record_that_changed_is_uploaded_again(uploads: Uploads):

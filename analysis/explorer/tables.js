@@ -6,7 +6,7 @@ import { facets } from "explorer/filters";
 import { grouped, seriesOf } from "explorer/groups";
 
 const PAGE = 50;
-const USUAL = ["method", "mode", "status", "gpus", "seqlen", "cluster", "phase", "step_ms_median", "mfu", "comm_bytes_per_gpu", "peak_mem_bytes_max"];
+const USUAL = ["method", "workload", "model", "mode", "status", "gpus", "seqlen", "cluster", "phase", "step_ms_median", "mfu", "comm_bytes_per_gpu", "peak_mem_bytes_max"];
 const all = ["method", ...[...settings, ...results].map((field) => field.name).filter((name) => name !== "method")];
 const state = { shown: PAGE, sort: "", down: false, columns: new Set() };
 for (const name of USUAL) if (isSetting(name) ? facets.some((f) => f.name === name) || name === "method" : all.includes(name)) state.columns.add(name);

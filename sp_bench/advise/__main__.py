@@ -32,6 +32,7 @@ from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
 from sp_bench.cli.report import amount, over_least
 from sp_bench.errors import RequestError
+from sp_bench.methods import REGISTRY
 from sp_bench.point.unread import unread
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _advise(arguments: Sequence[str]) -> int:
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     for key in given:
-        if key.partition(".")[0] in NOT_ADVISED:
+        if key.partition(".")[0] in (*NOT_ADVISED, *REGISTRY):
             raise RequestError(f"{key}={given[key]}", "is what the advice is about", "leaving it out would work")
         if key in unread("simulate"):
             rule = "is read by measured points only, and advice simulates"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sp_bench.errors import RequestError, unknown, unknown_key
+from sp_bench.errors import RequestError, unknown_key
 from sp_bench.reading import read
 
 
@@ -27,13 +29,25 @@ def run_command(
         print(usage.rstrip())
         return 0
     try:
-        for argument in arguments:
-            if argument.startswith("-") and argument not in flags:
-                raise unknown("flag", argument, [*flags, "--help"])
+        refuse_flags(arguments, [*flags, "--help"])
         return run(arguments)
     except RequestError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
+
+
+def refuse_flags(arguments: Sequence[str], flags: Sequence[str]) -> None:
+    """Raise RequestError for an argument that starts with - and is none of the flags."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, value = argument.partition("=")
+        if not name.startswith("-") or name in flags:
+            continue
+        word, known = name.strip("-"), {each.strip("-"): each for each in flags}
+        if close := difflib.get_close_matches(word, known, n=1):
+            raise RequestError(argument, "there is no such flag", f"did you mean {known[close[0]]}?")
+        value = value or ("" if following.startswith("-") or "=" in following else following)
+        hint = f"did you mean {word}={value}? " if value else ""
+        raise RequestError(argument, "there is no such flag", f"{hint}known: {', '.join(sorted(flags))}")
 
 
 def keys_and_paths(arguments: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -72,7 +86,7 @@ def config_dir(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
     Raises RequestError if no folder follows.
     """
-    rest = list(arguments)
+    rest = [word for argument in arguments for word in re.split("(?<=^--config-dir)=", argument)]
     if "--config-dir" not in rest:
         return None, rest
     at = rest.index("--config-dir")

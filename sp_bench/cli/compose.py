@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from sp_bench.cli.keys import Keys
 from sp_bench.cluster.cluster import ClusterSection
 from sp_bench.cluster.implementation import Implementation
 from sp_bench.errors import RequestError, unknown, unknown_key
@@ -54,23 +55,26 @@ class Composer(ExitStack):
         """
         axes: list[tuple[bool, list[str]]] = []  # (whether it is the method, values)
         keys: set[str] = set()
-        for argument in arguments:
-            override = self._parsed(argument)
+        parsed = [self._parsed(argument) for argument in arguments]
+        for argument, override in zip(arguments, parsed, strict=True):
             if override.key_or_group in keys:
                 raise RequestError(argument, f"{override.key_or_group} is given twice", "one of them would work")
             keys.add(override.key_or_group)
             if not override.is_sweep_override():
-                self._check(override, str(override.value()))
-                axes.append((False, [argument]))
+                self._check(override, str(override.value()), parsed)
+                axes.append((False, [str(override.input_line)]))
                 continue
             if not sweep:
                 raise RequestError(argument, "is a list of values", f"-m {argument} would run one point for each")
             values = list(override.sweep_string_iterator())
             for value in values:
-                self._check(override, value)
+                self._check(override, value, parsed)
             axes.append((override.key_or_group == "method", [f"{override.key_or_group}={value}" for value in values]))
         axes.sort(key=lambda axis: axis[0])
-        return list(itertools.product(*(values for _, values in axes)))
+        points = list(itertools.product(*(values for _, values in axes)))
+        baseline = None if sweep else _given(parsed).get("baseline", self._keys().values["baseline"])
+        self._refuse_options(parsed, list(dict.fromkeys(map(self._method, points))), baseline)
+        return list(dict.fromkeys(self._of_its_method(point) for point in points))
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The resolved config of one point; its logger, unless chosen, is wandb where its keys or variables are set.
@@ -82,7 +86,7 @@ class Composer(ExitStack):
             parsed.append(self._parsed("logger=wandb" if its_keys else f"logger={logger_by_default()}"))
         for override in parsed:
             if override.key_or_group in self.groups():
-                self._check(override, str(override.value()))
+                self._check(override, str(override.value()), parsed)
         of_hydra = [o for o in parsed if o.key_or_group in self.groups() or o.package]
         # The last choice of a group counts. They are sorted, so that `_composed` knows them in any order.
         chosen = {(o.key_or_group, o.package): str(o.input_line) for o in of_hydra}
@@ -92,7 +96,8 @@ class Composer(ExitStack):
                 if override not in of_hydra:
                     group, _, key = override.key_or_group.partition(".")
                     optional = group in SECTIONS and has_key(SECTIONS[group], key)
-                    OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=optional)
+                    value = _or_null(override, config)
+                    OmegaConf.update(config, override.key_or_group, value, merge=True, force_add=optional)
         except (HydraException, OmegaConfBaseException) as error:
             raise self._explained(overrides, error) from None
         try:
@@ -112,8 +117,8 @@ class Composer(ExitStack):
             return None
         if name not in self.choices("method"):
             raise unknown("baseline", str(name), self.choices("method"))
-        kept = [o for o in overrides if o.partition("=")[0].partition(".")[0] != "method"]
-        return self.compose([*kept, f"method={name}"])
+        kept = [o for o in overrides if _head(o) != "method"]
+        return self.compose(self._of_its_method([*kept, f"method={name}"]))
 
     def choices(self, group: str) -> list[str]:
         """The names of a config group's files."""
@@ -129,33 +134,76 @@ class Composer(ExitStack):
         try:
             override = _parsed(argument)
         except HydraException:
+            if groups := [group for group in self.groups() if argument in self.choices(group)]:
+                would_work = f"{groups[0]}={argument} would work"
             raise RequestError(argument, "is not of the form key=value", would_work) from None
+        if override.value() is None and "none" in self.choices(override.key_or_group):
+            override = _parsed(f"{override.key_or_group}=none")
         if override.is_add() or override.is_force_add():
             plain = argument.lstrip("+")
-            self._check(_parsed(plain), plain.partition("=")[2])
+            self._check(_parsed(plain), plain.partition("=")[2], [])
             self.compose([plain])
             raise RequestError(argument, "every key, optional ones too, is set without +", f"{plain} would work")
         if override.is_delete():
             raise RequestError(argument, "keys can't be removed, but null is a key's default", would_work)
         return override
 
-    def _check(self, override: Override, value: str) -> None:
+    def _check(self, override: Override, value: str, beside: Sequence[Override]) -> None:
+        """Raise RequestError for an unknown choice of a group, or a key that no point has."""
         key, groups = override.key_or_group, self.groups()
         if key in groups:
-            if value not in self.choices(key):
-                raise unknown(key, value, self.choices(key))
-        elif key.partition(".")[0] not in self._top_keys():
-            raise unknown_key(key, self._top_keys())
+            choices = self.choices(key)
+            if value not in choices and not (value == "null" and "none" in choices):
+                raise unknown(key, value, choices)
+        elif _head(key) not in self._keys().values and _head(key) not in groups and not self._is_option(key):
+            raise self._keys().unknown(key, _value(override), _given(beside))
+
+    def _is_option(self, key: str) -> bool:
+        """Whether the key is of the form METHOD.OPTION."""
+        return "." in key and _head(key) in self.choices("method")
+
+    def _refuse_options(self, parsed: Sequence[Override], asked: Sequence[str], baseline: str | None) -> None:
+        """Raise RequestError for an option METHOD.OPTION whose method isn't asked for, or lacks it.
+
+        And for method.OPTION if some of the methods `asked` for have it and others don't.
+        """
+        for override in parsed:
+            key, value = override.key_or_group, _value(override)
+            name, _, option = key.partition(".")
+            if self._is_option(key):
+                if name not in (*asked, baseline):
+                    rule = f"is an option of method={name}, and asked for is method={','.join(asked)}"
+                    works = f"-m method={','.join([*asked, name])} {key}={value}, or leaving it out, would work"
+                    raise RequestError(key, rule, works)
+                if option not in (known := self._keys().options(name)):
+                    raise unknown_key(key, [f"{name}.{each}" for each in known])
+            elif name == "method" and option and len(asked) > 1:
+                having = [method for method in asked if option in self._keys().options(method)]
+                if 0 < len(having) < len(asked):
+                    lacking = ", ".join(method for method in asked if method not in having)
+                    own = " ".join(f"{method}.{option}={value}" for method in having)
+                    raise RequestError(key, f"method={lacking} has no such key", f"{own} would work")
+
+    def _of_its_method(self, overrides: Sequence[str]) -> tuple[str, ...]:
+        """The overrides of a point: those of its own method as method.OPTION, last, and none of other methods."""
+        method = self._method(overrides)
+        own = [f"method.{o.removeprefix(f'{method}.')}" for o in overrides if o.startswith(f"{method}.")]
+        return (*(o for o in overrides if not self._is_option(o.partition("=")[0])), *own)
+
+    def _method(self, overrides: Sequence[str]) -> str:
+        """The name of a point's method."""
+        chosen = (o.partition("=")[2] for o in reversed(overrides) if o.startswith("method="))
+        return next(chosen, self._keys().chosen["method"])
 
     @cache  # noqa: B019  # one composer a process
-    def _top_keys(self) -> list[str]:
-        config = OmegaConf.load(CONF / "config.yaml")
-        return [str(key) for key in config if key != "defaults"] + self.groups()
+    def _keys(self) -> Keys:
+        return Keys(self._folders)
 
     def _explained(self, overrides: Sequence[str], error: Exception) -> RequestError:
         """The error for an override that Hydra can't apply, with the keys of its group."""
         choices = [o for o in overrides if "." not in o.partition("=")[0]]
         plain = OmegaConf.to_container(compose("config", overrides=[*choices, *self._search]))
+        given = _given([_parsed(override) for override in overrides])
         for override in overrides:
             key = override.partition("=")[0]
             parents, known = [], plain
@@ -164,10 +212,33 @@ class Composer(ExitStack):
                     break
                 section = SECTIONS.get(parents[0]) if parents else None
                 names = {str(k) for k in known if k != "name"} | (keys_at(section, parents[1:]) if section else set())
+                if name not in names and section is None:
+                    return self._keys().unknown(key, override.partition("=")[2], given)
                 if name not in names:
                     return unknown_key(".".join((*parents, name)), [".".join((*parents, each)) for each in names])
                 parents, known = [*parents, name], known.get(name)
-        return RequestError(" ".join(overrides), str(error).splitlines()[0], "python -m sp_bench --help lists the keys")
+        return RequestError(" ".join(overrides), str(error).splitlines()[0], "`sp-bench help` lists the keys")
+
+
+def _head(key: str) -> str:
+    """The first name of a key, or of an override."""
+    return key.partition("=")[0].partition(".")[0]
+
+
+def _value(override: Override) -> str:
+    """The value of an override as it was given."""
+    return str(override.input_line).partition("=")[2]
+
+
+def _given(overrides: Sequence[Override]) -> dict[str, str]:
+    """The values of overrides, as they were given, by key."""
+    return {o.key_or_group: _value(o) for o in overrides}
+
+
+def _or_null(override: Override, config: DictConfig) -> Any:
+    """The value of an override. `none` is null for a baseline, and where null is the default."""
+    key, value = override.key_or_group, override.value()
+    return None if value == "none" and (key == "baseline" or OmegaConf.select(config, key) is None) else value
 
 
 @lru_cache(maxsize=256)

@@ -389,16 +389,26 @@ def _overlap(one: Record, other: Record) -> bool:
     return one is not other and interval(one).overlaps(interval(other))
 
 
-def print_notes(console: Console, records: Sequence[Record], cells: Sequence[str]) -> None:
-    """Print each note of the records once, what their intervals are, and what marks in `cells` mean."""
+def print_notes(console: Console, records: Sequence[Record], cells: Sequence[str], *, numbered: bool = False) -> None:
+    """Print each note of the records once, what their intervals are, and what marks in `cells` mean.
+
+    A note that only some of a sweep's records have names their rows, if they are `numbered` from 1.
+    """
     if any(cell.endswith("~") for cell in cells):
         console.print("~: not told apart, or too close to call: the intervals overlap")
     if any(cell.endswith("?") for cell in cells):
         console.print("?: not validated: no measurements like one of the two say how far its simulation is off")
     if any(not r.measured and r.step_ms_median and interval(r).backed for r in records):
         console.print("[ ] of a simulated step: two of three measurements like it are within")
-    for note in dict.fromkeys(note for record in records for note in record.notes or ()):
-        console.print(f"note: {note}")
+    with_note: dict[str, list[str]] = {}
+    for number, record in enumerate(records, start=1):
+        for note in record.notes or ():
+            with_note.setdefault(note, []).append(str(number))
+    for note, rows in with_note.items():
+        of = (
+            "" if len(rows) == len(records) else f" of row{'s' * (len(rows) > 1)} {', '.join(rows)}" if numbered else ""
+        )
+        console.print(f"note{of}: {note}")
 
 
 def print_candidates(console: Console, record: Record, *, every: bool) -> None:
@@ -459,7 +469,7 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome], *, every: bool = 
         console.print(f"--all prints these too: {left_out}")
     if reused := sum(outcome.reused for outcome in outcomes):
         console.print(f"reused: {reused} of {len(outcomes)} points, whose records were there (reuse=false runs them)")
-    print_notes(console, [outcome.record for outcome in outcomes], figures["/ best"])
+    print_notes(console, [outcome.record for outcome in outcomes], figures["/ best"], numbered=True)
     print_errors(console, [outcome.record for outcome in outcomes])
 
 

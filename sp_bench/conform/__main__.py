@@ -3,17 +3,18 @@
 Does a sequence-parallel attention hold what attention must hold? It is run on 1 to 8 gloo ranks of this machine and
 compared with fp64, called as training code calls it, and each failure is shrunk to the smallest case that fails.
 
-  python -m sp_bench.conform my_module:fn layout=zigzag        a function fn(q, k, v, *, causal, group)
-  python -m sp_bench.conform ring_flash_attn algorithm=zigzag  a package that sp_bench knows
-  python -m sp_bench.conform mesh tile=[2,2]                   a method of sp_bench
-  python -m sp_bench.conform methods | peers                   all of them that run on CPUs
+  python -m sp_bench.conform my_module:fn method.layout=zigzag        a function fn(q, k, v, *, causal, group)
+  python -m sp_bench.conform ring_flash_attn method.algorithm=zigzag  a package that sp_bench knows
+  python -m sp_bench.conform mesh method.tile=[2,2]                   a method of sp_bench
+  python -m sp_bench.conform methods | peers                          all of them that run on CPUs
 
 Keys: profile=short|long, sizes=1,2,4 (numbers of ranks), checks=out,dq,... (default: all), markdown=FILE, junit=FILE,
 shrink_s=20 (seconds to shrink each failure, and to try other layouts; 0: don't), timeout_s=60 (silent ranks count as
 hung).
-A function's claims: layout, shard, unshard (module:fn each), masks, dtypes, head_parallel, sub_groups, uneven,
+A function's claims: method.layout, shard, unshard (module:fn each), masks, dtypes, head_parallel, sub_groups, uneven,
 documents, window, scale. They may stand beside the function instead (sp_bench.conform.claims). Other keys are options
-of the package or method. Exit codes: 0 all that was run holds, 1 something fails, 2 a request that can't be served.
+of the package or method, method.KEY or KEY. Exit codes: 0 all that was run holds, 1 something fails, 2 a request that
+can't be served.
 """
 
 from __future__ import annotations

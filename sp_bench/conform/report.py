@@ -36,7 +36,7 @@ def remark(row: Row) -> str:
     """The smallest failing case and what is wrong with it, and how many cases are refused, and why."""
     words = [f"{row.smallest}: {row.why}"] if row.status == "fails" else []
     if row.other_layouts:
-        would_hold = " or ".join(f"layout={name}" for name in row.other_layouts)
+        would_hold = " or ".join(f"method.layout={name}" for name in row.other_layouts)
         words.append(f"tried as {row.layout}, {would_hold} would hold")
     if row.refused:
         reason, _ = max(row.refused.items(), key=lambda item: item[1])
@@ -68,8 +68,8 @@ def advice(title: str, rows: Sequence[Row]) -> str:
     name, count = counts.most_common(1)[0]
     layouts = " and ".join(sorted({row.layout for row in failing if name in row.other_layouts}))
     return (
-        f"{count} of the {len(failing)} failing checks hold with layout={name}, and fail as {layouts}. "
-        f"If that is how its tokens are dealt, claim it: python -m sp_bench.conform {title} layout={name}"
+        f"{count} of the {len(failing)} failing checks hold with method.layout={name}, and fail as {layouts}. "
+        f"If that is how its tokens are dealt, claim it: python -m sp_bench.conform {title} method.layout={name}"
     )
 
 

@@ -270,8 +270,13 @@ CLAIM_KEYS = ("layout", "masks", "dtypes", *FLAGS, *FUNCTIONS)
 def subjects_named(name: str, options: Mapping[str, Any]) -> Sequence[Subject]:
     """What a request names: module:fn, a peer, a method, "methods" or "peers".
 
-    Raises RequestError for an unknown name or option, or where torch or a package is missing.
+    `options` are spelled as the benchmark does, method.layout, or without its `method.`. Raises RequestError for an
+    unknown name or option, one that is given twice, or where torch or a package is missing.
     """
+    for key in options:
+        if f"method.{key}" in options:
+            raise RequestError(key, f"is given as method.{key} too", "one of them would work")
+    options = {key.removeprefix("method."): value for key, value in options.items()}
     require("run", f"conform {name}")
     if name == "methods":
         return [Own(name=each) for each in REGISTRY if each != "reference"]

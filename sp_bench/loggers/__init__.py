@@ -34,13 +34,14 @@ def open_logger(settings: Mapping[str, Any]) -> Logger:
     """The logger that `settings` (conf/logger/*.yaml) describe: its `name`, and the fields of `WandbSettings`.
 
     Open it before the benchmark computes: wandb takes a second to load meanwhile. Raises RequestError for an unknown
-    logger, an unknown key or an invalid value.
+    logger, an unknown key or an invalid value. WANDB_MODE=disabled is no logger.
     """
     options = {key: value for key, value in settings.items() if key != "name"}
     match settings.get("name"):
         case "none":
             return Logger()
         case "wandb" if options.get("mode") == "disabled":
+            read(WandbSettings, options, "logger")
             return Logger()
         case "wandb":
             return WandbLogger(read(WandbSettings, options, "logger"))

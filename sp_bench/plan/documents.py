@@ -139,14 +139,21 @@ class Packed(Mask):
             before * (before + 1) // 2 if self.causal else before * np.append(lengths, 0)[document]
         )
 
+    def _filling(self, seqlen: int) -> str:
+        """What makes the documents fill a sequence, in words: padding, or a shorter end."""
+        if self.seqlen < seqlen:
+            return f"one more document of {seqlen - self.seqlen} tokens as padding"
+        kept = int(np.searchsorted(self.edges, seqlen, side="left"))
+        return f"the first {kept} documents with {seqlen - int(self.edges[kept - 1])} tokens of the last of them"
+
     def refuse(self, seqlen: int) -> None:
         """Raise RequestError unless the documents fill the sequence."""
         if self.seqlen != seqlen:
             shown = ", ".join(map(str, self.lengths[:MOST_SHOWN])) + (", ..." if len(self.lengths) > MOST_SHOWN else "")
             raise RequestError(
                 f"seqlen={seqlen}",
-                f"the {len(self.lengths)} documents ({shown}) fill it, and have {self.seqlen} tokens together",
-                f"seqlen={self.seqlen}, or other documents, would work",
+                f"the {len(self.lengths)} documents ({shown}) must fill it, and have {self.seqlen} tokens together",
+                f"seqlen={self.seqlen}, or {self._filling(seqlen)}, would work",
             )
 
     def scaled(self, seqlen: int, unit: int = 1) -> Packed:

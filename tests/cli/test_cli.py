@@ -37,9 +37,7 @@ def test_help_is_light(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for words in (
-        "gpus: 256",
-        "method: all_gather, .*double_ring, .*mesh",
-        "cluster: .*h100_ndr400.*, local",
+        "sp-bench method=mesh gpus=256",
         "Exit codes",
     ):
         assert re.search(words, done.stdout), words
@@ -63,8 +61,43 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("method=mehs", "method=mehs: there is no such method; did you mean mesh"),
         ("dtype=bfloat", "dtype=bfloat: there is no such dtype; did you mean bfloat16"),
         ("cluster=h100", "cluster=h100: there is no such cluster; did you mean h100_ndr400"),
-        ("gpu=4", "gpu: there is no such key; did you mean gpus"),
-        ("method.tiel=auto", "method.tiel: there is no such key; did you mean method.tile"),
+        ("gpu=4", "gpu: there is no such key; did you mean gpus=4[?]"),
+        ("method.tiel=auto", "method.tiel: there is no such key; did you mean method.tile=auto[?]"),
+        ("layout=zigzag", "layout: there is no such key; did you mean method.layout=zigzag[?]$"),
+        ("tile=[4,4] method=ring", r"tile: there is no such key; did you mean method=mesh method.tile=\[4,4\][?]$"),
+        (
+            "method=ring method.tile=[4,4]",
+            r"method.tile: is a key of method=mesh, not of method=ring; did you mean method=mesh method.tile=",
+        ),
+        (
+            "data.lengths=[24,3072]",
+            r"data.lengths: is a key of data=lengths, not of data=none; did you mean mask=document data=lengths data",
+        ),
+        ("head=8", "head: there is no such key; did you mean heads=8[?]$"),
+        (
+            "memory=60GB",
+            "memory: is a key of sp-bench advise, not of a point; did you mean sp-bench advise memory=60GB",
+        ),
+        ("xyzzy=1", "xyzzy: there is no such key; `sp-bench help` lists all keys$"),
+        ("--method ring", "--method: there is no such flag; did you mean method=ring[?]"),
+        ("--method=ring", "--method=ring: there is no such flag; did you mean method=ring[?]"),
+        ("--jsn", "--jsn: there is no such flag; did you mean --json[?]$"),
+        ("advice gpus=4", "command=advice: there is no such command; did you mean advise[?]"),
+        ("seqlen=1e6", r"seqlen=1000000.0: must be .*; seqlen=1000000 or seqlen=1M \(1048576\) would work$"),
+        ("gpus=16.0", "gpus=16.0: must be a whole number of at least 1; gpus=16 would work$"),
+        (
+            "data=lengths mask=document data.lengths=[8,x,9]",
+            r"data.lengths\[1\]=x: must be a whole number of at least 1",
+        ),
+        (
+            "-m method=mesh,usp,ring method.ulysses=auto",
+            "method.ulysses: method=ring has no such key; mesh.ulysses=auto usp.ulysses=auto would work$",
+        ),
+        (
+            "method=ring mesh.ulysses=2 baseline=usp",
+            "mesh.ulysses: is an option of method=mesh, and asked for is method=ri",
+        ),
+        ("-m method=ring,usp usp.tile=[2,2]", "usp.tile: there is no such key; .*known: usp.collectives, usp.fuse"),
         (
             "cluster.intra.latency=1",
             "cluster.intra.latency: there is no such key; did you mean cluster.intra.latency_s",
@@ -130,7 +163,7 @@ def test_help_is_light(tmp_path: Path) -> None:
         ("+extra=1", "extra: there is no such key"),
         ("+cluster.device.fold_bites=3", "cluster.device.fold_bites: .* did you mean cluster.device.fold_bytes_per_s"),
         ("+gpus=8", r"\+gpus=8: every key, optional ones too, is set without \+; gpus=8 would work"),
-        ("mesh", "mesh: is not of the form key=value"),
+        ("mesh", "mesh: is not of the form key=value; method=mesh would work$"),
         ("--fast", "--fast: there is no such flag"),
         ("--config-dir /nowhere", "--config-dir /nowhere: is not a folder"),
         ("-m method=ring,mehs", "method=mehs: there is no such method"),
@@ -195,6 +228,48 @@ def test_records_have_the_contract_s_fields(tmp_path: Path) -> None:
     frame = records.load(tmp_path)
     assert len(frame) == 1
     assert frame.tokens_per_s[0] == content["tokens_per_s"]
+
+
+def test_options_of_one_method_in_a_sweep() -> None:
+    """METHOD.OPTION is of the points of that method, whichever order keys have, and each point is there once."""
+    arguments = [
+        "mesh.ulysses=1,2",
+        "method=mesh,usp,ring",
+        "usp.ulysses=8",
+        "usp.layout=striped",
+        "method.layout=zigzag",
+    ]
+    with Composer() as composer:
+        points = composer.points(arguments, sweep=True)
+        found = [composer.compose(point)["method"] for point in points]
+    options = [(each["name"], each.get("ulysses"), each["layout"]) for each in found]
+    assert sorted(options, key=str) == [
+        ("mesh", 1, "zigzag"),
+        ("mesh", 2, "zigzag"),
+        ("ring", None, "zigzag"),
+        ("usp", 8, "striped"),
+    ]
+
+
+def test_options_of_a_single_point_and_its_baseline() -> None:
+    arguments = ["method=usp", "usp.ulysses=4", "ring.layout=striped", "gpus=8"]
+    with Composer() as composer:
+        (point,) = composer.points(arguments, sweep=False)
+        config = composer.compose(point)
+        baseline = composer.baseline(config, arguments)
+        assert config == composer.compose(["method=usp", "method.ulysses=4", "gpus=8"])
+        assert baseline == composer.compose(["method=ring", "method.layout=striped", "gpus=8"])
+
+
+@pytest.mark.parametrize("nothing", ["none", "null"])
+def test_none_and_null_are_nothing(nothing: str) -> None:
+    keys = ("baseline", "logger", "data", "model", "window", "nccl", "kv_heads", "wire_dtype", "impl")
+    arguments = [f"{key}={nothing}" for key in keys]
+    with Composer() as composer:
+        (point,) = composer.points(arguments, sweep=False)
+        assert composer.compose(point) == composer.compose(["baseline=null", "logger=none"])
+        assert len(composer.points(["data=null,short", "mask=document"], sweep=True)) == 2
+        assert composer.compose(["train.recompute=none"])["train"]["recompute"] == "none", "a word of its own"
 
 
 @pytest.mark.parametrize(("first", "last"), [("ring", "mesh"), ("mesh", "ring")])

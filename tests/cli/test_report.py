@@ -54,6 +54,14 @@ def printed(
     return [line.rstrip() for line in sys.stdout.getvalue().splitlines()]
 
 
+def test_notes_of_a_sweep_name_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that all points have names none, and those of some name them as the table counts them."""
+    noted = [outcome("ring", 44.5, notes=["of all", "of two"]), outcome("mesh", 33.125, notes=["of all"])]
+    lines = printed(monkeypatch, [*noted, outcome("usp", 40.0, notes=["of all", "of two", "of one"])])
+    notes = [line for line in lines if line.startswith("note")]
+    assert notes == ["note: of all", "note of rows 1, 3: of two", "note of row 3: of one"]
+
+
 def cells_of(lines: list[str], method: str) -> list[list[str]]:
     """The other cells of a method's rows, by table."""
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]

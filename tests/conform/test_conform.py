@@ -146,6 +146,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["ring", "profile=medium"], "profile=medium: there is no such profile"),
         (["ring", "tile=[2,2]"], "method.tile: there is no such key"),
         ([f"{HERE}:right", "layuot=zigzag"], "did you mean layout?"),
+        (
+            [f"{HERE}:right", "layout=zigzag", "method.layout=zigzag"],
+            "layout: is given as method.layout too; one of them",
+        ),
+        ([f"{HERE}:right", "method.layout=spiral"], "layout=spiral: there is no such layout; known: auto, contiguous"),
         ([f"{HERE}:right", "layout=spiral"], "layout=spiral: there is no such layout; known: auto, contiguous"),
         ([f"{HERE}:right", "masks=sliding"], "masks=sliding: masks are those of a whole sequence; window=true would"),
         ([f"{HERE}:right", "masks=causal,document"], "documents=true would claim it; masks: full, causal"),

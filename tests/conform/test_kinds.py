@@ -160,14 +160,14 @@ def test_a_layout_that_would_hold_is_named(worlds: Worlds, capsys: pytest.Captur
         named("unclaimed"), worlds, sizes=(2,), checks=[check_named("out"), check_named("kv_heads")], shrink_s=3
     )
     assert [found.status for found in rows] == ["fails", "fails"]
-    assert all("tried as striped, layout=contiguous would hold" in remark(found) for found in rows)
+    assert all("tried as striped, method.layout=contiguous would hold" in remark(found) for found in rows)
     assert advice("my:fn", rows) == (
-        "2 of the 2 failing checks hold with layout=contiguous, and fail as striped. If that is how its tokens are "
-        "dealt, claim it: python -m sp_bench.conform my:fn layout=contiguous"
+        "2 of the 2 failing checks hold with method.layout=contiguous, and fail as striped. If that is how its tokens "
+        "are dealt, claim it: python -m sp_bench.conform my:fn method.layout=contiguous"
     )
     assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "shrink_s=3"]) == 1
-    assert "layout=contiguous would hold" in " ".join(capsys.readouterr().out.split())
-    assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "layout=contiguous"]) == 0
+    assert "method.layout=contiguous would hold" in " ".join(capsys.readouterr().out.split())
+    assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "method.layout=contiguous"]) == 0
 
 
 def test_a_claimed_layout_that_is_wrong_is_named_too(worlds: Worlds) -> None:

@@ -83,7 +83,7 @@ def test_a_row_that_fails_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("head_dim=x", "head_dim=x: must be a whole number"),
         ("dtype=int8", "dtype=int8: there is no such dtype"),
         ("rank=2", "rank: there is no such key; did you mean ranks"),
-        ("--jso", "flag=--jso: there is no such flag; did you mean --json"),
+        ("--jso", "--jso: there is no such flag; did you mean --json"),
         ("device=cuda", "device=cuda: this machine has no GPU; device=cpu would work"),
     ],
 )

@@ -133,7 +133,12 @@ def test_chunked() -> None:
         ((4, 0), "document 1 has length 0: a document has at least one token"),
         ((-3,), "document 0 has length -3"),
         ((), "a pack of no documents"),
-        ((5, 6), "seqlen=12: the 2 documents .5, 6. fill it, and have 11 tokens together.*seqlen=11"),
+        (
+            (5, 6),
+            "seqlen=12: the 2 documents .5, 6. must fill it, .* 11 tokens.*; seqlen=11, or one more .* of 1 tokens",
+        ),
+        ((5, 6, 7), "seqlen=12: .* 18 tokens.*seqlen=18, or the first 3 documents with 1 tokens of the last of them"),
+        ((5, 7, 7), "seqlen=12: .*seqlen=19, or the first 2 documents with 7 tokens of the last of them"),
     ],
 )
 def test_packs_that_make_no_sense(lengths: tuple[int, ...], message: str) -> None:

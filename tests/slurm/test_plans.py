@@ -132,7 +132,7 @@ def test_nodes_for_gpus(gpus: int, nodes: int, per_node: int, capsys: pytest.Cap
             "mode=simulate: needs no jobs; python -m sp_bench -m mode=simulate",
         ),
         ("slurm=modules", "sweep: is not given"),
-        ("sweep=mesh_table3 --wiat", "flag=--wiat: there is no such flag; did you mean --wait"),
+        ("sweep=mesh_table3 --wiat", "--wiat: there is no such flag; did you mean --wait"),
         ("stauts results", "command=stauts: there is no such command; did you mean status"),
         ("status /nowhere", "/nowhere: is not the folder of a sweep"),
         (
