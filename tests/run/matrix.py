@@ -91,7 +91,7 @@ def everything(n: int) -> list[Case]:
 
 
 def matrix(n: int, *, causal: bool) -> list[Case]:
-    """Everything on every layout, in every dtype on up to two ranks. On more, key heads and dtypes are rotated.
+    """Everything on every layout, on up to two ranks MHA and a GQA in every dtype. On more, key heads and dtypes rotate.
 
     There a variant has one number of key heads on a layout with a mask, another one on the next; from n = 6, where
     cases take longest, masks take turns over layouts, too. A method of one variant has all of them.
@@ -99,15 +99,19 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
     cases, by_variant = [], together(everything(n), lambda case: replace(case, kv_heads=1))
     variants_of = Counter(of_one[0].method for of_one in by_variant)
     for variant, of_one in enumerate(by_variant):
-        whole = n <= 2 or variants_of[of_one[0].method] == 1
+        whole = variants_of[of_one[0].method] == 1 or (n <= 2 and len(of_one) < 3)
         for i, layout in enumerate(REGISTRY[of_one[0].method].layouts):
             turn = variant + i + SIZES.index(n)
             if n >= 6 and (turn + causal) % 2 and not whole:
                 continue
             for place, case in enumerate(of_one):
-                dtypes = DTYPES if n <= 2 else (DTYPES[(turn + 2 * causal + place * whole) % 3],)
-                if whole or (turn // 2 + causal) % len(of_one) == place:
-                    cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
+                if n <= 2:
+                    dtypes = [d for j, d in enumerate(DTYPES) if whole or not place or (turn + j + place) % 2]
+                elif whole or (turn // 2 + causal) % len(of_one) == place:
+                    dtypes = [DTYPES[(turn + 2 * causal + place * whole) % 3]]
+                else:
+                    continue
+                cases += [replace(case, causal=causal, layout=layout, dtype=dtype) for dtype in dtypes]
     cases += of_one_batch_entry(cases)
     trimmed = [case for case in cases if case.method == "tokenring" and case.layout == "zigzag" and causal]
     return cases + [replace(case, options=(*case.options, ("trim", False))) for case in trimmed]
