@@ -91,7 +91,7 @@ def everything(n: int) -> list[Case]:
 
 
 def matrix(n: int, *, causal: bool) -> list[Case]:
-    """Everything on every layout, on up to two ranks MHA and a GQA in every dtype. On more, key heads and dtypes rotate.
+    """Everything on every layout, on up to two ranks MHA and a GQA in every dtype. On more, these rotate.
 
     There a variant has one number of key heads on a layout with a mask, another one on the next; from n = 6, where
     cases take longest, masks take turns over layouts, too. A method of one variant has all of them.
