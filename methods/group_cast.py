@@ -46,7 +46,6 @@ from sp_bench.plan import (
     GroupCast,
     GroupReduce,
     Layout,
-    Mask,
     Problem,
     Q,
     RequestError,
@@ -70,6 +69,7 @@ class GroupCastAttention(USP):
     marker: ClassVar[str] = "$g$"
     citation: ClassVar[str] = "Tao and Huang 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
+    for_packs: ClassVar[str] = "balanced"
     counts_rows: ClassVar[bool] = True
     formula: ClassVar[Mapping[str, str]] = {
         "forward": "(2 + 2*max(k, u/h))*(u-1)/u + 2*max(k, u/h)*c*(n/u-1)",
@@ -84,7 +84,7 @@ class GroupCastAttention(USP):
     @classmethod
     def dealings(cls) -> tuple[str, ...]:
         """Its layouts, and all that deal documents."""
-        return ("balanced", *cls.layouts, *(name for name in DEALERS if name != "balanced"))
+        return (cls.for_packs, *cls.layouts, *(name for name in DEALERS if name != cls.for_packs))
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for a `ulysses` that is not possible, more stages than there are other groups, or a
@@ -109,17 +109,6 @@ class GroupCastAttention(USP):
             for stages in (STAGES if self.stages == "auto" else (self.stages,))
             if stages == 1 or stages < problem.n // each.size
         )
-
-    @classmethod
-    def dealings_for_auto(cls) -> tuple[str, ...]:
-        """`balanced` alone."""
-        return ("balanced",)
-
-    def layout_of(self, mask: Mask, n: int) -> Layout:
-        """`balanced` where there is a pack to deal."""
-        if self.layout != "auto" or mask.sends_unseen:
-            return super().layout_of(mask, n)
-        return mask.layout("balanced", n)
 
     def dealt_by(self, layout: Layout, n: int) -> Layout:
         """The layout with this variant's head-parallel degree and chunks."""

@@ -38,7 +38,6 @@ from sp_bench.plan import (
     Dealt,
     Group,
     Layout,
-    Mask,
     Method,
     O,
     Plan,
@@ -61,6 +60,7 @@ class HybridCP(Method):
     marker: ClassVar[str] = "$h$"
     citation: ClassVar[str] = "Megatron-LM 2025"
     layouts: ClassVar[tuple[str, ...]] = ("contiguous", "zigzag")
+    for_packs: ClassVar[str] = "hybrid"
     counts_rows: ClassVar[bool] = True
     formula: ClassVar[Mapping[str, str]] = {"forward": "2*k*c*(n-1)", "backward": "4*k*c*(n-1)"}
 
@@ -70,24 +70,13 @@ class HybridCP(Method):
     @classmethod
     def dealings(cls) -> tuple[str, ...]:
         """Its layouts, and that of sub-groups."""
-        return ("hybrid", *cls.layouts)
-
-    @classmethod
-    def dealings_for_auto(cls) -> tuple[str, ...]:
-        """`hybrid` alone."""
-        return ("hybrid",)
+        return (cls.for_packs, *cls.layouts)
 
     def refuse(self, problem: Problem) -> None:
         """Raise RequestError for `rank_tokens` where there are no sub-groups."""
         if self.rank_tokens != "auto" and (problem.mask.sends_unseen or self.layout in self.layouts):
             rule = "is for sub-groups of a pack's documents, on the layout hybrid"
             raise RequestError(f"method.rank_tokens={self.rank_tokens}", rule, "method.rank_tokens=auto would work")
-
-    def layout_of(self, mask: Mask, n: int) -> Layout:
-        """`hybrid` where there is a pack to deal."""
-        if self.layout != "auto" or mask.sends_unseen:
-            return super().layout_of(mask, n)
-        return mask.layout("hybrid", n)
 
     def dealt_by(self, layout: Layout, n: int) -> Layout:
         """The layout with sub-groups for so many tokens of each rank."""

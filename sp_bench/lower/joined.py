@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from sp_bench.lower.transports import TransportKind
 from sp_bench.plan.fuse import Slots
-from sp_bench.plan.ops import Chunk, Fused, Gathered, Plan
+from sp_bench.plan.ops import Chunk, Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import ReceiveBuffer, schedule
 from sp_bench.plan.tensors import Kind, Tensor
@@ -20,7 +20,7 @@ def side_by_side_rows(plan: Plan, transport: TransportKind) -> tuple[tuple[Recei
     """
     if transport.lands:
         return ()
-    fused = [op for op in plan.ops if isinstance(op, Fused) and not isinstance(op, Gathered)]
+    fused = [op for op in plan.ops if isinstance(op, Fused)]
     read = {c[0].tensor for op in fused for c in (op.queries, op.keys) if len(c) > 1}
     rows: dict[Tensor, list[ReceiveBuffer]] = {}
     for buffer in dict.fromkeys(schedule(plan).receive_buffers.values()):
@@ -34,7 +34,7 @@ def read_in_place(plan: Plan, transport: TransportKind) -> frozenset[tuple[int, 
     slots, found = Slots(plan), set[tuple[int, bool]]()
     shared = {buffer for row in side_by_side_rows(plan, transport) for buffer in row}
     for index, op in plan if shared else ():
-        if isinstance(op, Fused) and not isinstance(op, Gathered):
+        if isinstance(op, Fused):
             found |= {
                 (index, keys) for keys in (False, True) if _in_line(slots, index, op.keys if keys else op.queries)
             }

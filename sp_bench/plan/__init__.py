@@ -6,7 +6,6 @@ from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.dealers import DEALERS, Dealt
 from sp_bench.plan.groups import DOWN, UP, Exchange, Grid, Group
 from sp_bench.plan.layout import Layout
-from sp_bench.plan.mask import Mask
 from sp_bench.plan.method import OPEN_LAYOUTS, CollectiveMethod, Method, ScheduleTime, Sized
 from sp_bench.plan.ops import (
     AllToAll,
@@ -70,7 +69,6 @@ __all__ = [
     "Join",
     "Layout",
     "Line",
-    "Mask",
     "Method",
     "O",
     "Op",

@@ -43,6 +43,8 @@ class Method(ABC):
     citation: ClassVar[str]
     layouts: ClassVar[tuple[str, ...]]
     """The names of the layouts that the method supports."""
+    for_packs: ClassVar[str] = ""
+    """The one of its `dealings` that layout=auto stands for where there is a pack; if empty, auto tries all."""
     formula: ClassVar[Mapping[str, str]]
     """By phase, the mean payload that a GPU sends, in chunks of N/n tokens x heads * head_dim elements: an expression
     in n, h = heads, k = kv_heads / heads and the method's `symbols`."""
@@ -68,8 +70,8 @@ class Method(ABC):
 
     @classmethod
     def dealings_for_auto(cls) -> tuple[str, ...]:
-        """Those of its `dealings` that layout=auto tries on a pack."""
-        return cls.dealings()
+        """Those of its `dealings` that layout=auto tries on a pack: its own for packs, or all."""
+        return (cls.for_packs,) if cls.for_packs else cls.dealings()
 
     @classmethod
     def build(cls, options: Mapping[str, object]) -> Self:
@@ -130,6 +132,8 @@ class Method(ABC):
 
     def layout_of(self, mask: Mask, n: int) -> Layout:
         """The layout that this method has on n ranks, before its heads are split."""
+        if self.layout == "auto" and self.for_packs and not mask.sends_unseen:
+            return mask.layout(self.for_packs, n)
         return mask.layout("auto" if self.layout in OPEN_LAYOUTS else self.layout, n, self.dealings())
 
     def dealt_by(self, layout: Layout, n: int) -> Layout:

@@ -311,12 +311,8 @@ class AttendBackward:
 
 
 @dataclass(frozen=True)
-class Fused:
-    """Several blocks as one: attention of query chunks, end to end, to key chunks, end to end.
-
-    Each of its query chunks has a block with each of its key chunks. What the mask leaves of them is computed by as few
-    kernel calls as possible (plan.union), and each call's result is folded once into each chunk that it belongs to.
-    """
+class _Blocks:
+    """Several blocks as one operation: each of its query chunks has a block with each of its key chunks."""
 
     blocks: tuple[Attend, ...] | tuple[AttendBackward, ...]
 
@@ -351,7 +347,16 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Gathered(Fused):
+class Fused(_Blocks):
+    """Several blocks as one: attention of query chunks, end to end, to key chunks, end to end.
+
+    What the mask leaves of them is computed by as few kernel calls as possible (plan.union), and each call's result is
+    folded once into each chunk that it belongs to.
+    """
+
+
+@dataclass(frozen=True)
+class Gathered(_Blocks):
     """Blocks of one query chunk with all key rows that GroupCasts brought, or with the rank's own: in few calls.
 
     The keys are put in the order of their positions, so that those of a document are one run (plan.casts).
@@ -433,7 +438,7 @@ class Join:
 RowCollective = GroupCast | GroupReduce
 Collective = AllToAll | AllGather | ReduceScatter | RowCollective
 Transfer = Pass | Collective
-Block = Attend | AttendBackward | Fused
+Block = Attend | AttendBackward | Fused | Gathered
 Op = Transfer | Block | Fold | Bundle | Join
 
 

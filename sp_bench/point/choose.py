@@ -13,7 +13,7 @@ from sp_bench.errors import RequestError
 from sp_bench.plan.costs import CostProfile
 from sp_bench.plan.documents import Packed
 from sp_bench.plan.method import Method
-from sp_bench.plan.ops import Fused, Gathered, Plan
+from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.request import Request
 from sp_bench.simulate import Run, simulate
@@ -39,8 +39,7 @@ class Choice:
     @property
     def variant(self) -> str:
         """The method's variant in a few words, with whether blocks are fused; empty if there is nothing to say."""
-        ops = (op for plan in self.plans.values() for op in plan.ops)
-        fused = any(isinstance(op, Fused) and not isinstance(op, Gathered) for op in ops)
+        fused = any(isinstance(op, Fused) for plan in self.plans.values() for op in plan.ops)
         return " ".join(filter(None, (self.method.variant(self.problem.n), FUSED if fused else "")))
 
     @property

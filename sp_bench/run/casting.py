@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import torch
 
-from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
+from sp_bench.lower import StagingUse
 from sp_bench.plan import casts
-from sp_bench.plan.ops import GroupCast, Plan, RowCollective
-from sp_bench.plan.problem import Problem
+from sp_bench.plan.ops import GroupCast, RowCollective
 from sp_bench.run.blocks import Perform
+from sp_bench.run.collectives import GroupTransfers
 from sp_bench.run.execution import Execution
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors
-from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Message, Transport, Turn
+from sp_bench.run.transport import Message, byte_keys
 
 
 class _Rows(NamedTuple):
@@ -32,36 +32,16 @@ class _Rows(NamedTuple):
     """How many rows the rank has of each member's chunk."""
 
 
-class Casting:
+class Casting(GroupTransfers):
     """Rows are gathered into a staging buffer and received into another one, one member behind the other."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        lowering: Lowering,
-        problem: Problem,
-        rank: int,
-        transport: Transport,
-        streams: Streams,
-        receiving: Mapping[ReceiveBuffer, Tensors],
-        staging: Mapping[StagingUse, Tensors],
-        device: torch.device,
-    ) -> None:
-        self._plan, self._lowering, self._problem, self._rank = plan, lowering, problem, rank
-        self._transport, self._streams, self._device = transport, streams, device
-        self._receiving, self._staging = receiving, staging
-        self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
-        # Made once, and by no lane: blocks read them too.
-        self._rows = {op: self._find_rows(op) for op in plan.ops if isinstance(op, RowCollective)}
 
     def call(self, index: int, op: RowCollective) -> Perform:
         """The call of transfer `index`."""
-        cast, turn = isinstance(op, GroupCast), Turn(self._ids[op.lane], index, op.group)
+        cast, turn = isinstance(op, GroupCast), self._turn(index, op)
         stage, staged = self._cast(op) if cast else self._reduced(op)
         sends = _messages(op, self._rank, staged, -1 if cast else 1)
         receives = _messages(op, self._rank, self._incoming(index, op), 1 if cast else -1)
-        counted_as = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
-        store = self._stored(index, op)
+        counted_as, store = byte_keys(op), self._stored(index, op)
 
         def transfer(run: Execution) -> None:
             stage(run.holdings)
@@ -128,9 +108,6 @@ class Casting:
         here = self._rows[op]
         return self._split(op, self._buffers(index), here.held if isinstance(op, GroupCast) else here.of_others)
 
-    def _buffers(self, index: int) -> Tensors:
-        return self._receiving[self._lowering.receive_buffers[index]]
-
     def _together(self, op: RowCollective, buffers: Tensors, here: _Rows) -> list[tuple[torch.Tensor, Tensors]]:
         """(rows of the rank's own chunk, what others have of them): all at once, if one batch entry allows it."""
         if self._problem.batch == 1:
@@ -145,6 +122,11 @@ class Casting:
             ends = [0, *accumulate(map(prod, shapes))]
             found.append([x.view(-1)[a:b].view(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)])
         return list(zip(*found, strict=True))
+
+    @cached_property
+    def _rows(self) -> Mapping[RowCollective, _Rows]:
+        """By operation; known when the plan is compiled, and not first to a lane's thread."""
+        return {op: self._find_rows(op) for op in self._plan.ops if isinstance(op, RowCollective)}
 
     def _find_rows(self, op: RowCollective) -> _Rows:
         mine = [casts.rows_to(op, self._problem, self._rank, u) for u in op.members]

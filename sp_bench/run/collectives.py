@@ -10,18 +10,18 @@ from sp_bench.kernels import fold_
 from sp_bench.kernels.fold import in_dtype
 from sp_bench.lower import Lowering, ReceiveBuffer, StagingUse
 from sp_bench.lower.staging import adds_up_on_the_way
-from sp_bench.plan.ops import AllGather, Chunk, Plan, ReduceScatter
+from sp_bench.plan.ops import AllGather, Chunk, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Kind
 from sp_bench.run.blocks import Perform
 from sp_bench.run.execution import Execution
 from sp_bench.run.partials import Tensors, as_shape, copy
 from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Call, Key, Transport, Turn
+from sp_bench.run.transport import Call, Transport, Turn, byte_keys
 
 
-class Collectives:
-    """Gathers into receive buffers, and reduces through staging buffers; both have one slot for each member."""
+class GroupTransfers:
+    """What the calls of transfers among the members of a group share: one plan on one rank, with its buffers."""
 
     def __init__(
         self,
@@ -33,11 +33,23 @@ class Collectives:
         streams: Streams,
         receiving: Mapping[ReceiveBuffer, Tensors],
         staging: Mapping[StagingUse, Tensors],
+        device: torch.device,
     ) -> None:
         self._plan, self._lowering, self._problem, self._rank = plan, lowering, problem, rank
-        self._transport, self._streams = transport, streams
+        self._transport, self._streams, self._device = transport, streams, device
         self._receiving, self._staging = receiving, staging
         self._ids = {lane: number for number, lane in enumerate(plan.lanes)}
+
+    def _turn(self, index: int, op: Transfer) -> Turn:
+        return Turn(self._ids[op.lane], index, op.group)
+
+    def _buffers(self, index: int) -> Tensors:
+        """The buffers that transfer `index` receives into."""
+        return self._receiving[self._lowering.receive_buffers[index]]
+
+
+class Collectives(GroupTransfers):
+    """Gathers into receive buffers, and reduces through staging buffers; both have one slot for each member."""
 
     def call(self, index: int, op: AllGather | ReduceScatter) -> Perform:
         """The call of a collective, which stores what it brings."""
@@ -56,7 +68,7 @@ class Collectives:
         return pretend
 
     def _gather(self, index: int, op: AllGather) -> Perform:
-        buffers, brought = self._receiving[self._lowering.receive_buffers[index]], self._brought(index, op)
+        buffers, brought = self._buffers(index), self._brought(index, op)
         slot = int(op.group.digit(self._rank))
         slots, collective = [x[slot] for x in buffers], self._collective(index, op)
 
@@ -76,7 +88,7 @@ class Collectives:
     def _reduce(self, index: int, op: ReduceScatter) -> Perform:
         sent, slot = self._staging[StagingUse(op.lane, op.tensor, "send")], int(op.group.digit(self._rank))
         places = [(chunk, self._of_member(op, chunk, sent)) for chunk in op.reads]
-        into, brought = self._receiving[self._lowering.receive_buffers[index]], self._brought(index, op)
+        into, brought = self._buffers(index), self._brought(index, op)
         adds, collective = adds_up_on_the_way(op, self._problem, self._transport.kind), self._collective(index, op)
         received = () if adds else self._staging[StagingUse(op.lane, op.tensor, "recv")]
 
@@ -98,7 +110,7 @@ class Collectives:
 
     def _brought(self, index: int, op: AllGather | ReduceScatter) -> list[tuple[Chunk, Tensors]]:
         """The chunks that a collective brings, and where they are."""
-        buffers = self._receiving[self._lowering.receive_buffers[index]]
+        buffers = self._buffers(index)
         if isinstance(op, AllGather):
             return [(chunk, self._of_member(op, chunk, buffers)) for chunk in op.writes]
         own = tuple(as_shape(x, shape) for x, shape in zip(buffers, self._own_shapes(op), strict=True))
@@ -106,8 +118,7 @@ class Collectives:
 
     def _collective(self, index: int, op: AllGather | ReduceScatter) -> Callable[[Call], None]:
         """Return the function that performs a collective's call and counts its bytes."""
-        turn, transport = Turn(self._ids[op.lane], index, op.group), self._transport
-        counted_as: list[Key] = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
+        turn, counted_as, transport = self._turn(index, op), byte_keys(op), self._transport
 
         def collective(call: Call) -> None:
             for x, key in zip(call.sent, counted_as, strict=True):

@@ -22,7 +22,7 @@ from sp_bench.run.execution import Execution
 from sp_bench.run.holdings import Holdings
 from sp_bench.run.partials import Tensors, as_shape, copy, tokens_of
 from sp_bench.run.streams import Streams
-from sp_bench.run.transport import Key, Message, NextTransfer, Transport, Turn
+from sp_bench.run.transport import Key, Message, NextTransfer, Transport, Turn, byte_keys
 
 
 class _Standing(NamedTuple):
@@ -65,12 +65,8 @@ class Lanes:
         self.given_results: Mapping[Chunk, Tensors] = {}
         """Where the caller of this execution wants outputs of transfers."""
         self._dealing: Callable[[AllToAll], Dealing] = cache(lambda op: Dealing(op, problem, rank, self._staging))
-        self._collectives = Collectives(
-            plan, lowering, problem, rank, transport, streams, self._receiving, self._staging
-        )
-        self._casting = Casting(
-            plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, device
-        )
+        given = plan, lowering, problem, rank, transport, streams, self._receiving, self._staging, device
+        self._collectives, self._casting = Collectives(*given), Casting(*given)
         self._demand, self._standing = demand(plan, problem), cache(self._find_standing)
         self.call: Callable[[int], Perform] = cache(self._find_call)
         """The call of transfer `index`."""
@@ -239,11 +235,10 @@ class Lanes:
             rows = rows_sent(op, self._problem, source)
         into = self._first_rows(self._receiving[buffer], op.recv, len(rows)) if buffer else None
         landing = self._receiving[buffer] if buffer else self._landing(op)
-        counted_as = [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
         wanted = self._demand.get(index)
         moved = (True, True) if wanted is None else (bool(wanted[self._rank]), bool(wanted[target]))
         turn = Turn(self._ids[op.lane], index, op.group, landing if isinstance(op, Pass) else ())
-        return _Standing(turn, counted_as, source, target, rows, into, *moved)
+        return _Standing(turn, byte_keys(op), source, target, rows, into, *moved)
 
     def _landing(self, op: Pass | AllToAll) -> Tensors:
         """The buffers in which peers put a result of the plan; none if they don't write to this rank's memory."""

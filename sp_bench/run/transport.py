@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from sp_bench.lower import ALONE, GLOO, STAGED, TransportKind
 from sp_bench.lower.early import by_messages
 from sp_bench.plan.groups import UP, Exchange, Group
-from sp_bench.plan.ops import Collective, Plan
+from sp_bench.plan.ops import Collective, Plan, Transfer
 from sp_bench.run.groups import own_group, timeout_of
 
 try:
@@ -65,6 +65,11 @@ NextTransfer = Callable[[], tuple[Turn, Message, Message] | None]
 """Returns (turn, receive, send) of the lane's next transfer; None while that waits for other streams."""
 
 _BROKEN: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def byte_keys(op: Transfer) -> list[Key]:
+    """The keys of the bytes of a transfer, one for each field of what it sends."""
+    return [(op.lane, op.tensor.name, field.name) for field in op.tensor.fields]
 
 
 class Call(NamedTuple):

@@ -66,7 +66,7 @@ class BlockCosts:
         """What may differ by rank: [(n,), ...]."""
         everyone = np.arange(self._problem.n)
         found = [self.kernels_s(index, op, everyone)]
-        return [*found, self.folds_s(index, op, everyone)] if isinstance(op, Fused) else found
+        return [*found, self.folds_s(index, op, everyone)] if isinstance(op, Fused | Gathered) else found
 
     def _find_gathered_s(self, op: Gathered) -> np.ndarray:
         """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,).
@@ -160,7 +160,7 @@ def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
     everyone, total_s = np.arange(problem.n), np.zeros(problem.n)
     by_home = dict[tuple[Group | Grid, Group | Grid], list[tuple[int, int]]]()
     for index, op in plan:
-        if isinstance(op, Fused):  # Gathered ones among them
+        if isinstance(op, Fused | Gathered):
             total_s += costs.kernels_s(index, op, everyone)
         elif isinstance(op, Block):
             by_home.setdefault((op.q.home, op.kv.home), []).append((op.q.index, op.kv.index))

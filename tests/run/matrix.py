@@ -91,7 +91,7 @@ def everything(n: int) -> list[Case]:
 
 
 def matrix(n: int, *, causal: bool) -> list[Case]:
-    """Everything on every layout, in every dtype on up to two ranks, each with other key heads. On more, dtypes rotate.
+    """Everything on every layout, on up to two ranks MHA and a GQA in every dtype. On more, these rotate.
 
     There a variant has one number of key heads on a layout with a mask, another one on the next; from n = 6, where
     cases take longest, masks take turns over layouts, too. A method of one variant has all of them.
@@ -99,14 +99,14 @@ def matrix(n: int, *, causal: bool) -> list[Case]:
     cases, by_variant = [], together(everything(n), lambda case: replace(case, kv_heads=1))
     variants_of = Counter(of_one[0].method for of_one in by_variant)
     for variant, of_one in enumerate(by_variant):
-        whole = variants_of[of_one[0].method] == 1
+        whole = variants_of[of_one[0].method] == 1 or (n <= 2 and len(of_one) < 3)
         for i, layout in enumerate(REGISTRY[of_one[0].method].layouts):
             turn = variant + i + SIZES.index(n)
             if n >= 6 and (turn + causal) % 2 and not whole:
                 continue
             for place, case in enumerate(of_one):
                 if n <= 2:
-                    dtypes = [d for j, d in enumerate(DTYPES) if whole or (turn + causal + j) % len(of_one) == place]
+                    dtypes = [d for j, d in enumerate(DTYPES) if whole or not place or (turn + j + place) % 2]
                 elif whole or (turn // 2 + causal) % len(of_one) == place:
                     dtypes = [DTYPES[(turn + 2 * causal + place * whole) % 3]]
                 else:
