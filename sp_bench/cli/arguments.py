@@ -38,7 +38,7 @@ def run_command(
 
 def refuse_flags(arguments: Sequence[str], flags: Sequence[str]) -> None:
     """Raise RequestError for an argument that starts with - and is none of the flags."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, _, value = argument.partition("=")
         if not name.startswith("-") or name in flags:
             continue

@@ -36,10 +36,10 @@ A point is measured where this machine has the hardware, else simulated. Try
   sp-bench -m method=mesh,ring gpus=32,64 mesh.ulysses=auto
 Commands (each answers --help; python -m sp_bench COMMAND is the same)
 {commands}
-Flags of run: -m; --config-dir DIR, a folder like conf/; --all, every quantity;
---json, records to stdout; --cfg, the composed config. Keys: `sp-bench help`
-lists them, `sp-bench help KEY` explains one: gpus, cluster, method.tile. Exit
-codes: 0 ok, 2 a request that can't be served, 143 ended by SIGTERM, 1 others."""
+Flags of run: -m; --config-dir DIR, like conf/; --all, every quantity; --json,
+records to stdout; --cfg, the composed config. `sp-bench help` lists all keys,
+`sp-bench help KEY` explains one, such as gpus, cluster or method.tile.
+Exit codes: 0 ok, 2 a request that can't be served, 143 SIGTERM, 1 others."""
 
 
 def all_keys() -> str:

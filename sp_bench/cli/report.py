@@ -152,7 +152,7 @@ def _timed_errors(record: Record) -> str:
 def _together(*errors: float | None) -> str:
     """The errors, with a dash for each that isn't known; empty if none is."""
     known = any(error is not None for error in errors)
-    return ", ".join("-" if error is None else f"{error:.1e}" for error in errors) if known else ""
+    return " ".join("-" if error is None else f"{error:.1e}" for error in errors) if known else ""
 
 
 def _expected(record: Record) -> str:
@@ -457,8 +457,11 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome], *, every: bool = 
     columns |= {name: cells for name, cells in figures.items() if set(cells) != {"-"}}
     columns |= {"status": status} if every or {o.record.status for o in outcomes} != {"ok"} else {}
     if not every:
-        kept = {name: cells for name, cells in columns.items() if name not in WHERE_THERE_IS_ROOM}
-        for name in WHERE_THERE_IS_ROOM:
+        others = [cells for name, cells in columns.items() if name in points and name != "layout"]
+        told_apart = len(set(zip(*others, strict=True))) == len(outcomes)
+        less = (*("layout",) * told_apart, *WHERE_THERE_IS_ROOM)
+        kept = {name: cells for name, cells in columns.items() if name not in less}
+        for name in less:
             if name in columns and _width(kept | {name: columns[name]}) <= console.width:
                 kept[name] = columns[name]
         left_out = ", ".join(name for name in columns if name not in kept)
@@ -503,7 +506,8 @@ WHERE_THERE_IS_ROOM = (
     *("exposed", "peak mem", "/ least", "sent/GPU", "MFU", "tokens/s", "fwd ms", "bwd ms", "exposed ms"),
     "least, own split",
 )
-"""The columns that are left out of a table that would be too wide, those that matter most first."""
+"""The columns that are left out of a table that would be too wide, those that matter most first. Before them goes
+the layout, if points are told apart without it."""
 LEFT = ("method", "variant", "shape", "layout", "workload", "cluster", "mode", "status")
 """Columns that are aligned to the left."""
 Columns = Mapping[str, Sequence[str]]

@@ -17,6 +17,7 @@ from sp_bench.cli import report
 from sp_bench.errors import RequestError
 from sp_bench.launch import RankCountError, launched
 from sp_bench.loggers import Logger
+from sp_bench.plan.method import Method
 from sp_bench.point import NotWritten, Outcome, Request, resolve, run_points, work_of
 from sp_bench.point.request import unsupported
 from sp_bench.point.simulations import simulation_of
@@ -153,14 +154,18 @@ def _say_duration(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.mode == "simulate" or request.devices.kind != "cpu":
             continue
+        if not isinstance(request.method, Method):  # a peer has no plans
+            unknown += 1
+            continue
         try:
             steps = (request.warmup + request.iters) * (1 + request.parts) + 1
             seconds += steps * simulation_of(request).least_compute_s(request)
-        except (RequestError, AttributeError):  # a peer has no plans, and not every cluster the rates of a model
+        except RequestError:
             unknown += 1
-    if seconds:
-        more = f", and {unknown} points whose time isn't known" if unknown else ""
-        print(f"about {_duration(seconds)} of blocks at {requests[0].cluster.name}'s rates{more}", file=sys.stderr)
+    known = f"about {_duration(seconds)} of blocks at {requests[0].cluster.name}'s rates" if seconds else ""
+    more = f"{unknown} points whose time isn't known before their first steps" if unknown else ""
+    if known or more:
+        print(" and ".join(filter(None, (known, more))), file=sys.stderr)
 
 
 def _duration(seconds: float) -> str:

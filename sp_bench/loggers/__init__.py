@@ -41,7 +41,7 @@ def open_logger(settings: Mapping[str, Any]) -> Logger:
         case "none":
             return Logger()
         case "wandb" if options.get("mode") == "disabled":
-            read(WandbSettings, options, "logger")
+            read(WandbSettings, {**options, "mode": "offline"}, "logger")
             return Logger()
         case "wandb":
             return WandbLogger(read(WandbSettings, options, "logger"))

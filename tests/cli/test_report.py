@@ -170,13 +170,13 @@ def test_brackets_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_that_are_not_known_are_dashes_in_their_places() -> None:
     cells = {row.name: row.cell for row in ROWS}
     cell = cells["  of rows of what was timed"]
-    assert cell(made(mode="measure", err_timed_out=1e-7, err_timed_dk=3e-7)) == "1.0e-07, -, 3.0e-07, -"
+    assert cell(made(mode="measure", err_timed_out=1e-7, err_timed_dk=3e-7)) == "1.0e-07 - 3.0e-07 -"
     assert cell(made(mode="measure", err_timed_seqlen=64)) == "- (none were compared)"
     assert cell(made(mode="measure")) == "-"
     gate = cells["  out, dq, dk, dv"]
-    assert gate(made(mode="measure", err_out=1e-7)) == "1.0e-07, -, -, -"
+    assert gate(made(mode="measure", err_out=1e-7)) == "1.0e-07 - - -"
     trained = made(mode="measure", err_loss=1e-7, err_gradient=2e-7)
-    assert cells["  loss, gradient"](trained) == "1.0e-07, 2.0e-07"
+    assert cells["  loss, gradient"](trained) == "1.0e-07 2.0e-07"
     assert cells["error against fp64"](trained) == "2.0e-07 at most"
 
 
@@ -245,7 +245,7 @@ def test_a_narrow_terminal_has_methods_one_below_the_other_and_all_prints_the_sa
 
 def test_what_a_table_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What matters most has what room there is, and a point that failed has its status."""
-    lines = printed(monkeypatch, [OTHER, MESH, outcome("usp", 44.5, status="oom", error="of 8 GB")], 100, every=False)
+    lines = printed(monkeypatch, [OTHER, MESH, outcome("usp", 44.5, status="oom", error="of 8 GB")], 125, every=False)
     (row,) = cells_of(lines, "mesh")
     assert row == [*POINT, "33.125 ms [32.62, 33.38]", "1.00x", "ok"]
     left_out = "--all prints these too: fwd ms, bwd ms, tokens/s, sent/GPU, exposed, exposed ms, peak mem"

@@ -44,10 +44,15 @@ def test_the_core_simulates_from_a_folder_with_the_same_names(core: Install) -> 
     done = core("-m", "sp_bench", "method=mesh", "gpus=256")
     assert done.returncode == 0, done.stderr
     assert "Simulated, not measured" in done.stdout
-    (line,) = done.stderr.splitlines()
-    assert 'pip install "sp-bench[wandb]"' in line
+    assert not done.stderr
     found = sorted((one.method, one.gpus, one.status) for one in read_all(core.folder / "results"))
     assert found == [("mesh", 256, "ok"), ("ring", 256, "ok")]
+
+
+def test_the_core_says_what_wandb_needs(core: Install) -> None:
+    done = core("-m", "sp_bench", "method=ring", "gpus=8", "seqlen=8k", "logger=wandb", "results_dir=asked")
+    (line,) = done.stderr.splitlines()
+    assert 'pip install "sp-bench[wandb]"' in line
 
 
 def test_the_core_describes(core: Install) -> None:
