@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +15,58 @@ from rich.table import Table
 from sp_bench.analysis import frames
 from sp_bench.analysis.number import RECORD_KINDS
 from sp_bench.analysis.pairs import Paired, Point, differences, in_turn, machines, paired
-from sp_bench.analysis.verdict import OF_AMOUNTS, ROUNDING, SLOWER, Ratio, exact, of_medians
+from sp_bench.analysis.pull_request import markdown, summary
+from sp_bench.analysis.verdict import (
+    ENOUGH_RUNS,
+    OF_AMOUNTS,
+    ROUNDING,
+    SLOWER,
+    Ratio,
+    Row,
+    exact,
+    of_medians,
+    over_runs,
+)
 from sp_bench.cli.arguments import flag, keys_and_paths, run_command
 from sp_bench.cli.report import amount, make_console, number
 from sp_bench.errors import RequestError
 
 USAGE = """\
-python -m analysis.compare A B [same=0.02] [csv=FILE] [fail_slower=true|false]
+python -m analysis.compare A B [same=0.02] [csv=FILE] [fail_slower=true|false] [--markdown]
 
-A and B are records (results/<run_id>.json) or folders of them. Points of two folders are paired by their whole request;
-two single records only need the same attention. Ratios are B / A.
+A and B are records (results/<run_id>.json), folders of them, or the records in a folder by one commit, such as
+results@1a2b3c4. Points of two folders are paired by their whole request; two single records only need the same
+attention. Ratios are B / A.
 
   SAME        the 95% interval of the ratio is within [1 / (1 + same), 1 + same]
   FASTER      it is below 1, and the ratio below 1 / (1 + same)      SLOWER: the mirror image
   AMBIGUOUS   anything else: more iterations, or both in one sweep, could tell
 
+With three or more runs of a point on either side, which stand in folders of their own below A and B, the interval is
+that of all ratios of a run of B and one of A, so that it has the machine's drift between runs too.
+
   same=0.02          a smaller difference counts as none; by default 0.02 for measured times, 0 for simulated ones
   csv=FILE           every number, with its records, in seconds and bytes
   fail_slower=false  exit with 1 if a step is SLOWER, or a point that was ok in A is not in B
+  --markdown         the table that reviewers of a change ask for, to be pasted into a pull request
 
 Simulated times and bytes have no noise, so no interval. Measured and simulated points are not compared.
 Exit codes: 0 ok, 1 with fail_slower=true, 2 a request that can't be served.
 """
+MARKDOWN = "--markdown"
 KEYS = ("same", "csv", "fail_slower")
 SAME_MEASURED = 0.02
 TIMES = frames.PHASES
 AMOUNTS = {"sent": "comm_bytes_per_gpu", "peak memory": "peak_mem_bytes_max"}
 
 
-@dataclass(frozen=True)
-class Row:
-    """A quantity of a pair, in seconds or bytes. There is no ratio where one of them has no value."""
-
-    quantity: str
-    a: float | None
-    b: float | None
-    ratio: Ratio | None
-    verdict: str
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command("analysis.compare", USAGE, _compare, argv)
+    return run_command("analysis.compare", USAGE, _compare, argv, [MARKDOWN])
 
 
 def _compare(arguments: list[str]) -> int:
-    given, names = keys_and_paths(arguments, KEYS)
+    given, names = keys_and_paths([argument for argument in arguments if argument != MARKDOWN], KEYS)
     if len(names) != 2:
         raise RequestError(
             " ".join(names) or "no records", "must be two, A and B", "results/before results/after would"
@@ -74,7 +78,10 @@ def _compare(arguments: list[str]) -> int:
         path = Path(given["csv"])
         path.parent.mkdir(parents=True, exist_ok=True)
         frame(found, rows).to_csv(path, index=False)
-    show(make_console(), names, found, rows)
+    if MARKDOWN in arguments:
+        print(markdown(names, found, rows, _notes(found, rows)))
+    else:
+        show(make_console(), names, found, rows)
     return 1 if fail and any(map(worse, found.pairs, rows)) else 0
 
 
@@ -115,6 +122,9 @@ def _seconds(point: Point, name: str) -> float | None:
 
 def _measured(name: str, a: Point, b: Point, samples: Sequence[pd.DataFrame], ratio: float) -> Ratio:
     """The ratio of measured medians with its interval; without one where a record has no samples beside it."""
+    if min(len(a.runs), len(b.runs)) >= ENOUGH_RUNS:
+        of_runs = [np.array([getattr(run.record, f"{name}_ms_median") for run in point.runs]) for point in (a, b)]
+        return over_runs(*of_runs)
     if any(frame.empty for frame in samples):
         return Ratio(ratio, None, None, "no samples beside the record")
     of_a, of_b = (np.asarray(frame[name]) for frame in samples)
@@ -158,11 +168,7 @@ def show(console: Console, names: Sequence[str], found: Paired, rows: Sequence[S
             console.print(f"only in {name}: {point.label} ({RECORD_KINDS[point.record.mode]})", highlight=False)
     for note in _notes(found, rows):
         console.print(f"note: {note}", highlight=False, markup=False)
-    counts = Counter(of_pair[0].verdict for of_pair in rows)
-    failed = counts.pop("-", 0)
-    words = [f"{count} {verdict}" for verdict, count in counts.most_common()]
-    words += [f"{failed} without step"] if failed else []
-    console.print(f"steps: {', '.join(words)}", highlight=False)
+    console.print(summary(rows), highlight=False)
 
 
 def _cells(a: Point, b: Point, of_pair: Sequence[Row]) -> list[str]:
@@ -191,7 +197,8 @@ def _notes(found: Paired, rows: Sequence[Sequence[Row]]) -> list[str]:
             notes += [f"{point.label}: {point.record.error}"] if point.record.error else []
         notes += [f"{row.quantity}: {amount(row.a)}, {amount(row.b)}" for row in rows[0] if row.quantity in AMOUNTS]
     notes += machines(found.pairs)
-    apart = [(a, b) for a, b in found.pairs if a.record.mode == "measure" and not in_turn(a.record, b.record)]
+    few = [(a, b) for a, b in found.pairs if min(len(a.runs), len(b.runs)) < ENOUGH_RUNS]
+    apart = [(a, b) for a, b in few if a.record.mode == "measure" and not in_turn(a.record, b.record)]
     if apart:
         notes.append(
             f"pairs measured in separate runs: {len(apart)}. Their intervals leave out the drift of the machine"

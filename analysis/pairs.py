@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from sp_bench.errors import RequestError
 from sp_bench.point.given import NOT_IN_THE_RESULT
 from sp_bench.records import Record
 from sp_bench.records.gather import gather
+from sp_bench.records.provenance import git
+from sp_bench.resources import ROOT
 
 HOW_OFTEN = ("iters", "warmup")
 """Keys that change the precision of a result, not its value."""
@@ -29,6 +31,8 @@ class Point:
 
     record: Record
     path: Path
+    runs: tuple[Point, ...] = ()
+    """It and the other records of its request by the same code on the same machine."""
 
     @property
     def label(self) -> str:
@@ -64,8 +68,18 @@ class Paired:
 
 
 def read(argument: str, notes: list[str]) -> list[Point]:
-    """The record of a file, or all records below a folder. Raises RequestError where there is none."""
+    """The record of a file, or all records below a folder; of FOLDER@COMMIT, those by that commit.
+
+    Raises RequestError where there is none.
+    """
     path, would_work = Path(argument), "results, or results/<run_id>.json, would work"
+    if not path.exists() and "@" in argument:
+        folder, _, commit = argument.rpartition("@")
+        points = read(folder, notes)
+        if not (found := [point for point in points if _is_by(point.record, commit)]):
+            there = sorted({(_known(point.record).get("git_commit") or "unknown")[:7] for point in points})
+            raise RequestError(argument, "has no records", f"{folder}@{there[0]} would work; commits: {there}")
+        return found
     if path.is_dir():
         found = gather([path])
         if others := [*found.unread.values(), *(why for _, why in found.broken.values())]:
@@ -77,6 +91,18 @@ def read(argument: str, notes: list[str]) -> list[Point]:
         return [Point(records.read(path), path)]
     except (OSError, ValueError) as error:
         raise RequestError(argument, f"is neither a folder nor a record ({error})", would_work) from None
+
+
+def _known(record: Record) -> dict[str, Any]:
+    return record.provenance or {}
+
+
+def _is_by(record: Record, commit: str) -> bool:
+    """Whether a commit, named by its hash, the begin of it, a branch or a tag, made a record."""
+    made_by = _known(record).get("git_commit") or ""
+    return made_by.startswith(commit) or made_by == git(
+        ROOT, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"
+    )
 
 
 def paired(name_a: str, name_b: str) -> Paired:
@@ -123,14 +149,16 @@ def _mixed(name_a: str, kind_a: str, name_b: str, kind_b: str) -> RequestError:
 
 
 def _newest(name: str, points: Sequence[Point], notes: list[str]) -> dict[str, Point]:
-    """The points by their request as JSON. The newest of several is kept, with a note."""
-    found: dict[str, Point] = {}
-    older = 0
+    """The points by their request as JSON: of several the newest with its runs. Others are left out, with a note."""
+    of_key: dict[str, list[Point]] = {}
     for point in sorted(points, key=_written):
-        key = json.dumps(point.asked, sort_keys=True, default=str)
-        older += key in found
-        found[key] = point
-    if older:
+        of_key.setdefault(json.dumps(point.asked, sort_keys=True, default=str), []).append(point)
+    found = {}
+    for key, several in of_key.items():
+        newest = several[-1]
+        alike = (point for point in several if _machine(point.record) == _machine(newest.record))
+        found[key] = replace(newest, runs=tuple(alike))
+    if older := len(points) - sum(len(point.runs) for point in found.values()):
         notes.append(f"{name} has {older} older records of these points, by other code or machines: left out")
     return {key: found[key] for key in sorted(found, key=lambda key: found[key].label)}
 
@@ -141,7 +169,7 @@ def _written(point: Point) -> tuple[float, str]:
 
 def in_turn(a: Record, b: Record) -> bool:
     """Whether two measured points were timed in one run, with their iterations in turn."""
-    at = [((record.provenance or {}).get("host"), (record.provenance or {}).get("measured_at")) for record in (a, b)]
+    at = [(_known(record).get("host"), _known(record).get("measured_at")) for record in (a, b)]
     return at[0] == at[1] and at[0][1] is not None
 
 
@@ -168,7 +196,7 @@ def machines(pairs: Sequence[tuple[Point, Point]]) -> list[str]:
 
 def _machine(record: Record) -> dict[str, Any]:
     """The machine and the code of a point; for a simulated point only the code."""
-    known = record.provenance or {}
+    known = _known(record)
     about = {"code version": known.get("code_version")}
     if record.measured:
         about |= {key: known.get(key) for key in ("host", "platform", "environment")}

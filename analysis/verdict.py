@@ -25,6 +25,8 @@ SAME, FASTER, SLOWER, AMBIGUOUS = "SAME", "FASTER", "SLOWER", "AMBIGUOUS"
 LESS, MORE = "LESS", "MORE"
 OF_AMOUNTS = {SAME: SAME, FASTER: LESS, SLOWER: MORE, AMBIGUOUS: AMBIGUOUS}
 """The verdicts on quantities in bytes."""
+ENOUGH_RUNS = 3
+"""Runs of a point that say how far apart runs are."""
 ROUNDING = 1e-9
 """The difference that counts as none between numbers without noise."""
 
@@ -52,6 +54,17 @@ class Ratio:
         return AMBIGUOUS
 
 
+@dataclass(frozen=True)
+class Row:
+    """A quantity of a pair, in seconds or bytes. There is no ratio where one of them has no value."""
+
+    quantity: str
+    a: float | None
+    b: float | None
+    ratio: Ratio | None
+    verdict: str
+
+
 def exact(a: float, b: float) -> Ratio:
     """The ratio of numbers without noise; of two zeros it is 1."""
     value = b / a if a else 1.0 if b == a else math.inf
@@ -73,3 +86,9 @@ def of_medians(a: np.ndarray, b: np.ndarray, *, in_turn: bool, seed: int = 0) ->
     ratios = np.median(b[of_b], axis=1) / np.median(a[of_a], axis=1)
     low, high = np.percentile(ratios, [2.5, 97.5])
     return Ratio(value, float(low), float(high))
+
+
+def over_runs(a: np.ndarray, b: np.ndarray) -> Ratio:
+    """The ratio of the medians of several runs, (runs,) each, with the interval of all ratios of one of each."""
+    why = f"of {a.size} runs of A and {b.size} of B: the interval is that of all ratios of one of each"
+    return Ratio(float(np.median(b) / np.median(a)), float(b.min() / a.max()), float(b.max() / a.min()), why)

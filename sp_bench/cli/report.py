@@ -133,7 +133,7 @@ def ratio(over: Record, under: Record) -> str:
     return f"{value:.{places}f}x"
 
 
-def _largest_error(record: Record) -> str:
+def largest_error(record: Record) -> str:
     """The largest of the errors that are known."""
     errors = (record.err_out, record.err_dq, record.err_dk, record.err_dv, record.err_loss, record.err_gradient)
     known = [error for error in errors if error is not None]
@@ -260,7 +260,7 @@ ROWS = (
     ),
     Row("status", lambda r: r.status, always=True),
     Row("validation", _validation, always=True),
-    Row("error against fp64", _largest_error, always=True),
+    Row("error against fp64", largest_error, always=True),
     Row("  out, dq, dk, dv", _errors),
     Row("  loss, gradient", lambda r: _together(r.err_loss, r.err_gradient) or "-"),
     Row("  of rows of what was timed", _timed_errors),

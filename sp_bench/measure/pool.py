@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -166,7 +167,7 @@ class RankPool:
         errors: dict[int, tuple[str, Exception | None]] = {}
         connecting: set[int] = set()
         began_s, last = time.monotonic(), "it had made no progress before"
-        deadline, steps = began_s + self.timeout_s, 0
+        deadline, steps = began_s + self.timeout_s, Counter[int]()
         while len(answers) + len(errors) < self.n:
             pending = [rank for rank in range(self.n) if rank not in answers and rank not in errors]
             ready = wait([self._pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
@@ -181,9 +182,9 @@ class RankPool:
                     connecting = connecting | {rank} if kind == "connecting" else connecting - {rank}
                     deadline = time.monotonic() + self.timeout_s + (CONNECT_S if connecting else 0)
                     reported[rank] = value
-                    steps += rank == 0 and kind == "step"
-                    if steps:
-                        last = f"the last progress was step {steps}, begun after {time.monotonic() - began_s:.0f} s"
+                    steps[rank] += kind == "step"
+                    if most := max(steps.values()):
+                        last = f"the last progress was step {most}, begun after {time.monotonic() - began_s:.0f} s"
                     if rank == 0 and progress and kind == "step":
                         progress(value)
                 elif kind == "answer":

@@ -40,13 +40,13 @@ def git_state(root: Path) -> dict[str, Any]:
     """
     if not _is_checkout(root):
         return {"git_commit": None, "git_dirty": None}
-    changed = _git(root, "status", "--porcelain")
-    return {"git_commit": _git(root, "rev-parse", "HEAD"), "git_dirty": None if changed is None else bool(changed)}
+    changed = git(root, "status", "--porcelain")
+    return {"git_commit": git(root, "rev-parse", "HEAD"), "git_dirty": None if changed is None else bool(changed)}
 
 
 def _is_checkout(root: Path) -> bool:
     """Whether a folder is the top of this project's repository."""
-    top = _git(root, "rev-parse", "--show-toplevel")
+    top = git(root, "rev-parse", "--show-toplevel")
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"]
     except (OSError, ValueError, KeyError):
@@ -54,7 +54,7 @@ def _is_checkout(root: Path) -> bool:
     return project == "sp-bench" and top is not None and Path(top).resolve() == root.resolve()
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def git(root: Path, *arguments: str) -> str | None:
     """The output of a git command; None if it fails. GIT_* variables, as in a hook, may name another repository."""
     elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(root), *arguments]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -131,7 +133,8 @@ def test_what_does_not_change_the_result_does_not_part_points(tmp_path: Path) ->
 
 def test_of_older_records_the_newest_is_compared(tmp_path: Path) -> None:
     for at, run_id in enumerate(("old", "new")):
-        os.utime(written(tmp_path / "a", run_id, spread(100)), (at, at))
+        path = written(tmp_path / "a", run_id, spread(100), provenance={"code_version": run_id})
+        os.utime(path, (at, at))
     written(tmp_path / "b", "bb", spread(100))
     found = paired(str(tmp_path / "a"), str(tmp_path / "b"))
     assert [a.record.run_id for a, _ in found.pairs] == ["new"]
@@ -219,3 +222,51 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert compare.main(arguments) == 2
         assert said in capsys.readouterr().err
+
+
+def runs_of(folder: Path, steps_ms: Sequence[float], **changes: Any) -> None:
+    """A point's runs in folders of their own, as `for i in 1 2 3; do ... results_dir=before/$i` makes them."""
+    for i, step_ms in enumerate(steps_ms):
+        written(folder / str(i), f"{folder.name}{i}", spread(step_ms, by=0.0001), **changes)
+
+
+def test_three_runs_have_the_interval_of_their_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Iterations of one run are close together here, and runs aren't: only runs tell how far to trust the ratio."""
+    runs_of(tmp_path / "a", (100, 110, 90))
+    runs_of(tmp_path / "b", (95, 99, 97))
+    ((a, b),) = paired(str(tmp_path / "a"), str(tmp_path / "b")).pairs
+    step = compare.compare(a, b)[0]
+    assert step.ratio and (step.ratio.low, step.ratio.value, step.ratio.high) == pytest.approx(
+        (95 / 110, 0.97, 99 / 90)
+    )
+    assert step.verdict == AMBIGUOUS
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of 3 runs of A and 3 of B" in said and "separate runs" not in said and "older records" not in said
+
+
+def test_markdown_for_reviewers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"host": "box", "platform": "Linux", "versions": {"torch": "2.13.0"}, "argv": ["method=ring"]}
+    facts = {"err_out": 1e-7, "err_dk": 3e-7, "peak_mem_bytes_max": 2_000_000, "comm_bytes_per_gpu": 3e6}
+    runs_of(tmp_path / "a", (100, 101, 99), provenance=known | {"git_commit": "1111aaaa"}, **facts)
+    after = known | {"git_commit": "2222bbbb", "git_dirty": True}
+    runs_of(tmp_path / "b", (80, 81, 82), provenance=after, **facts | {"peak_mem_bytes_max": 1_000_000})
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b"), "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| commit | 1111aaaa | 2222bbbb with changes |" in lines
+    (row,) = (line for line in lines if "FASTER" in line and line.startswith("|"))
+    assert "| 100 ± 1, 3 runs | 81 ± 1, 3 runs | 0.810 [0.792, 0.828] | FASTER |" in row
+    assert row.endswith("| 3.0e-07 at most | 2 MB → 1 MB | 3 MB |")
+    assert "**steps: 1 FASTER**" in lines and any("torch 2.13.0" in line for line in lines)
+
+
+def test_two_commits_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for commit, step_ms in (("1111aaaa", 100), ("2222bbbb", 120)):
+        written(tmp_path, commit, spread(step_ms), provenance={"host": "box", "git_commit": commit})
+    both = [f"{tmp_path}@1111", f"{tmp_path}@2222bbbb"]
+    ((a, b),) = paired(*both).pairs
+    assert (a.record.run_id, b.record.run_id) == ("1111aaaa", "2222bbbb")
+    assert compare.main([*both, "--markdown"]) == 0
+    assert "fewest runs of a measured point: 1; 3 say how far apart runs are" in capsys.readouterr().out
+    assert compare.main([both[0], f"{tmp_path}@3333"]) == 2
+    assert "has no records" in capsys.readouterr().err

@@ -166,7 +166,7 @@ def test_a_layout_that_would_hold_is_named(worlds: Worlds, capsys: pytest.Captur
         "are dealt, claim it: python -m sp_bench.conform my:fn method.layout=contiguous"
     )
     assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "shrink_s=3"]) == 1
-    assert "method.layout=contiguous would hold" in " ".join(capsys.readouterr().out.split())
+    assert "method.layout=contiguous would hold" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert main([f"{HERE}:unclaimed", "sizes=2", "checks=out", "method.layout=contiguous"]) == 0
 
 

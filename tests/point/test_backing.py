@@ -179,7 +179,7 @@ def test_command_line_record_explorer_and_advice_agree(overrides: str, tmp_path:
     assert interval(record).ends == (None if low is None else (low, high))
     cells = {row.name.strip(): row.cell(record) for row in ROWS}
     assert cells["step [95% interval]"] == "-"
-    ends = "" if low is None or high is None else f"  [{number(low)}, {number(high)}]"
+    ends = "" if low is None or high is None else f" [{number(low)}, {number(high)}]"
     assert cells["step [two of three]"] == f"{number(record.step_ms_median, 5)} ms{ends}"
     assert ("not validated" in cells["validation"]) == (low is None)
     found = columns.columns({path: record})

@@ -280,7 +280,7 @@ def test_cores_are_counted_once_for_each_machine() -> None:
 @pytest.mark.parametrize(
     ("window_ms", "core_ms", "transfers_ms", "cell"),
     [
-        (2000.0, 3720.0, 740.0, "1.86  (for blocks alone 1.20, for transfers alone 0.37)"),
+        (2000.0, 3720.0, 740.0, "1.86 (for blocks alone 1.20, for transfers alone 0.37)"),
         (2000.0, 3720.0, 40.0, "1.86"),
         (2000.0, 90.0, 40.0, "-"),
         (20.0, 3720.0, 740.0, "-"),

@@ -254,7 +254,10 @@ def test_bad_arguments_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ([file], "point=null: the traces don't say what was run"),
         ([file, file, f"point={point_file(tmp_path, *KEYS)}"], f"{file}: is a second trace of rank 0"),
         ([str(unranked)], "point=null: the traces don't say what was run"),
-        ([str(unranked), f"point={point_file(tmp_path, *KEYS)}"], f"{unranked}: doesn't say its rank; rank=0 would work"),
+        (
+            [str(unranked), f"point={point_file(tmp_path, *KEYS)}"],
+            f"{unranked}: doesn't say its rank; rank=0 would work",
+        ),
         ([file, f"point={unranked}"], f"point={unranked}: has no config"),
         ([str(other), f"point={point_file(tmp_path, *KEYS)}"], "the trace of rank 0: has no operation of the forward"),
         ([file, "row=3"], "row: there is no such key; did you mean rows"),
