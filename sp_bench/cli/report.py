@@ -456,6 +456,7 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome], *, every: bool = 
     columns = {name: cells for name, cells in points.items() if name not in shared}
     columns |= {name: cells for name, cells in figures.items() if set(cells) != {"-"}}
     columns |= {"status": status} if every or {o.record.status for o in outcomes} != {"ok"} else {}
+    left_out: list[str] = []
     if not every:
         others = [cells for name, cells in columns.items() if name in points and name != "layout"]
         told_apart = len(set(zip(*others, strict=True))) == len(outcomes)
@@ -464,12 +465,12 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome], *, every: bool = 
         for name in less:
             if name in columns and _width(kept | {name: columns[name]}) <= console.width:
                 kept[name] = columns[name]
-        left_out = ", ".join(name for name in columns if name not in kept)
+        left_out = [name for name in columns if name not in kept]
         columns = {name: cells for name, cells in columns.items() if name in kept}
     for fitting in _that_fit(columns, console.width):
         console.print(_table(fitting), crop=False)
-    if not every and left_out:
-        console.print(f"--all prints these too: {left_out}")
+    if left_out:
+        console.print(f"--all prints these too: {', '.join(left_out)}")
     if reused := sum(outcome.reused for outcome in outcomes):
         console.print(f"reused: {reused} of {len(outcomes)} points, whose records were there (reuse=false runs them)")
     print_notes(console, [outcome.record for outcome in outcomes], figures["/ best"], numbered=True)

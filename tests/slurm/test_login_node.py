@@ -93,7 +93,7 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_login_node_without_torch_prints_the_scripts() -> None:
     done = without_torch(*words(["seqlen=32k,64k", "gpus=16,32"]), "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("slurm.sweep: 2 job arrays, 4 tasks")
+    assert done.stderr.startswith("slurm.sweep: 2 job arrays, 8 tasks, 16 points; up to 4 nodes a task; ")
     assert done.stdout.count("#!/bin/bash") == 2
     assert "--gres=gpu:8" in done.stdout
 
