@@ -64,7 +64,7 @@ def assignment(
     canvas, axes = new_figure(len(chosen), width=PANEL * len(chosen), height=PANEL + 0.5)
     owners = draw.assignment(plan, problem)
     for ax, one in zip(axes[0], chosen, strict=True):
-        _panel(ax, matrix(plan, problem, one, cluster), owners)
+        panel(ax, matrix(plan, problem, one, cluster), owners)
         ax.set_title(f"{TITLES[one]}, {plan.phase}", fontsize="medium")
         ax.set_xlabel(f"KV chunk ({problem.block_tokens:,} tokens each)")
     axes[0, 0].set_ylabel(f"Q chunk ({problem.block_tokens:,} tokens each)")
@@ -104,7 +104,8 @@ def _steps(plan: Plan, problem: Problem) -> np.ndarray:
     return found
 
 
-def _panel(ax: Axes, shown: Matrix, owners: np.ndarray) -> None:
+def panel(ax: Axes, shown: Matrix, owners: np.ndarray) -> None:
+    """Draw the values of each block, with lines between blocks of different `owners`: (Q chunks, KV chunks)."""
     values, size = shown.values, len(shown.values)
     image = ax.imshow(values, cmap=COLOURS, interpolation="nearest", vmin=0, vmax=np.nanmax(values) or 1)
     ax.grid(visible=False)

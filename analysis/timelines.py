@@ -59,7 +59,7 @@ def timeline(record: Record, path: Path, ranks: Sequence[int] | None = None) -> 
     spans = [span for rank in chosen for span in by_rank[rank]]
     rows = list(dict.fromkeys(span.row for span in spans))
     canvas, axes = new_figure(width=WIDTH, height=1.3 + 0.24 * len(rows))
-    _draw(axes[0, 0], spans, rows, marks, {what: labelled(text, kind) for what, text in kinds.items()})
+    draw_spans(axes[0, 0], spans, rows, marks, {what: labelled(text, kind) for what, text in kinds.items()})
     axes[0, 0].set_xlabel(f"ms since {since}")
     title = f"{named(record)} on {record.gpus} x {record.cluster}: timeline, {kind}"
     return Figure(f"{record.run_id}-timeline", title, canvas, (record_source(record),), note)
@@ -119,9 +119,10 @@ def _measured(record: Record, path: Path) -> tuple[dict[int, list[Span]], dict[s
     return by_rank, {str(i): float(end) for i, end in enumerate(ends[:, -1])}
 
 
-def _draw(
+def draw_spans(
     ax: Axes, spans: Sequence[Span], rows: Sequence[str], marks: Mapping[str, float], legend: Mapping[str, str]
 ) -> None:
+    """Draw the spans of some rows, with a line where a phase ends; `legend` says what each kind of span is."""
     palette = dict(zip(legend, colours(["first", "second"]).values(), strict=True))
     for what in legend:
         for at, row in enumerate(rows):

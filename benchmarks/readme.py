@@ -50,7 +50,7 @@ def table() -> str:
 def advice() -> str:
     """The README's first answer: what advise says is the fastest, and by what figures."""
     found = answer(ADVISE.split()[3:])
-    said, figures = heading(found)[2], heading(found)[-1]
+    said, figures = heading(found)[2:4]
     return block(ADVISE, [*textwrap.wrap(said, 80), *textwrap.wrap(figures, 80)])
 
 

@@ -9,6 +9,7 @@ answer, and the settings of frameworks that have the method.
 Keys are those of `python -m sp_bench` (cluster, gpus, seqlen, batch, heads, kv_heads, head_dim, mask, dtype, phase, and
 model, of which one attention is taken), and memory=60GB (what one attention may need on a GPU, in GB or GiB),
 plots=FILE.svg (time, memory, volume against the bound), changes=false (don't ask what would change the answer).
+--all prints every column. A step in bold is the fastest, or can't be told from it.
 Exit codes: 0 ok, 2 a request that can't be served.
 """
 
@@ -16,12 +17,12 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 
 from sp_bench.advise import plots
 from sp_bench.advise.candidates import Answer, answer
@@ -30,12 +31,15 @@ from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
 from sp_bench.advise.workers import workers
 from sp_bench.cli.arguments import flag, run_command
-from sp_bench.cli.report import amount, over_least
+from sp_bench.cli.report import amount, make_console, over_least, print_columns
 from sp_bench.errors import RequestError
 from sp_bench.methods import REGISTRY
 from sp_bench.point.unread import unread
 
 UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20}
+ALL = "--all"
+WHERE_THERE_IS_ROOM = ("interval", "MFU", "peak mem", "/ least", "bound by", "layout", "sent/GPU", "least, own split")
+"""Columns that are left out of a table that would be too wide, those that matter most first."""
 OWN = ("memory", "plots", "changes")
 NOT_ADVISED = ("method", "mode", "workload", "impl", "baseline", "alone")
 """Keys that the advice is about, or that have no meaning for it."""
@@ -44,7 +48,7 @@ NOT_ADVISED = ("method", "mode", "workload", "impl", "baseline", "alone")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     try:
-        return run_command("sp_bench.advise", __doc__ or "", _advise, argv)
+        return run_command("sp_bench.advise", __doc__ or "", _advise, argv, [ALL])
     except KeyboardInterrupt:
         print("sp_bench.advise: interrupted", file=sys.stderr)
         return 1
@@ -52,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _advise(arguments: Sequence[str]) -> int:
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    for key in given:
+    for key in given.keys() - {ALL}:
         if key.partition(".")[0] in (*NOT_ADVISED, *REGISTRY):
             raise RequestError(f"{key}={given[key]}", "is what the advice is about", "leaving it out would work")
         if key in unread("simulate"):
             rule = "is read by measured points only, and advice simulates"
             raise RequestError(f"{key}={given[key]}", rule, "leaving it out would work")
-    overrides = [argument for argument in arguments if argument.partition("=")[0] not in OWN]
+    overrides = [argument for argument in arguments if argument.partition("=")[0] not in (*OWN, ALL)]
     memory_bytes = size(given["memory"]) if "memory" in given else None
     asked = flag({"changes": True} | given, "changes")
     with _progress() as progress, workers() as mapped:
@@ -78,15 +82,23 @@ def _advise(arguments: Sequence[str]) -> int:
                 mapped=mapped,
                 done=lambda what: progress.update(task, description=f"with {what}"),
             )
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    for line in heading(found):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(ranking(found))
-    for line in [*reasons(found), *what_changes(found, varied), *how_to(found)]:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console = make_console()
+    said(console, heading(found))
+    tied = {i for i, each in enumerate(found.feasible) if each in found.tied}
+    print_columns(console, ranking(found), () if ALL in arguments else WHERE_THERE_IS_ROOM, bold=tied)
+    said(console, [*backing(found), *reasons(found), *what_changes(found, varied)])
+    for line in how_to(found):  # commands and code: to be copied
+        console.print(line, soft_wrap=True)
     if "plots" in given:
         plots.write(Path(given["plots"]), found, memory_bytes)
     return 0
+
+
+def said(console: Console, lines: Sequence[str]) -> None:
+    """Print lines; one that is too long goes on below, as far in as it begins."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        console.print(textwrap.fill(line.lstrip(), console.width, initial_indent=indent, subsequent_indent=indent))
 
 
 def size(text: str) -> float:
@@ -98,7 +110,7 @@ def size(text: str) -> float:
 
 
 def heading(found: Answer) -> list[str]:
-    """What was asked, what the answer is, and what backs it."""
+    """What was asked, what the answer is, and by what figures."""
     first, record = found.feasible[0], found.feasible[0].record
     mask = f"{record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     heads = f"{record.heads} heads ({record.kv_heads} of keys) of {record.head_dim}"
@@ -112,12 +124,13 @@ def heading(found: Answer) -> list[str]:
     else:
         names = ", ".join(each.name for each in tied)
         lines.append(f"Too close to call: {names}. Their intervals overlap that of the fastest.")
-    return [*lines, "", *backing(found), *(f"note: {note}" for note in record.notes or ())]
+    lines.append(f"Kernel rates: {record.kernel}. Measure the first two on your machine.")
+    return [*lines, *(f"note: {note}" for note in record.notes or ())]
 
 
 def backing(found: Answer) -> list[str]:
     """What the intervals of the fastest methods are from, and what has none."""
-    lines = []
+    lines = [""]
     if of_backed := dict.fromkeys(each.record.validation for each in found.tied if each.time.backed):
         lines += ["An interval has two of three measurements like the point in it:"]
         lines += [f"  {validation}" for validation in of_backed]
@@ -127,41 +140,24 @@ def backing(found: Answer) -> list[str]:
     if by_reason:
         lines.append("These have no interval, and can't be told apart from any other:")
         lines += [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
-    lines.append(f"Kernel rates: {found.feasible[0].record.kernel}. Measure the first two on your machine.")
     return lines
 
 
-def ranking(found: Answer) -> Table:
-    """Everything that can run, the fastest first."""
-    heads = (
-        "method",
-        "layout",
-        "step, ms",
-        "interval",
-        "MFU",
-        "sent a GPU",
-        "least, own split",
-        "of the least, any split",
-        "memory",
-    )
-    table = Table(*heads, "bound by")
-    tied = len(found.tied)
-    for i, each in enumerate(found.feasible):
-        r = each.record
-        table.add_row(
-            each.name,
-            r.layout or "-",
-            f"{each.time.step_ms:,.1f}",
-            f"{each.time.low_ms:,.1f} to {each.time.high_ms:,.1f}" if each.time.backed else "not validated",
-            f"{r.mfu:.1%}" if r.mfu is not None else "-",
-            f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB",
-            amount(r.comm_bytes_lower_bound),
-            over_least(r, r.comm_bytes_least),
-            f"{(r.peak_mem_bytes_max or 0) / 1e9:,.2f} GB",
-            r.bound_by or "-",
-            style="bold" if i < tied else None,
-        )
-    return table
+def ranking(found: Answer) -> dict[str, list[str]]:
+    """The columns of everything that can run, the fastest first."""
+    rows = [(each, each.time, each.record) for each in found.feasible]
+    return {
+        "method": [each.name for each, _, _ in rows],
+        "layout": [r.layout or "-" for _, _, r in rows],
+        "step, ms": [f"{time.step_ms:,.1f}" for _, time, _ in rows],
+        "interval": [f"{time.low_ms:,.1f} to {time.high_ms:,.1f}" if time.backed else "-" for _, time, _ in rows],
+        "MFU": [f"{r.mfu:.1%}" if r.mfu is not None else "-" for _, _, r in rows],
+        "sent/GPU": [f"{(r.comm_bytes_per_gpu or 0) / 1e9:,.2f} GB" for _, _, r in rows],
+        "least, own split": [amount(r.comm_bytes_lower_bound) for _, _, r in rows],
+        "/ least": [over_least(r, r.comm_bytes_least) for _, _, r in rows],
+        "peak mem": [f"{(r.peak_mem_bytes_max or 0) / 1e9:,.2f} GB" for _, _, r in rows],
+        "bound by": [r.bound_by or "-" for _, _, r in rows],
+    }
 
 
 def reasons(found: Answer) -> list[str]:

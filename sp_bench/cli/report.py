@@ -456,21 +456,12 @@ def print_sweep(console: Console, outcomes: Sequence[Outcome], *, every: bool = 
     columns = {name: cells for name, cells in points.items() if name not in shared}
     columns |= {name: cells for name, cells in figures.items() if set(cells) != {"-"}}
     columns |= {"status": status} if every or {o.record.status for o in outcomes} != {"ok"} else {}
-    left_out: list[str] = []
+    less: Sequence[str] = ()
     if not every:
         others = [cells for name, cells in columns.items() if name in points and name != "layout"]
         told_apart = len(set(zip(*others, strict=True))) == len(outcomes)
         less = (*("layout",) * told_apart, *WHERE_THERE_IS_ROOM)
-        kept = {name: cells for name, cells in columns.items() if name not in less}
-        for name in less:
-            if name in columns and _width(kept | {name: columns[name]}) <= console.width:
-                kept[name] = columns[name]
-        left_out = [name for name in columns if name not in kept]
-        columns = {name: cells for name, cells in columns.items() if name in kept}
-    for fitting in _that_fit(columns, console.width):
-        console.print(_table(fitting), crop=False)
-    if left_out:
-        console.print(f"--all prints these too: {', '.join(left_out)}")
+    print_columns(console, columns, less)
     if reused := sum(outcome.reused for outcome in outcomes):
         console.print(f"reused: {reused} of {len(outcomes)} points, whose records were there (reuse=false runs them)")
     print_notes(console, [outcome.record for outcome in outcomes], figures["/ best"], numbered=True)
@@ -515,6 +506,21 @@ Columns = Mapping[str, Sequence[str]]
 """The cells of each column, by its name."""
 
 
+def print_columns(console: Console, columns: Columns, less: Sequence[str] = (), *, bold: Container[int] = ()) -> None:
+    """Print columns as one table, its rows `bold` so; `less` are left out, from the last, if it is too wide.
+
+    Those left out are named below. If the others don't fit either, they stand in several tables.
+    """
+    kept = {name: cells for name, cells in columns.items() if name not in less}
+    for name in less:
+        if name in columns and _width(kept | {name: columns[name]}) <= console.width:
+            kept[name] = columns[name]
+    for fitting in _that_fit({name: cells for name, cells in columns.items() if name in kept}, console.width):
+        console.print(_table(fitting, bold=bold), crop=False)
+    if left_out := [name for name in columns if name not in kept]:
+        console.print(f"--all prints these too: {', '.join(left_out)}")
+
+
 def _that_fit(columns: Columns, width: int) -> Iterator[Columns]:
     """All columns or, if they are wider than `width` characters, groups of columns beside the rows' numbers."""
     if _width(columns) <= width:
@@ -531,13 +537,13 @@ def _that_fit(columns: Columns, width: int) -> Iterator[Columns]:
         yield fitting
 
 
-def _table(columns: Columns, left: Container[str] = LEFT) -> Table:
+def _table(columns: Columns, left: Container[str] = LEFT, *, bold: Container[int] = ()) -> Table:
     """A table as wide as its columns, so that no cell is wrapped or cut; `left` are aligned to the left."""
     table = Table(width=_width(columns))
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*cells)
+    for i, cells in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(*cells, style="bold" if i in bold else None)
     return table
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sp_bench.advise.__main__ import heading, how_to, main, size, what_changes
-from sp_bench.advise.candidates import Answer, answer
+from sp_bench.advise.__main__ import backing, heading, how_to, main, size, what_changes
+from sp_bench.advise.candidates import Answer, Feasible, answer
 from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS
+from sp_bench.cli.report import SEVERAL
 from sp_bench.methods import REGISTRY
 from tests.support.marks import exhaustive
 
@@ -61,17 +62,20 @@ def test_no_answer_beyond_what_is_backed(found: Answer) -> None:
     """A tie names everybody in it, and says of each what backs it, or that nothing does."""
     by_name = {each.method.name: each for each in found.feasible}
     zigzag, mesh = by_name["zigzag"], by_name["mesh"]
-    tied = "\n".join(heading(Answer(found.config, [zigzag, zigzag])))
+
+    def told(*feasible: Feasible) -> str:
+        one = Answer(found.config, list(feasible))
+        return "\n".join([*heading(one), *backing(one), ""])
+
+    tied, alone = told(zigzag, zigzag), told(zigzag)
     assert f"Too close to call: {zigzag.name}, {zigzag.name}." in tied
-    alone = "\n".join(heading(Answer(found.config, [zigzag])))
     assert f"{zigzag.name} comes first: no other interval reaches its own." in alone
     for text in (tied, alone):
         assert "All times are simulated." in text
         assert f"  {zigzag.record.validation}\n" in text and "not validated" not in text
         assert f"Kernel rates: {zigzag.record.kernel}. Measure the first two on your machine." in text
-    fastest = "\n".join(heading(Answer(found.config, [mesh, zigzag])))
+    fastest, second = told(mesh, zigzag), told(zigzag, mesh)
     assert f"{mesh.name} is the fastest in simulation. It is not validated" in fastest
-    second = "\n".join(heading(Answer(found.config, [zigzag, mesh])))
     for text in (fastest, second):
         assert (
             f"These have no interval, and can't be told apart from any other:\n  {mesh.name}: not validated (" in text
@@ -113,6 +117,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*ASKED, "memory=60GB", "changes=false", f"plots={figure}"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("One attention of 32,768 tokens, batch 1, 32 heads (8 of keys) of 128, causal, bfloat16")
+    table = [line for line in printed.splitlines() if line.startswith("│")]
+    assert len(table) > 5 and max(map(len, table)) <= SEVERAL and "--all prints these too: " in printed
     assert "How to run it:" in printed
     assert figure.read_text().count("<svg") == 1
 

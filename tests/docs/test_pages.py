@@ -16,7 +16,7 @@ from tests.support.walkthrough import follow, patched, run, steps
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FOLDERS = ("sp_bench", "methods", "conf", "analysis", "slurm", "tests", "docs", "benchmarks")
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / "skills").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 RESULTS = sorted(path for path in (DOCS / "results").glob("*.md") if path.stem != "index")
 
 
@@ -28,9 +28,17 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", ["tutorial/first_points", "how-to/own_attention"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "docs/tutorial/first_points.md",
+        "docs/how-to/own_attention.md",
+        "docs/how-to/choose.md",
+        "skills/sp_bench/SKILL.md",
+    ],
+)
 def test_pages_that_need_no_checkout(page: str, tmp_path: Path, environment: dict[str, str]) -> None:
-    assert follow(DOCS / f"{page}.md", tmp_path, environment)
+    assert follow(ROOT / page, tmp_path, environment)
 
 
 GUIDES = ("add_a_method", "add_a_cluster", "add_a_kernel", "add_a_mask")
