@@ -116,9 +116,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     figure = tmp_path / "three.svg"
     assert main([*ASKED, "memory=60GB", "changes=false", f"plots={figure}"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("One attention of 32,768 tokens, batch 1, 32 heads (8 of keys) of 128, causal, bfloat16")
+    said = " ".join(printed.split())
+    assert said.startswith("One attention of 32,768 tokens, batch 1, 32 heads (8 of keys) of 128, causal, bfloat16")
     table = [line for line in printed.splitlines() if line.startswith("│")]
-    assert len(table) > 5 and max(map(len, table)) <= SEVERAL and "--all prints these too: " in printed
+    assert len(table) > 5 and max(map(len, table)) <= SEVERAL and "--all prints these too: " in said
     assert "How to run it:" in printed
     assert figure.read_text().count("<svg") == 1
 
