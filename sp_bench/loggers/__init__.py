@@ -40,7 +40,7 @@ def open_logger(settings: Mapping[str, Any]) -> Logger:
     match settings.get("name"):
         case "none":
             return Logger()
-        case "wandb" if options.get("mode") == "disabled":
+        case "wandb" if options.get("mode", os.environ.get("WANDB_MODE")) == "disabled":
             read(WandbSettings, {**options, "mode": "offline"}, "logger")
             return Logger()
         case "wandb":
