@@ -140,7 +140,9 @@ def _run(
         if not outcome.reused:
             logger.log(folder / f"{outcome.record.run_id}.json")
 
-    _say_duration([request for request in requests if isinstance(request, Request)])
+    asked = [request for request in requests if isinstance(request, Request)]
+    # Those that are there already are found out when it is their turn; here a file will do.
+    _say_duration([one for one in asked if not (reuse and (folder / f"{one.run_id}.json").exists())])
     with _bar(work_of(requests)) as advance:
         return run_points(requests, folder=folder, reuse=reuse, progress=advance, finished=log)
 
