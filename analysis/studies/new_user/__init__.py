@@ -60,7 +60,7 @@ def ran(command: str, folder: Path) -> dict[str, Any]:
         assert process.stdout
         for line in process.stdout:
             first_s = time.monotonic() - begun if first_s is None else first_s
-            lines.append(line.rstrip().replace(str(folder), "."))
+            lines.append(line.rstrip().replace(str(folder), ".").replace(str(ROOT), "CHECKOUT"))
         code = process.wait(TIMEOUT_S)
     return {"command": command, "lines": lines, "first_s": first_s, "last_s": time.monotonic() - begun, "code": code}
 
