@@ -182,8 +182,7 @@ def _cells(a: Point, b: Point, of_pair: Sequence[Row]) -> list[str]:
     if step.ratio:
         interval = f"{step.ratio.value:.3f}"
         if a.record.mode == "measure":
-            low, high = step.ratio.low, step.ratio.high
-            interval += f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else " (no interval)"
+            interval += step.ratio.ends or " (no interval)"
     shown = [f"{row.ratio.value:.3f} {row.verdict}" if row.ratio else "-" for row in others]
     return [label, RECORD_KINDS[a.record.mode], *milliseconds, interval, step.verdict, *shown]
 

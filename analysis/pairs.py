@@ -32,7 +32,7 @@ class Point:
     record: Record
     path: Path
     runs: tuple[Point, ...] = ()
-    """It and the other records of its request by the same code on the same machine."""
+    """It and the other records of its request with its status, by the same code on the same machine."""
 
     @property
     def label(self) -> str:
@@ -75,9 +75,13 @@ def read(argument: str, notes: list[str]) -> list[Point]:
     path, would_work = Path(argument), "results, or results/<run_id>.json, would work"
     if not path.exists() and "@" in argument:
         folder, _, commit = argument.rpartition("@")
-        points = read(folder, notes)
-        if not (found := [point for point in points if _is_by(point.record, commit)]):
-            there = sorted({(_known(point.record).get("git_commit") or "unknown")[:7] for point in points})
+        by_commit: dict[str, list[Point]] = {}
+        for point in read(folder, notes):
+            by_commit.setdefault(provenance_of(point.record).get("git_commit") or "unknown", []).append(point)
+        named = git(ROOT, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+        found = [point for made_by, own in by_commit.items() if made_by.startswith(named or commit) for point in own]
+        if not found:
+            there = sorted(made_by[:7] for made_by in by_commit)
             raise RequestError(argument, "has no records", f"{folder}@{there[0]} would work; commits: {there}")
         return found
     if path.is_dir():
@@ -93,16 +97,9 @@ def read(argument: str, notes: list[str]) -> list[Point]:
         raise RequestError(argument, f"is neither a folder nor a record ({error})", would_work) from None
 
 
-def _known(record: Record) -> dict[str, Any]:
+def provenance_of(record: Record) -> Mapping[str, Any]:
+    """The provenance of a record, empty where it has none."""
     return record.provenance or {}
-
-
-def _is_by(record: Record, commit: str) -> bool:
-    """Whether a commit, named by its hash, the begin of it, a branch or a tag, made a record."""
-    made_by = _known(record).get("git_commit") or ""
-    return made_by.startswith(commit) or made_by == git(
-        ROOT, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"
-    )
 
 
 def paired(name_a: str, name_b: str) -> Paired:
@@ -156,11 +153,15 @@ def _newest(name: str, points: Sequence[Point], notes: list[str]) -> dict[str, P
     found = {}
     for key, several in of_key.items():
         newest = several[-1]
-        alike = (point for point in several if _machine(point.record) == _machine(newest.record))
-        found[key] = replace(newest, runs=tuple(alike))
+        found[key] = replace(newest, runs=tuple(point for point in several if _is_run_of(newest, point)))
     if older := len(points) - sum(len(point.runs) for point in found.values()):
         notes.append(f"{name} has {older} older records of these points, by other code or machines: left out")
     return {key: found[key] for key in sorted(found, key=lambda key: found[key].label)}
+
+
+def _is_run_of(newest: Point, other: Point) -> bool:
+    alike = _machine(newest.record) == _machine(other.record)
+    return alike and newest.record.status == other.record.status
 
 
 def _written(point: Point) -> tuple[float, str]:
@@ -169,7 +170,7 @@ def _written(point: Point) -> tuple[float, str]:
 
 def in_turn(a: Record, b: Record) -> bool:
     """Whether two measured points were timed in one run, with their iterations in turn."""
-    at = [(_known(record).get("host"), _known(record).get("measured_at")) for record in (a, b)]
+    at = [(provenance_of(record).get("host"), provenance_of(record).get("measured_at")) for record in (a, b)]
     return at[0] == at[1] and at[0][1] is not None
 
 
@@ -196,7 +197,7 @@ def machines(pairs: Sequence[tuple[Point, Point]]) -> list[str]:
 
 def _machine(record: Record) -> dict[str, Any]:
     """The machine and the code of a point; for a simulated point only the code."""
-    known = _known(record)
+    known = provenance_of(record)
     about = {"code version": known.get("code_version")}
     if record.measured:
         about |= {key: known.get(key) for key in ("host", "platform", "environment")}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from sp_bench.analysis.number import RECORD_KINDS
-from sp_bench.analysis.pairs import Paired, Point
+from sp_bench.analysis.pairs import Paired, Point, provenance_of
 from sp_bench.analysis.verdict import ENOUGH_RUNS, Row
 from sp_bench.cli.report import amount, largest_error, number
 from sp_bench.markdown import table
@@ -26,7 +25,7 @@ HEAD = (
 
 
 def markdown(names: Sequence[str], found: Paired, rows: Sequence[Sequence[Row]], notes: Iterable[str]) -> str:
-    """What both sets were made with, a row for each pair, the verdicts, and the notes below.
+    """Markdown with the software and hardware of both sets, a row for each pair, the verdicts, and the notes below.
 
     `names` are those of A and B, `rows` the quantities of each pair of `found`, the step first.
     """
@@ -60,7 +59,7 @@ def _made_with(points: Sequence[Point]) -> dict[str, str]:
     """Commit, hardware, software and command of a set's records; several of each if they differ."""
     found: dict[str, dict[str, None]] = {}
     for record in (run.record for point in points for run in point.runs or (point,)):
-        known: Mapping[str, Any] = record.provenance or {}
+        known = provenance_of(record)
         commit = (known.get("git_commit") or "unknown")[:10] + " with changes" * bool(known.get("git_dirty"))
         versions = known.get("versions") or {}
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -83,21 +82,16 @@ def _cells(a: Point, b: Point, of_pair: Sequence[Row]) -> tuple[str, ...]:
     step = of_pair[0]
     interval = "-"
     if step.ratio:
-        interval = f"{step.ratio.value:.3f}"
-        if a.record.measured and step.ratio.low is not None and step.ratio.high is not None:
-            interval += f" [{step.ratio.low:.3f}, {step.ratio.high:.3f}]"
-    of_each = {
-        "error": [largest_error(point.record) for point in (a, b)],
-        "memory": [amount(point.record.peak_mem_bytes_max) for point in (a, b)],
-        "sent": [amount(point.record.comm_bytes_per_gpu) for point in (a, b)],
-    }
+        interval = f"{step.ratio.value:.3f}" + (step.ratio.ends if a.record.measured else "")
+    error = _both(largest_error(a.record), largest_error(b.record))
+    memory = _both(amount(a.record.peak_mem_bytes_max), amount(b.record.peak_mem_bytes_max))
+    sent = _both(amount(a.record.comm_bytes_per_gpu), amount(b.record.comm_bytes_per_gpu))
     label = a.label if a.label == b.label else f"{a.label}<br>{b.label}"
-    return (label, *map(_step, (a, b)), interval, step.verdict, *map(_both, of_each.values()))
+    return label, _step(a), _step(b), interval, step.verdict, error, memory, sent
 
 
-def _both(values: Sequence[str]) -> str:
-    """Both values, or the one that they share."""
-    return " → ".join(dict.fromkeys(values)) if len(set(values)) > 1 else values[0]
+def _both(a: str, b: str) -> str:
+    return a if a == b else f"{a} → {b}"
 
 
 def _step(point: Point) -> str:

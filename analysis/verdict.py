@@ -40,6 +40,11 @@ class Ratio:
     high: float | None
     why: str = ""
 
+    @property
+    def ends(self) -> str:
+        """The interval as text behind the ratio; empty without one."""
+        return "" if self.low is None or self.high is None else f" [{self.low:.3f}, {self.high:.3f}]"
+
     def verdict(self, same: float) -> str:
         """The verdict: SAME, FASTER, SLOWER or AMBIGUOUS. `same` is the s of the module's table."""
         if self.low is None or self.high is None:

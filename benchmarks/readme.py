@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import seaborn as sns
@@ -33,13 +34,9 @@ GPUS = (32, 64, 128, 256, 512, 1024)
 def table() -> str:
     """The README's first table: what its command prints in a terminal of 80 columns, up to the timelines."""
     printed = io.StringIO()
-    columns = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "80"
-    try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
-            code = sp_bench([*COMMAND.split()[3:], "mode=simulate", f"results_dir={folder}"])
-    finally:
-        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+    in_80_columns = patch.dict(os.environ, COLUMNS="80")
+    with in_80_columns, tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+        code = sp_bench([*COMMAND.split()[3:], "mode=simulate", f"results_dir={folder}"])
     assert code == 0
     # mode=simulate makes a machine with GPUs print the same, with another reason, in the lines before the title.
     text = printed.getvalue().partition("\n\n")[0]

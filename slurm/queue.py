@@ -86,7 +86,7 @@ def tasks(settings: Settings, jobs: Sequence[int]) -> dict[int, TaskState]:
                 reason=reason.strip(),
                 exit_code=os.waitstatus_to_exitcode(int(status)),
                 restarts=int(restarts),
-                left_s=_seconds(left),
+                left_s=seconds(left),
             )
     return found
 
@@ -113,15 +113,15 @@ def accounted(settings: Settings, jobs: Sequence[int]) -> Iterator[TaskState]:
             )
 
 
-def _seconds(left: str) -> float | None:
-    """Seconds from squeue's days-hours:minutes:seconds; INVALID is beyond the limit."""
-    if left == "INVALID":
-        return 0.0
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", left)
+def seconds(text: str) -> int | None:
+    """The seconds of SLURM's days-hours:minutes:seconds; None for UNLIMITED. INVALID is beyond the limit."""
+    if text == "INVALID":
+        return 0
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if not found:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    return 86400 * days + 3600 * hours + 60 * minutes + rest
 
 
 def cancel(settings: Settings, jobs: Sequence[int]) -> None:

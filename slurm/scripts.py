@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sp_bench.resources import ROOT
+from sp_bench.slurm import queue
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.points import Task, by_gpus
 from sp_bench.slurm.settings import Settings
@@ -26,22 +27,13 @@ def summary(sweep: Sweep) -> str:
     points = sum(len(task.points) for task in sweep.tasks)
     most = max(map(settings.nodes, groups))
     found = f"{len(groups)} job arrays, {len(sweep.tasks)} tasks, {points} points; up to {most} nodes a task"
-    if limit_s := seconds(settings.time):
+    if limit_s := queue.seconds(settings.time):
         hours = sum(gpus * len(tasks) for gpus, tasks in groups.items()) * limit_s / 3600
         found += f"; at most {hours:.4g} GPU hours, if each task takes its {settings.time}"
     found += f"; account {settings.account or 'by default'}, partition {settings.partition or 'by default'}"
     if settings.container:
         found += f"; the image needs what {ROOT} imports: it is mounted and needs no install, its dependencies do"
     return found
-
-
-def seconds(limit: str) -> int | None:
-    """The seconds of a time limit hours:minutes:seconds; None for another form."""
-    parts = limit.split(":")
-    if len(parts) != 3 or not all(map(str.isdigit, parts)):
-        return None
-    hours, minutes, rest = map(int, parts)
-    return 3600 * hours + 60 * minutes + rest
 
 
 def write(sweep: Sweep) -> None:

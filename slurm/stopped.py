@@ -12,7 +12,7 @@ from sp_bench.slurm import queue
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.points import Task
 from sp_bench.slurm.queue import TaskState
-from sp_bench.slurm.scripts import TERM_S, in_short, seconds
+from sp_bench.slurm.scripts import TERM_S, in_short
 
 STARTS_BY_ITSELF = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}
 """Reasons for which a task waits until SLURM starts it."""
@@ -64,17 +64,25 @@ def described(task: Task) -> str:
 
 def stopped(sweep: Sweep, in_slurm: Mapping[int, TaskState]) -> list[Stopped]:
     """The tasks with points to run that don't run, by reason. `in_slurm` is what squeue says of tasks, by number."""
-    todo = [task for task in sweep.tasks if not _runs(in_slurm.get(task.number)) and sweep.missing(task)]
-    states = _states(sweep, in_slurm, todo)
+    running = {number for number, said in in_slurm.items() if said.runs}
+    todo = [task for task in sweep.tasks if task.number not in running and sweep.missing(task)]
+    return _by_reason(sweep, _states(sweep, in_slurm, todo), todo)
+
+
+def stuck(sweep: Sweep, in_slurm: Mapping[int, TaskState]) -> list[Stopped]:
+    """Those of `stopped` that wait and don't start by themselves. Accounting isn't asked, and no log is read."""
+    waiting = {number: said for number, said in in_slurm.items() if said.waits}
+    todo = [task for task in sweep.tasks if task.number in waiting and sweep.missing(task)]
+    return [stop for stop in _by_reason(sweep, waiting, todo) if stop.stuck]
+
+
+def _by_reason(sweep: Sweep, states: Mapping[int, TaskState], todo: Sequence[Task]) -> list[Stopped]:
     groups: dict[tuple[str, str], list[Task]] = {}
     for task in todo:
         said = states.get(task.number)
-        groups.setdefault((_why(said, _text(sweep, said)), _next(sweep, said)), []).append(task)
+        log = _text(sweep, said)
+        groups.setdefault((_why(said, log), _next(sweep, said, log)), []).append(task)
     return [_stopped(sweep, states, why, then, tasks) for (why, then), tasks in groups.items()]
-
-
-def _runs(said: TaskState | None) -> bool:
-    return said is not None and said.runs
 
 
 def _states(sweep: Sweep, in_slurm: Mapping[int, TaskState], todo: Sequence[Task]) -> dict[int, TaskState]:
@@ -121,14 +129,13 @@ def _why(said: TaskState | None, log: str) -> str:
     return f"{said.state}{reason}{ended}{again}{memory}{limit}"
 
 
-def _next(sweep: Sweep, said: TaskState | None) -> str:
+def _next(sweep: Sweep, said: TaskState | None, log: str) -> str:
     """The command that goes on; {ids} stands for the tasks."""
     resume = f"python -m slurm.sweep resume {shlex.quote(_short(sweep.folder))}"
     if said is None:
         return resume
     if said.waits:
         return _next_of_waiting(said)
-    log = _text(sweep, said)
     if _at_its_limit(said, log):
         return f"{resume} slurm.time={_twice(sweep.settings.time)}"
     if _memory(said, log):
@@ -191,7 +198,7 @@ def _ids(states: Sequence[TaskState]) -> list[str]:
 
 def _twice(limit: str) -> str:
     """Twice a time limit of the form hours:minutes:seconds; of another form a word to replace."""
-    total = 2 * (seconds(limit) or 0)
+    total = 2 * (queue.seconds(limit) or 0)
     return f"{total // 3600:02d}:{total // 60 % 60:02d}:{total % 60:02d}" if total else "LONGER"
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from sp_bench.slurm import queue
 from sp_bench.slurm.folder import Sweep
 from sp_bench.slurm.progress import STATES, Progress, failures, progress
-from sp_bench.slurm.stopped import described, stopped
+from sp_bench.slurm.stopped import described, stopped, stuck
 
 POLL_S = 2.0
 PATIENCE_S = 300.0
@@ -44,8 +44,8 @@ def follow(sweep: Sweep) -> int:
 
     def show(found: Progress, silent_s: float) -> None:
         nonlocal printed
-        stuck = [line for stop in stopped(sweep, found.in_slurm) if stop.stuck for line in stop.lines]
-        if (text := "\n".join([found.line, *stuck])) != printed:
+        told = [line for stop in stuck(sweep, found.in_slurm) for line in stop.lines]
+        if (text := "\n".join([found.line, *told])) != printed:
             print(printed := text, flush=True)
 
     return _end(sweep, _until_over(sweep, show))

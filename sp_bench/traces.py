@@ -101,13 +101,9 @@ def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
     if point is None and options["rank"] is None:
         return _unmatched(files)
     traces = _by_rank(options, files)
-    for rank, trace in traces.items():
-        _print_streams(f"rank {rank}", trace)
-    collectives = [one for trace in traces.values() for one in trace.collectives]
-    if collectives:
-        print("\n".join(_nccl_lines(collectives)))
+    _print_traces([(f"rank {rank}", trace) for rank, trace in traces.items()])
     named = any(trace.ops for trace in traces.values())
-    if not named and not (point and collectives):
+    if not named and not (point and any(trace.collectives for trace in traces.values())):
         print(NO_PLAN)
         return 0
     if point is None:
@@ -132,19 +128,20 @@ def _compare(options: Mapping[str, Any], paths: Sequence[Path]) -> int:
     return 0
 
 
-def _print_streams(label: str, trace: Trace) -> None:
-    if trace.kernels:
-        print("\n".join(lines(label, trace.kernels)))
+def _print_traces(labelled: Sequence[tuple[str, Trace]]) -> None:
+    """Print the streams of each trace that has kernels of a GPU, and NCCL's kernels of all."""
+    for label, trace in labelled:
+        if trace.kernels:
+            print("\n".join(lines(label, trace.kernels)))
+    if collectives := [one for _, trace in labelled for one in trace.collectives]:
+        print("\n".join(_nccl_lines(collectives)))
 
 
 def _unmatched(files: Sequence[Path]) -> int:
     """Print what traces say without a point. Raises RequestError if they name a plan's operations, which need one."""
-    traces = {file: read_trace(file) for file in files}
-    for file, trace in traces.items():
-        _print_streams(file.name if trace.rank is None else f"rank {trace.rank} ({file.name})", trace)
-    if collectives := [one for trace in traces.values() for one in trace.collectives]:
-        print("\n".join(_nccl_lines(collectives)))
-    if any(trace.ops for trace in traces.values()):
+    traces = [(file.name, read_trace(file)) for file in files]
+    _print_traces([(name if t.rank is None else f"rank {t.rank} ({name})", t) for name, t in traces])
+    if any(trace.ops for _, trace in traces):
         raise _no_point()
     print(NO_PLAN)
     return 0

@@ -28,6 +28,7 @@ from rich.progress import Progress
 
 from sp_bench.cli.arguments import keys_and_paths, run_command
 from sp_bench.errors import RequestError
+from sp_bench.loggers import wandb_is_disabled
 from sp_bench.loggers.wandb_client import WandbLogger, WandbSettings, WriterError
 from sp_bench.loggers.written import is_written
 from sp_bench.reading import read
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _upload(arguments: list[str]) -> int:
-    if os.environ.get("WANDB_MODE") == "disabled":
+    if wandb_is_disabled():
         print("nothing was written or sent: WANDB_MODE=disabled")
         return 0
     try:

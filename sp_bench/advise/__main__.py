@@ -84,8 +84,9 @@ def _advise(arguments: Sequence[str]) -> int:
             )
     console = make_console()
     said(console, heading(found))
-    tied = {i for i, each in enumerate(found.feasible) if each in found.tied}
-    print_columns(console, ranking(found), () if ALL in arguments else WHERE_THERE_IS_ROOM, bold=tied)
+    tied = found.tied
+    bold = {i for i, each in enumerate(found.feasible) if each in tied}
+    print_columns(console, ranking(found), () if ALL in arguments else WHERE_THERE_IS_ROOM, bold=bold)
     said(console, [*backing(found), *reasons(found), *what_changes(found, varied)])
     for line in how_to(found):  # commands and code: to be copied
         console.print(line, soft_wrap=True)
@@ -110,7 +111,7 @@ def size(text: str) -> float:
 
 
 def heading(found: Answer) -> list[str]:
-    """What was asked, what the answer is, and by what figures."""
+    """The request, the answer, and the figures that it is by."""
     first, record = found.feasible[0], found.feasible[0].record
     mask = f"{record.mask}, {record.dtype}, {record.phase.replace('_', ' + ')}"
     heads = f"{record.heads} heads ({record.kv_heads} of keys) of {record.head_dim}"

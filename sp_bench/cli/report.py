@@ -195,9 +195,9 @@ def _over_time_bound(record: Record) -> str:
 def _validation(record: Record) -> str:
     """How far measurements like the point are from simulations; what they are of is a line of its own."""
     known = record.validation or "-"
-    return (
-        known.partition(": ")[2].partition(" (")[0] if record.validation_error is not None else known.partition(" (")[0]
-    )
+    if record.validation_error is not None:
+        known = known.partition(": ")[2]
+    return known.partition(" (")[0]
 
 
 def _milliseconds(time_ms: float | None, digits: int = 4) -> str:
@@ -401,13 +401,12 @@ def print_notes(console: Console, records: Sequence[Record], cells: Sequence[str
     if any(not r.measured and r.step_ms_median and interval(r).backed for r in records):
         console.print("[ ] of a simulated step: two of three measurements like it are within")
     with_note: dict[str, list[str]] = {}
-    for number, record in enumerate(records, start=1):
+    for row, record in enumerate(records, start=1):
         for note in record.notes or ():
-            with_note.setdefault(note, []).append(str(number))
+            with_note.setdefault(note, []).append(str(row))
     for note, rows in with_note.items():
-        of = (
-            "" if len(rows) == len(records) else f" of row{'s' * (len(rows) > 1)} {', '.join(rows)}" if numbered else ""
-        )
+        named = numbered and len(rows) < len(records)
+        of = f" of row{'s' * (len(rows) > 1)} {', '.join(rows)}" if named else ""
         console.print(f"note{of}: {note}")
 
 
@@ -425,9 +424,9 @@ def print_candidates(console: Console, record: Record, *, every: bool) -> None:
         here = (row["variant"] or None, row.get("layout", record.layout)) == (record.variant, record.layout)
         names = [row["variant"], row["layout"] if dealings > 1 else ""]
         cells.append(f"{' '.join(filter(None, names))}{'*' * here} {time}")
-    bounds = " (>=: its bound is above the best)" if every and len(known) < len(candidates) else ""
-    head = f"variants: {len(candidates)}, the fastest in ms{bounds}: "
+    head = f"variants: {len(candidates)}, the fastest in ms: "
     if every:
+        bounds = " (>=: its bound is above the best)" if len(known) < len(candidates) else ""
         head = f"variants in ms{bounds}: "
     for count in range(len(cells), 0, -1):
         lines = textwrap.wrap(head + ", ".join(cells[:count]), console.width)

@@ -171,13 +171,9 @@ def _say_duration(requests: Sequence[Request]) -> None:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.2g} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
-    )
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 SAID_EVERY_S = 20.0

@@ -16,15 +16,20 @@ from sp_bench.loggers.logger import Logger
 from sp_bench.loggers.wandb_client import WandbLogger, WandbSettings
 from sp_bench.reading import read
 
-__all__ = ["Logger", "logger_by_default", "open_logger"]
+__all__ = ["Logger", "logger_by_default", "open_logger", "wandb_is_disabled"]
 
 ASKS = ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_MODE")
 """Variables of W&B that ask for it: with one of them set and wandb installed it is the default logger."""
 
 
+def wandb_is_disabled() -> bool:
+    """Whether W&B's own variable says that nothing is written or sent."""
+    return os.environ.get("WANDB_MODE") == "disabled"
+
+
 def logger_by_default() -> str:
     """The name of the logger of a point that names none."""
-    asked = any(os.environ.get(name) for name in ASKS) and os.environ.get("WANDB_MODE") != "disabled"
+    asked = any(os.environ.get(name) for name in ASKS) and not wandb_is_disabled()
     spec = find_spec("wandb") if asked else None
     # A folder with W&B's runs is named wandb too: Python takes it for a package, without a file.
     return "wandb" if spec and spec.origin else "none"

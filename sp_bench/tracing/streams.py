@@ -78,7 +78,8 @@ def lines(label: str, of_rank: Sequence[Kernel]) -> list[str]:
     by_kind = {kind: [k.span for k in of_rank if k.kind == kind] for kind in (COMPUTE, COMMUNICATION, COPY)}
     every = [kernel.span for kernel in of_rank]
     whole = max(end for _, end in every) - min(start for start, _ in every)
-    found = [f"{label}: {_ms(whole)} from the first kernel's start to the last one's end, idle {_of(every, whole, 1)}"]
+    idle = max(0.0, 1 - seconds(every) / whole)
+    found = [f"{label}: {_ms(whole)} from the first kernel's start to the last one's end, idle {idle:.1%}"]
     found.append(f"  {'stream':<22} {'kernels':>8} {'busy, ms':>10} {'of span':>8}")
     for stream, group in groupby(sorted(of_rank, key=lambda kernel: kernel.stream), key=lambda kernel: kernel.stream):
         on_it = list(group)
@@ -86,8 +87,9 @@ def lines(label: str, of_rank: Sequence[Kernel]) -> list[str]:
         busy = seconds(kernel.span for kernel in on_it)
         found.append(f"  {f'{stream[1]} {what}':<22} {len(on_it):>8} {1e3 * busy:>10.4g} {busy / whole:>8.0%}")
     compute, communication = by_kind[COMPUTE], by_kind[COMMUNICATION]
-    found += [f"  {kind}: {_ms(seconds(spans))}, {_of(spans, whole)} of the span" for kind, spans in by_kind.items()]
-    if total := seconds(communication):
+    totals = {kind: seconds(spans) for kind, spans in by_kind.items()}
+    found += [f"  {kind}: {_ms(total)}, {total / whole:.1%} of the span" for kind, total in totals.items()]
+    if total := totals[COMMUNICATION]:
         bare = exposed_s(communication, compute)
         found.append(f"  overlapped: {_ms(total - bare)}, {1 - bare / total:.1%} of communication")
         found.append(f"  exposed: {_ms(bare)}, {bare / whole:.1%} of the span")
@@ -102,7 +104,3 @@ def lines(label: str, of_rank: Sequence[Kernel]) -> list[str]:
 
 def _ms(time_s: float) -> str:
     return f"{1e3 * time_s:.4g} ms"
-
-
-def _of(spans: Sequence[Interval], whole: float, less_than: int = 0) -> str:
-    return f"{abs(less_than - seconds(spans) / whole):.1%}"

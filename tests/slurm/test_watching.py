@@ -225,7 +225,7 @@ def test_a_held_task_is_told_while_one_waits(sweep: Sweep, slurm: Queue, capsys:
     ("left", "seconds"), [("0:50", 50), ("9:59", 599), ("1-02:03:04", 93784), ("INVALID", 0), ("UNLIMITED", None)]
 )
 def test_time_left(left: str, seconds: float | None) -> None:
-    assert queue._seconds(left) == seconds
+    assert queue.seconds(left) == seconds
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What a new user asks, the commands that answer, what they print in 80 columns, and the seconds until they do.
+"""Questions of a new user, the commands that answer, their output in 80 columns, and the seconds until they print it.
 
-What was printed is kept in the folder of records; without it the commands are run again, one after the other.
+The output is kept in the folder of records; without it the commands are run again, one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from sp_bench.analysis.runs import Runs
 from sp_bench.resources import ROOT
 
-COLUMNS, SHOWN, TIMEOUT_S = 80, 40, 600.0
+COLUMNS, SHOWN = 80, 40
 
 
 class Question(NamedTuple):
@@ -50,7 +50,7 @@ QUESTIONS = (
 
 
 def ran(command: str, folder: Path) -> dict[str, Any]:
-    """What a command prints, errors too, and the seconds until its first and its last line."""
+    """Run a command; its lines, errors too, and the seconds until its first and its last one."""
     arguments = [sys.executable, "-m", "sp_bench", *shlex.split(command)]
     environment = os.environ | {"COLUMNS": str(COLUMNS), "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
     begun, first_s, lines = time.monotonic(), None, []
@@ -61,12 +61,12 @@ def ran(command: str, folder: Path) -> dict[str, Any]:
         for line in process.stdout:
             first_s = time.monotonic() - begun if first_s is None else first_s
             lines.append(line.rstrip().replace(str(folder), ".").replace(str(ROOT), "CHECKOUT"))
-        code = process.wait(TIMEOUT_S)
+        code = process.wait()
     return {"command": command, "lines": lines, "first_s": first_s, "last_s": time.monotonic() - begun, "code": code}
 
 
 def found(runs: Runs) -> list[list[dict[str, Any]]]:
-    """What the commands of each question printed."""
+    """The output of each question's commands."""
 
     def make() -> list[list[dict[str, Any]]]:
         answered = []

@@ -9,7 +9,7 @@ from sp_bench.analysis.assignments import matrix, panel, planned
 from sp_bench.analysis.figure import Figure, labelled, new_figure
 from sp_bench.analysis.frames import named
 from sp_bench.analysis.number import record_source
-from sp_bench.analysis.runs import Runs, point
+from sp_bench.analysis.runs import Runs
 from sp_bench.analysis.timelines import TRANSFERS, draw_spans, spans_of
 from sp_bench.cli.report import amount, number
 from sp_bench.plan.ops import BLOCKS
@@ -46,7 +46,7 @@ ring, striped, zigzag, all_gather, ulysses, usp, tokenring, startrail, pass_q, m
 
 
 def table(runs: Runs) -> list[dict[str, str]]:
-    """What each method sends, holds and takes, the fastest first."""
+    """Time, bytes and memory of each method, the fastest first."""
     found = [runs.one(method=method, **ASKED) for method in METHODS]
     return [
         {
