@@ -270,3 +270,13 @@ def test_two_commits_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "fewest runs of a measured point: 1; 3 say how far apart runs are" in capsys.readouterr().out
     assert compare.main([both[0], f"{tmp_path}@3333"]) == 2
     assert "has no records" in capsys.readouterr().err
+
+
+def test_a_run_that_failed_is_no_run(tmp_path: Path) -> None:
+    runs_of(tmp_path / "a", (100, 110, 90))
+    runs_of(tmp_path / "b", (95, 99, 97))
+    failed = written(tmp_path / "a" / "3", "failed", status="oom", error="of memory", step_ms_median=None)
+    os.utime(failed, (1, 1))
+    ((a, b),) = paired(str(tmp_path / "a"), str(tmp_path / "b")).pairs
+    assert [len(a.runs), len(b.runs)] == [3, 3]
+    assert compare.compare(a, b)[0].verdict == AMBIGUOUS
