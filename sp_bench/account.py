@@ -16,6 +16,7 @@ import numpy as np
 
 from sp_bench.cluster import Cluster
 from sp_bench.lower import NCCL, Lowering, TensorSpec, TransportKind, lower
+from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.casts import seen_by
 from sp_bench.plan.dataflow import Dataflow, dataflow
 from sp_bench.plan.demand import demand, untouched_partials
@@ -226,19 +227,9 @@ def model_flops(problem: Problem, phase: str) -> float:
     return forward if phase == "forward" else forward * BACKWARD_OVER_FORWARD
 
 
-def over_blocks(plan: Plan, problem: Problem, by_class: np.ndarray) -> np.ndarray:
-    """A quantity of each class of `Problem.blocks`, (classes,), added up over the blocks of each rank: (n,)."""
-    ranks, total = np.arange(problem.n), np.zeros(problem.n, by_class.dtype)
-    computed = [block for op in plan.ops if isinstance(op, Block) for block in op.blocks]
-    owner = {chunk: chunk.owner(ranks) for chunk in {c for op in computed for c in (op.q, op.kv)}}
-    for op in computed:
-        total += by_class[problem.blocks.of(owner[op.q], owner[op.kv])]
-    return total
-
-
 def pairs(plan: Plan, problem: Problem) -> np.ndarray:
     """(query, key) pairs that each rank computes per batch entry, summed over heads: (n,)."""
-    return over_blocks(plan, problem, np.asarray(problem.blocks.pairs)) * problem.block_heads
+    return block_classes(plan, problem).totals(np.asarray(problem.blocks.pairs)) * problem.block_heads
 
 
 def work_imbalance(plan: Plan, problem: Problem) -> float:

@@ -7,13 +7,15 @@ where a block has been folded into it. What is not wanted is neither sent nor fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from sp_bench.plan.block_classes import BlockClasses, block_classes
 from sp_bench.plan.ops import (
     AllGather,
     AllToAll,
@@ -56,7 +58,8 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
     Their blocks see nothing under the mask, or are left out (without `compute`).
     """
     wanted, visible = demand(plan, problem), _visible(plan, problem)
-    everyone, nobody = np.ones(plan.n, bool), np.zeros(plan.n, bool)
+    n = plan.n if wanted or visible.differs else 1
+    everyone, nobody = np.ones(n, bool), np.zeros(n, bool)
     touched, found = dict.fromkeys(plan.starts_with, everyone), dict[Chunk, np.ndarray]()
     for index, op in plan:
         if isinstance(op, Transfer):
@@ -69,31 +72,43 @@ def untouched_partials(plan: Plan, problem: Problem, *, compute: bool = True) ->
                     touched[chunk] = touched.get(chunk, nobody) if chunk in plan.kept else nobody
             touched |= dict.fromkeys(op.writes, everyone)
         elif isinstance(op, Block):
-            for block in op.blocks if compute else ():
-                touched |= {chunk: touched.get(chunk, nobody) | visible(block) for chunk in block.writes}
+            for block, sees in visible.of(index, op, everyone) if compute else ():
+                touched |= {chunk: touched.get(chunk, nobody) | sees for chunk in block.writes}
         elif isinstance(op, Fold):
             folded = wanted.get(index, everyone) if compute else nobody
             touched[op.into] = touched.get(op.into, nobody) | folded
         else:
             touched |= dict.fromkeys(op.writes, everyone)
-    return {chunk: ranks for chunk, ranks in found.items() if ranks.any()}
+    return {chunk: np.broadcast_to(ranks, plan.n) for chunk, ranks in found.items() if ranks.any()}
 
 
-Visible = Callable[[Attend | AttendBackward], np.ndarray]
-"""Whether a block has anything to compute on each rank: (n,)."""
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """Whether the blocks of operations have anything to compute on each rank."""
+
+    classes: BlockClasses
+    sees: np.ndarray
+    """(classes,)"""
+
+    @cached_property
+    def differs(self) -> bool:
+        """Whether any block has nothing to compute on any rank."""
+        return not self.sees[np.unique(self.classes.of)].all()
+
+    def of(self, index: int, op: Block, everyone: np.ndarray) -> Iterator[tuple[Attend | AttendBackward, np.ndarray]]:
+        """Each block of operation `index`, and which ranks have anything to compute of it: (n,), or `everyone`."""
+        first = self.classes.first[index]
+        for row, block in enumerate(op.blocks, first):
+            yield block, self.sees[self.classes.of[row]] if self.differs else everyone
 
 
 def _visible(plan: Plan, problem: Problem) -> Visible:
-    """Whether the blocks of a plan have anything to compute; each pair of places is looked up once."""
-    ranks, blocks, pairs = np.arange(plan.n), problem.blocks, np.asarray(problem.blocks.pairs)
-    owner = cache(lambda place: place.owner(ranks))
-    seen = cache(lambda q, kv: pairs[blocks.of(owner(q), owner(kv))] > 0)
-    return lambda op: seen(op.q.place, op.kv.place)
+    return Visible(block_classes(plan, problem), np.asarray(problem.blocks.pairs) > 0)
 
 
 def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
     """Which ranks want each received chunk of q, kv and the like, from the last operation back to the first."""
-    ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
+    ranks, everyone, found = np.arange(plan.n), np.ones(plan.n, bool), dict[int, np.ndarray]()
     wanted: dict[Chunk, np.ndarray] = {}
 
     def want(chunk: Chunk, where: np.ndarray) -> None:
@@ -101,14 +116,14 @@ def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
 
     for index, op in reversed([*plan]):
         if isinstance(op, Block):
-            for block in op.blocks:
-                want(block.q, visible(block))
-                want(block.kv, visible(block))
+            for block, sees in visible.of(index, op, everyone):
+                want(block.q, sees)
+                want(block.kv, sees)
         elif isinstance(op, Bundle):
             for part in op.parts:
                 want(part, wanted.get(op.into, np.zeros(plan.n, bool)))
         elif isinstance(op, AllToAll | AllGather | GroupCast):  # what is there is sent
-            want(op.reads[0], np.ones(plan.n, bool))
+            want(op.reads[0], everyone)
         elif isinstance(op, Pass) and not op.tensor.is_partial:
             found[index] = wanted.pop(op.recv, np.zeros(plan.n, bool))
             want(op.send, found[index][op.target(ranks)])
@@ -118,17 +133,17 @@ def _of_operands(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
 def _of_partials(plan: Plan, visible: Visible) -> dict[int, np.ndarray]:
     """Which ranks receive, and fold, a partial that something was folded into, in plan order."""
     ranks, found = np.arange(plan.n), dict[int, np.ndarray]()
-    none = np.zeros(plan.n, bool)
+    none, everyone = np.zeros(plan.n, bool), np.ones(plan.n, bool)
     filled: dict[Chunk, np.ndarray] = {}
     for index, op in plan:
         if isinstance(op, Block):
-            for block in op.blocks:
+            for block, sees in visible.of(index, op, everyone):
                 for chunk in block.writes:
-                    filled[chunk] = filled.get(chunk, none) | visible(block)
+                    filled[chunk] = filled.get(chunk, none) | sees
         elif isinstance(op, Pass) and op.tensor.is_partial:
             filled[op.recv] = found[index] = filled.pop(op.send, none)[op.source(ranks)]
         elif isinstance(op, ReduceScatter | GroupReduce):
-            filled |= {op.own.arriving(): np.ones(plan.n, bool)}
+            filled |= {op.own.arriving(): everyone}
         elif isinstance(op, Fold):
             found[index] = filled.pop(op.part, none)
             filled[op.into] = filled.get(op.into, none) | found[index]

@@ -16,7 +16,7 @@ from sp_bench.plan.method import Method
 from sp_bench.plan.ops import Fused, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.point.request import Request
-from sp_bench.simulate import Run, simulate
+from sp_bench.simulate import Run, exactly, simulate
 from sp_bench.simulate.blocks import kernels_s
 from sp_bench.simulate.bounds import link_bytes, lower_bounds
 
@@ -44,8 +44,8 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """Whether no rank was taken for another one that is only nearly alike."""
-        return all(run.graph.exact for run in self.runs.values())
+        """Whether the runs are those of all ranks, each with its own blocks (simulate.Run.exact)."""
+        return all(run.exact for run in self.runs.values())
 
     @property
     def total_s(self) -> float:
@@ -98,8 +98,10 @@ def choose(request: Request) -> Choice:
         raise refused or _too_large(request, min(row["peak_mem_bytes"] for row in rows.values()))
     if len(planned) == 1:
         return best
-    if not best.exact or not request.cluster.is_even(best.problem.n):
-        best = _first_simulated([planned[i] for _, i in sorted(timed)], request.cluster)
+    is_even = request.cluster.is_even(best.problem.n)
+    if not best.exact or not is_even:
+        first, *others = [planned[i] for _, i in sorted(timed)]
+        best = _first_simulated([best if is_even else first, *others], request.cluster)
     return replace(best, candidates=[rows[i] for i in sorted(rows)])
 
 
@@ -126,8 +128,11 @@ def _first_simulated(choices: Sequence[Choice], cluster: Cluster) -> Choice:
 def simulated(choice: Choice, cluster: Cluster, *, nearly_alike: bool = False) -> Choice:
     """The choice with the simulation of its plans on a cluster, nearly alike ranks taken for alike if wanted.
 
-    Raises RequestError if it is too large to simulate.
+    Runs that it has already are of that cluster, and are made exact. Raises RequestError if it is too large to
+    simulate.
     """
+    if choice.runs:
+        return replace(choice, runs={k: exactly(run, choice.problem, cluster) for k, run in choice.runs.items()})
     runs = {
         phase: simulate(plan, choice.problem, cluster, nearly_alike=nearly_alike)
         for phase, plan in choice.plans.items()

@@ -7,7 +7,7 @@ through, slow ranks and links, noise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,7 @@ from sp_bench.simulate.flows import Solver, TaskGraph, Timing, solve
 from sp_bench.simulate.graph import Item, PlanGraph, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
-__all__ = ["WAITING", "Run", "Span", "simulate"]
+__all__ = ["WAITING", "Run", "Span", "exactly", "simulate"]
 
 SLOWDOWN_ROUNDS, SLOWDOWN_SETTLED = 8, 1e-4
 """Where transfers slow blocks down, which changes when they run: how often at most that is worked out, and how well."""
@@ -31,6 +31,9 @@ SAME_TIME = 1e-9
 """Ranks that end within this part of a time end together."""
 NEARLY_LAST, ALIKE = 0.05, 0.1
 """Ranks are shown for the last one if they end this part of the step before it, and wait as long within that part."""
+MANY_TASKS, SAME_STEP = 500_000, 1e-3
+"""From so many tasks on, all ranks are simulated only if that may change a rank's end by more than this part of the
+step: a tenth of what is measured at best."""
 FEW_TASKS = 1_000
 """Up to here plain Python beats the start of a compiler."""
 
@@ -63,6 +66,8 @@ class Run:
     """Seconds that each rank computes, waiting for a core among it where cores are shared: (n,)."""
     work_s: np.ndarray
     """Seconds that it would compute alone on its core or device: (n,)."""
+    exact: bool
+    """Whether it is that of all ranks, each with its own blocks (see `exactly`)."""
 
     @cached_property
     def ended_s(self) -> np.ndarray:
@@ -158,12 +163,35 @@ def simulate(
 
     Where plan and cluster leave ranks that can't be told apart, one of each kind is simulated, with the same result
     (symmetry.py); `use_symmetry=False` simulates all of them. `nearly_alike` takes ranks for alike whose blocks take
-    almost equally long, each as slow as the slowest: enough to rank variants (run.graph.exact says if it did).
+    almost equally long, each as slow as the slowest: enough to rank variants (`Run.exact` says if it did).
     """
-    graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry, nearly_alike=nearly_alike)
-    solver = "python" if graph.tasks.delay_s.size < FEW_TASKS else "auto"
-    timing, tasks = settle(graph, cluster.device.transfer_slowdown, solver)
-    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks))
+    graph = build_graph(plan, problem, cluster, use_symmetry=use_symmetry, nearly_alike=use_symmetry)
+    found = _run(plan, graph, cluster, graph.tasks, exact=graph.exact)
+    return found if nearly_alike else exactly(found, problem, cluster)
+
+
+def exactly(run: Run, problem: Problem, cluster: Cluster) -> Run:
+    """The run with every rank's own blocks. Raises RequestError if that is too large to simulate.
+
+    Where ranks are nearly alike, all of them are simulated, unless that takes MANY_TASKS and they end at the same time,
+    within SAME_STEP of the step, whether each is as fast as the fastest of its kind or as slow as the slowest. So it
+    is where transfers bound the step. Between the two are the ranks as they are, and the run with the slowest stands.
+    """
+    if run.exact:
+        return run
+    graph = run.graph
+    if graph.tasks.delay_s.size * (problem.n / graph.quotient.ranks.size) > MANY_TASKS:
+        fast = _run(run.plan, graph, cluster, graph.fastest, exact=False)
+        if np.all(run.ended_s - fast.ended_s <= SAME_STEP * run.makespan_s):
+            return replace(run, exact=True)
+    graph = build_graph(run.plan, problem, cluster)
+    return _run(run.plan, graph, cluster, graph.tasks, exact=True)
+
+
+def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, tasks: TaskGraph, *, exact: bool) -> Run:
+    solver = "python" if tasks.delay_s.size < FEW_TASKS else "auto"
+    timing, tasks = settle(replace(graph, tasks=tasks), cluster.device.transfer_slowdown, solver)
+    return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks), exact)
 
 
 def settle(graph: PlanGraph, slowdown: float, solver: Solver = "auto") -> tuple[Timing, TaskGraph]:

@@ -11,17 +11,14 @@ from sp_bench.cluster.cluster import Cluster
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering, lower
 from sp_bench.lower.joined import copied_bytes
+from sp_bench.plan.block_classes import block_classes
 from sp_bench.plan.casts import seen_by
 from sp_bench.plan.dataflow import dataflow
-from sp_bench.plan.groups import Grid, Group
-from sp_bench.plan.ops import Block, Chunk, Fused, Gathered, Place, Plan
+from sp_bench.plan.ops import Attend, AttendBackward, Block, Chunk, Fused, Gathered, Plan
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.regions import rows_in
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.union import Calls, Pieces, calls_of, classes
-
-BLOCKS_AT_ONCE = 512
-"""Few enough that owners on all ranks fit a cache."""
 
 
 class BlockCosts:
@@ -30,10 +27,14 @@ class BlockCosts:
     def __init__(self, plan: Plan, problem: Problem, device: DeviceCosts, lowering: Lowering) -> None:
         self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
         self._flow = dataflow(plan)
-        self._case_s = device.block_s(problem, plan.phase)
+        self.classes = block_classes(plan, problem)
+        self.class_s = device.block_s(problem, plan.phase)
+        """Seconds of the kernel calls of a block, by class: (classes,)."""
+        alone = (self.classes.first[index] for index, op in plan if isinstance(op, Attend | AttendBackward))
+        self.alone = np.fromiter(alone, np.int64)
+        """The rows of blocks that are operations of their own."""
         # A plan has thousands of operations, of few kinds.
-        self._of_places, self._fold_s = cache(self._find_of_places), cache(self._find_fold_s)
-        self._owner = cache(self._find_owner)
+        self._fold_s, self._with_folds_s = cache(self._find_fold_s), cache(self._find_with_folds_s)
         self._gathered_s, self._gathered_folds_s = cache(self._find_gathered_s), cache(self._find_gathered_folds_s)
 
     def kernels_s(self, index: int, op: Block, ranks: np.ndarray) -> np.ndarray:
@@ -43,30 +44,32 @@ class BlockCosts:
         if isinstance(op, Fused):
             in_place = ((index, False) in self._lowering.in_place, (index, True) in self._lowering.in_place)
             return self._by_union(op, ranks, lambda calls: self._calls_s(op, calls, in_place))
-        return self._of_places(op.q.place, op.kv.place)[ranks]
+        return self.class_s[self.classes.of[self.classes.first[index], ranks]]
 
-    def folds_s(self, index: int, op: Block, ranks: np.ndarray, merged: Container[Chunk] = ()) -> np.ndarray:
+    def folds_s(self, index: int, op: Fused | Gathered, ranks: np.ndarray, merged: Container[Chunk] = ()) -> np.ndarray:
         """Seconds of folding its results into all chunks but those that are `merged` already: (ranks,)."""
-        into = [chunk for chunk in op.writes if chunk not in merged]
         if isinstance(op, Gathered):
             return self._gathered_folds_s(index, op)[ranks]
-        if isinstance(op, Fused):
-            fresh = {chunk for chunk in into if self._flow.starts(index, chunk)}
-            return self._by_union(op, ranks, lambda calls: sum(self._folds_of(op, calls, c, c in fresh) for c in into))
-        kinds = self._problem.blocks.of(op.q.owner(ranks), op.kv.owner(ranks))
-        return sum(
-            (
-                self._fold_s(c.tensor, self._flow.starts(index, c), c not in self._lowering.unsummed)[kinds]
-                for c in into
-            ),
-            np.zeros(ranks.size),
+        into = [chunk for chunk in op.writes if chunk not in merged]
+        fresh = {chunk for chunk in into if self._flow.starts(index, chunk)}
+        return self._by_union(op, ranks, lambda calls: sum(self._folds_of(op, calls, c, c in fresh) for c in into))
+
+    def with_folds_s(self, index: int, op: Attend | AttendBackward, merged: Container[Chunk]) -> np.ndarray:
+        """Seconds of a block and of folding its results into all chunks but those that are `merged` already, by class
+        of block: (classes,). A class without calls has no folds.
+        """
+        return self._with_folds_s(
+            *[
+                (c.tensor, self._flow.starts(index, c), c not in self._lowering.unsummed)
+                for c in op.writes
+                if c not in merged
+            ]
         )
 
-    def by_rank(self, index: int, op: Block) -> list[np.ndarray]:
-        """What may differ by rank: [(n,), ...]."""
+    def by_rank(self, index: int, op: Fused | Gathered) -> list[np.ndarray]:
+        """What may differ by rank: [(n,), ...]. That of other blocks follows from their classes."""
         everyone = np.arange(self._problem.n)
-        found = [self.kernels_s(index, op, everyone)]
-        return [*found, self.folds_s(index, op, everyone)] if isinstance(op, Fused | Gathered) else found
+        return [self.kernels_s(index, op, everyone), self.folds_s(index, op, everyone)]
 
     def _find_gathered_s(self, op: Gathered) -> np.ndarray:
         """Seconds of the calls of a Gathered block on each rank, with the copy of its keys into their order: (n,).
@@ -97,17 +100,10 @@ class BlockCosts:
             found.append(total_s)
         return np.repeat(found, degree)
 
-    def of_owners_s(self, q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        """Seconds of the kernel calls of blocks of chunks with these owners."""
-        return self._case_s[self._problem.blocks.of(q, kv)]
-
-    def _find_of_places(self, q: Place, kv: Place) -> np.ndarray:
-        """What the kernel calls of the block of two chunks take on each rank: (n,)."""
-        return self.of_owners_s(self._owner(q), self._owner(kv))
-
-    def _find_owner(self, place: Place) -> np.ndarray:
-        """The owner of a chunk's tokens on each rank: (n,)."""
-        return place.owner(np.arange(self._problem.n))
+    def _find_with_folds_s(self, *folds: tuple[Tensor, bool, bool]) -> np.ndarray:
+        """Seconds of a block with folds of these (tensor, first, summed), by class: (classes,)."""
+        folds_s = sum((self._fold_s(*fold) for fold in folds), np.zeros_like(self.class_s))
+        return self.class_s + (self.class_s > 0) * folds_s
 
     def _find_fold_s(self, tensor: Tensor, first: bool, summed: bool) -> np.ndarray:
         """What the fold of a block's result into a chunk costs, by class of block: (classes,)."""
@@ -157,15 +153,8 @@ class BlockCosts:
 def kernels_s(plan: Plan, problem: Problem, cluster: Cluster) -> np.ndarray:
     """Seconds of all kernel calls of a plan on each rank, without folds: (n,)."""
     costs = BlockCosts(plan, problem, cluster.device, lower(plan, problem, cluster.transport))
-    everyone, total_s = np.arange(problem.n), np.zeros(problem.n)
-    by_home = dict[tuple[Group | Grid, Group | Grid], list[tuple[int, int]]]()
+    everyone, total_s = np.arange(problem.n), costs.classes.totals(costs.class_s, costs.alone)
     for index, op in plan:
         if isinstance(op, Fused | Gathered):
             total_s += costs.kernels_s(index, op, everyone)
-        elif isinstance(op, Block):
-            by_home.setdefault((op.q.home, op.kv.home), []).append((op.q.index, op.kv.index))
-    for (q, kv), indices in by_home.items():
-        for start in range(0, len(indices), BLOCKS_AT_ONCE):
-            of_q, of_kv = np.array(indices[start : start + BLOCKS_AT_ONCE]).T[:, :, None]
-            total_s += costs.of_owners_s(q.member(everyone, of_q), kv.member(everyone, of_kv)).sum(axis=0)
     return total_s

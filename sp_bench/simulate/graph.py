@@ -7,8 +7,8 @@ nobody waits for, may follow it. Tasks come in rows of n, by rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from sp_bench.plan.groups import Exchange, Group
 from sp_bench.plan.ops import (
     BLOCKS,
     AllToAll,
-    Block,
     Collective,
     Op,
     Pass,
@@ -35,6 +34,7 @@ from sp_bench.plan.ops import (
 )
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment, segments
+from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, peers
 from sp_bench.simulate import collectives
 from sp_bench.simulate.flows import TaskGraph, Timing
@@ -72,6 +72,10 @@ class PlanGraph:
     """The field of `tasks` that has the work of segments: delay_s, or flow_bytes where cores are shared."""
     exact: bool
     """Whether all ranks of a kind are alike, not only nearly so."""
+    least: Mapping[int, np.ndarray]
+    """Where they are nearly so, the least work of the ranks of a kind, by row of a segment: (ranks,) seconds each."""
+    share: np.ndarray
+    """Of the work that a rank has here, its own: (n,), 1 where ranks of a kind are alike."""
 
     @property
     def work_per_s(self) -> float:
@@ -93,12 +97,20 @@ class PlanGraph:
     def work_s(self, tasks: TaskGraph) -> np.ndarray:
         """Seconds that each rank has to compute, alone on its core or device, by such tasks: (n,)."""
         work = getattr(tasks, self.work).reshape(-1, self.quotient.ranks.size)[self.rows_of(blocks=True)]
-        return work.sum(axis=0)[self.quotient.orbit] / self.work_per_s
+        return self.share * work.sum(axis=0)[self.quotient.orbit] / self.work_per_s
 
     def busy_s(self, timing: Timing) -> np.ndarray:
         """Seconds that each rank spends in its segments, waiting for a core among it where cores are shared: (n,)."""
         taken_s = (timing.finish_s - timing.start_s).reshape(-1, self.quotient.ranks.size)
-        return taken_s[self.rows_of(blocks=True)].sum(axis=0)[self.quotient.orbit]
+        return self.share * taken_s[self.rows_of(blocks=True)].sum(axis=0)[self.quotient.orbit]
+
+    @property
+    def fastest(self) -> TaskGraph:
+        """The tasks where each rank is as fast as the fastest of its kind; in `tasks` it is as slow as the slowest."""
+        work = self.by_rank(getattr(self.tasks, self.work).copy())
+        for row, seconds in self.least.items():
+            work[row] = seconds * self.work_per_s
+        return replace(self.tasks, **{self.work: work.ravel()})
 
 
 def build_graph(
@@ -123,6 +135,19 @@ class PipelinedStart(NamedTuple):
     """Tasks that end so long after all that its sender waits for on other streams: [(n,), ...]."""
 
 
+class _Flow(NamedTuple):
+    """The flows of one message of a transfer, by sender: (n,) each."""
+
+    delay_s: np.ndarray
+    sent: np.ndarray
+    over: Path
+    weight: np.ndarray | float
+    sends: np.ndarray | bool
+    """Whether a rank sends it, and whether it receives one: True for all."""
+    receives: np.ndarray | bool
+    later_bytes: np.ndarray | None
+
+
 class _Builder:
     def __init__(self, plan: Plan, problem: Problem, cluster: Cluster, use_symmetry: bool, blocks_apart: float) -> None:
         self.plan, self.problem, self.cluster = plan, problem, cluster
@@ -134,20 +159,16 @@ class _Builder:
         is_even = use_symmetry and cluster.is_even(problem.n)
         moves = that_leave(rotations(plan, self.network), [slow]) if is_even else []
         moves = [move for move in moves if self._keeps_algorithms(move)]
-        exact = True
-        for index, op in plan if moves else ():
-            apart, values = blocks_apart if isinstance(op, Block) else 0.0, self.costs.by_rank(index, op)
-            moves = that_leave(moves, values, apart=apart)
-            exact = exact and (not apart or len(that_leave(moves, values)) == len(moves))
-        self.exact = exact or not moves
+        moves = self.costs.that_leave_blocks(that_leave(moves, self.costs.varying()), apart=blocks_apart)
+        self.exact = not blocks_apart or len(self.costs.that_leave_blocks(moves)) == len(moves)
         self.noise = Noise(cluster.stragglers.jitter, cluster.stragglers.seed)
         self.quotient = quotient(moves, self.network)
         self.ranks = self.quotient.ranks
         self.effects = cluster.effects(self.network, self.ranks, plan.phase)
-        self.slow = slow[self.ranks]
+        self.slow, self.all_slow = slow[self.ranks], slow
         self.paths: dict[tuple[Group | Exchange, int], Path] = {}
-        self.wires: dict[int, list[Wire]] = {}
-        """By transfer, its messages on the wire."""
+        self.flows: dict[int, list[_Flow]] = {}
+        """By transfer."""
         self.cores = cluster.shared_cores(problem.n)
         self.rows = Rows(self.quotient)
         self.ended: dict[int, list[np.ndarray]] = {}
@@ -157,17 +178,21 @@ class _Builder:
         """The tasks after which the last transfer of any lane has started on each rank: [(n,)] or nothing yet."""
         self.later: list[tuple[list[np.ndarray], np.ndarray, Path]] = []
         """After which messages links carry how many bytes, and over what."""
+        self.own_s, self.kind_s, self.least = np.zeros(problem.n), np.zeros(self.ranks.size), dict[int, np.ndarray]()
+        """Where ranks are nearly alike, what each of them computes, what its kind does, and PlanGraph.least."""
+        self.alike: dict[tuple[Group | Exchange, int, Tensor, bool], list[_Flow]] = {}
+        """The flows of transfers that are the same every time."""
 
     def build(self) -> PlanGraph:
         starts = segments(self.plan, self.lowering.waits)
         wanted = [starts.get(i, i) for i, op in self.plan if i in starts or isinstance(op, Transfer)]
         self._refuse(wanted)
         last = next(item for item in reversed(wanted) if isinstance(item, Segment))
-        items, previous = [], {}
+        items, previous, work = [], {}, self._work([item for item in wanted if isinstance(item, Segment)])
         for item in wanted:
             if isinstance(item, Segment):
                 first = len(self.rows.delays)
-                stream, ended = BLOCKS, self._segment(item, previous.get(BLOCKS, []), last=item is last)
+                stream, ended = BLOCKS, self._segment(item, next(work), previous.get(BLOCKS, []), last=item is last)
                 self.ended |= dict.fromkeys(item.ops, ended)
             else:
                 op = self.plan.ops[item]
@@ -182,7 +207,10 @@ class _Builder:
         for later in self.later:
             self.rows.add(0.0, *later, LATER_WEIGHT)
         work = "flow_bytes" if self.cores else "delay_s"
-        return PlanGraph(self.rows.task_graph(self.cores), tuple(items), self.quotient, work, self.exact)
+        tasks, share = self.rows.task_graph(self.cores), np.ones(self.problem.n)
+        if not self.exact:
+            share = (self.own_s + self.costs.results_s()) * self.all_slow / self.kind_s[self.quotient.orbit]
+        return PlanGraph(tasks, tuple(items), self.quotient, work, self.exact, self.least, share)
 
     def _refuse(self, items: Sequence[Segment | int]) -> None:
         n, ops = self.ranks.size, self.plan.ops
@@ -219,14 +247,28 @@ class _Builder:
             for flow in way.flows
         )
 
-    def _segment(self, segment: Segment, previous: list[np.ndarray], *, last: bool) -> list[np.ndarray]:
+    def _work(self, found: Sequence[Segment]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """What each segment takes on each rank that is simulated, in seconds: (q,), and where ranks are nearly alike
+        the most and the least of any rank of its kind.
+        """
+        indices = [segment.ops for segment in found]
         if self.exact:
-            seconds = self.costs.work_s(segment.ops, self.ranks)
-        else:
-            seconds = self.quotient.largest(self.costs.work_s(segment.ops, np.arange(self.problem.n)))
-        if last:
-            seconds += self.costs.results_s()
-        seconds *= self.slow * self.noise(self.ranks.size)
+            for seconds in self.costs.work_s(indices, self.ranks):
+                yield from ((each, None) for each in seconds)
+            return
+        for seconds in self.costs.work_s(indices, np.arange(self.problem.n)):
+            self.own_s += seconds.sum(axis=0)
+            yield from zip(self.quotient.largest(seconds), self.quotient.smallest(seconds), strict=True)
+
+    def _segment(
+        self, segment: Segment, work: tuple[np.ndarray, np.ndarray | None], previous: list[np.ndarray], *, last: bool
+    ) -> list[np.ndarray]:
+        factor, results_s = self.slow * self.noise(self.ranks.size), self.costs.results_s() if last else 0.0
+        most_s, least_s = work
+        seconds = (most_s + results_s) * factor
+        if least_s is not None:
+            self.kind_s += seconds
+            self.least[len(self.rows.delays)] = (least_s + results_s) * factor
         deps = [*previous, *(t for i in segment.waits.values() for t in self.ended[i])]
         if self.cores:
             return [
@@ -250,9 +292,14 @@ class _Builder:
         assert isinstance(previous, Transfer)
         path = self._path(*peers(op)[0])  # which is that of the one before, too
         (sizes,) = messages(previous, self.problem, self.ranks, self.costs.wanted.get(before))
-        (wire,) = self.wires[before]
+        (flow,) = self.flows[before]
         whole = sum(sizes.values())
-        rest_s = np.minimum(whole - next(iter(sizes.values())), whole - wire.later_bytes) / path.alone_bytes_per_s
+        rest_s = (
+            np.minimum(
+                whole - next(iter(sizes.values())), whole - (0 if flow.later_bytes is None else flow.later_bytes)
+            )
+            / path.alone_bytes_per_s
+        )
         hidden_s, elsewhere = np.minimum(path.latency_s, rest_s), self._elsewhere(index)
         begun = [self.rows.add(hidden_s, elsewhere)] if elsewhere else []
         return PipelinedStart(hidden_s, begun)
@@ -313,31 +360,54 @@ class _Builder:
         if posted := self.lowering.preposted.get(index):
             expecting = [*(self.ended[posted.after] if posted.after is not None else []), *self._tasks(posted.waits)]
         tasks, arrived = [], []
-        paths = [self._path(*pair) for pair in peers(op)]
+        self.flows[index] = self._flows(index, op, hidden_s)
+        for flow in self.flows[index]:
+            there = [ended[flow.over.target] for ended in expecting]
+            if flow.sends is not True:
+                there = [np.where(flow.sends, posted, ended) for posted, ended in zip(there, expecting, strict=True)]
+            tasks.append(self.rows.add(flow.delay_s, [*before, *there, *begun], flow.sent, flow.over, flow.weight))
+            if flow.later_bytes is not None:
+                self.later.append(([tasks[-1]], flow.later_bytes, flow.over))
+            came = tasks[-1][flow.over.source]
+            arrived.append(came if flow.receives is True else np.where(flow.receives, came, tasks[-1]))
+        if isinstance(op, AllToAll | ReduceScatter | RowCollective):  # one thing to wait for, unpacked or merged
+            return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
+        return [*tasks, *arrived]
+
+    def _flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
+        """The flows of a transfer's messages; a Pass that is the same on all ranks has the same ones every time."""
+        if self.noise.variance or self.cluster.hosts or not self.costs.is_alike(index, op):
+            return self._find_flows(index, op, hidden_s)
+        assert isinstance(op, Pass)
+        key = (op.group, op.shift, op.tensor, op.send in self.lowering.unsummed)
+        if np.any(hidden_s) or key not in self.alike:
+            found = self._find_flows(index, op, hidden_s)
+            if np.any(hidden_s):
+                return found
+            self.alike[key] = found
+        return self.alike[key]
+
+    def _find_flows(self, index: int, op: Transfer, hidden_s: np.ndarray | float) -> list[_Flow]:
+        found, paths = [], [self._path(*pair) for pair in peers(op)]
         sends, receives = self.costs.moves(index, op, self.ranks)
         staged_s = self.costs.staged_s(index, op, self.ranks) * sends
         sizes = messages(op, self.problem, self.ranks, self.costs.wanted.get(index))
         each = [Message(*message) for message in zip(peers(op), sizes, (path.inter for path in paths), strict=True)]
-        self.wires[index] = self.effects.on_wire(each, by_library=not by_messages(op))
-        for path, message, wire in zip(paths, each, self.wires[index], strict=True):
+        for path, message, wire in zip(
+            paths, each, self.effects.on_wire(each, by_library=not by_messages(op)), strict=True
+        ):
             # The lane casts or packs what it sends before it posts it.
             if isinstance(op, RowCollective):  # no message without rows
                 sends = message.bytes > 0
                 receives = sends[path.source]
             latency_s = np.maximum(path.latency_s * self.noise(self.ranks.size) - hidden_s, 0.0) * sends
-            posted_there = (np.where(sends, ended[path.target], ended) for ended in expecting)
-            deps = [*before, *posted_there, *begun]
             rate_cap = np.minimum(path.rate_cap, wire.most_bytes_per_s)
             loads = path.loads * self._crowding(path, len(paths))
             over = self._over_cores(path._replace(loads=loads, rate_cap=rate_cap), wire)
-            sent = message.bytes - wire.later_bytes
-            tasks.append(self.rows.add(latency_s + staged_s, deps, sent, over, wire.weight))
-            if np.any(wire.later_bytes):
-                self.later.append(([tasks[-1]], wire.later_bytes, over))
-            arrived.append(np.where(receives, tasks[-1][path.source], tasks[-1]))
-        if isinstance(op, AllToAll | ReduceScatter | RowCollective):  # one thing to wait for, unpacked or merged
-            return [self.rows.add(self.costs.arrived_s(op, len(tasks)), [*before, *tasks, *arrived])]
-        return [*tasks, *arrived]
+            sent = np.broadcast_to(np.asarray(message.bytes - wire.later_bytes, float), self.ranks.size)
+            later_bytes = wire.later_bytes if np.any(wire.later_bytes) else None
+            found.append(_Flow(latency_s + staged_s, sent, over, wire.weight, sends, receives, later_bytes))
+        return found
 
     def _path(self, group: Group | Exchange, shift: int) -> Path:
         """What every simulated rank's message to the rank `shift` ahead in the group crosses."""

@@ -6,22 +6,28 @@ simulate.blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 from sp_bench.cluster.device import DeviceCosts
 from sp_bench.lower import Lowering
 from sp_bench.plan import casts
+from sp_bench.plan.block_classes import BLOCKS_AT_ONCE
 from sp_bench.plan.demand import demand
 from sp_bench.plan.groups import Exchange
 from sp_bench.plan.ops import (
     AllGather,
     AllToAll,
+    Attend,
+    AttendBackward,
     Block,
     Chunk,
     Fold,
+    Fused,
+    Gathered,
     GroupReduce,
     Op,
     Pass,
@@ -35,6 +41,23 @@ from sp_bench.plan.problem import Problem
 from sp_bench.plan.tensors import Tensor
 from sp_bench.plan.transfers import messages, share_sent
 from sp_bench.simulate.blocks import BlockCosts
+from sp_bench.simulate.symmetry import Permutation
+
+AT_ONCE = 2**20
+"""Blocks times ranks whose seconds are looked up at once."""
+
+
+@dataclass
+class _Summed:
+    """A segment's blocks, by row of BlockClasses and what they cost by class, and what the rest of it takes."""
+
+    rows: list[int] = field(default_factory=list)
+    tables: list[np.ndarray] = field(default_factory=list)
+    counts: list[bool] = field(default_factory=list)
+    """Whether each block is a kernel call of its own."""
+    rest_s: np.ndarray | float = 0.0
+    calls: np.ndarray | float = 0.0
+    """Kernel calls of the rest."""
 
 
 class OperationCosts:
@@ -43,37 +66,107 @@ class OperationCosts:
     def __init__(self, plan: Plan, problem: Problem, device: DeviceCosts, lowering: Lowering) -> None:
         self._plan, self._problem, self._device, self._lowering = plan, problem, device, lowering
         self._blocks = BlockCosts(plan, problem, device, lowering)
-        self._cast_s = cache(self._find_cast_s)  # a plan has thousands of operations, of few kinds
+        self._classes = self._blocks.classes
+        # A plan has thousands of operations, of few kinds.
+        self._cast_s, self._arrived_fold_s = cache(self._find_cast_s), cache(self._find_arrived_fold_s)
         self._brought = _brought(plan)
         self.wanted = demand(plan, problem)
         """By operation, on which ranks it has something to receive or to fold (plan.demand)."""
 
-    def by_rank(self, index: int, op: Op) -> list[np.ndarray]:
-        """What an operation costs that may differ by rank: [(n,), ...]."""
-        if isinstance(op, Block):
-            return self._blocks.by_rank(index, op)
+    def varying(self) -> Iterator[np.ndarray]:
+        """What operations cost that may differ by rank, but for blocks: (n,) each."""
         everyone = np.arange(self._problem.n)
-        if isinstance(op, Transfer):
-            wanted = self.wanted.get(index)
-            sizes = [sum(sizes.values()) for sizes in messages(op, self._problem, everyone, wanted)]
-            costs = (*sizes, self.staged_s(index, op, everyone), wanted)
-            return [cost for cost in costs if isinstance(cost, np.ndarray)]
-        shares = [self._share_brought(index, everyone)] if index in self._brought else []
-        return [*shares, self.wanted[index]] if index in self.wanted else shares
+        for index, op in self._plan:
+            if isinstance(op, Transfer):
+                if not self.is_alike(index, op):
+                    wanted = self.wanted.get(index)
+                    sizes = [sum(sizes.values()) for sizes in messages(op, self._problem, everyone, wanted)]
+                    costs = (*sizes, self.staged_s(index, op, everyone), wanted)
+                    yield from (cost for cost in costs if isinstance(cost, np.ndarray))
+            else:
+                if index in self._brought:
+                    yield self._share_brought(index, everyone)
+                if index in self.wanted:
+                    yield self.wanted[index]
 
-    def work_s(self, indices: Iterable[int], ranks: np.ndarray) -> np.ndarray:
-        """What blocks and folds that run one after the other take on each of some ranks: (ranks,)."""
-        implementation, seconds = self._device.implementation, np.zeros(ranks.size)
-        merged: set[Chunk] = set()
-        calls = np.zeros(ranks.size)
-        for index in indices:
+    def is_alike(self, index: int, op: Transfer) -> bool:
+        """Whether a transfer is a Pass of whole chunks, as large and as costly on every rank."""
+        if not isinstance(op, Pass) or op.against or isinstance(op.group, Exchange):
+            return False
+        return self._problem.is_even and index not in self.wanted
+
+    def that_leave_blocks(self, moves: Sequence[Permutation], *, apart: float = 0.0) -> Sequence[Permutation]:
+        """The moves under which the kernel calls of each block stay the same, or differ by this share at most."""
+        for block_s in self._by_block() if moves else ():
+            unlike = block_s[block_s.min(axis=1) < (1 - apart) * block_s.max(axis=1)]
+            moves = [move for move in moves if np.array_equal(unlike[:, move], unlike)]
+            if not moves:
+                break
+        return moves
+
+    def _by_block(self) -> Iterator[np.ndarray]:
+        """What may differ by rank of blocks, many at once: (blocks, n)."""
+        rows = self._blocks.alone
+        for start in range(0, len(rows), BLOCKS_AT_ONCE):
+            yield self._blocks.class_s[self._classes.of[rows[start : start + BLOCKS_AT_ONCE]]]
+        for index, op in self._plan:
+            if isinstance(op, Fused | Gathered):
+                yield np.stack(self._blocks.by_rank(index, op))
+
+    def work_s(self, segments: Sequence[Sequence[int]], ranks: np.ndarray) -> Iterator[np.ndarray]:
+        """What each segment's blocks and folds, run one after the other, take on each of some ranks: (ranks,) of each
+        segment, some segments at once.
+
+        A plan has thousands of blocks, of few kinds: what a kind takes is looked up for many blocks at once.
+        """
+        summed = [self._summed(segment, ranks) for segment in segments]
+        many = max(1, AT_ONCE // max(ranks.size, 1))
+        start = 0
+        while start < len(summed):
+            end, blocks = start, 0
+            while end < len(summed) and (end == start or blocks + len(summed[end].rows) <= many):
+                blocks += len(summed[end].rows)
+                end += 1
+            yield self._of_segments(summed[start:end], ranks)
+            start = end
+
+    def _of_segments(self, segments: Sequence[_Summed], ranks: np.ndarray) -> np.ndarray:
+        """(segments, ranks) seconds."""
+        seconds = np.array([np.broadcast_to(segment.rest_s, ranks.size) for segment in segments])
+        calls = np.array([np.broadcast_to(segment.calls, ranks.size) for segment in segments])
+        sizes = np.array([len(segment.rows) for segment in segments])
+        if sizes.any():
+            tables = {id(table): table for segment in segments for table in segment.tables}
+            number = {key: i for i, key in enumerate(tables)}
+            kind = np.array([number[id(table)] for segment in segments for table in segment.tables])
+            of = self._classes.of[[row for segment in segments for row in segment.rows]]
+            of = of if ranks.size == of.shape[1] else of[:, ranks]
+            block_s = np.stack([*tables.values()])[kind[:, None], of]
+            filled, first = sizes > 0, np.concatenate([[0], np.cumsum(sizes)[:-1]])
+            seconds[filled] += np.add.reduceat(block_s, first[filled], axis=0)
+            if self._device.implementation.host_s_per_block:
+                counts = np.array([count for segment in segments for count in segment.counts])
+                calls[filled] += np.add.reduceat((block_s > 0) * counts[:, None], first[filled], axis=0)
+        return np.maximum(seconds, calls * self._device.implementation.host_s_per_block)
+
+    def _summed(self, segment: Sequence[int], ranks: np.ndarray) -> _Summed:
+        found, merged = _Summed(), set[Chunk]()
+        for index in segment:
             op = self._plan.ops[index]
-            taken_s = self._work_of(index, op, ranks, merged)
-            seconds += taken_s
-            if isinstance(op, Block):
-                calls += (np.asarray(taken_s) > 0) * (op.writes[0] not in merged)
-                merged |= {*op.writes} if implementation.joins_blocks else set()
-        return np.maximum(seconds, calls * implementation.host_s_per_block)
+            if isinstance(op, Attend | AttendBackward):
+                found.rows.append(self._classes.first[index])
+                found.tables.append(self._blocks.with_folds_s(index, op, merged))
+                found.counts.append(op.writes[0] not in merged)
+            elif isinstance(op, Block):
+                kernels_s = self._blocks.kernels_s(index, op, ranks)
+                found.rest_s = found.rest_s + kernels_s
+                found.rest_s = found.rest_s + (kernels_s > 0) * self._blocks.folds_s(index, op, ranks, merged)
+                found.calls = found.calls + (kernels_s > 0) * (op.writes[0] not in merged)
+            else:
+                found.rest_s = found.rest_s + self._elsewhere_s(index, op, ranks)
+            if isinstance(op, Block) and self._device.implementation.joins_blocks:
+                merged |= {*op.writes}
+        return found
 
     def results_s(self) -> float:
         """What casting the results to the compute dtype takes."""
@@ -117,21 +210,18 @@ class OperationCosts:
         assert isinstance(op, Pass)
         return self.wanted[index][op.target(ranks)], self.wanted[index][ranks]
 
-    def _work_of(self, index: int, op: Op, ranks: np.ndarray, merged: Container[Chunk]) -> np.ndarray | float:
-        """What a fold costs, or a block with its folds, but for those into chunks that are `merged` already."""
+    def _elsewhere_s(self, index: int, op: Op, ranks: np.ndarray) -> np.ndarray | float:
+        """What an operation costs that is no block: a fold of what has arrived, or row sums."""
         if isinstance(op, Fold):
-            fold_s = partial(self._device.fold_s, self._problem, op.into.tensor, arriving=True)
             wants = self.wanted[index][ranks] if index in self.wanted else 1.0
             if index not in self._brought:
-                return fold_s() * wants
+                return self._arrived_fold_s(op.into.tensor, 1.0) * wants
             shares = self._share_brought(index, ranks)
-            return _of_each(shares, lambda share: fold_s(share=share, sliced=share < 1)) * wants
-        if isinstance(op, RowSums):
-            return self._row_sums_s(op)
-        if not isinstance(op, Block):
-            return 0.0
-        kernels_s = self._blocks.kernels_s(index, op, ranks)
-        return kernels_s + (kernels_s > 0) * self._blocks.folds_s(index, op, ranks, merged)
+            return _of_each(shares, lambda share: self._arrived_fold_s(op.into.tensor, share)) * wants
+        return self._row_sums_s(op) if isinstance(op, RowSums) else 0.0
+
+    def _find_arrived_fold_s(self, tensor: Tensor, share: float) -> float:
+        return self._device.fold_s(self._problem, tensor, arriving=True, share=share, sliced=share < 1)
 
     def _row_sums_s(self, op: RowSums) -> float:
         """O or its row sums are computed in one pass over O and dO, as fast as memory."""

@@ -33,22 +33,37 @@ class Path(NamedTuple):
     """(n,) What each gets where there is no other."""
 
 
+class Crossed(NamedTuple):
+    """The links that a row's flows cross, by task."""
+
+    hops: np.ndarray
+    """(n,) How many links each task crosses."""
+    links: np.ndarray
+    loads: np.ndarray
+
+
 @dataclass
 class Rows:
-    """Rows of tasks, one for each rank that is simulated, as they are added."""
+    """Rows of tasks, one for each rank that is simulated, as they are added.
+
+    A plan has thousands of rows of few kinds: arrays that were given before are taken as they are.
+    """
 
     quotient: Quotient
     delays: list[np.ndarray] = field(default_factory=list)
     sizes: list[np.ndarray] = field(default_factory=list)
-    paths: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    crossed: list[Crossed] = field(default_factory=list)
     caps: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)
     deps: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.n = self.quotient.ranks.size
-        self.none = np.full((self.n, 1), -1), np.zeros((self.n, 1), np.int64)
-        self.uncapped = np.full(self.n, np.inf)
+        n = self.n = self.quotient.ranks.size
+        self.nothing, self.ones, self.uncapped = np.zeros(n), np.ones(n), np.full(n, np.inf)
+        self.none = Crossed(np.zeros(n, np.int64), np.empty(0, np.int64), np.empty(0))
+        self.alone, self.no_deps = np.arange(n), np.empty((n, 0), np.int64)
+        self.known: dict[tuple[int, int], tuple[Path, Crossed]] = {}
+        """By the links and loads of a path on which every rank sends, which are kept so that their ids stay theirs."""
 
     def add(
         self,
@@ -62,28 +77,46 @@ class Rows:
 
         Returns its tasks by rank: (n,).
         """
-        n, sizes = self.n, np.broadcast_to(np.asarray(flow_bytes, float), self.n)
-        self.delays.append(np.broadcast_to(np.asarray(delay_s, float), n))
+        sizes = self._each(flow_bytes)
+        self.delays.append(self._each(delay_s))
         self.sizes.append(sizes)
-        self.paths.append((path.links, path.loads * (sizes[:, None] > 0)) if path else self.none)
+        self.crossed.append(self._crossed(path, sizes) if path else self.none)
         self.caps.append(path.rate_cap if path else self.uncapped)
-        self.weights.append(np.broadcast_to(np.asarray(weight, float), n))
-        self.deps.append(np.stack(deps, axis=1) if deps else np.empty((n, 0), np.int64))
-        return (len(self.delays) - 1) * n + np.arange(n)
+        self.weights.append(self._each(weight))
+        self.deps.append(np.stack(deps, axis=1) if deps else self.no_deps)
+        return (len(self.delays) - 1) * self.n + self.alone
+
+    def _each(self, value: np.ndarray | float) -> np.ndarray:
+        if isinstance(value, np.ndarray) and value.shape == (self.n,):
+            return value
+        if np.ndim(value) == 0:
+            return self.nothing if value == 0 else self.ones if value == 1 else np.full(self.n, float(value))
+        return np.broadcast_to(np.asarray(value, float), self.n)
+
+    def _crossed(self, path: Path, sizes: np.ndarray) -> Crossed:
+        if not sizes.all():
+            return _by_task(path.links, path.loads * (sizes[:, None] > 0))
+        key = id(path.links), id(path.loads)
+        if key not in self.known:
+            self.known[key] = path, _by_task(path.links, path.loads)
+        return self.known[key][1]
 
     def task_graph(self, cores: int | None) -> TaskGraph:
         """The finished graph, with one more link where cores are shared."""
-        crossed = [loads > 0 for _, loads in self.paths]
-        dep_counts = np.concatenate([np.full(self.n, dep.shape[1]) for dep in self.deps])
         return TaskGraph(
             delay_s=np.concatenate(self.delays),
             flow_bytes=np.concatenate(self.sizes),
-            path_start=np.concatenate(([0], np.cumsum(np.concatenate([there.sum(axis=1) for there in crossed])))),
-            path_links=np.concatenate([links[there] for (links, _), there in zip(self.paths, crossed, strict=True)]),
-            path_loads=np.concatenate([loads[there] for (_, loads), there in zip(self.paths, crossed, strict=True)]),
-            dep_start=np.concatenate(([0], np.cumsum(dep_counts))),
+            path_start=np.concatenate(([0], np.cumsum(np.concatenate([each.hops for each in self.crossed])))),
+            path_links=np.concatenate([each.links for each in self.crossed]),
+            path_loads=np.concatenate([each.loads for each in self.crossed]),
+            dep_start=np.concatenate(([0], np.cumsum(np.repeat([dep.shape[1] for dep in self.deps], self.n)))),
             dep_tasks=np.concatenate([dep.ravel() for dep in self.deps]),
             rate_cap=np.concatenate(self.caps),
             weight=np.concatenate(self.weights),
             link_bytes_per_s=np.append(self.quotient.link_bytes_per_s, [cores * CORE_WORK_PER_S] if cores else []),
         )
+
+
+def _by_task(links: np.ndarray, loads: np.ndarray) -> Crossed:
+    there = loads > 0
+    return Crossed(there.sum(axis=1), links[there], loads[there])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -44,10 +45,14 @@ def _commutes(move: Permutation, groups: Iterable[Group | Exchange]) -> bool:
     return all(np.array_equal(move[group.member(ranks, 1)], group.member(move, 1)) for group in groups)
 
 
-def that_leave(moves: Iterable[Permutation], values: Iterable[np.ndarray], *, apart: float = 0.0) -> list[Permutation]:
-    """The moves under which every rank's values, (n,) each, stay the same, or differ by this share of them at most."""
-    unlike = [x for x in values if np.min(x) < (1 - apart) * np.max(x)]
-    return [move for move in moves if all(np.array_equal(x[move], x) for x in unlike)]
+def that_leave(moves: Sequence[Permutation], values: Iterable[np.ndarray]) -> Sequence[Permutation]:
+    """The moves under which every rank's values, (n,) each, stay the same."""
+    for x in values:
+        if not moves:
+            break
+        if np.min(x) < np.max(x):
+            moves = [move for move in moves if np.array_equal(x[move], x)]
+    return moves
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +72,20 @@ class Quotient:
     link_bytes_per_s: np.ndarray
     """The same, the rate of each of them."""
 
+    @cached_property
+    def _by_orbit(self) -> tuple[np.ndarray, np.ndarray]:
+        """All ranks by orbit, and where each orbit begins."""
+        return np.argsort(self.orbit, kind="stable"), np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
+
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """The largest value of each orbit's ranks: (n,) -> (q,)."""
-        found = values[self.ranks]
-        np.maximum.at(found, self.orbit, values)
-        return found
+        """The largest value of each orbit's ranks: (..., n) -> (..., q)."""
+        ranks, first = self._by_orbit
+        return np.maximum.reduceat(values[..., ranks], first, axis=-1)
+
+    def smallest(self, values: np.ndarray) -> np.ndarray:
+        """The smallest value of each orbit's ranks: (..., n) -> (..., q)."""
+        ranks, first = self._by_orbit
+        return np.minimum.reduceat(values[..., ranks], first, axis=-1)
 
     def paths(self, links: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(orbits, times) of the links of each orbit's flow: links (q, P), -1 for none -> (q, P) both.

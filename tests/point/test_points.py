@@ -30,7 +30,7 @@ from sp_bench.point.simulated import simulate_point
 from sp_bench.point.timed import cores
 from sp_bench.records import identity
 from sp_bench.records.quantities import Breakdown, Setup
-from sp_bench.simulate import Run, simulate
+from sp_bench.simulate import Run, exactly, simulate
 from sp_bench.simulate.graph import NEARLY
 from sp_bench.workload import GateErrors
 from tests.support.made_records import made
@@ -108,7 +108,13 @@ def watched(monkeypatch: pytest.MonkeyPatch, of: Callable[[Run, Cluster], T]) ->
         found.append(of(run, cluster))
         return run
 
+    def with_all_ranks(run: Run, problem: Problem, cluster: Cluster) -> Run:
+        exact = exactly(run, problem, cluster)
+        found.extend([of(exact, cluster)] if exact.graph is not run.graph else [])
+        return exact
+
     monkeypatch.setattr(choosing, "simulate", simulated)
+    monkeypatch.setattr(choosing, "exactly", with_all_ranks)
     return found
 
 

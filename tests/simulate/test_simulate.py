@@ -16,7 +16,7 @@ from sp_bench.errors import RequestError
 from sp_bench.lower import GLOO, NCCL, lower
 from sp_bench.methods import build
 from sp_bench.methods.mesh import tiles
-from sp_bench.plan import Fold, Group, Pass, Plan, Problem
+from sp_bench.plan import Fold, Group, Pass, Plan, Problem, block_classes
 from sp_bench.plan.mask import CAUSAL
 from sp_bench.plan.method import PHASES
 from sp_bench.plan.ops import BLOCKS, Block
@@ -45,7 +45,7 @@ def test_kernels_of_all_blocks_are_those_of_each(planned: Planned) -> None:
     ranks = np.arange(plan.n)
     each = sum(costs.kernels_s(index, op, ranks) for index, op in plan if isinstance(op, Block))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCKS_AT_ONCE", 3)
+        patch.setattr(block_classes, "BLOCKS_AT_ONCE", 3)
         assert blocks.kernels_s(plan, planned.problem, where) == pytest.approx(each)
 
 

@@ -1,0 +1,69 @@
+"""Which class of `Problem.blocks` each block of a plan has on each rank: one table for all who count or cost blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from sp_bench.plan.ops import Block, Chunk, Place, Plan
+from sp_bench.plan.problem import Problem
+
+BLOCKS_AT_ONCE = 512
+"""Few enough that a number for each of them on all ranks fits a cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockClasses:
+    """The classes of a plan's blocks in the order of its operations."""
+
+    first: Mapping[int, int]
+    """By operation that computes blocks, the row of its first one; `op.blocks` are in consecutive rows."""
+    of: np.ndarray
+    """(blocks, n) The class of each block on each rank, in the smallest integers that hold it."""
+
+    def totals(self, by_class: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """A quantity of each class, (classes,), added up over the blocks of each rank, or some `rows` of them: (n,)."""
+        rows, total = np.arange(len(self.of)) if rows is None else rows, np.zeros(self.of.shape[1], by_class.dtype)
+        for start in range(0, len(rows), BLOCKS_AT_ONCE):
+            total += by_class[self.of[rows[start : start + BLOCKS_AT_ONCE]]].sum(axis=0)
+        return total
+
+
+_CACHE: WeakKeyDictionary[Plan, dict[Problem, BlockClasses]] = WeakKeyDictionary()
+
+
+def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
+    """The classes of all blocks of a plan, cached."""
+    found = _CACHE.setdefault(plan, {})
+    if problem not in found:
+        found[problem] = _find(plan, problem)
+    return found[problem]
+
+
+def _find(plan: Plan, problem: Problem) -> BlockClasses:
+    """Chunks have few places, so that each place's owners are found once."""
+    ranks, owners, numbers = np.arange(plan.n, dtype=np.int32), list[np.ndarray](), dict[Place, int]()
+
+    def number(chunk: Chunk) -> int:
+        place = chunk.place
+        if place not in numbers:
+            numbers[place] = len(owners)
+            owners.append(place.owner(ranks))
+        return numbers[place]
+
+    first, pairs = dict[int, int](), list[tuple[int, int]]()
+    for index, op in plan:
+        if isinstance(op, Block):
+            first[index] = len(pairs)
+            pairs += [(number(block.q), number(block.kv)) for block in op.blocks]
+    of = np.empty((len(pairs), plan.n), np.min_scalar_type(max(problem.blocks.classes - 1, 0)))
+    if not pairs:
+        return BlockClasses(first, of)
+    owner, both = np.stack(owners), np.array(pairs)
+    for start in range(0, len(pairs), BLOCKS_AT_ONCE):
+        q, kv = both[start : start + BLOCKS_AT_ONCE].T
+        of[start : start + BLOCKS_AT_ONCE] = problem.blocks.of(owner[q], owner[kv])
+    return BlockClasses(first, of)
