@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, wraps
 
 from sp_bench.plan import DKV, DQ, KV, ODOQ, O, Q, Tensor
 
@@ -88,6 +89,21 @@ class Step:
     blocks: tuple[Block, ...]
 
 
+Schedule = Callable[..., list[Step]]
+
+
+def remembered(schedule: Schedule) -> Schedule:
+    """The same steps for the same tile and costs: variants that differ in other things share them."""
+    known = lru_cache(maxsize=64)(lambda a, b, c, kind: tuple(schedule(a, b, dict(c), kind)))
+
+    @wraps(schedule)
+    def found(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] = Tile) -> list[Step]:
+        return [*known(a, b, tuple(c.items()), kind)]
+
+    return found
+
+
+@remembered
 def forward_schedule(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] = Tile) -> list[Step]:
     """The steps of algorithm 2. `c` has c_Q, c_KV and c_O, by tensor: how many blocks hide one hop of it."""
     tile, steps, sent_o = kind(a, b), [], 0
@@ -109,6 +125,7 @@ def forward_schedule(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] =
     return steps
 
 
+@remembered
 def backward_schedule(a: int, b: int, c: Mapping[Tensor, int], kind: type[Tile] = Tile) -> list[Step]:
     """The steps of algorithm 3. `c` has c_OdOQ, c_KV, c_dQ and c_dKV, by tensor: how many blocks hide one hop of it.
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import gcd
 from typing import NamedTuple
@@ -43,6 +44,7 @@ from sp_bench.plan.ops import (
     Join,
     Op,
     Pass,
+    Place,
     Plan,
     PlanError,
     ReduceScatter,
@@ -103,24 +105,35 @@ class _Facts:
     """The queries that decide which rows there are of a chunk that a GroupCast brought, or of its partial."""
     blocks: dict[Chunk, np.ndarray] = field(default_factory=dict)
     """The counterpart chunks folded into a partial on each rank: (n, n / 64), one bit each (times `parts`)."""
+    owners: dict[Place, Ranks] = field(default_factory=dict)
     visible: np.ndarray = field(init=False)
     """Whether a block of each class has anything unmasked: (classes,)."""
 
     def __post_init__(self) -> None:
         self.visible = np.asarray(self.problem.blocks.pairs) > 0
 
+    def owner(self, chunk: Chunk) -> Ranks:
+        """The global index that the chunk's place gives it, by rank; the same array each time."""
+        place = chunk.place
+        if place not in self.owners:
+            self.owners[place] = place.owner(self.ranks)
+        return self.owners[place]
+
     def sees(self, q: Ranks, kv: Ranks) -> np.ndarray:
         return self.visible[self.problem.blocks.of(q, kv)]
 
+    @cached_property
+    def _rows_seen(self) -> np.ndarray:
+        return np.array([(rows.start, rows.stop) for rows in self.problem.blocks.rows_seen]).T
+
     def rows_seen(self, q: Ranks, kv: Ranks) -> Rows:
         """The queries that a block reads, from the first to the last."""
-        rows = np.array([(rows.start, rows.stop) for rows in self.problem.blocks.rows_seen]).T
-        return Rows(*rows[:, self.problem.blocks.of(q, kv)])
+        return Rows(*self._rows_seen[:, self.problem.blocks.of(q, kv)])
 
     def partial(self, chunk: Chunk) -> np.ndarray:
         """The bit set of blocks in a partial, created empty on first use."""
         if chunk not in self.blocks:
-            self.content[chunk] = chunk.owner(self.ranks)
+            self.content[chunk] = self.owner(chunk)
             bits = self.problem.n * self.parts(chunk)
             self.blocks[chunk] = np.zeros((self.problem.n, -(-bits // 64)), np.uint64)
         return self.blocks[chunk]
@@ -241,7 +254,7 @@ def _one_slice(facts: _Facts, where: str, chunks: Iterable[Chunk]) -> None:
 
 def _placed(facts: _Facts, chunk: Chunk, where: str, there: np.ndarray | bool = True) -> None:
     """A chunk's content must be what the index map says, on the ranks that are to have it."""
-    said, found = chunk.owner(facts.ranks), facts.content[chunk]
+    said, found = facts.owner(chunk), facts.content[chunk]
     rank = _first(there & (said != found))
     if rank is not None and found[rank] == NOTHING:
         raise PlanError(f"{where}: on rank {rank}, {chunk} is needed and was not sent there")
@@ -276,7 +289,7 @@ def _pass(facts: _Facts, op: Pass, where: str, wanted: np.ndarray | None) -> Non
         facts.blocks[op.recv] = facts.blocks.pop(op.send)[source]
         if (rank := _first(~wanted & facts.blocks[op.recv].any(axis=1))) is not None:
             raise PlanError(f"{where}: rank {source[rank]} has blocks of {op.send} that are not sent")
-        facts.content[op.recv] = op.recv.owner(facts.ranks)
+        facts.content[op.recv] = facts.owner(op.recv)
         facts.last[op.recv] = where
 
 
@@ -357,7 +370,7 @@ def _rows_of_members(facts: _Facts, op: RowCollective, where: str, tensor: Tenso
         raise PlanError(f"{where}: {op.tensor} has no rows for a {type(op).__name__}")
     if not op.members or len({u % op.group.size for u in op.members} - {0}) < len(op.members):
         raise PlanError(f"{where}: the members {op.members} are not others of {op.group.size}, each once")
-    if op.queries.index or (op.queries.owner(facts.ranks) != facts.ranks).any():
+    if op.queries.index or (facts.owner(op.queries) != facts.ranks).any():
         raise PlanError(f"{where}: {op.queries} are not the rank's own queries")
     _one_slice(facts, where, (op.own,))
 
@@ -415,7 +428,7 @@ def _bundle(facts: _Facts, op: Bundle, where: str) -> None:
         _placed(facts, part, where)
         if part in facts.blocks:
             raise PlanError(f"{where}: {part} is not known to be complete")
-    facts.content[op.into] = op.into.owner(facts.ranks)
+    facts.content[op.into] = facts.owner(op.into)
     if (rank := _first(np.any([facts.content[p] != facts.content[op.into] for p in op.parts], axis=0))) is not None:
         raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
 
@@ -428,7 +441,7 @@ def _row_sums(facts: _Facts, op: RowSums, where: str) -> None:
     _one_slice(facts, where, (*op.parts, op.into))
     source = facts.content[op.parts[0]]
     there = source != NOTHING
-    if (rank := _first(there & (op.into.owner(facts.ranks) != source))) is not None:
+    if (rank := _first(there & (facts.owner(op.into) != source))) is not None:
         raise PlanError(f"{where}: on rank {rank}, the parts are of different chunks")
     facts.content[op.into] = source
     facts.rows[op.into] = facts.rows_of(op.parts[0])
@@ -454,7 +467,7 @@ def _folded(facts: _Facts, op: Attend, where: str) -> None:
     _tensors(facts, where, (op.q, op.kv, op.o), (Q, KV, O))
     q, kv, visible = _operands(facts, op.q, op.kv, where)
     _serves(facts, op.o, q, where)
-    _rows_read(facts, op.q, op.kv, op.o, where)
+    _rows_read(facts, op.q, op.kv, op.o, visible, where)
     _count_block(facts, op.o, kv, 0, visible, where)
 
 
@@ -468,7 +481,7 @@ def _folded_backward(facts: _Facts, op: AttendBackward, where: str) -> None:
     q, kv, visible = _operands(facts, op.odoq, op.kv, where)
     _serves(facts, op.dq, q, where)
     _serves(facts, op.dkv, kv, where)
-    _rows_read(facts, op.odoq, op.kv, op.dq, where)
+    _rows_read(facts, op.odoq, op.kv, op.dq, visible, where)
     _count_block(facts, op.dq, kv, 0, visible, where)
     _count_block(facts, op.dkv, q, op.odoq.heads % facts.problem.query_parts, visible, where)
 
@@ -502,21 +515,21 @@ def _gathered(facts: _Facts, op: Gathered, where: str) -> None:
 
 def _operands(facts: _Facts, q: Chunk, kv: Chunk, where: str) -> tuple[Ranks, Ranks, np.ndarray]:
     """The content of a block's chunks, and on which ranks it has anything unmasked: there both must have been sent."""
-    owners, keys = q.owner(facts.ranks), kv.owner(facts.ranks)
+    owners, keys = facts.owner(q), facts.owner(kv)
     visible = facts.sees(owners, keys)
     _placed(facts, q, where, visible)
     _placed(facts, kv, where, visible)
     return owners, keys, visible
 
 
-def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -> None:
+def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, visible: np.ndarray, where: str) -> None:
     """Both chunks of a block must hold the same heads, and the query chunk every row that the block reads."""
-    degree, owners, keys = facts.problem.layout.head_parallel, q.owner(facts.ranks), kv.owner(facts.ranks)
-    if (rank := _first(owners % degree != keys % degree)) is not None:
+    degree, owners, keys = facts.problem.layout.head_parallel, facts.owner(q), facts.owner(kv)
+    if degree > 1 and (rank := _first(owners % degree != keys % degree)) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} and {kv} have different heads")
     if not facts.problem.blocks.skips_queries:  # then no rows are ever left out
         return
-    needed = facts.rows_seen(owners, keys).where(facts.sees(owners, keys))
+    needed = facts.rows_seen(owners, keys).where(visible)
     if (rank := _first(~needed.within(facts.rows_of(q)))) is not None:
         raise PlanError(f"{where}: on rank {rank}, {q} lacks rows that see {kv}")
     facts.rows[partial] = needed.around(facts.rows_of(partial)) if partial in facts.blocks else needed
@@ -524,7 +537,7 @@ def _rows_read(facts: _Facts, q: Chunk, kv: Chunk, partial: Chunk, where: str) -
 
 def _serves(facts: _Facts, partial: Chunk, chunk: Ranks, where: str) -> None:
     """The accumulator's owner must be the chunk that the block is computed for."""
-    said = partial.owner(facts.ranks)
+    said = facts.owner(partial)
     if (rank := _first(said != chunk)) is not None:
         raise PlanError(
             f"{where}: on rank {rank}, {partial} belongs to chunk {said[rank]}, the block to chunk {chunk[rank]}"
@@ -576,11 +589,12 @@ def _complete(facts: _Facts, plan: Plan) -> None:
         if chunk.tensor not in (O, O.by_heads, OUT, DQ, DKV):
             continue
         blocks, parts = facts.blocks.pop(chunk), facts.parts(chunk)
-        for counterpart, part in product(range(chunks), range(parts)):
-            mine, other = (facts.ranks, np.full(facts.problem.n, counterpart * degree))
+        done = np.unpackbits(blocks.astype("<u8").view(np.uint8), axis=1, bitorder="little").astype(bool)
+        for counterpart in range(chunks):
+            mine, other = facts.ranks, np.full(facts.problem.n, counterpart * degree)
             needed = facts.sees(other, mine) if chunk.tensor == DKV else facts.sees(mine, other)
-            word, bit = facts.bit(other // degree * parts + part)
-            if (rank := _first(needed & ((blocks[facts.ranks, word] & bit) == 0))) is not None:
+            there = done[:, counterpart * parts : (counterpart + 1) * parts].all(axis=1)
+            if (rank := _first(needed & ~there)) is not None:
                 raise PlanError(f"the end of the plan: {chunk} of rank {rank} lacks its block with chunk {counterpart}")
     for chunk, blocks in facts.blocks.items():
         if (rank := _first(blocks.any(axis=1))) is not None:

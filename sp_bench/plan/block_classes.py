@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -13,6 +14,8 @@ from sp_bench.plan.problem import Problem
 
 BLOCKS_AT_ONCE = 512
 """Few enough that a number for each of them on all ranks fits a cache."""
+FEW_CLASSES = 16
+"""Up to so many, blocks are counted by class."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,23 +27,36 @@ class BlockClasses:
     of: np.ndarray
     """(blocks, n) The class of each block on each rank, in the smallest integers that hold it."""
 
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """How many blocks of each class each rank has, where classes are few: (classes, n)."""
+        return np.stack([(self.of == kind).sum(axis=0) for kind in range(1 + int(self.of.max(initial=0)))])
+
+    @cached_property
+    def there(self) -> np.ndarray:
+        """The classes that any block has on any rank."""
+        few = self.of.max(initial=0) < FEW_CLASSES
+        return np.flatnonzero(self._counts.any(axis=1)) if few else np.unique(self.of)
+
     def totals(self, by_class: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
         """A quantity of each class, (classes,), added up over the blocks of each rank, or some `rows` of them: (n,)."""
+        if by_class.size <= FEW_CLASSES and (rows is None or len(rows) == len(self.of)):
+            return by_class[: len(self._counts)] @ self._counts
         rows, total = np.arange(len(self.of)) if rows is None else rows, np.zeros(self.of.shape[1], by_class.dtype)
         for start in range(0, len(rows), BLOCKS_AT_ONCE):
             total += by_class[self.of[rows[start : start + BLOCKS_AT_ONCE]]].sum(axis=0)
         return total
 
 
-_CACHE: WeakKeyDictionary[Plan, dict[Problem, BlockClasses]] = WeakKeyDictionary()
+_CACHE: WeakKeyDictionary[Plan, dict[Hashable, BlockClasses]] = WeakKeyDictionary()
 
 
 def block_classes(plan: Plan, problem: Problem) -> BlockClasses:
-    """The classes of all blocks of a plan, cached."""
-    found = _CACHE.setdefault(plan, {})
-    if problem not in found:
-        found[problem] = _find(plan, problem)
-    return found[problem]
+    """The classes of all blocks of a plan, cached; layouts that number blocks alike share them."""
+    found, numbering = _CACHE.setdefault(plan, {}), problem.blocks.numbering
+    if numbering not in found:
+        found[numbering] = _find(plan, problem)
+    return found[numbering]
 
 
 def _find(plan: Plan, problem: Problem) -> BlockClasses:

@@ -93,7 +93,7 @@ class Visible:
     @cached_property
     def differs(self) -> bool:
         """Whether any block has nothing to compute on any rank."""
-        return not self.sees[np.unique(self.classes.of)].all()
+        return not self.sees[self.classes.there].all()
 
     def of(self, index: int, op: Block, everyone: np.ndarray) -> Iterator[tuple[Attend | AttendBackward, np.ndarray]]:
         """Each block of operation `index`, and which ranks have anything to compute of it: (n,), or `everyone`."""

@@ -10,7 +10,7 @@ further limits how far a query sees. No length has to be divisible by anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -241,6 +241,10 @@ class PackBlocks(Blocks):
     def of(self, q_rank, kv_rank):
         degree = self.layout.head_parallel
         return q_rank // degree * self.chunks + kv_rank // degree
+
+    @property
+    def numbering(self) -> Hashable:
+        return self.n, self.layout.head_parallel
 
     def regions_of(self, kind: int) -> Regions:
         if kind not in self.found:

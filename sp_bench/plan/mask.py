@@ -13,7 +13,7 @@ ranks follows by arithmetic (`Blocks`), so that no object is held for each of th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -241,6 +241,11 @@ class Blocks:
         if not self._boundary:
             return relation
         return 4 * relation + 2 * (q >= self._boundary) + 1 * (kv >= self._boundary)
+
+    @property
+    def numbering(self) -> Hashable:
+        """Blocks with the same one have the same `of`."""
+        return self.mask, self.n, self.layout.head_parallel, self._boundary
 
     def regions_of(self, kind: int) -> Regions:
         """The regions of a class; empty for one that no pair of ranks has."""

@@ -1,0 +1,85 @@
+"""What simulating a point takes, in counts: tasks, ranks, and how often anything is built. Times would hide it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sp_bench import simulate
+from sp_bench.plan import block_classes, dataflow, schedule
+from sp_bench.plan.method import Method
+from sp_bench.plan.ops import Plan
+from sp_bench.point import choose as choosing
+from sp_bench.point.choose import choose
+from tests.support.points import point
+
+BUILT = ((dataflow, "_values"), (schedule, "_waits"), (block_classes, "_find"))
+"""What is made of a plan once, whoever asks for it."""
+
+
+def counted(patch: pytest.MonkeyPatch, where: object, name: str, seen: Counter[Any], of: Callable[..., Any]) -> None:
+    """Count the calls of a function by something of its arguments."""
+    made = getattr(where, name)
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        seen[of(*arguments, **named)] += 1
+        return made(*arguments, **named)
+
+    patch.setattr(where, name, counting)
+
+
+def of_plan(plan: Plan, *_: Any, **__: Any) -> Plan:
+    return plan
+
+
+@pytest.mark.parametrize("method", ["mesh", "ring", "usp"])
+def test_everything_is_built_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for each variant and phase; of each plan one dataflow, one schedule, one table of blocks and one bound.
+    All ranks are simulated for no variant but the one that is chosen.
+    """
+    planned, bounded = Counter[Any](), Counter[Any]()
+    graphs: Counter[bool] = Counter()
+    made = [Counter[Plan]() for _ in BUILT]
+    counted(monkeypatch, Method, "plan", planned, lambda self, problem, phase, costs: (self, problem, phase))
+    counted(monkeypatch, choosing, "kernels_s", bounded, lambda plan, problem, cluster: (plan, problem))
+    counted(monkeypatch, simulate, "build_graph", graphs, lambda *_, nearly_alike=False, **__: nearly_alike)
+    for (where, name), seen in zip(BUILT, made, strict=True):
+        counted(monkeypatch, where, name, seen, of_plan)
+    found = choose(point(f"method={method}", "gpus=64", "seqlen=1M"))
+    variants = len(found.candidates or [found])
+    assert set(planned.values()) == set(bounded.values()) == {1}
+    assert len(planned) == len(bounded) == variants * len(found.plans)
+    for seen in made:
+        assert set(seen.values()) == {1}
+        assert len(seen) <= len(planned)
+    assert graphs[True] <= len(planned) and graphs[False] <= len(found.plans), "those of the chosen variant"
+
+
+def test_a_ring_that_transfers_bind_has_the_tasks_of_one_node() -> None:
+    """Whichever layout: blocks that differ by a few percent change neither when a step ends nor when any rank does."""
+    for layout in ("striped", "zigzag"):
+        found = choose(point("method=ring", "gpus=512", "seqlen=2M", f"method.layout={layout}"))
+        for run in found.runs.values():
+            assert run.exact and run.graph.quotient.ranks.size == 8
+            transfers = sum(isinstance(item.what, int) for item in run.graph.items)
+            assert run.graph.tasks.delay_s.size <= 8 * (transfers + len(run.graph.items))
+
+
+def test_one_rank_stands_for_all_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking nearly alike ranks for alike is no coarser than it says, on rings that links bind and that blocks bind."""
+    monkeypatch.setattr(simulate, "MANY_TASKS", 0)
+    stood = 0
+    for gpus, seqlen in (("32", "64k"), ("32", "256k"), ("32", "1M"), ("16", "4M")):
+        choice = choose(point("method=ring", "method.layout=zigzag", f"gpus={gpus}", f"seqlen={seqlen}"))
+        cluster = point("method=ring", f"gpus={gpus}").cluster
+        for phase, run in choice.runs.items():
+            whole = simulate.simulate(choice.plans[phase], choice.problem, cluster, use_symmetry=False)
+            stood += run.graph.quotient.ranks.size < whole.graph.quotient.ranks.size
+            step_s = whole.makespan_s
+            assert abs(run.ended_s - whole.ended_s).max() <= simulate.SAME_STEP * step_s, (gpus, seqlen, phase)
+            assert run.busy_s == pytest.approx(whole.busy_s, rel=1e-12)
+            assert abs(run.exposed_s - whole.exposed_s).max() <= simulate.SAME_STEP * step_s
+    assert 0 < stood < 8, "some are bound by transfers, and some by blocks"
