@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from sp_bench.advise import plots
-from sp_bench.advise.candidates import Answer, answer
+from sp_bench.advise.candidates import Answer, Question, answer
 from sp_bench.advise.changes import Change, changes
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, settings
@@ -68,7 +68,7 @@ def _advise(arguments: Sequence[str]) -> int:
     with _progress() as progress, workers() as mapped:
         task = progress.add_task("")
         found = answer(
-            overrides,
+            Question(overrides),
             memory_bytes=memory_bytes,
             mapped=mapped,
             done=lambda name: progress.update(task, description=name),
@@ -80,7 +80,7 @@ def _advise(arguments: Sequence[str]) -> int:
                 found,
                 memory_bytes=memory_bytes,
                 mapped=mapped,
-                done=lambda what: progress.update(task, description=f"with {what}"),
+                done=lambda name: progress.update(task, description=f"what would change it: {name}"),
             )
     console = make_console()
     said(console, heading(found))

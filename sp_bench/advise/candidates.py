@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sp_bench.advise.workers import Map
 from sp_bench.cli.compose import Composer
@@ -59,39 +59,66 @@ class Answer:
         return [each for each in self.feasible if not each.time.backed]
 
 
+class Question(NamedTuple):
+    """Overrides of a point, and the methods to try for it."""
+
+    overrides: Sequence[str]
+    methods: Sequence[str] = tuple(REGISTRY)
+
+
 def answer(
-    overrides: Sequence[str],
+    question: Question,
     *,
     memory_bytes: float | None = None,
-    methods: Sequence[str] = tuple(REGISTRY),
     mapped: Map = map,
     done: Callable[[str], None] = lambda name: None,
 ) -> Answer:
-    """Simulate the methods for a request. Methods whose attention needs more than `memory_bytes` a GPU are refused.
+    """Simulate the methods for a question. Methods whose attention needs more than `memory_bytes` a GPU are refused.
 
     `mapped` is map, or that of `workers`, which simulates several methods at a time.
-    Raises RequestError for a request that no method can serve, and for unknown keys.
+    Raises RequestError for a question that no method can serve, and for unknown keys.
     """
-    with Composer() as composer:
-        composed = {
-            name: composer.compose(composer.points([*overrides, f"method={name}"], sweep=False)[0])
-            for name in methods
-            if name not in LEFT_OUT
-        }
-    found = Answer(next(iter(composed.values())))
-    for name, tried in zip(composed, mapped(_tried, composed.values()), strict=True):
-        if isinstance(tried, RequestError):
-            found.refused[name] = str(tried)
-        else:
-            found.feasible.append(tried)
-            found.refused |= _too_large(tried, memory_bytes)
-        done(name)
-    found.feasible = [each for each in found.feasible if each.method.name not in found.refused]
-    found.feasible.sort(key=lambda each: each.time.step_ms)
+    (found,) = answers([question], memory_bytes=memory_bytes, mapped=mapped, done=done)
     if not found.feasible:
         reasons = list(found.refused.values())
-        raise RequestError(" ".join(overrides), "no method can serve it", f"the first says: {reasons[0]}")
+        raise RequestError(" ".join(question.overrides), "no method can serve it", f"the first says: {reasons[0]}")
     return found
+
+
+def answers(
+    questions: Sequence[Question],
+    *,
+    memory_bytes: float | None = None,
+    mapped: Map = map,
+    done: Callable[[str], None] = lambda name: None,
+) -> list[Answer]:
+    """The answer to each question, as of `answer`, but that nothing may be feasible.
+
+    Configs are composed while methods are simulated. Raises RequestError for unknown keys.
+    """
+    asked = [(i, name) for i, one in enumerate(questions) for name in one.methods if name not in LEFT_OUT]
+    configs: list[dict[str, Any]] = []
+    with Composer() as composer:
+
+        def composed() -> Iterator[dict[str, Any]]:
+            for i, name in asked:
+                (point,) = composer.points([*questions[i].overrides, f"method={name}"], sweep=False)
+                configs.append(composer.compose(point))
+                yield configs[-1]
+
+        found: dict[int, Answer] = {}
+        for number, (tried, (i, name)) in enumerate(zip(mapped(_tried, composed()), asked, strict=True)):
+            here = found.setdefault(i, Answer(configs[number]))
+            if isinstance(tried, RequestError):
+                here.refused[name] = str(tried)
+            else:
+                here.feasible.append(tried)
+                here.refused |= _too_large(tried, memory_bytes)
+            done(name)
+    for here in found.values():
+        here.feasible = [each for each in here.feasible if each.method.name not in here.refused]
+        here.feasible.sort(key=lambda each: each.time.step_ms)
+    return [found[i] for i in range(len(questions))]
 
 
 def _tried(config: Mapping[str, Any]) -> Feasible | RequestError:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sp_bench.advise.candidates import Answer, Feasible, answer
+from sp_bench.advise.candidates import Answer, Feasible, Question, answers
 from sp_bench.advise.workers import Map
-from sp_bench.errors import RequestError
 from sp_bench.reading import Tokens, read
 
 TRIED = 3
@@ -39,19 +38,20 @@ def changes(
 ) -> list[Change]:
     """The answers to the varied questions, among the methods that are fast today."""
     names = [each.method.name for each in now.feasible[: max(TRIED, len(now.tied))]]
-    found = []
-    for what, changed in _varied(now.config).items():
+    varied = _varied(now.config)
+    questions = []
+    for changed in varied.values():
         keys = {override.partition("=")[0] for override in changed}
         kept = [override for override in overrides if override.partition("=")[0] not in keys]
-        try:
-            then = answer([*kept, *changed], memory_bytes=memory_bytes, methods=names, mapped=mapped)
-        except RequestError:
+        questions.append(Question([*kept, *changed], names))
+    found = []
+    for what, then in zip(varied, answers(questions, memory_bytes=memory_bytes, mapped=mapped, done=done), strict=True):
+        if not then.feasible:
             found.append(Change(what, None, None, True))
-        else:
-            same = next((each for each in then.feasible if each.method.name == names[0]), None)
-            slower = same is None or same not in then.tied
-            found.append(Change(what, then.feasible[0], same, slower))
-        done(what)
+            continue
+        same = next((each for each in then.feasible if each.method.name == names[0]), None)
+        slower = same is None or same not in then.tied
+        found.append(Change(what, then.feasible[0], same, slower))
     return found
 
 

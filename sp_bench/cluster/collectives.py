@@ -75,10 +75,10 @@ def algorithm(
 
 def seconds(way: Algorithm, network: Network, sent_bytes: int) -> float:
     """An estimate of its time on an idle network: its latency, and what its busiest link takes."""
-    ranks, links = np.arange(network.gpu.size), network.link_bytes_per_s.size
+    links = network.link_bytes_per_s.size
     load = np.zeros(links + 1)  # the last entry is what -1, no link, gets
     for flow in way.flows:
-        for column in network.routes(ranks, flow.target).links.T:
+        for column in network.routes_to(flow.target).links.T:
             load += np.bincount(column % (links + 1), weights=flow.share, minlength=links + 1)
     busiest_s = float((load[:-1] / network.link_bytes_per_s).max()) * sent_bytes
     return float(way.latency_s.max()) + max(busiest_s / way.rate_share, sent_bytes / way.rate_cap)
@@ -88,7 +88,7 @@ def _hops(op: AllGather | ReduceScatter, network: Network) -> Algorithm:
     ranks = np.arange(network.gpu.size)
     target = op.group._replace(way=UP).member(ranks, 1)
     flow = Flow(target, np.ones(ranks.size))
-    return Algorithm("hops", (flow,), network.routes(ranks, target).latency_s, hops=op.group.size - 1)
+    return Algorithm("hops", (flow,), network.routes_to(target).latency_s, hops=op.group.size - 1)
 
 
 class _Placed(NamedTuple):
@@ -131,10 +131,10 @@ def rings(group: Group, network: Network) -> Algorithm:
     beside = placed.beside if isinstance(network.topology.intra, FullMesh) else placed.beside[:1]
     inside = (1 - leaves) / np.clip(placed.on_node - 1, 1, max(len(beside), 1))
     flows = [Flow(target, inside * (target != ranks)) for target in beside]
-    inside_s = np.max([network.routes(ranks, target).latency_s for target in beside or [ranks]], axis=0)
+    inside_s = np.max([network.routes_to(target).latency_s for target in beside or [ranks]], axis=0)
     if (placed.nodes > 1).any():
         flows.append(Flow(placed.beyond, leaves))
-    across_s = network.routes(ranks, placed.beyond).latency_s
+    across_s = network.routes_to(placed.beyond).latency_s
     latency_s = (group.size - placed.nodes) * inside_s + (placed.nodes - 1) * across_s
     return Algorithm("ring", tuple(flows), latency_s)
 
@@ -149,7 +149,7 @@ def _pat(group: Group, network: Network) -> list[Algorithm]:
     for step in range((group.size - 1).bit_length()):
         sent = min(2**step, group.size - 2**step)
         flows.append(Flow(up.member(ranks, 2**step), np.full(ranks.size, sent / (group.size - 1))))
-    across_s = np.max([network.routes(ranks, flow.target).latency_s for flow in flows], axis=0)
+    across_s = np.max([network.routes_to(flow.target).latency_s for flow in flows], axis=0)
     latency_s = math.log2(group.size) * across_s * PAT_STEP + group.size * PAT_RANK_S
     return [Algorithm("pat", tuple(flows), latency_s, PAT_RATE)]
 

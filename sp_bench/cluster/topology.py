@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -302,6 +302,10 @@ class Routes:
     """(F,) Whether it crosses nodes."""
 
 
+KNOWN = 512
+"""How many sets of routes a network keeps."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Network:
     """The L links of n ranks, and the routes between ranks."""
@@ -316,10 +320,22 @@ class Network:
     """(L,) The class of each link, as an index into the keys of first_link."""
     link_bytes_per_s: np.ndarray
     """(L,)"""
+    _known: dict[bytes, Routes] = field(default_factory=dict, init=False, repr=False)
 
     def node_of(self, rank: np.ndarray) -> np.ndarray:
         """The node of each rank."""
         return self.gpu[rank] // self.gpus_per_node
+
+    def routes_to(self, target: np.ndarray) -> Routes:
+        """The routes from every rank to its `target`, (n,); the last few hundred that were asked for are kept."""
+        key = target.tobytes()
+        if key not in self._known:
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            found = self._known[key] = self.routes(np.arange(target.size), target)
+            for array in (found.latency_s, found.links, found.rate_cap, found.inter):
+                array.flags.writeable = False
+        return self._known[key]
 
     def routes(self, source: np.ndarray, target: np.ndarray) -> Routes:
         """The routes from source to target ranks: (F,) each."""

@@ -17,7 +17,7 @@ from sp_bench.plan.ops import BLOCKS, AllGather, Plan, ReduceScatter, Transfer
 from sp_bench.plan.problem import Problem
 from sp_bench.plan.schedule import Segment
 from sp_bench.plan.transfers import peers
-from sp_bench.simulate.flows import Solver, TaskGraph, Timing, solve
+from sp_bench.simulate.flows import Solver, TaskGraph, Timing, is_compiled, solve
 from sp_bench.simulate.graph import Item, PlanGraph, build_graph
 from sp_bench.simulate.slowdown import slowed_by_transfers
 
@@ -189,7 +189,7 @@ def exactly(run: Run, problem: Problem, cluster: Cluster) -> Run:
 
 
 def _run(plan: Plan, graph: PlanGraph, cluster: Cluster, tasks: TaskGraph, *, exact: bool) -> Run:
-    solver = "python" if tasks.delay_s.size < FEW_TASKS else "auto"
+    solver = "python" if tasks.delay_s.size < FEW_TASKS and not is_compiled() else "auto"
     timing, tasks = settle(replace(graph, tasks=tasks), cluster.device.transfer_slowdown, solver)
     return Run(plan, graph, timing.start_s, timing.finish_s, graph.busy_s(timing), graph.work_s(tasks), exact)
 

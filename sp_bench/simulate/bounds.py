@@ -47,7 +47,7 @@ def link_bytes(network: Network, traffic: Traffic) -> np.ndarray:
     """The bytes that cross each link: (L,)."""
     total = np.zeros(network.link_bytes_per_s.size + 1)  # the last entry is what -1, no link, gets
     for target, sent in traffic:
-        links = network.routes(np.arange(target.size), target).links
+        links = network.routes_to(target).links
         for column in links.T:
             total += np.bincount(column % total.size, weights=sent, minlength=total.size)
     return total[:-1]
@@ -73,7 +73,7 @@ def _latency_s(plan: Plan, problem: Problem, cluster: Cluster, pipelined: Contai
     @cache
     def latency_s(pairs: tuple[tuple[Group | Exchange, int], ...]) -> np.ndarray:
         """The longest latency of messages that are under way at once: (n,)."""
-        return np.max([network.routes(ranks, group.member(ranks, shift)).latency_s for group, shift in pairs], axis=0)
+        return np.max([network.routes_to(group.member(ranks, shift)).latency_s for group, shift in pairs], axis=0)
 
     for index, op in plan:
         if isinstance(op, AllGather | ReduceScatter):

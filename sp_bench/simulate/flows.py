@@ -143,6 +143,11 @@ def solve(graph: TaskGraph, solver: Solver = "auto", *, least_s: float = 0.0) ->
     return timing
 
 
+def is_compiled() -> bool:
+    """Whether this process has compiled or loaded the solver, which takes longer than many a graph in plain Python."""
+    return kernel.compiled_run.cache_info().currsize > 0
+
+
 def _check_complete(timing: Timing) -> None:
     stuck = np.flatnonzero(np.isnan(timing.finish_s))
     if stuck.size:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sp_bench.advise.__main__ import backing, heading, how_to, main, size, what_changes
-from sp_bench.advise.candidates import Answer, Feasible, answer
+from sp_bench.advise.candidates import Answer, Feasible, Question, answer
 from sp_bench.advise.changes import changes
 from sp_bench.advise.flags import FRAMEWORKS
 from sp_bench.cli.report import SEVERAL
@@ -19,7 +19,7 @@ ASKED = ["gpus=16", "seqlen=32k", "model=llama3_8b", "cluster=h100_ndr400", "imp
 
 @pytest.fixture(scope="module")
 def found() -> Answer:
-    return answer(ASKED)
+    return answer(Question(ASKED))
 
 
 @pytest.mark.exhaustive
@@ -51,7 +51,7 @@ def test_all_methods_are_ranked_or_refused(found: Answer) -> None:
 def test_memory_rules_methods_out(found: Answer) -> None:
     needed = sorted(each.record.peak_mem_bytes_max or 0 for each in found.feasible)
     limit = (needed[0] + needed[-1]) / 2
-    tight = answer(ASKED, memory_bytes=limit)
+    tight = answer(Question(ASKED), memory_bytes=limit)
     assert tight.refused
     assert all((each.record.peak_mem_bytes_max or 0) <= limit for each in tight.feasible)
     assert all("GB a GPU, of" in why for why in tight.refused.values())

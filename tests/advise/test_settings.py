@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from sp_bench.advise.__main__ import how_to
-from sp_bench.advise.candidates import Answer, answer
+from sp_bench.advise.candidates import Answer, Question, answer
 from sp_bench.advise.code import Wanted
 from sp_bench.advise.flags import FRAMEWORKS, OURS, settings
 from sp_bench.cli.compose import Composer
@@ -46,7 +46,7 @@ def wanted_of(words: Iterable[str], gpus: int, methods: Iterable[str] = tuple(RE
     """What advice has settings for: every method at its fastest degrees."""
     keys = {word.partition("=")[0] for word in words}
     shape = [word for word in SHAPE if word.partition("=")[0] not in keys]
-    found = answer([f"gpus={gpus}", *shape, *words], methods=tuple(methods))
+    found = answer(Question([f"gpus={gpus}", *shape, *words], tuple(methods)))
     return [Wanted.of(each.method, each.record) for each in found.feasible]
 
 
@@ -187,7 +187,7 @@ def test_a_mask_that_the_suite_gets_is_printed_and_no_framework_has_it(monkeypat
 
 
 def test_every_setting_names_the_version_that_it_was_checked_against() -> None:
-    found = answer(["gpus=2", *SHAPE, "mask=causal"], methods=("mesh", "ulysses"))
+    found = answer(Question(["gpus=2", *SHAPE, "mask=causal"], ("mesh", "ulysses")))
     labels = [line for line in how_to(Answer(found.config, found.feasible)) if re.match(r"    \S", line)]
     assert len(labels) > 2
     for line in labels:

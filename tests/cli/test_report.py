@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sp_bench.__main__ import main
-from sp_bench.advise.candidates import answer
+from sp_bench.advise.candidates import Question, answer
 from sp_bench.cli import report, session
 from sp_bench.cli.compose import Composer
 from sp_bench.cli.report import ONE, ROWS, SEVERAL, make_console, print_points, print_sweep
@@ -125,7 +125,7 @@ def test_a_column_of_ratios_has_one_bound(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("mask", [["mask=causal"], ["mask=full", "kv_heads=4"]])
 def test_all_methods_of_a_problem_have_one_least(mask: list[str]) -> None:
     """The bound that the column divides by."""
-    found = answer(["gpus=4", "seqlen=4k", "heads=8", *mask], methods=("ring", "ulysses", "usp", "mesh"))
+    found = answer(Question(["gpus=4", "seqlen=4k", "heads=8", *mask], ("ring", "ulysses", "usp", "mesh")))
     assert len({each.record.comm_bytes_least for each in found.feasible}) == 1
     assert len({each.record.comm_bytes_lower_bound for each in found.feasible}) > 1
 
