@@ -19,6 +19,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from sp_bench.errors import RequestError, unknown
 from sp_bench.plan.dealers import DEALERS
 from sp_bench.plan.layout import LAYOUTS, Layout, Positions
@@ -141,7 +143,7 @@ class Causal(WholeMask):
 
     def relation(self, q_chunk, kv_chunk) -> Any:
         """0, 1 or 2: the query chunk is below, equal to or above the key chunk."""
-        return 1 + 1 * (q_chunk > kv_chunk) - 1 * (q_chunk < kv_chunk)
+        return (q_chunk >= kv_chunk) * np.int8(1) + (q_chunk > kv_chunk)
 
 
 def _count(positions: Positions) -> int:
@@ -236,7 +238,8 @@ class Blocks:
 
     def of(self, q_rank, kv_rank) -> Any:
         """The class of the block between the layout chunks of two ranks, or of two arrays of ranks."""
-        q, kv = q_rank // self.layout.head_parallel, kv_rank // self.layout.head_parallel
+        degree = self.layout.head_parallel
+        q, kv = (q_rank // degree, kv_rank // degree) if degree > 1 else (q_rank, kv_rank)
         relation = self.mask.relation(q, kv)
         if not self._boundary:
             return relation

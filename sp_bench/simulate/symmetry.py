@@ -7,7 +7,8 @@ a flow loads a link's orbit as often as there are flows of its own orbit on each
 
 Candidates are the rotations of the groups that a plan names: all ranks of a ring move on by so many places.
 
-To rank variants, ranks whose blocks take almost equally long may be taken for alike: each as slow as the slowest.
+Ranks whose blocks take almost equally long may be taken for alike, each as slow as the slowest: to rank variants, and
+where it can't matter (simulate.exactly).
 """
 
 from __future__ import annotations
