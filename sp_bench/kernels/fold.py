@@ -24,12 +24,17 @@ def fold_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
 
     On CUDA, accumulators in fp32 are folded by one kernel, where triton can compile it (fold_triton.py).
     """
-    if out.is_cuda and out.dtype == torch.float32 and _has_triton() and not triton_fails(out.device):
+    if takes_triton(out):
         from sp_bench.kernels.fold_triton import fold_fused_
 
         fold_fused_(out, lse, part_out, part_lse)
     else:
         fold_unfused_(out, lse, part_out, part_lse)
+
+
+def takes_triton(x: Tensor) -> bool:
+    """Whether sums like x are folded by triton's kernels: in fp32 on a GPU, where triton can compile them."""
+    return x.is_cuda and x.dtype == torch.float32 and _has_triton() and not triton_fails(x.device)
 
 
 def fold_unfused_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
